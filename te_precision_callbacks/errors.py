@@ -9,3 +9,18 @@ from __future__ import annotations
 
 class PrecisionDebugError(Exception):
     """Base class of every exception that this package raises on purpose."""
+
+
+class MissingExtraError(PrecisionDebugError, ImportError):
+    """A module was imported whose optional dependency is not installed.
+
+    Args:
+        module: what was imported.
+        extra: the extra of this package that brings the dependency.
+    """
+
+    def __init__(self, module: str, extra: str) -> None:
+        super().__init__(
+            f"{module} needs a package that is not installed. Install it with:"
+            f" pip install 'te-precision-callbacks[{extra}]'"
+        )

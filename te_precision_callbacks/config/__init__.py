@@ -1,0 +1,24 @@
+"""What a debug config may say, and what it means for the layers of a model.
+
+config = load_config("config.yaml")          # or a mapping, or None for the defaults
+plan = config.plan(layers)                   # which features act on which layer
+"""
+
+from __future__ import annotations
+
+from te_precision_callbacks.config.loading import Config, ConfigSource, load_config
+from te_precision_callbacks.config.planning import LayerPlan, Plan, Section
+from te_precision_callbacks.config.problems import ConfigError
+from te_precision_callbacks.config.selection import LayerSelector, SelectableLayer
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "ConfigSource",
+    "LayerPlan",
+    "LayerSelector",
+    "Plan",
+    "Section",
+    "SelectableLayer",
+    "load_config",
+]

@@ -1,0 +1,219 @@
+"""Which features act on which layer, decided before the run.
+
+nvidia-dlfw-inspect 0.2.2 decides this in each layer's first forward pass, where a selector that hits no layer is silent
+and two sections that hit one layer end the run. Here the sections are merged per layer, and what is handed over are
+exact layer names.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from te_precision_callbacks.config.problems import ConfigError, nearest, suggestion
+from te_precision_callbacks.config.selection import LayerSelector, SelectableLayer
+
+logger = logging.getLogger(__name__)
+
+RegisteredFeatures = Mapping[str, Collection[str]]
+"""The features that a session found: namespace -> feature names. ``base`` is nvidia-dlfw-inspect's own namespace."""
+
+FeatureOptions = Mapping[str, Any]
+NamespacedFeatures = Mapping[str, Mapping[str, FeatureOptions]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One top-level entry of a config: some layers, and what is done with them.
+
+    Attributes:
+        name: its key in the config.
+        enabled: a section that is not enabled is checked, and does nothing.
+        selector: the layers that it means.
+        features: the rest of the section, by namespace (``transformer_engine``) or, for the features of
+            nvidia-dlfw-inspect itself, by feature name.
+        places: where each feature stands, for messages.
+    """
+
+    name: str
+    enabled: bool
+    selector: LayerSelector
+    features: Mapping[str, Mapping[str, Any]]
+    places: Mapping[tuple[str, ...], str]
+
+    def place(self, *keys: str) -> str:
+        """Where a key of this section stands, such as ``config.yaml, line 7 (section 'stats')``."""
+        return self.places.get(keys, self.places[()])
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What happens in one layer.
+
+    Attributes:
+        layer: the layer.
+        sections: the names of the sections that hit it.
+        features: namespace -> feature -> its options.
+    """
+
+    layer: SelectableLayer
+    sections: tuple[str, ...]
+    features: NamespacedFeatures
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens in which layer.
+
+    Attributes:
+        layers: the layers that some section hits, in the order of the model.
+        unmatched: the names of the sections that hit none.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    unmatched: tuple[str, ...]
+
+    def as_inspect_config(self) -> dict[str, Any]:
+        """The plan as a config of nvidia-dlfw-inspect: one section for each set of layers with the same features.
+
+        Its layers are given as one anchored pattern of exact names, so that no layer is in two sections and none is hit
+        by chance. With no layer at all it holds one section that hits nothing, since an empty config is refused there.
+        """
+        groups: dict[tuple[str, ...], list[LayerPlan]] = {}
+        for entry in self.layers:
+            groups.setdefault(entry.sections, []).append(entry)
+        config = {
+            " + ".join(sections): {
+                "enabled": True,
+                "layers": {"layer_name_regex_pattern": exact_pattern(entry.layer.name for entry in entries)},
+                **entries[0].features,
+            }
+            for sections, entries in groups.items()
+        }
+        return config or {"no layer": {"enabled": True, "layers": {"layer_name_regex_pattern": exact_pattern(())}}}
+
+
+def exact_pattern(names: Iterable[str]) -> str:
+    """A regular expression that ``search`` finds in exactly these names; in none where there are none."""
+    return rf"\A(?:{'|'.join(re.escape(name) for name in names) or '(?!)'})\Z"
+
+
+def plan(
+    sections: Sequence[Section],
+    layers: Sequence[SelectableLayer],
+    registered: RegisteredFeatures,
+    *,
+    allow_unmatched: bool = False,
+) -> Plan:
+    """Decide which features act on which layer.
+
+    Args:
+        sections: the enabled sections.
+        layers: the layers of the model.
+        registered: the features that exist.
+        allow_unmatched: warn about a section that hits no layer, instead of raising.
+
+    Raises:
+        ConfigError: an unknown feature, a section that hits no layer, two sections with one feature for one layer.
+    """
+    resolved = {section.name: resolve_features(section, registered) for section in sections}
+    planned = []
+    matched: set[str] = set()
+    for layer in layers:
+        hit = [section for section in sections if section.selector.selects(layer)]
+        if hit:
+            matched.update(section.name for section in hit)
+            merged = _merge(layer, hit, resolved)
+            planned.append(LayerPlan(layer, tuple(section.name for section in hit), merged))
+    unmatched = [section for section in sections if section.name not in matched] if layers else []
+    for section in unmatched:
+        message = _no_layer_message(section, layers)
+        if not allow_unmatched:
+            raise ConfigError(f"{message} With allow_unmatched=True this is a warning.")
+        logger.warning("%s", message)
+    return Plan(tuple(planned), tuple(section.name for section in unmatched))
+
+
+def resolve_features(section: Section, registered: RegisteredFeatures) -> NamespacedFeatures:
+    """The features of a section by namespace, under the names that they are registered with.
+
+    Case does not matter: Transformer Engine's documentation writes ``DisableFp8Gemm`` where its code has
+    ``DisableFP8GEMM``.
+
+    Raises:
+        ConfigError: a feature or namespace that does not exist, or a feature without ``enabled``.
+    """
+    resolved: dict[str, dict[str, FeatureOptions]] = {}
+    for key, body in section.features.items():
+        if key in registered:
+            for name, options in body.items():
+                feature = _registered_name(name, key, registered, section.place(key, name))
+                resolved.setdefault(key, {})[feature] = _options(name, options, section.place(key, name))
+        else:
+            feature = _registered_name(key, "base", registered, section.place(key))
+            resolved.setdefault("base", {})[feature] = _options(key, body, section.place(key))
+    return resolved
+
+
+def _registered_name(name: str, namespace: str, registered: RegisteredFeatures, place: str) -> str:
+    known = registered.get(namespace, ())
+    for candidate in known:
+        if candidate.casefold() == name.casefold():
+            return candidate
+    others = [space for space in registered if space != namespace]
+    for other in others:
+        if any(candidate.casefold() == name.casefold() for candidate in registered[other]):
+            raise ConfigError(f"{place}: {name!r} is a feature of {other!r}; indent it below '{other}:'.")
+    what = f"there is no feature {name!r} in {namespace!r}"
+    if namespace == "base":
+        what = f"{name!r} is neither a namespace ({', '.join(others)}) nor a feature of nvidia-dlfw-inspect itself"
+        known = [*others, *known]
+    raise ConfigError(f"{place}: {what}.{suggestion(name, known)}")
+
+
+def _options(name: str, options: Any, place: str) -> FeatureOptions:
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"{place}: the options of {name!r} must be a mapping, not {options!r}.")
+    if "enabled" not in options:
+        raise ConfigError(f"{place}: {name!r} has no 'enabled'. Add 'enabled: True' below it.{_near_enabled(options)}")
+    return dict(options)
+
+
+def _near_enabled(options: Mapping[str, Any]) -> str:
+    close = nearest("enabled", [str(key) for key in options], most=1)
+    return f" Is {close[0]!r} meant for it?" if close else ""
+
+
+def _merge(
+    layer: SelectableLayer, hit: Sequence[Section], resolved: Mapping[str, NamespacedFeatures]
+) -> NamespacedFeatures:
+    merged: dict[str, dict[str, FeatureOptions]] = {}
+    owner: dict[tuple[str, str], Section] = {}
+    for section in hit:
+        for namespace, features in resolved[section.name].items():
+            for feature, options in features.items():
+                first = owner.setdefault((namespace, feature), section)
+                if first is not section:
+                    raise ConfigError(
+                        f"{section.place()}: gives {feature!r} to the layer {layer.name!r}, and so does"
+                        f" {first.place()}. Put both into one section ('tensors_struct' takes several tensors), or make"
+                        " their layers differ."
+                    )
+                merged.setdefault(namespace, {})[feature] = options
+    return merged
+
+
+def _no_layer_message(section: Section, layers: Sequence[SelectableLayer]) -> str:
+    names = [layer.name for layer in layers]
+    parts = {part for name in names for part in name.split(".")} | {kind for layer in layers for kind in layer.types}
+    words = section.selector.words()
+    near = list(dict.fromkeys(match for word in words for match in [*nearest(word, names), *nearest(word, parts)]))
+    if near:
+        hint = f" Near what it asks for: {', '.join(repr(name) for name in near[:5])}."
+    else:
+        more = f", and {len(names) - 8} more" if len(names) > 8 else ""
+        hint = f" The layers are: {', '.join(repr(name) for name in names[:8])}{more}."
+    return f"{section.selector.place}: the section {section.name!r} matches none of the {len(names)} layers.{hint}"

@@ -1,0 +1,201 @@
+"""Precision debugging for Lightning: one callback.
+
+import lightning as L
+from te_precision_callbacks.lightning import PrecisionDebugCallback
+
+trainer = L.Trainer(callbacks=[PrecisionDebugCallback("config.yaml")])
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from typing_extensions import Unpack
+
+from te_precision_callbacks.config.loading import ConfigSource
+from te_precision_callbacks.errors import MissingExtraError
+from te_precision_callbacks.options import OptionError, SessionKeywords, SessionOptions
+from te_precision_callbacks.records import MetricSelection, RunInfo, StepRecords
+from te_precision_callbacks.session import InspectSession, SessionError
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.loggers import Logger, MLFlowLogger
+except ImportError as error:
+    raise MissingExtraError("te_precision_callbacks.lightning", "lightning") from error
+
+StepOn = Literal["optimizer_step", "batch"]
+
+
+class PrecisionDebugCallback(Callback):
+    """Runs Transformer Engine's precision debugging during ``trainer.fit``.
+
+    Logged to every logger of the trainer, on rank 0, at the step of the batch's own metrics:
+
+    - ``te/<layer>/<tensor>/<statistic>`` for each statistic that the config asks for, such as
+      ``te/model.layers.0.layernorm_mlp.fc1/activation/max``. Units are those of the tensor; a statistic whose name ends
+      in ``%`` is in percent (for MLflow, whose names have no ``%``, it ends in ``_pct``).
+
+    Written below ``log_dir``, a file a rank: ``nvdlfw_inspect_logs`` (which features acted where) and
+    ``nvdlfw_inspect_statistics_logs`` (every statistic).
+
+    Sanity checks, validation, test and predict are not observed; features that change precision act in validation as in
+    training. After an exception or Ctrl-C the session is closed, and what was gathered since the last step is written.
+
+    Args:
+        config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
+        step_on: what a debug iteration is: ``"optimizer_step"`` (the batches of an accumulation are one), ``"batch"``.
+        **keywords: the options of every front door, see :class:`te_precision_callbacks.options.SessionOptions`.
+
+    Raises:
+        ConfigError: the config cannot be used. What needs the model (a section that matches no layer) is raised at the
+            start of the fit.
+        OptionError: an unknown option, or a value that it does not take.
+        TransformerEngineUnavailableError: at the start of the fit, Transformer Engine cannot be imported.
+
+    Example::
+
+        callback = PrecisionDebugCallback("config.yaml", log_dir="debug")
+        L.Trainer(callbacks=[callback]).fit(model)
+        print(callback.session.precision)
+    """
+
+    def __init__(
+        self,
+        config: ConfigSource = None,
+        *,
+        step_on: StepOn = "optimizer_step",
+        **keywords: Unpack[SessionKeywords],
+    ) -> None:
+        if step_on not in get_args(StepOn):
+            raise OptionError(f"step_on= is one of {', '.join(map(repr, get_args(StepOn)))}, not {step_on!r}.")
+        self._options = SessionOptions.from_keywords(config, **keywords)
+        self._step_on = step_on
+        self._session: InspectSession | None = None
+        self._restored_iteration: int | None = None
+        self._last_global_step = 0
+
+    @property
+    def session(self) -> InspectSession:
+        """The session of the current or last fit.
+
+        Raises:
+            SessionError: nothing was fitted yet.
+        """
+        if self._session is None:
+            raise SessionError("The callback has no session yet: it starts one when trainer.fit() begins.")
+        return self._session
+
+    # ------------------------------------------------------------------ start
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Start the session, before configure_model or a precision plugin builds modules."""
+        if stage != "fit":
+            return
+        self._restored_iteration = None
+        self._session = InspectSession.from_options(self._options)
+        self._session.start(
+            log_dir=Path(trainer.log_dir or trainer.default_root_dir),
+            sinks=[_TrainerLoggers(trainer, MetricSelection(self._options.prefix, self._options.log_filter))],
+        )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Name the layers: here the model is complete, with what a precision plugin has replaced."""
+        session = self.session
+        if self._restored_iteration is not None:
+            session.iteration = self._restored_iteration
+        session.attach(pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the step of a resumed fit: only here has the trainer restored its own."""
+        self._last_global_step = trainer.global_step
+        if self._restored_iteration is None and self._options.start_step is None:
+            self.session.iteration = self._logging_step(trainer)
+
+    # ------------------------------------------------------------------ step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """End a debug iteration where one has ended."""
+        if self._step_on == "batch":
+            self.session.step(trainer.fit_loop.total_batch_idx)
+        elif trainer.global_step != self._last_global_step:
+            # Counted once however many optimizers stepped: global_step counts each of them.
+            self._last_global_step = trainer.global_step
+            self.session.step(self._logging_step(trainer))
+
+    def _logging_step(self, trainer: Trainer) -> int:
+        """The step at which the trainer logs the metrics of the current batch; before the first batch, of the next."""
+        if self._step_on == "batch":
+            return trainer.fit_loop.total_batch_idx + 1
+        return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Observe nothing during validation and sanity checks, whatever the module does there."""
+        if self._session is not None:
+            self._session.observing = False
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Observe again."""
+        if self._session is not None:
+            self._session.observing = True
+
+    # ------------------------------------------------------------------ resume
+
+    def state_dict(self) -> dict[str, Any]:
+        """The debug iteration, for the checkpoint."""
+        if self._session is None:
+            return {}
+        return {"iteration": self._session.iteration, "step_on": self._step_on}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the debug iteration from a checkpoint; one that was counted in another way is left to the trainer."""
+        if state_dict.get("step_on") == self._step_on and self._options.start_step is None:
+            self._restored_iteration = int(state_dict["iteration"])
+
+    # ------------------------------------------------------------------ end
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """End the session."""
+        self._stop(None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """End the session: after an exception the trainer calls no teardown hook."""
+        self._stop(exception)
+
+    def _stop(self, error: BaseException | None) -> None:
+        if self._session is not None:
+            self._session.stop(error)
+
+
+class _TrainerLoggers:
+    """The sink that hands a step's metrics to the trainer's loggers, in one call each."""
+
+    def __init__(self, trainer: Trainer, select: MetricSelection) -> None:
+        self._trainer = trainer
+        self._select = select
+
+    def start(self, run: RunInfo) -> None:
+        """Nothing to prepare: the trainer has set its loggers up."""
+
+    def write(self, records: StepRecords) -> None:
+        """Log on rank 0."""
+        if not self._trainer.is_global_zero or not self._trainer.loggers:
+            return
+        metrics = self._select(records)
+        if not metrics:
+            return
+        for receiver in self._trainer.loggers:
+            receiver.log_metrics(_named_for(receiver, metrics), step=records.logging_step)
+
+    def close(self, error: BaseException | None) -> None:
+        """Nothing to close: the trainer finalizes its loggers."""
+
+
+def _named_for(receiver: Logger, metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics under names that the logger takes: MLflow refuses ``%``."""
+    if isinstance(receiver, MLFlowLogger):
+        return {name.replace("%", "_pct"): value for name, value in metrics.items()}
+    return metrics

@@ -1,0 +1,173 @@
+"""Module tree -> layer names.
+
+    for module in named_te_modules(model):
+        print(module.name, [layer.name for layer in module.layers])
+
+A *module* is a Transformer Engine module with GEMMs that can be observed: Linear, LayerNormLinear, LayerNormMLP,
+GroupedLinear. A *layer* is what a config selects and a log names: the module itself, or for the modules with several
+GEMMs their parts, ``<module>.fc1`` and ``<module>.fc2`` or ``<module>.gemm_0``, ``<module>.gemm_1`` and so on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+WRAPPER_CHILDREN = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
+"""Attributes under which FSDP, torch.compile and torch's checkpoint wrapper keep the module that they wrap."""
+
+MODULE_WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "Float16Module"})
+"""Classes that keep the module that they wrap under the ordinary name ``module``."""
+
+_OLD_SPELLINGS = (
+    ("self_attention", "self_attn"),
+    ("inter_attention", "inter_attn"),
+    ("layernorm_query", "layernorm_q"),
+    ("layernorm_linear_query", "layernorm_linear_q"),
+)
+"""Module attributes of TE 2.20, and what TE's documentation calls them."""
+
+_AUTOMATIC_NAME = re.compile(r"Layer_\d+(\.|\Z)")
+"""TE's name for a module that was built without one: a process-wide count."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a config selects.
+
+    Attributes:
+        name: its name in logs, records and metric names.
+        aliases: other names that select it: the one that the user gave to the constructor, the path below the root's
+            first attribute, and the spellings of TE's documentation.
+        types: its class and TE base classes, as ``LayerNormLinear`` and ``layernorm_linear``.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    types: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class NamedModule:
+    """A Transformer Engine module with observable GEMMs, and its layers.
+
+    Attributes:
+        module: the module; its attribute ``name`` is not changed here.
+        name: the path in the module tree, without wrapper parts.
+        layers: one, or several for LayerNormMLP and GroupedLinear.
+    """
+
+    module: torch.nn.Module
+    name: str
+    layers: tuple[Layer, ...]
+
+
+def snake_case(class_name: str) -> str:
+    """TE's spelling of a class in names: ``LayerNormMLP`` is ``layernorm_mlp``."""
+    words = class_name.replace("LayerNorm", "Layernorm").replace("MLP", "Mlp").replace("RMSNorm", "Rmsnorm")
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", words).lower()
+
+
+def named_te_modules(model: torch.nn.Module | Sequence[torch.nn.Module]) -> tuple[NamedModule, ...]:
+    """Find and name the Transformer Engine modules of a model, in the order of the module tree.
+
+    The name is the path in the tree without the parts that wrappers add (DDP, FSDP, torch.compile, checkpoint
+    wrappers); the first path, where a module is shared. The modules of a list of models get ``chunk0.``, ``chunk1.``
+    and so on. A root that is a Transformer Engine module itself lends its class: ``transformer_layer.layernorm_mlp``.
+
+    Args:
+        model: a model, or a list of the chunks of one.
+    """
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+    roots = [("", model)] if isinstance(model, torch.nn.Module) else [(f"chunk{i}", m) for i, m in enumerate(model)]
+    found: dict[int, NamedModule] = {}
+    taken: set[str] = set()
+    for prefix, root in roots:
+        for path, module in _paths(root, prefix):
+            if not isinstance(module, TransformerEngineBaseModule) or id(module) in found:
+                continue
+            parts = _gemm_parts(module)
+            if parts is None:
+                continue
+            name = _unique(path, taken)
+            layers = tuple(_layer(module, name, part, len(prefix)) for part in parts)
+            found[id(module)] = NamedModule(module, name, layers)
+    return tuple(found.values())
+
+
+def _unique(path: str, taken: set[str]) -> str:
+    """``path``, with a count where leaving wrapper parts out has made two paths one."""
+    name, count = path, 1
+    while name in taken:
+        count += 1
+        name = f"{path}_{count}"
+    taken.add(name)
+    return name
+
+
+def _paths(root: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Each module below ``root`` once, parents first, with its path without wrapper parts."""
+    seen: set[int] = set()
+    root = _unwrapped(root)
+    if type(root).__module__.startswith("transformer_engine."):
+        prefix = f"{prefix}.{snake_case(type(root).__name__)}" if prefix else snake_case(type(root).__name__)
+    stack = [(prefix, root)]
+    while stack:
+        path, module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield path, module
+        children = []
+        for child_name, child in module.named_children():
+            transparent = _is_wrapper_part(module, child_name)
+            children.append((path if transparent else f"{path}.{child_name}" if path else child_name, child))
+        stack.extend(reversed(children))
+
+
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    for child_name, child in module.named_children():
+        if _is_wrapper_part(module, child_name):
+            return _unwrapped(child)
+    return module
+
+
+def _is_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
+    if child_name in WRAPPER_CHILDREN:
+        return True
+    return child_name == "module" and any(base.__name__ in MODULE_WRAPPERS for base in type(parent).__mro__)
+
+
+def _gemm_parts(module: torch.nn.Module) -> tuple[str, ...] | None:
+    """What TE appends to the module's name for each of its GEMM sets; None for a module without observable GEMMs.
+
+    Read from ``_get_debug_quantizers`` of TE 2.20.2's module/{linear,layernorm_linear,layernorm_mlp,grouped_linear}.py.
+    """
+    classes = {base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformer_engine.")}
+    if "LayerNormMLP" in classes:
+        return (".fc1", ".fc2")
+    if "GroupedLinear" in classes:
+        return tuple(f".gemm_{index}" for index in range(int(module.num_gemms)))  # type: ignore[arg-type]
+    return ("",) if classes & {"Linear", "LayerNormLinear"} else None
+
+
+def _layer(module: torch.nn.Module, name: str, part: str, prefix_length: int) -> Layer:
+    bases = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformer_engine.pytorch")]
+    classes = dict.fromkeys([type(module).__name__, *(base for base in bases if base != "TransformerEngineBaseModule")])
+    given = _AUTOMATIC_NAME.sub("", str(getattr(module, "name", None) or ""))
+    below_root = name[prefix_length:].lstrip(".").partition(".")[2]
+    candidates = [alias + part for alias in (given, below_root) if alias]
+    for old, new in _OLD_SPELLINGS:
+        candidates += [
+            alias.replace(old, new) for alias in [name + part, *candidates] if re.search(rf"\b{old}\b", alias)
+        ]
+    aliases = tuple(alias for alias in dict.fromkeys(candidates) if alias != name + part)
+    return Layer(
+        name=name + part,
+        aliases=aliases,
+        types=tuple(spelling for kind in classes for spelling in (kind, snake_case(kind))),
+    )

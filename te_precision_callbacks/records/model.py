@@ -1,0 +1,126 @@
+"""The records of a step, the facts of a run, and the protocol of a sink."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+
+class Row(NamedTuple):
+    """One number of a step.
+
+    Attributes:
+        layer: the layer's name; empty for a number that a user's own feature logged under a name of its own.
+        tensor: ``activation``, ``weight``, ``gradient``, ``output``, ``wgrad`` or ``dgrad``; empty as above.
+        gemm: ``fprop``, ``dgrad`` or ``wgrad`` where the number belongs to one GEMM, else None.
+        statistic: the statistic's name, or the user's own name.
+        value: the number.
+    """
+
+    layer: str
+    tensor: str
+    gemm: str | None
+    statistic: str
+    value: float
+
+
+@dataclass(frozen=True)
+class StepRecords:
+    """The numbers of one debug iteration, in columns of equal length. Iterating gives :class:`Row` objects.
+
+    Attributes:
+        iteration: the debug iteration: 0-based, counted by the session, restored on resume.
+        logging_step: the step under which the trainer's own metrics of the same batch are logged.
+        layers, tensors, gemms, statistics: the name columns, as in :class:`Row`.
+        values: float64.
+        vectors: further columns whose cells are sequences (histograms), by (layer, tensor, statistic).
+        local: True where the numbers are of this rank alone although statistics are reduced over ranks: what was
+            gathered but not yet stepped when the run ended.
+    """
+
+    iteration: int
+    logging_step: int
+    layers: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+    gemms: tuple[str | None, ...] = ()
+    statistics: tuple[str, ...] = ()
+    values: array[float] = field(default_factory=lambda: array("d"))
+    vectors: Mapping[tuple[str, str, str], tuple[float, ...]] = field(default_factory=dict)
+    local: bool = False
+
+    @classmethod
+    def from_rows(cls, iteration: int, logging_step: int, rows: Iterable[Row], *, local: bool = False) -> StepRecords:
+        """Put rows into columns, in their order."""
+        rows = list(rows)
+        return cls(
+            iteration=iteration,
+            logging_step=logging_step,
+            layers=tuple(row.layer for row in rows),
+            tensors=tuple(row.tensor for row in rows),
+            gemms=tuple(row.gemm for row in rows),
+            statistics=tuple(row.statistic for row in rows),
+            values=array("d", (row.value for row in rows)),
+            local=local,
+        )
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(Row._make, zip(self.layers, self.tensors, self.gemms, self.statistics, self.values, strict=True))
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """What a run says once about a layer.
+
+    Attributes:
+        name: as in the records.
+        module_class: the class of its module, such as ``LayerNormLinear``.
+        sections: the sections of the config that hit it.
+        features: namespace -> feature -> options, as handed to nvidia-dlfw-inspect.
+    """
+
+    name: str
+    module_class: str
+    sections: tuple[str, ...]
+    features: Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """The facts of a run, given once to each sink before the first step.
+
+    Attributes:
+        log_dir: where the session writes.
+        rank, world_size: of torch.distributed; 0 and 1 without it.
+        start_iteration: the first debug iteration; above 0 on resume.
+        layers: every layer of the model that can be observed.
+        versions: package -> version, for those that shape the numbers.
+        config: where the config came from, a path or ``<mapping>``.
+    """
+
+    log_dir: Path
+    rank: int
+    world_size: int
+    start_iteration: int
+    layers: tuple[LayerInfo, ...]
+    versions: Mapping[str, str]
+    config: str
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """A receiver of records. A sink that raises is reported once and dropped; with ``strict=True`` it ends the run."""
+
+    def start(self, run: RunInfo) -> None:
+        """Called once, when the layers are known and before the first step."""
+
+    def write(self, records: StepRecords) -> None:
+        """Called at the end of each step that has records, on every rank."""
+
+    def close(self, error: BaseException | None) -> None:
+        """Called once at the end; ``error`` is what ended the run, None after a normal end."""

@@ -1,0 +1,38 @@
+"""The reference backend: Transformer Engine's own Python on any torch device, without its compiled extension.
+
+Usage::
+
+    from te_precision_callbacks import reference
+
+    reference.install()  # before the first import of transformer_engine
+    import transformer_engine.pytorch as te
+
+    layer = te.Linear(64, 64)  # on the CPU, where there is no GPU
+    with te.autocast(enabled=True):
+        layer(torch.randn(32, 64)).sum().backward()
+
+It is slow and exact, and meant for trying out a config, a feature or a whole training script before the GPUs are
+booked. Scripts that say ``.cuda()`` need ``reference.install(pretend_cuda=True)``, or ``te-precision run SCRIPT``.
+docs/reference-backend.md has the whole story.
+"""
+
+from te_precision_callbacks.reference.errors import (
+    InstallError,
+    MissingFunctionError,
+    ReferenceBackendError,
+    TransformerEngineVersionError,
+    UnsupportedRecipeError,
+)
+from te_precision_callbacks.reference.install import Installation, install, installed, is_installed
+
+__all__ = [
+    "InstallError",
+    "Installation",
+    "MissingFunctionError",
+    "ReferenceBackendError",
+    "TransformerEngineVersionError",
+    "UnsupportedRecipeError",
+    "install",
+    "installed",
+    "is_installed",
+]

@@ -1,0 +1,457 @@
+"""What ``torch.cuda`` answers where the CPU stands for the GPU.
+
+Transformer Engine's modules see this module in place of ``torch.cuda``; with ``pretend_cuda=True`` the whole process
+does, because :mod:`te_precision_callbacks.reference.pretend` puts the names in ``__all__`` into the real one. What is
+not defined here is looked up in the real ``torch.cuda``.
+
+There is one device, numbered 0, with the capability that :mod:`te_precision_callbacks.reference.target` says. A CPU
+finishes each operation before the next one, so streams, events and synchronization have nothing to do, and the random
+numbers come from the CPU's generator. CUDA graphs are not imitated: asking for one raises.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from te_precision_callbacks.reference.errors import MissingFunctionError
+from te_precision_callbacks.reference.target import capability
+
+_T = TypeVar("_T")
+
+cuda_version = "13.0"
+"""Stands for ``torch.version.cuda``: new enough for everything that Transformer Engine 2.20 asks a version for."""
+
+
+# --- for rewritten modules only: these have no counterpart in torch.cuda ---------------------------------------------
+
+
+def is_on_device(tensor: Any) -> bool:
+    """Stands for ``tensor.is_cuda``: on the CPU, and not on "meta"."""
+    return bool(tensor.device.type == "cpu")
+
+
+def current_torch_device() -> torch.device:
+    """Stands for ``torch.cuda.current_device()``, whose number Transformer Engine gives to torch as a device."""
+    return torch.device("cpu")
+
+
+def run_eagerly(function: Callable[..., Any] | None = None, **_options: Any) -> Callable[..., Any]:
+    """Stands for ``torch.compile``, with and without arguments: the function as it is."""
+    return (lambda decorated: decorated) if function is None else function
+
+
+def exact_norm(tensor: torch.Tensor, p: float = 2) -> torch.Tensor:
+    """Stands for ``torch.norm(tensor, p)``, which on the CPU sums float32 one by one: accumulated in float64."""
+    return torch.linalg.vector_norm(tensor, ord=p, dtype=torch.float64).to(tensor.dtype)
+
+
+# --- the device ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """What ``get_device_properties`` tells of the pretended device."""
+
+    name: str
+    major: int
+    minor: int
+    total_memory: int
+    multi_processor_count: int = 132
+    warp_size: int = 32
+    regs_per_multiprocessor: int = 65536
+    max_threads_per_multi_processor: int = 2048
+    shared_memory_per_block: int = 49152
+    shared_memory_per_block_optin: int = 232448
+    shared_memory_per_multiprocessor: int = 233472
+    L2_cache_size: int = 50 * 2**20
+    is_integrated: bool = False
+    is_multi_gpu_board: bool = False
+    gcnArchName: str = ""
+
+
+def is_available() -> bool:
+    return True
+
+
+def is_initialized() -> bool:
+    return True
+
+
+def init() -> None:
+    pass
+
+
+_lazy_init = init
+
+
+def _lazy_call(callable: Callable[[], Any], **_options: Any) -> None:
+    callable()
+
+
+def device_count() -> int:
+    return 1
+
+
+def current_device() -> int:
+    return 0
+
+
+def set_device(device: Any) -> None:
+    pass
+
+
+def get_device_capability(device: Any = None) -> tuple[int, int]:
+    return capability()
+
+
+def get_device_name(device: Any = None) -> str:
+    return "CPU (reference backend of te-precision-callbacks, compute capability {}.{})".format(*capability())
+
+
+def get_device_properties(device: Any = None) -> DeviceProperties:
+    major, minor = capability()
+    return DeviceProperties(get_device_name(), major, minor, _memory("SC_PHYS_PAGES"))
+
+
+def get_arch_list() -> list[str]:
+    return ["sm_{}{}".format(*capability())]
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    return True
+
+
+def can_device_access_peer(device: Any, peer_device: Any) -> bool:
+    return False
+
+
+class device:
+    """Context manager that chooses a device: there is only one."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = 0
+        self.prev_idx = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+device_of = device
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+
+
+def synchronize(device: Any = None) -> None:
+    pass
+
+
+class Stream:
+    """A stream on which everything has always been done."""
+
+    cuda_stream = 0
+    stream_id = 0
+    device_index = 0
+    priority = 0
+
+    def __init__(self, device: Any = None, priority: int = 0, **_options: Any) -> None:
+        self.device = torch.device("cpu")
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, 0
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class Event:
+    """An event that keeps the wall-clock time at which it was recorded."""
+
+    cuda_event = 0
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any) -> None:
+        self._recorded_at = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._recorded_at = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds from this event to ``end_event``."""
+        return (end_event._recorded_at - self._recorded_at) * 1e3
+
+    def synchronize(self) -> None:
+        pass
+
+
+ExternalStream = Stream
+_stream = Stream()
+
+
+def current_stream(device: Any = None) -> Stream:
+    return _stream
+
+
+default_stream = current_stream
+
+
+def set_stream(stream: Any) -> None:
+    pass
+
+
+def stream(stream: Any) -> nullcontext[Any]:
+    return nullcontext(stream)
+
+
+StreamContext = stream
+
+
+# --- random numbers --------------------------------------------------------------------------------------------------
+
+
+class _Generators(tuple[torch.Generator, ...]):
+    """One generator, whatever the index: Transformer Engine's index here is what ``current_torch_device`` gives."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return torch.default_generator
+
+
+default_generators = _Generators([torch.default_generator])
+
+
+def manual_seed(seed: int) -> None:
+    """Seeds the CPU's generator; ``torch.manual_seed`` calls ``manual_seed_all`` too, with the same seed."""
+    torch.default_generator.manual_seed(int(seed))
+
+
+manual_seed_all = manual_seed
+
+
+def seed() -> None:
+    torch.default_generator.seed()
+
+
+seed_all = seed
+
+
+def initial_seed() -> int:
+    return torch.default_generator.initial_seed()
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    return torch.default_generator.get_state()
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    return [get_rng_state()]
+
+
+def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
+    torch.default_generator.set_state(new_state)
+
+
+def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
+    for state in new_states:
+        set_rng_state(state)
+
+
+# --- memory: the machine's; torch does not count what a CPU tensor takes --------------------------------------------
+
+
+def _memory(pages: str) -> int:
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """Bytes free and in all."""
+    return _memory("SC_AVPHYS_PAGES"), _memory("SC_PHYS_PAGES")
+
+
+def memory_stats(device: Any = None) -> dict[str, Any]:
+    return {}
+
+
+def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
+    return "The reference backend keeps no memory statistics."
+
+
+def memory_allocated(device: Any = None) -> int:
+    return 0
+
+
+max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
+memory_cached = max_memory_cached = memory_allocated
+
+
+def empty_cache() -> None:
+    pass
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    pass
+
+
+reset_accumulated_memory_stats = reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+
+def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
+    pass
+
+
+def ipc_collect() -> None:
+    pass
+
+
+# --- CUDA graphs -----------------------------------------------------------------------------------------------------
+
+
+def is_current_stream_capturing() -> bool:
+    return False
+
+
+class CUDAGraph:
+    def __init__(self, *_arguments: Any, **_options: Any) -> None:
+        _no_graphs("CUDAGraph")
+
+
+def graph(*_arguments: Any, **_options: Any) -> NoReturn:
+    _no_graphs("graph")
+
+
+def make_graphed_callables(*_arguments: Any, **_options: Any) -> NoReturn:
+    _no_graphs("make_graphed_callables")
+
+
+def graph_pool_handle() -> NoReturn:
+    _no_graphs("graph_pool_handle")
+
+
+def _no_graphs(name: str) -> NoReturn:
+    raise MissingFunctionError(
+        f"torch.cuda.{name}: CUDA graphs are not in the reference backend. Run without them, or on a GPU with the "
+        "compiled Transformer Engine."
+    )
+
+
+# --- profiler ranges -------------------------------------------------------------------------------------------------
+
+
+class nvtx:
+    """Ranges for a profiler that is not there."""
+
+    @staticmethod
+    def range_push(msg: str) -> int:
+        return 0
+
+    @staticmethod
+    def range_pop() -> int:
+        return 0
+
+    @staticmethod
+    def mark(msg: str) -> None:
+        pass
+
+    @staticmethod
+    def range(msg: str, *_arguments: Any, **_options: Any) -> nullcontext[None]:
+        return nullcontext()
+
+
+__all__ = [
+    "CUDAGraph",
+    "Event",
+    "ExternalStream",
+    "Stream",
+    "StreamContext",
+    "_lazy_call",
+    "_lazy_init",
+    "can_device_access_peer",
+    "current_device",
+    "current_stream",
+    "default_generators",
+    "default_stream",
+    "device",
+    "device_count",
+    "device_of",
+    "empty_cache",
+    "get_arch_list",
+    "get_device_capability",
+    "get_device_name",
+    "get_device_properties",
+    "get_rng_state",
+    "get_rng_state_all",
+    "graph",
+    "graph_pool_handle",
+    "init",
+    "initial_seed",
+    "ipc_collect",
+    "is_available",
+    "is_bf16_supported",
+    "is_current_stream_capturing",
+    "is_initialized",
+    "make_graphed_callables",
+    "manual_seed",
+    "manual_seed_all",
+    "max_memory_allocated",
+    "max_memory_cached",
+    "max_memory_reserved",
+    "mem_get_info",
+    "memory_allocated",
+    "memory_cached",
+    "memory_reserved",
+    "memory_stats",
+    "memory_summary",
+    "nvtx",
+    "reset_accumulated_memory_stats",
+    "reset_max_memory_allocated",
+    "reset_max_memory_cached",
+    "reset_peak_memory_stats",
+    "seed",
+    "seed_all",
+    "set_device",
+    "set_per_process_memory_fraction",
+    "set_rng_state",
+    "set_rng_state_all",
+    "set_stream",
+    "stream",
+    "synchronize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(torch.cuda, name)

@@ -1,0 +1,39 @@
+"""What Transformer Engine's modules see in place of ``torch.cuda`` where there is a real GPU.
+
+The compute capability, and the CUDA version that Transformer Engine holds it against, are the ones that the backend
+stands for, whatever the GPU: the layouts of the backend follow from them. All else is the real ``torch.cuda``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.reference.cuda_on_cpu import cuda_version, run_eagerly
+from te_precision_callbacks.reference.target import capability
+
+__all__ = ["cuda_version", "get_device_capability", "get_device_properties", "run_eagerly"]
+
+
+class _Properties:
+    """A real device's properties with another capability."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self.major, self.minor = capability()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def get_device_capability(device: Any = None) -> tuple[int, int]:
+    return capability()
+
+
+def get_device_properties(device: Any = None) -> _Properties:
+    return _Properties(torch.cuda.get_device_properties(device))
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(torch.cuda, name)

@@ -1,0 +1,28 @@
+"""What the reference backend raises on purpose.
+
+``except ReferenceBackendError`` catches all of it. Each message says what is wrong, where, and what to do about it.
+"""
+
+from __future__ import annotations
+
+from te_precision_callbacks.errors import PrecisionDebugError
+
+
+class ReferenceBackendError(PrecisionDebugError, RuntimeError):
+    """Base class of what the reference backend raises on purpose."""
+
+
+class InstallError(ReferenceBackendError):
+    """The reference backend cannot be installed here, or not in this way."""
+
+
+class TransformerEngineVersionError(InstallError):
+    """No Transformer Engine is installed, or not one of the versions that the reference backend was written for."""
+
+
+class MissingFunctionError(ReferenceBackendError, NotImplementedError):
+    """A function of Transformer Engine's compiled extension that the reference backend does not provide."""
+
+
+class UnsupportedRecipeError(ReferenceBackendError, NotImplementedError):
+    """A quantization recipe that the reference backend does not provide."""

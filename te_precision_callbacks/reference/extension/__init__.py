@@ -1,0 +1,271 @@
+"""A stand-in for Transformer Engine's compiled module ``transformer_engine_torch``, in plain PyTorch.
+
+Usage::
+
+    import sys
+
+    from te_precision_callbacks.reference import extension
+
+    sys.modules["transformer_engine_torch"] = extension  # what reference.install() does, with the seams around it
+
+What is public here is what Transformer Engine 2.20.2's Python looks up in the compiled module. A function either does
+what the compiled one does, on any device, slowly and exactly, or raises
+:class:`~te_precision_callbacks.reference.errors.MissingFunctionError`. A name that the compiled module does not have is
+an AttributeError. Nothing of Transformer Engine is imported until a function needs one of its tensor classes.
+
+============================ ==========================================================================================
+file                         what it holds
+============================ ==========================================================================================
+``enums.py``                 enumerations
+``formats.py``               E4M3, E5M2, E2M1, E8M0 as data; encoding and decoding
+``scaling.py``               amax, scale, and their update under delayed scaling
+``quantizers.py``            which implementation serves which quantizer
+``float8.py``                per-tensor FP8
+``quantization.py``          quantize, dequantize and their relatives
+``operands.py``, ``gemm.py`` matrix products
+``normalization.py``         LayerNorm, RMSNorm
+``activation.py``            GELU, SwiGLU and their relatives
+``softmax.py``               scaled and masked softmax
+``attention.py``             what unfused attention needs
+``padding.py``               padding for grouped GEMMs
+``multi_tensor.py``          scaling and norms of lists of tensors
+``optimizers.py``            Adam, SGD
+``versions.py``              version queries
+``missing.py``               what there is not
+============================ ==========================================================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from te_precision_callbacks.reference.extension import missing as _missing
+from te_precision_callbacks.reference.extension.activation import (
+    clamped_dswiglu,
+    clamped_swiglu,
+    dbias_dgelu,
+    dbias_dqgelu,
+    dbias_drelu,
+    dbias_dsilu,
+    dbias_dsrelu,
+    dgeglu,
+    dgelu,
+    dglu,
+    dqgeglu,
+    dqgelu,
+    dreglu,
+    drelu,
+    dsilu,
+    dsituglu,
+    dsreglu,
+    dsrelu,
+    dswiglu,
+    geglu,
+    gelu,
+    glu,
+    qgeglu,
+    qgelu,
+    reglu,
+    relu,
+    silu,
+    situglu,
+    sreglu,
+    srelu,
+    swiglu,
+)
+from te_precision_callbacks.reference.extension.attention import (
+    convert_bshd_to_thd,
+    convert_thd_to_bshd,
+    get_fused_attn_backend,
+)
+from te_precision_callbacks.reference.extension.enums import (
+    CommOverlapAlgo,
+    CommOverlapType,
+    DType,
+    Float8BlockScaleTensorFormat,
+    FP8BwdTensors,
+    FP8FwdTensors,
+    FP8TensorMeta,
+    NVTE_Bias_Type,
+    NVTE_Fused_Attn_Backend,
+    NVTE_Mask_Type,
+    NVTE_QKV_Format,
+    NVTE_QKV_Layout,
+    NVTE_Softmax_Type,
+    NVTEQBHistogramMode,
+    NVTERoutingMapFormat,
+    NVTEScalingMode,
+)
+from te_precision_callbacks.reference.extension.gemm import generic_gemm, te_general_grouped_gemm
+from te_precision_callbacks.reference.extension.missing import (
+    CommOverlap,
+    CommOverlapHelper,
+    CommOverlapP2P,
+    grouped_mlp_experimental,
+)
+from te_precision_callbacks.reference.extension.multi_tensor import (
+    multi_tensor_compute_scale_and_scale_inv,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_scale_tensor,
+    multi_tensor_unscale_l2norm,
+)
+from te_precision_callbacks.reference.extension.normalization import (
+    layernorm_bwd,
+    layernorm_fwd,
+    rmsnorm_bwd,
+    rmsnorm_bwd_add,
+    rmsnorm_fwd,
+)
+from te_precision_callbacks.reference.extension.optimizers import (
+    multi_tensor_adam,
+    multi_tensor_adam_capturable,
+    multi_tensor_adam_capturable_master,
+    multi_tensor_adam_fp8,
+    multi_tensor_adam_param_remainder,
+    multi_tensor_sgd,
+)
+from te_precision_callbacks.reference.extension.padding import fused_multi_row_padding, fused_multi_row_unpadding
+from te_precision_callbacks.reference.extension.quantization import (
+    bgrad_quantize,
+    create_empty_quantized_tensor,
+    dequantize,
+    fp8_transpose,
+    multi_tensor_quantize,
+    quantize,
+    split_quantize,
+)
+from te_precision_callbacks.reference.extension.scaling import (
+    compute_amax,
+    fused_amax_and_scale_update_after_reduction,
+)
+from te_precision_callbacks.reference.extension.softmax import (
+    scaled_aligned_causal_masked_softmax_backward,
+    scaled_aligned_causal_masked_softmax_forward,
+    scaled_masked_softmax_backward,
+    scaled_masked_softmax_forward,
+    scaled_softmax_backward,
+    scaled_softmax_forward,
+    scaled_upper_triang_masked_softmax_backward,
+    scaled_upper_triang_masked_softmax_forward,
+)
+from te_precision_callbacks.reference.extension.versions import (
+    device_supports_multicast,
+    get_cublasLt_version,
+    get_cudnn_version,
+    get_num_cublas_streams,
+    get_stream_priority_range,
+    nvte_built_with_cublasmp,
+    ubuf_built_with_mpi,
+)
+
+__all__ = [
+    "CommOverlap",
+    "CommOverlapAlgo",
+    "CommOverlapHelper",
+    "CommOverlapP2P",
+    "CommOverlapType",
+    "DType",
+    "FP8BwdTensors",
+    "FP8FwdTensors",
+    "FP8TensorMeta",
+    "Float8BlockScaleTensorFormat",
+    "NVTEQBHistogramMode",
+    "NVTERoutingMapFormat",
+    "NVTEScalingMode",
+    "NVTE_Bias_Type",
+    "NVTE_Fused_Attn_Backend",
+    "NVTE_Mask_Type",
+    "NVTE_QKV_Format",
+    "NVTE_QKV_Layout",
+    "NVTE_Softmax_Type",
+    "bgrad_quantize",
+    "clamped_dswiglu",
+    "clamped_swiglu",
+    "compute_amax",
+    "convert_bshd_to_thd",
+    "convert_thd_to_bshd",
+    "create_empty_quantized_tensor",
+    "dbias_dgelu",
+    "dbias_dqgelu",
+    "dbias_drelu",
+    "dbias_dsilu",
+    "dbias_dsrelu",
+    "dequantize",
+    "device_supports_multicast",
+    "dgeglu",
+    "dgelu",
+    "dglu",
+    "dqgeglu",
+    "dqgelu",
+    "dreglu",
+    "drelu",
+    "dsilu",
+    "dsituglu",
+    "dsreglu",
+    "dsrelu",
+    "dswiglu",
+    "fp8_transpose",
+    "fused_amax_and_scale_update_after_reduction",
+    "fused_multi_row_padding",
+    "fused_multi_row_unpadding",
+    "geglu",
+    "gelu",
+    "generic_gemm",
+    "get_cublasLt_version",
+    "get_cudnn_version",
+    "get_fused_attn_backend",
+    "get_num_cublas_streams",
+    "get_stream_priority_range",
+    "glu",
+    "grouped_mlp_experimental",
+    "layernorm_bwd",
+    "layernorm_fwd",
+    "multi_tensor_adam",
+    "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master",
+    "multi_tensor_adam_fp8",
+    "multi_tensor_adam_param_remainder",
+    "multi_tensor_compute_scale_and_scale_inv",
+    "multi_tensor_l2norm",
+    "multi_tensor_quantize",
+    "multi_tensor_scale",
+    "multi_tensor_scale_tensor",
+    "multi_tensor_sgd",
+    "multi_tensor_unscale_l2norm",
+    "nvte_built_with_cublasmp",
+    "qgeglu",
+    "qgelu",
+    "quantize",
+    "reglu",
+    "relu",
+    "rmsnorm_bwd",
+    "rmsnorm_bwd_add",
+    "rmsnorm_fwd",
+    "scaled_aligned_causal_masked_softmax_backward",
+    "scaled_aligned_causal_masked_softmax_forward",
+    "scaled_masked_softmax_backward",
+    "scaled_masked_softmax_forward",
+    "scaled_softmax_backward",
+    "scaled_softmax_forward",
+    "scaled_upper_triang_masked_softmax_backward",
+    "scaled_upper_triang_masked_softmax_forward",
+    "silu",
+    "situglu",
+    "split_quantize",
+    "sreglu",
+    "srelu",
+    "swiglu",
+    "te_general_grouped_gemm",
+    "ubuf_built_with_mpi",
+]
+__all__ += sorted(_missing.FUNCTIONS)
+
+globals().update(_missing.FUNCTIONS)
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(
+        f"transformer_engine_torch has no attribute {name!r}: neither the reference backend nor, as far as it knows, "
+        "the compiled extension of Transformer Engine 2.20.2."
+    )

@@ -1,0 +1,326 @@
+"""Activations, gated ones too, forward and backward, with the quantization that follows them.
+
+Usage::
+
+    hidden = gelu(tensor, None)  # a plain tensor
+    hidden = swiglu(tensor, quantizer)  # [..., 2 * hidden] to [..., hidden], quantized
+    grad = dswiglu(grad, tensor, None)
+
+All are computed in float32 (``common/util/math.h`` and ``common/util/vectorized_pointwise.h``, TE 2.20). GELU is the
+tanh approximation. A gated activation splits the last dimension in half: the first half goes through the activation,
+the second half multiplies it.
+
+Where the quantizer is one of delayed scaling, the float32 result is quantized directly. Otherwise it is first rounded
+to the type of the input, and the amax of current scaling is the one of the float32 result
+(``pytorch/csrc/extensions/activation.cpp``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.reference.extension.quantization import quantize_result, row_sum
+from te_precision_callbacks.reference.extension.quantizers import casting_for
+
+QUICK_GELU_ALPHA = 1.702
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A pointwise function and its gradient, float32 to float32.
+
+    Attributes:
+        value: x to f(x).
+        gradient: (g, x) to g * f'(x).
+    """
+
+    value: Callable[[torch.Tensor], torch.Tensor]
+    gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def quick_gelu(alpha: float) -> Activation:
+    """x * sigmoid(alpha * x)."""
+
+    def gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        gate = torch.sigmoid(alpha * x)
+        return grad * (alpha * x * gate * (1.0 - gate) + gate)
+
+    return Activation(lambda x: x * torch.sigmoid(alpha * x), gradient)
+
+
+def _sigmoid_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    gate = torch.sigmoid(x)
+    return grad * gate * (1.0 - gate)
+
+
+IDENTITY = Activation(lambda x: x, lambda grad, x: grad)
+SIGMOID = Activation(torch.sigmoid, _sigmoid_gradient)
+GELU = Activation(
+    lambda x: F.gelu(x, approximate="tanh"),
+    lambda grad, x: torch.ops.aten.gelu_backward(grad, x, approximate="tanh"),
+)
+QUICK_GELU = quick_gelu(QUICK_GELU_ALPHA)
+RELU = Activation(torch.relu, lambda grad, x: torch.where(x > 0, grad, torch.zeros_like(grad)))
+SQUARED_RELU = Activation(lambda x: torch.relu(x).square(), lambda grad, x: grad * 2.0 * torch.relu(x))
+SILU = Activation(F.silu, lambda grad, x: torch.ops.aten.silu_backward(grad, x))
+
+
+def situ_gate(beta: float) -> Activation:
+    """beta * tanh(x / beta) * sigmoid(x)."""
+
+    def gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        bounded, gate = torch.tanh(x / beta), torch.sigmoid(x)
+        return grad * ((1.0 - bounded.square()) * gate + beta * bounded * gate * (1.0 - gate))
+
+    return Activation(lambda x: beta * torch.tanh(x / beta) * torch.sigmoid(x), gradient)
+
+
+def situ_up(beta: float) -> Activation:
+    """beta * tanh(x / beta)."""
+    return Activation(
+        lambda x: beta * torch.tanh(x / beta), lambda grad, x: grad * (1.0 - torch.tanh(x / beta).square())
+    )
+
+
+def clamped_quick_gelu(limit: float, alpha: float) -> Activation:
+    """x, at most ``limit``, through x * sigmoid(alpha * x)."""
+    inner = quick_gelu(alpha)
+    return Activation(
+        lambda x: inner.value(x.clamp(max=limit)),
+        lambda grad, x: torch.where(x <= limit, inner.gradient(grad, x.clamp(max=limit)), torch.zeros_like(grad)),
+    )
+
+
+def clamped_offset(limit: float, offset: float) -> Activation:
+    """x, within [-limit, limit], plus ``offset``."""
+    return Activation(
+        lambda x: x.clamp(-limit, limit) + offset,
+        lambda grad, x: torch.where((x <= limit) & (x >= -limit), grad, torch.zeros_like(grad)),
+    )
+
+
+@torch.no_grad()
+def _pointwise(act: Activation, input: torch.Tensor, quantizer: Any) -> Any:
+    value = act.value(input.detach().contiguous().float())
+    return quantize_result(value, input.dtype, quantizer, measure_first=True)
+
+
+@torch.no_grad()
+def _pointwise_backward(act: Activation, grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
+    value = act.gradient(grad.detach().contiguous().float(), fwd_input.detach().contiguous().float())
+    return quantize_result(value, fwd_input.dtype, quantizer, measure_first=True)
+
+
+@torch.no_grad()
+def _gated(act: Activation, input: torch.Tensor, quantizer: Any, up: Activation = IDENTITY) -> Any:
+    activated, linear = _halves(input)
+    return quantize_result(act.value(activated) * up.value(linear), input.dtype, quantizer, measure_first=True)
+
+
+@torch.no_grad()
+def _gated_backward(
+    act: Activation, grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any, up: Activation = IDENTITY
+) -> Any:
+    activated, linear = _halves(fwd_input)
+    grad = grad.detach().float().reshape(activated.shape)
+    halves = [act.gradient(grad * up.value(linear), activated), up.gradient(grad * act.value(activated), linear)]
+    return quantize_result(torch.cat(halves, dim=-1), fwd_input.dtype, quantizer, measure_first=True)
+
+
+def _halves(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if tensor.shape[-1] % 2:
+        raise ReferenceBackendError(
+            f"A gated activation splits the last dimension in half; {tensor.shape[-1]} is an odd number."
+        )
+    activated, linear = tensor.detach().float().chunk(2, dim=-1)
+    return activated, linear
+
+
+@torch.no_grad()
+def _bias_backward(act: Activation, grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list[Any]:
+    value = act.gradient(grad.detach().contiguous().float(), fwd_input.detach().contiguous().float())
+    dact = quantize_result(value, grad.dtype, quantizer, measure_first=True)
+    # Fused kernels sum what they quantize, in float32; the unfused path sums the tensor rounded to the input's type.
+    fused = quantizer is not None and casting_for(quantizer).fuses
+    return [row_sum(value if fused else value.to(grad.dtype)).to(grad.dtype), dact]
+
+
+def gelu(input: torch.Tensor, quantizer: Any) -> Any:
+    """GELU, tanh approximation."""
+    return _pointwise(GELU, input, quantizer)
+
+
+def dgelu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
+    """Gradient of :func:`gelu`."""
+    return _pointwise_backward(GELU, grad, fwd_input, quantizer)
+
+
+def qgelu(input: torch.Tensor, quantizer: Any) -> Any:
+    """x * sigmoid(1.702 x)."""
+    return _pointwise(QUICK_GELU, input, quantizer)
+
+
+def dqgelu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
+    """Gradient of :func:`qgelu`."""
+    return _pointwise_backward(QUICK_GELU, grad, fwd_input, quantizer)
+
+
+def relu(input: torch.Tensor, quantizer: Any) -> Any:
+    """max(x, 0)."""
+    return _pointwise(RELU, input, quantizer)
+
+
+def drelu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
+    """Gradient of :func:`relu`."""
+    return _pointwise_backward(RELU, grad, fwd_input, quantizer)
+
+
+def srelu(input: torch.Tensor, quantizer: Any) -> Any:
+    """max(x, 0) squared."""
+    return _pointwise(SQUARED_RELU, input, quantizer)
+
+
+def dsrelu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
+    """Gradient of :func:`srelu`."""
+    return _pointwise_backward(SQUARED_RELU, grad, fwd_input, quantizer)
+
+
+def silu(input: torch.Tensor, quantizer: Any) -> Any:
+    """x * sigmoid(x)."""
+    return _pointwise(SILU, input, quantizer)
+
+
+def dsilu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
+    """Gradient of :func:`silu`."""
+    return _pointwise_backward(SILU, grad, fwd_input, quantizer)
+
+
+def glu(input: torch.Tensor, quantizer: Any) -> Any:
+    """sigmoid(first half) * second half."""
+    return _gated(SIGMOID, input, quantizer)
+
+
+def dglu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
+    """Gradient of :func:`glu`."""
+    return _gated_backward(SIGMOID, grad, fwd_input, quantizer)
+
+
+def geglu(input: torch.Tensor, quantizer: Any) -> Any:
+    """gelu(first half) * second half."""
+    return _gated(GELU, input, quantizer)
+
+
+def dgeglu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
+    """Gradient of :func:`geglu`."""
+    return _gated_backward(GELU, grad, fwd_input, quantizer)
+
+
+def qgeglu(input: torch.Tensor, quantizer: Any) -> Any:
+    """qgelu(first half) * second half."""
+    return _gated(QUICK_GELU, input, quantizer)
+
+
+def dqgeglu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
+    """Gradient of :func:`qgeglu`."""
+    return _gated_backward(QUICK_GELU, grad, fwd_input, quantizer)
+
+
+def reglu(input: torch.Tensor, quantizer: Any) -> Any:
+    """relu(first half) * second half."""
+    return _gated(RELU, input, quantizer)
+
+
+def dreglu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
+    """Gradient of :func:`reglu`."""
+    return _gated_backward(RELU, grad, fwd_input, quantizer)
+
+
+def sreglu(input: torch.Tensor, quantizer: Any) -> Any:
+    """srelu(first half) * second half."""
+    return _gated(SQUARED_RELU, input, quantizer)
+
+
+def dsreglu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
+    """Gradient of :func:`sreglu`."""
+    return _gated_backward(SQUARED_RELU, grad, fwd_input, quantizer)
+
+
+def swiglu(input: torch.Tensor, quantizer: Any) -> Any:
+    """silu(first half) * second half."""
+    return _gated(SILU, input, quantizer)
+
+
+def dswiglu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
+    """Gradient of :func:`swiglu`."""
+    return _gated_backward(SILU, grad, fwd_input, quantizer)
+
+
+def situglu(input: torch.Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0) -> Any:
+    """beta1 * tanh(first / beta1) * sigmoid(first) * beta2 * tanh(second / beta2)."""
+    return _gated(situ_gate(beta1), input, quantizer, situ_up(beta2))
+
+
+def dsituglu(
+    grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0
+) -> Any:
+    """Gradient of :func:`situglu`."""
+    return _gated_backward(situ_gate(beta1), grad, fwd_input, quantizer, situ_up(beta2))
+
+
+def clamped_swiglu(
+    input: torch.Tensor,
+    quantizer: Any,
+    limit: float = 7.0,
+    alpha: float = QUICK_GELU_ALPHA,
+    glu_linear_offset: float = 1.0,
+) -> Any:
+    """``x * sigmoid(alpha * x)`` of the first half, times the second half plus an offset.
+
+    The first half is at most ``limit``, the second half within [-limit, limit].
+    """
+    up = clamped_offset(limit, glu_linear_offset)
+    return _gated(clamped_quick_gelu(limit, alpha), input, quantizer, up)
+
+
+def clamped_dswiglu(
+    grad: torch.Tensor,
+    fwd_input: torch.Tensor,
+    quantizer: Any,
+    limit: float = 7.0,
+    alpha: float = QUICK_GELU_ALPHA,
+    glu_linear_offset: float = 1.0,
+) -> Any:
+    """Gradient of :func:`clamped_swiglu`."""
+    up = clamped_offset(limit, glu_linear_offset)
+    return _gated_backward(clamped_quick_gelu(limit, alpha), grad, fwd_input, quantizer, up)
+
+
+def dbias_dgelu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list[Any]:
+    """Bias gradient (the sum over rows) and gradient of :func:`gelu`."""
+    return _bias_backward(GELU, grad, fwd_input, quantizer)
+
+
+def dbias_dsilu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list[Any]:
+    """Bias gradient (the sum over rows) and gradient of :func:`silu`."""
+    return _bias_backward(SILU, grad, fwd_input, quantizer)
+
+
+def dbias_drelu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list[Any]:
+    """Bias gradient (the sum over rows) and gradient of :func:`relu`."""
+    return _bias_backward(RELU, grad, fwd_input, quantizer)
+
+
+def dbias_dqgelu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list[Any]:
+    """Bias gradient (the sum over rows) and gradient of :func:`qgelu`."""
+    return _bias_backward(QUICK_GELU, grad, fwd_input, quantizer)
+
+
+def dbias_dsrelu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list[Any]:
+    """Bias gradient (the sum over rows) and gradient of :func:`srelu`."""
+    return _bias_backward(SQUARED_RELU, grad, fwd_input, quantizer)

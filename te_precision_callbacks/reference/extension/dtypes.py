@@ -1,0 +1,55 @@
+"""From the extension's element types to torch's, and to the formats.
+
+Usage::
+
+    torch_dtype(DType.kBFloat16)  # torch.bfloat16
+    fp8_format(quantizer.dtype)  # E4M3 or E5M2
+
+Transformer Engine's Python hands over its own enumeration of the same values (``pytorch/constants.py``), or the
+extension's; both convert with ``int()``.
+"""
+
+from __future__ import annotations
+
+from typing import SupportsInt
+
+import torch
+
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.reference.extension.enums import DType
+from te_precision_callbacks.reference.extension.formats import E4M3, E5M2, FloatFormat
+
+_TORCH: dict[int, torch.dtype] = {
+    DType.kByte: torch.uint8,
+    DType.kInt32: torch.int32,
+    DType.kFloat32: torch.float32,
+    DType.kFloat16: torch.float16,
+    DType.kBFloat16: torch.bfloat16,
+    DType.kFloat8E4M3: torch.float8_e4m3fn,
+    DType.kFloat8E5M2: torch.float8_e5m2,
+}
+_FP8: dict[int, FloatFormat] = {DType.kFloat8E4M3: E4M3, DType.kFloat8E5M2: E5M2}
+
+
+def torch_dtype(dtype: SupportsInt) -> torch.dtype:
+    """torch's element type for the extension's.
+
+    Raises:
+        ReferenceBackendError: torch has none.
+    """
+    found = _TORCH.get(int(dtype))
+    if found is None:
+        raise ReferenceBackendError(f"{dtype!r} is no element type of a torch tensor.")
+    return found
+
+
+def fp8_format(dtype: SupportsInt) -> FloatFormat:
+    """The FP8 format for the extension's element type.
+
+    Raises:
+        ReferenceBackendError: it is not an FP8 type.
+    """
+    found = _FP8.get(int(dtype))
+    if found is None:
+        raise ReferenceBackendError(f"{dtype!r} is not an FP8 type: kFloat8E4M3 or kFloat8E5M2 is needed here.")
+    return found

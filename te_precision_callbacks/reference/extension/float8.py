@@ -1,0 +1,193 @@
+"""Per-tensor FP8: one scale for a whole tensor, under delayed and under current scaling.
+
+Usage::
+
+    casting = CurrentScaling()
+    out = casting.create(quantizer, tensor.shape, tensor.dtype, tensor.device)
+    casting.write(quantizer, tensor, out)
+    out._data  # uint8, the shape of tensor
+    out._transpose  # uint8, [last dimension, *leading dimensions]
+    out._scale_inv  # float32, [1], for both
+
+``pytorch/csrc/quantizer.cpp`` (TE 2.20). On a GPU whose FP8 GEMM takes only one layout (Hopper) columnwise usage is a
+stored transpose. On one that takes them all (Blackwell) the data serves both usages and is always there, and a
+transpose never is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.reference.extension.dtypes import fp8_format
+from te_precision_callbacks.reference.extension.scaling import amax_of, scale_from_amax
+from te_precision_callbacks.reference.target import capability
+
+
+def has_any_layout_gemm() -> bool:
+    """Whether the GPU that the backend stands for multiplies FP8 in any layout, not only with A transposed.
+
+    Agrees with ``is_non_tn_fp8_gemm_supported`` of ``pytorch/utils.py`` (TE 2.20.2).
+    """
+    return (10, 0) <= capability() < (12, 0) or capability() >= (13, 0)
+
+
+def is_float8(tensor: Any) -> bool:
+    """Whether this is a Float8Tensor, its storage class, or something with the same buffers."""
+    return hasattr(tensor, "_fp8_dtype") and hasattr(tensor, "_transpose_invalid")
+
+
+def transposed(data: torch.Tensor) -> torch.Tensor:
+    """The last dimension moved to the front, contiguous: the transpose of the tensor seen as a matrix."""
+    return data.movedim(-1, 0).contiguous() if data.dim() > 1 else data.clone()
+
+
+class _PerTensorScaling:
+    """Buffers, which both scalings share."""
+
+    def create(
+        self,
+        quantizer: Any,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        pin_memory: bool = False,
+    ) -> Any:
+        """A Float8Tensor, or its storage class for an internal quantizer, its buffers allocated and not written."""
+        from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+        from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+
+        shape = list(shape)
+        with_data, with_transpose = _usages(quantizer)
+        # Where there is no accelerator there is no pinned memory, and nothing to pin it for.
+        pin_memory = pin_memory and torch.cuda.is_available()
+
+        def empty(size: Sequence[int], element: torch.dtype) -> torch.Tensor:
+            return torch.empty(size, dtype=element, device=device, pin_memory=pin_memory)
+
+        buffers = {
+            "data": empty(shape, torch.uint8) if with_data else None,
+            "data_transpose": empty(shape[-1:] + shape[:-1], torch.uint8) if with_transpose else None,
+            "fp8_scale_inv": empty([1], torch.float32),
+            "fp8_dtype": quantizer.dtype,
+            "quantizer": quantizer,
+        }
+        if quantizer.internal:
+            return Float8TensorStorage(**buffers, fake_dtype=dtype)
+        return Float8Tensor(**buffers, shape=shape, stride=_contiguous_stride(shape), dtype=dtype, device=device)
+
+    def fit(self, quantizer: Any, out: Any) -> None:
+        """Give ``out`` the buffers that the quantizer's usages ask for, and only those."""
+        if not is_float8(out):
+            raise ReferenceBackendError(
+                f"{type(quantizer).__name__} writes to a Float8Tensor, not to a {type(out).__name__}."
+            )
+        with_data, with_transpose = _usages(quantizer)
+        data, transpose = out._data, out._transpose
+        if data is None and transpose is None:
+            raise ReferenceBackendError(f"The {type(out).__name__} to quantize into has no data.")
+        if not (with_data or with_transpose):
+            raise ReferenceBackendError(f"The {type(quantizer).__name__} has neither rowwise nor columnwise usage.")
+        shape = list(data.shape) if data is not None else [*transpose.shape[1:], *transpose.shape[:1]]
+        device = (data if data is not None else transpose).device
+        if not with_data:
+            out._data = None
+        elif data is None:
+            out._data = torch.empty(shape, dtype=torch.uint8, device=device)
+        if not with_transpose:
+            out._transpose = None
+        elif transpose is None:
+            out._transpose = torch.empty(shape[-1:] + shape[:-1], dtype=torch.uint8, device=device)
+        out._transpose_invalid = not with_transpose
+        # A quantizer has Transformer Engine's own enumeration, which is also what a tensor must have.
+        out._fp8_dtype = quantizer.dtype
+
+    @staticmethod
+    def cast(quantizer: Any, source: torch.Tensor, scale: torch.Tensor, out: Any) -> None:
+        """Write data, transpose and inverse scale."""
+        if out._data is None and out._transpose is not None:
+            raise NotImplementedError(
+                "Columnwise-only per-tensor FP8 quantization is not implemented, neither here nor in the compiled "
+                "extension: give the quantizer rowwise usage as well."
+            )
+        codes = fp8_format(quantizer.dtype).encode(source.float() * scale)
+        out._data.copy_(codes.view(out._data.shape))
+        if out._transpose is not None:
+            out._transpose.copy_(transposed(codes).view(out._transpose.shape))
+        out._scale_inv.copy_(torch.reciprocal(scale))
+
+
+class DelayedScaling(_PerTensorScaling):
+    """The scale comes from earlier steps; this step's amax is recorded for later ones."""
+
+    fuses = True
+    takes_amax = False
+
+    def write(
+        self,
+        quantizer: Any,
+        source: torch.Tensor,
+        out: Any,
+        noop: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
+    ) -> None:
+        """Quantize with ``quantizer.scale``; raise ``quantizer.amax`` to the amax of ``source``."""
+        if source.numel() == 0 or _is_noop(noop):
+            return
+        measured = amax_of(source) if amax is None else amax
+        self.cast(quantizer, source, quantizer.scale, out)
+        quantizer.amax.copy_(torch.maximum(quantizer.amax, measured.view_as(quantizer.amax)))
+
+
+class CurrentScaling(_PerTensorScaling):
+    """The scale comes from the tensor's own amax."""
+
+    fuses = False
+    takes_amax = True
+
+    def write(
+        self,
+        quantizer: Any,
+        source: torch.Tensor,
+        out: Any,
+        noop: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
+    ) -> None:
+        """Quantize with the scale for the amax of ``source``, over all ranks where the quantizer asks for that."""
+        if source.numel() == 0:
+            return
+        measured = amax_of(source) if amax is None else amax
+        if quantizer.with_amax_reduction:
+            # Before the no-op flag, as upstream: a collective that one rank skips would hang the others.
+            group = quantizer._canonicalized_amax_reduction_group()
+            torch.distributed.all_reduce(measured, op=torch.distributed.ReduceOp.MAX, group=group)
+        if _is_noop(noop):
+            return
+        scale = scale_from_amax(
+            measured,
+            fp8_format(quantizer.dtype).max,
+            force_pow_2=quantizer.force_pow_2_scales,
+            epsilon=quantizer.amax_epsilon,
+        )
+        self.cast(quantizer, source, scale, out)
+
+
+def _usages(quantizer: Any) -> tuple[bool, bool]:
+    """Whether data and whether a transpose is stored."""
+    if has_any_layout_gemm():
+        return True, False
+    return bool(quantizer.rowwise_usage), bool(quantizer.columnwise_usage)
+
+
+def _is_noop(noop: torch.Tensor | None) -> bool:
+    return noop is not None and bool(noop.view(-1)[0] == 1.0)
+
+
+def _contiguous_stride(shape: Sequence[int]) -> list[int]:
+    strides = [1] * len(shape)
+    for index in range(len(shape) - 2, -1, -1):
+        strides[index] = strides[index + 1] * shape[index + 1]
+    return strides

@@ -1,0 +1,204 @@
+"""What the compiled extension has and the reference backend has not: the names are here, and each raises when used.
+
+Usage::
+
+    fused_attn_fwd()  # MissingFunctionError: fused_attn_fwd is not in the reference backend ...
+
+A name that is looked up, or an attribute test, works as with the compiled extension; nothing comes back from a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from te_precision_callbacks.reference.errors import MissingFunctionError
+
+# What is missing, and what it is for. Names are those of Transformer Engine 2.20.2.
+MISSING: dict[str, tuple[str, ...]] = {
+    "fused attention": (
+        "copy_to_kv_cache",
+        "fa_prepare_bwd",
+        "fa_prepare_fwd",
+        "fused_attn_bwd",
+        "fused_attn_fwd",
+        "multi_tensor_pad_last_dim",
+        "multi_tensor_transpose_to_bhsd",
+    ),
+    "context parallelism": (
+        "thd_copy_valid_tokens_from_per_split_to_rank_local",
+        "thd_cp_rank_order_to_sequence_order",
+        "thd_get_partitioned_indices",
+        "thd_grad_correction",
+        "thd_out_correction",
+        "thd_read_half_tensor",
+        "thd_read_second_half_lse",
+        "thd_second_half_lse_correction",
+        "thd_sequence_order_to_cp_rank_order",
+    ),
+    "fused rotary embedding": (
+        "fused_qkv_rope_backward",
+        "fused_qkv_rope_forward",
+        "fused_rope_backward",
+        "fused_rope_forward",
+    ),
+    "userbuffers": (
+        "bulk_overlap_ag_with_external_gemm",
+        "create_nvshmem_tensor",
+        "init_nvshmem_backend",
+        "nvshmem_finalize",
+        "nvshmem_send_on_current_stream",
+        "nvshmem_wait_on_current_stream",
+    ),
+    "grouped tensors": (
+        "bgrad_group_quantize",
+        "bulk_allocate",
+        "copy_data_ptrs_to_device",
+        "get_grouped_gemm_setup_workspace_size",
+        "group_dequantize",
+        "group_quantize",
+        "group_requantize_inplace",
+        "grouped_swizzle_for_gemm",
+        "nvfp4_group_quantize_with_amax",
+        "splits_to_offsets",
+        "splits_to_offsets_multi",
+        "te_general_grouped_gemm_for_discrete_in",
+        "te_general_grouped_gemm_for_discrete_out",
+        "te_general_grouped_gemm_for_grouped_tensor",
+    ),
+    "operations of te.ops": (
+        "dropout_bwd",
+        "dropout_fwd",
+        "group_scaled_clamped_swiglu",
+        "group_scaled_swiglu",
+        "scaled_clamped_dswiglu",
+        "scaled_clamped_swiglu",
+        "scaled_dsituglu",
+        "scaled_dsrelu",
+        "scaled_dswiglu",
+        "scaled_situglu",
+        "scaled_srelu",
+        "scaled_swiglu",
+    ),
+    "permutation of tokens to experts": (
+        "moe_permute_bwd",
+        "moe_permute_fwd",
+        "moe_unpermute_bwd",
+        "moe_unpermute_fwd",
+    ),
+    "the router": (
+        "fused_moe_aux_loss_bwd",
+        "fused_moe_aux_loss_fwd",
+        "fused_moe_aux_loss_fwd_graph_safe",
+        "fused_score_for_moe_aux_loss_bwd",
+        "fused_score_for_moe_aux_loss_fwd",
+        "fused_topk_with_score_function_bwd",
+        "fused_topk_with_score_function_fwd",
+        "fused_topk_with_score_function_qb_fwd",
+    ),
+    "expert parallelism": (
+        "ep_combine",
+        "ep_combine_bwd",
+        "ep_dispatch",
+        "ep_dispatch_bwd",
+        "ep_finalize",
+        "ep_get_zero_copy",
+        "ep_handle_mem_size",
+        "ep_initialize",
+        "ep_prepare",
+        "ep_prepare_and_dispatch",
+        "ep_zero_copy_supported",
+    ),
+    "the Newton-Schulz iteration": (
+        "cusolvermp_ctx_create",
+        "cusolvermp_ctx_destroy",
+        "newton_schulz",
+    ),
+    "block-scaled formats": (
+        "fp8_block_scaling_compute_partial_amax",
+        "fp8_block_scaling_partial_cast",
+        "multi_tensor_compute_scale_inv_e8m0",
+        "multi_tensor_swizzle_scales_for_gemm_",
+        "multi_tensor_swizzle_scales_for_gemm_unchecked_",
+        "mxfp8_scaling_compute_partial_amax",
+        "mxfp8_scaling_partial_cast",
+        "nvfp4_2d_compute_partial_amax",
+        "nvfp4_2d_multi_tensor_transpose",
+        "nvfp4_2d_partial_cast",
+        "nvfp4_2d_scale_transpose",
+        "nvfp4_compute_global_scale",
+        "nvfp4_compute_per_block_scale",
+        "nvfp4_data_transpose",
+        "nvfp4_expand_scale_to_fp8",
+        "nvfp4_fused_scale",
+        "nvfp4_multi_tensor_2d_partial_cast",
+        "nvfp4_multi_tensor_compute_partial_amax",
+        "nvfp4_multi_tensor_fused_scale",
+        "nvfp4_quantize_with_amax",
+        "swap_first_dims",
+        "swizzle_scales_for_gemm_",
+    ),
+}
+
+
+def refuse(name: str, purpose: str) -> NoReturn:
+    """Raise the error for a name."""
+    raise MissingFunctionError(
+        f"{name} is not in the reference backend ({purpose}). Use the compiled Transformer Engine on a GPU for it, or "
+        "change the model so that it is not needed."
+    )
+
+
+def _function(name: str, purpose: str) -> Callable[..., Any]:
+    def missing(*args: Any, **kwargs: Any) -> NoReturn:
+        refuse(name, purpose)
+
+    missing.__name__ = missing.__qualname__ = name
+    missing.__doc__ = f"Not in the reference backend ({purpose}): raises MissingFunctionError."
+    return missing
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    name: _function(name, purpose) for purpose, names in MISSING.items() for name in names
+}
+
+
+class CommOverlapHelper:
+    """Bootstraps userbuffers: not in the reference backend."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refuse("CommOverlapHelper", "userbuffers")
+
+
+class CommOverlap:
+    """Overlaps a GEMM with a collective: not in the reference backend.
+
+    A class, since Transformer Engine has it in annotations that are evaluated.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refuse("CommOverlap", "userbuffers")
+
+
+class CommOverlapP2P:
+    """Overlaps a GEMM with point-to-point messages: not in the reference backend.
+
+    A class, since Transformer Engine has it in annotations that are evaluated.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refuse("CommOverlapP2P", "userbuffers")
+
+
+class _Submodule:
+    """A submodule of the compiled extension: not in the reference backend."""
+
+    def __init__(self, name: str, purpose: str) -> None:
+        self._name = name
+        self._purpose = purpose
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return _function(f"{self._name}.{name}", self._purpose)
+
+
+grouped_mlp_experimental = _Submodule("grouped_mlp_experimental", "grouped tensors")

@@ -1,0 +1,108 @@
+"""One operation over lists of tensors: scaling and norms.
+
+Usage::
+
+    multi_tensor_scale(2048, noop_flag, [gradients, gradients], 1.0 / loss_scale)
+    norm, _ = multi_tensor_l2norm(2048, noop_flag, [gradients], False)
+
+``common/multi_tensor`` (TE 2.20). ``chunk_size`` divides the work of a GPU and has no effect here. ``tensor_lists``
+holds several lists of the same length; the tensors at one place of each belong together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.reference.extension.scaling import scale_from_amax
+
+TensorLists = Sequence[Sequence[torch.Tensor]]
+
+
+def groups(tensor_lists: TensorLists, counts: Sequence[int]) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The tensors that belong together, one group after the other.
+
+    Raises:
+        ReferenceBackendError: the number of lists is not one of ``counts``, or the lists differ in length.
+    """
+    if len(tensor_lists) not in counts:
+        allowed = " or ".join(str(count) for count in counts)
+        raise ReferenceBackendError(f"{len(tensor_lists)} lists of tensors were given; {allowed} are needed.")
+    if len({len(tensors) for tensors in tensor_lists}) != 1:
+        raise ReferenceBackendError(f"The lists of tensors have lengths {[len(tensors) for tensors in tensor_lists]}.")
+    return zip(*tensor_lists, strict=True)
+
+
+@torch.no_grad()
+def multi_tensor_scale(chunk_size: int, is_infinite: torch.Tensor, tensor_lists: TensorLists, scale: float) -> None:
+    """``out = in * scale`` for each pair of [inputs, outputs]; ``is_infinite`` becomes 1 if an input is not finite."""
+    for source, target in groups(tensor_lists, (2,)):
+        _note_nonfinite(source, is_infinite)
+        target.copy_(source.float() * scale)
+
+
+@torch.no_grad()
+def multi_tensor_scale_tensor(
+    chunk_size: int, is_infinite: torch.Tensor, tensor_lists: TensorLists, scale: torch.Tensor
+) -> None:
+    """:func:`multi_tensor_scale` with the scale in a tensor of one element."""
+    for source, target in groups(tensor_lists, (2,)):
+        _note_nonfinite(source, is_infinite)
+        target.copy_((source.float().reshape(-1) * scale.float().view(-1)).view(source.shape))
+
+
+@torch.no_grad()
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The Euclidean norm of one list of tensors, all together and, if asked for, each.
+
+    Returns:
+        float32 [1]; float32 [number of tensors], or [0].
+    """
+    norms = [torch.sqrt(tensor.float().square().sum()) for (tensor,) in groups(tensor_lists, (1,))]
+    return _norms(norms, tensor_lists[0][0].device, bool(per_tensor))
+
+
+@torch.no_grad()
+def multi_tensor_unscale_l2norm(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: TensorLists,
+    inv_scale: torch.Tensor,
+    per_tensor: bool | None = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`multi_tensor_l2norm` of the tensors times ``inv_scale`` (one element); the tensors stay as they are."""
+    factor = inv_scale.float().view(-1)
+    norms = [
+        torch.sqrt((tensor.float().reshape(-1) * factor).square().sum()) for (tensor,) in groups(tensor_lists, (1,))
+    ]
+    return _norms(norms, tensor_lists[0][0].device, bool(per_tensor))
+
+
+@torch.no_grad()
+def multi_tensor_compute_scale_and_scale_inv(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: TensorLists,
+    max_fp8: float,
+    force_pow_2_scales: bool,
+    epsilon: float,
+) -> None:
+    """The scale and its inverse for each amax, of lists [amaxes, scales, inverse scales], all float32."""
+    for amax, scale, scale_inv in groups(tensor_lists, (3,)):
+        scale.copy_(scale_from_amax(amax, max_fp8, force_pow_2=force_pow_2_scales, epsilon=epsilon))
+        scale_inv.copy_(torch.reciprocal(scale))
+
+
+def _note_nonfinite(source: torch.Tensor, flag: torch.Tensor) -> None:
+    if not bool(source.isfinite().all()):
+        flag.fill_(1)
+
+
+def _norms(norms: list[torch.Tensor], device: torch.device, per_tensor: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    each = torch.stack(norms)
+    total = torch.sqrt(each.square().sum()).reshape(1)
+    return total, each if per_tensor else torch.empty(0, dtype=torch.float32, device=device)

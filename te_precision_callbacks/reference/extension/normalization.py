@@ -1,0 +1,176 @@
+"""LayerNorm and RMSNorm, forward and backward, with the quantization that follows them.
+
+Usage::
+
+    out, mu, rsigma = layernorm_fwd(x, weight, bias, 1e-5, None, quantizer, DType.kBFloat16, 0, False)
+    dx, dweight, dbias = layernorm_bwd(dout, x, mu, rsigma, weight, 0, False)
+
+``pytorch/csrc/extensions/normalization.cpp`` and ``common/normalization`` (TE 2.20). Rows are all dimensions but the
+last one. All is computed in float32: the variance is the biased one, ``rsigma = 1 / sqrt(variance + eps)``, and a zero-
+centred gamma stands for ``gamma + 1``. Delayed scaling quantizes the float32 result; other recipes quantize the result
+rounded to ``otype``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, SupportsInt
+
+import torch
+
+from te_precision_callbacks.reference.extension.dtypes import torch_dtype
+from te_precision_callbacks.reference.extension.operands import dequantized
+from te_precision_callbacks.reference.extension.quantization import quantize_result
+
+
+@torch.no_grad()
+def layernorm_fwd(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    ln_out: Any,
+    quantizer: Any,
+    otype: SupportsInt,
+    sm_margin: int,
+    zero_centered_gamma: bool,
+) -> list[Any]:
+    """``(x - mean) * rsigma * gamma + beta``.
+
+    Args:
+        input: [..., hidden].
+        weight: gamma, [hidden].
+        bias: beta, [hidden], or None for 0.
+        eps: added to the variance.
+        ln_out: tensor to write to, quantized if ``quantizer`` is given; a new one if None.
+        quantizer: None for a plain result.
+        otype: type of a plain result, nominal type of a quantized one.
+        sm_margin: has no effect.
+        zero_centered_gamma: whether gamma is stored minus 1.
+
+    Returns:
+        the result; the mean and rsigma of each row, float32, [rows].
+    """
+    x = dequantized(input)
+    beta = None if bias is None else bias.detach().float()
+    value, mu, rsigma = torch.native_layer_norm(x, x.shape[-1:], _gamma(weight, zero_centered_gamma), beta, eps)
+    out = quantize_result(value, torch_dtype(otype), quantizer, out=ln_out)
+    return [out, mu.reshape(-1), rsigma.reshape(-1)]
+
+
+@torch.no_grad()
+def layernorm_bwd(
+    dz: torch.Tensor,
+    x: torch.Tensor,
+    mu: torch.Tensor,
+    rsigma: torch.Tensor,
+    gamma: torch.Tensor,
+    sm_margin: int,
+    zero_centered_gamma: bool,
+) -> list[torch.Tensor]:
+    """Gradients of :func:`layernorm_fwd`.
+
+    Args:
+        dz: gradient of the result, [..., hidden].
+        x: its input.
+        mu: mean of each row.
+        rsigma: of each row.
+        gamma: [hidden].
+        sm_margin: has no effect.
+        zero_centered_gamma: whether gamma is stored minus 1.
+
+    Returns:
+        gradients of the input (its type), of gamma and of beta (gamma's type).
+    """
+    rows, hidden = _rows(x), x.shape[-1]
+    scale = _gamma(gamma, zero_centered_gamma)
+    dx, dgamma, dbeta = torch.ops.aten.native_layer_norm_backward(
+        dz.detach().float().reshape(rows, hidden),
+        x.detach().float().reshape(rows, hidden),
+        [hidden],
+        mu.reshape(rows, 1),
+        rsigma.reshape(rows, 1),
+        scale,
+        torch.zeros_like(scale),
+        [True, True, True],
+    )
+    return [dx.to(x.dtype).view(x.shape), dgamma.to(gamma.dtype), dbeta.to(gamma.dtype)]
+
+
+@torch.no_grad()
+def rmsnorm_fwd(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    ln_out: Any,
+    quantizer: Any,
+    otype: SupportsInt,
+    sm_margin: int,
+    zero_centered_gamma: bool,
+) -> list[Any]:
+    """``x * rsigma * gamma`` with ``rsigma = 1 / sqrt(mean(x**2) + eps)``.
+
+    Arguments as of :func:`layernorm_fwd`.
+
+    Returns:
+        the result; None; rsigma of each row, float32, [rows].
+    """
+    x = dequantized(input)
+    rsigma = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+    value = x * rsigma * _gamma(weight, zero_centered_gamma)
+    out = quantize_result(value, torch_dtype(otype), quantizer, out=ln_out)
+    return [out, None, rsigma.reshape(-1)]
+
+
+@torch.no_grad()
+def rmsnorm_bwd(
+    dz: torch.Tensor,
+    x: torch.Tensor,
+    rsigma: torch.Tensor,
+    gamma: torch.Tensor,
+    sm_margin: int,
+    zero_centered_gamma: bool,
+) -> list[torch.Tensor]:
+    """Gradients of :func:`rmsnorm_fwd`: of the input (its type) and of gamma (its type).
+
+    Arguments as of :func:`layernorm_bwd`.
+    """
+    dx, dgamma = _rmsnorm_gradients(dz, x, rsigma, gamma, zero_centered_gamma)
+    return [dx.to(x.dtype), dgamma.to(gamma.dtype)]
+
+
+@torch.no_grad()
+def rmsnorm_bwd_add(
+    dz: torch.Tensor,
+    x: torch.Tensor,
+    add: torch.Tensor,
+    rsigma: torch.Tensor,
+    gamma: torch.Tensor,
+    sm_margin: int,
+    zero_centered_gamma: bool,
+) -> list[torch.Tensor]:
+    """:func:`rmsnorm_bwd` with ``add`` added to the gradient of the input, in float32."""
+    dx, dgamma = _rmsnorm_gradients(dz, x, rsigma, gamma, zero_centered_gamma)
+    dx += add.detach().float().view(dx.shape)
+    return [dx.to(x.dtype), dgamma.to(gamma.dtype)]
+
+
+def _rmsnorm_gradients(
+    dz: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, gamma: torch.Tensor, zero_centered: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, hidden = _rows(x), x.shape[-1]
+    grad = dz.detach().float().reshape(rows, hidden)
+    inverse = rsigma.reshape(rows, 1)
+    normalized = x.detach().float().reshape(rows, hidden) * inverse
+    dgamma = (grad * normalized).sum(dim=0)
+    grad = grad * _gamma(gamma, zero_centered)
+    dx = inverse * (grad - normalized * (grad * normalized).mean(dim=-1, keepdim=True))
+    return dx.view(x.shape), dgamma
+
+
+def _gamma(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
+    gamma = dequantized(weight)
+    return gamma + 1.0 if zero_centered else gamma
+
+
+def _rows(x: torch.Tensor) -> int:
+    return int(torch.Size(x.shape[:-1]).numel())

@@ -1,0 +1,269 @@
+"""The steps of Adam and SGD over lists of tensors, for Transformer Engine's FusedAdam and FusedSGD.
+
+Usage::
+
+    multi_tensor_adam(2048, noop_flag, [grads, params, exp_avgs, exp_avg_sqs], lr, 0.9, 0.999, 1e-8, step, 1, 1, 0.01)
+
+``common/multi_tensor/adam.cu`` and ``sgd.cu`` (TE 2.20). Computed in float32, and rounded to the type of each tensor.
+``mode`` 0 is Adam with L2 regularization, 1 is AdamW. ``chunk_size`` has no effect.
+"""
+
+from __future__ import annotations
+
+from typing import SupportsInt
+
+import torch
+
+from te_precision_callbacks.reference.extension.dtypes import fp8_format
+from te_precision_callbacks.reference.extension.multi_tensor import TensorLists, groups
+from te_precision_callbacks.reference.extension.scaling import amax_of
+
+L2_REGULARIZATION = 0
+
+
+@torch.no_grad()
+def multi_tensor_adam(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: TensorLists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """One step for lists [gradients, parameters, first moments, second moments], and master weights as a fifth."""
+    for grad, param, exp_avg, exp_avg_sq, *rest in groups(tensor_lists, (4, 5)):
+        master = rest[0] if rest else param
+        updated = _adam(
+            grad.float(), master.float(), exp_avg, exp_avg_sq, _Step(step, bias_correction, beta1, beta2), lr, epsilon,
+            mode, weight_decay,
+        )  # fmt: skip
+        master.copy_(updated)
+        if rest:
+            param.copy_(updated)
+
+
+@torch.no_grad()
+def multi_tensor_adam_fp8(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: TensorLists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    fp8_dtype: SupportsInt,
+) -> None:
+    """One step for FP8 parameters under delayed scaling, whose master weights are plain.
+
+    Lists: [gradients, FP8 codes, first moments, second moments, master weights, scales, amaxes, inverse scales].
+    """
+    fmt = fp8_format(fp8_dtype)
+    for grad, codes, exp_avg, exp_avg_sq, master, scale, amax, scale_inv in groups(tensor_lists, (8,)):
+        updated = _adam(
+            grad.float(), master.float(), exp_avg, exp_avg_sq, _Step(step, bias_correction, beta1, beta2), lr, epsilon,
+            mode, weight_decay,
+        )  # fmt: skip
+        master.copy_(updated)
+        codes.view(torch.uint8).copy_(fmt.encode(updated * scale.view(-1)).view(codes.shape))
+        amax.copy_(torch.maximum(amax, amax_of(updated).view_as(amax)))
+        scale_inv.copy_(torch.reciprocal(scale))
+
+
+@torch.no_grad()
+def multi_tensor_adam_param_remainder(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: TensorLists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """One step for bfloat16 parameters whose float32 master weights are stored as what bfloat16 leaves out.
+
+    Lists: [gradients, parameters, first moments, second moments, remainders (int16)]. The upper 16 bits of a master
+    weight, rounded up where the lower 16 bits, as a signed number, are negative, are the parameter; the lower 16 bits
+    are the remainder.
+    """
+    for grad, param, exp_avg, exp_avg_sq, remainder in groups(tensor_lists, (5,)):
+        lower = remainder.to(torch.int32)
+        upper = param.view(torch.int16).to(torch.int32) - (lower < 0).to(torch.int32)
+        master = ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)
+        updated = _adam(
+            grad.float(), master, exp_avg, exp_avg_sq, _Step(step, bias_correction, beta1, beta2), lr, epsilon, mode,
+            weight_decay,
+        ).view(torch.int32)  # fmt: skip
+        lower = _signed16(updated)
+        upper = _signed16((updated >> 16) + (lower < 0).to(torch.int32))
+        remainder.copy_(lower.to(torch.int16))
+        param.view(torch.int16).copy_(upper.to(torch.int16))
+
+
+@torch.no_grad()
+def multi_tensor_adam_capturable(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: TensorLists,
+    lr: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: torch.Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: torch.Tensor,
+) -> None:
+    """:func:`multi_tensor_adam` with learning rate, step and inverse loss scale in tensors of one element.
+
+    The gradients are multiplied by ``inv_scale`` in place. Nothing happens if ``noop_flag`` is 1.
+    """
+    _adam_capturable(
+        noop_flag, tensor_lists, 4, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale
+    )
+
+
+@torch.no_grad()
+def multi_tensor_adam_capturable_master(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: TensorLists,
+    lr: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: torch.Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: torch.Tensor,
+) -> None:
+    """:func:`multi_tensor_adam_capturable` with master weights as a fifth list."""
+    _adam_capturable(
+        noop_flag, tensor_lists, 5, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale
+    )
+
+
+@torch.no_grad()
+def multi_tensor_sgd(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: TensorLists,
+    wd: float,
+    momentum: float,
+    dampening: float,
+    lr: float,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float,
+) -> None:
+    """One step of SGD for lists [gradients, weights, momenta], and copies of the weights as a fourth.
+
+    Args:
+        chunk_size: has no effect.
+        noop_flag: nothing happens if it is not 0.
+        tensor_lists: as above.
+        wd: weight decay.
+        momentum: factor of the momentum; 0 for none.
+        dampening: what the gradient is lowered by where it joins the momentum.
+        lr: learning rate.
+        nesterov: Nesterov's momentum.
+        first_run: the momentum starts as the gradient.
+        wd_after_momentum: apply weight decay after the momentum.
+        scale: multiplies the gradients.
+    """
+    if bool(noop_flag.view(-1)[0] != 0):
+        return
+    for gradient, weight, velocity, *copies in groups(tensor_lists, (3, 4)):
+        grad, current = gradient.float() * scale, weight.float()
+        if wd != 0.0 and not wd_after_momentum:
+            grad = grad + wd * current
+        if momentum != 0.0:
+            average = grad if first_run else velocity.float() * momentum + (1.0 - dampening) * grad
+            velocity.copy_(average)
+            grad = grad + momentum * average if nesterov else average
+        if wd != 0.0 and wd_after_momentum:
+            grad = grad + wd * current
+        weight.copy_(current - lr * grad)
+        for copy in copies:
+            copy.copy_(weight)
+
+
+class _Step:
+    """The decay rates of a step, and the corrections of its moments' bias, as float32 has them."""
+
+    def __init__(self, step: int, bias_correction: int, beta1: float, beta2: float) -> None:
+        self.beta1, self.beta2 = beta1, beta2
+        corrected = bias_correction == 1
+        self.correction1 = 1.0 - beta1**step if corrected else 1.0
+        self.correction2 = 1.0 - beta2**step if corrected else 1.0
+
+
+def _adam(
+    grad: torch.Tensor,
+    param: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    step: _Step,
+    lr: float,
+    epsilon: float,
+    mode: int,
+    weight_decay: float,
+) -> torch.Tensor:
+    """Update the moments in place; return the new parameter, float32."""
+    if mode == L2_REGULARIZATION:
+        grad = grad + weight_decay * param
+    first = step.beta1 * exp_avg.float() + (1.0 - step.beta1) * grad
+    second = step.beta2 * exp_avg_sq.float() + (1.0 - step.beta2) * grad * grad
+    exp_avg.copy_(first)
+    exp_avg_sq.copy_(second)
+    update = (first / step.correction1) / ((second / step.correction2).sqrt() + epsilon)
+    if mode != L2_REGULARIZATION:
+        update = update + weight_decay * param
+    return param - lr * update
+
+
+def _adam_capturable(
+    noop_flag: torch.Tensor,
+    tensor_lists: TensorLists,
+    lists: int,
+    lr: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: torch.Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: torch.Tensor,
+) -> None:
+    if bool(noop_flag.view(-1)[0] == 1):
+        return
+    rates = _Step(int(step), bias_correction, beta1, beta2)
+    for grad, param, exp_avg, exp_avg_sq, *rest in groups(tensor_lists, (lists,)):
+        unscaled = grad.float() * float(inv_scale)
+        grad.copy_(unscaled)
+        master = rest[0] if rest else param
+        updated = _adam(unscaled, master.float(), exp_avg, exp_avg_sq, rates, float(lr), epsilon, mode, weight_decay)
+        master.copy_(updated)
+        if rest:
+            param.copy_(updated)
+
+
+def _signed16(bits: torch.Tensor) -> torch.Tensor:
+    """The lower 16 bits of int32 as a signed number, int32."""
+    return ((bits & 0xFFFF) ^ 0x8000) - 0x8000

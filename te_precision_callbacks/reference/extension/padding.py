@@ -1,0 +1,68 @@
+"""Padding each expert's rows to the multiple that FP8 wants, and taking the padding away.
+
+Usage::
+
+    fused_multi_row_padding(rows, padded, [3, 5], [16, 16])
+    fused_multi_row_unpadding(padded, rows, [16, 16], [3, 5])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+
+
+@torch.no_grad()
+def fused_multi_row_padding(
+    input: torch.Tensor,
+    output: torch.Tensor,
+    input_row_list: Sequence[int],
+    padded_input_row_list: Sequence[int],
+) -> None:
+    """Copy groups of rows apart, and fill with zeros in between.
+
+    Args:
+        input: [sum of ``input_row_list``, columns].
+        output: [sum of ``padded_input_row_list``, columns], written.
+        input_row_list: rows of each group.
+        padded_input_row_list: rows of each group with its padding. A group without rows is left as it is, as upstream.
+    """
+    _check(input_row_list, padded_input_row_list)
+    source = target = 0
+    for rows, padded in zip(input_row_list, padded_input_row_list, strict=True):
+        if rows:
+            output[target : target + rows] = input[source : source + rows]
+            output[target + rows : target + padded] = 0
+        source, target = source + rows, target + padded
+
+
+@torch.no_grad()
+def fused_multi_row_unpadding(
+    input: torch.Tensor,
+    output: torch.Tensor,
+    input_row_list: Sequence[int],
+    unpadded_input_row_list: Sequence[int],
+) -> None:
+    """Copy groups of rows together, without the padding between them.
+
+    Args:
+        input: [sum of ``input_row_list``, columns].
+        output: [sum of ``unpadded_input_row_list``, columns], written.
+        input_row_list: rows of each group with its padding.
+        unpadded_input_row_list: rows of each group.
+    """
+    _check(input_row_list, unpadded_input_row_list)
+    source = target = 0
+    for padded, rows in zip(input_row_list, unpadded_input_row_list, strict=True):
+        output[target : target + rows] = input[source : source + rows]
+        source, target = source + padded, target + rows
+
+
+def _check(first: Sequence[int], second: Sequence[int]) -> None:
+    if len(first) != len(second):
+        raise ReferenceBackendError(
+            f"{len(first)} groups of rows before and {len(second)} after: give as many of each."
+        )

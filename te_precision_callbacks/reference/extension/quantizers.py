@@ -1,0 +1,87 @@
+"""Which implementation serves which of Transformer Engine's quantizers.
+
+Usage::
+
+    out = casting_for(quantizer).create(quantizer, (4, 32), torch.bfloat16, tensor.device)
+    casting_for(quantizer).write(quantizer, tensor, out)
+
+A quantizer is recognised by the name of its class or of a class that it derives from, so that nothing of Transformer
+Engine is imported here, and a user's subclass is served like its parent. Per-tensor FP8 is served so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from te_precision_callbacks.reference.errors import UnsupportedRecipeError
+from te_precision_callbacks.reference.extension import float8
+
+# Transformer Engine's classes are known only at run time.
+Quantizer = Any
+QuantizedTensor = Any
+
+
+class Casting(Protocol):
+    """What the backend knows of one family of quantizers."""
+
+    @property
+    def fuses(self) -> bool:
+        """Whether norms, activations and GEMMs quantize straight from float32, without rounding to the input's type."""
+
+    @property
+    def takes_amax(self) -> bool:
+        """Whether activations hand over the amax of their float32 result, taken before it is rounded."""
+
+    def create(
+        self,
+        quantizer: Quantizer,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        pin_memory: bool = False,
+    ) -> QuantizedTensor:
+        """A tensor of the quantizer's kind, its buffers allocated and not written."""
+
+    def fit(self, quantizer: Quantizer, out: QuantizedTensor) -> None:
+        """Give ``out`` the buffers that the quantizer's usages ask for, and only those."""
+
+    def write(
+        self,
+        quantizer: Quantizer,
+        source: torch.Tensor,
+        out: QuantizedTensor,
+        noop: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
+    ) -> None:
+        """Quantize ``source`` into the buffers of ``out``; with ``amax`` given, it is not measured."""
+
+
+_CASTINGS: dict[str, Casting] = {
+    "Float8Quantizer": float8.DelayedScaling(),
+    "Float8CurrentScalingQuantizer": float8.CurrentScaling(),
+}
+_RECIPES: dict[str, str] = {
+    "Float8BlockQuantizer": "FP8 block scaling (Float8BlockScaling)",
+    "MXFP8Quantizer": "MXFP8 (MXFP8BlockScaling)",
+    "NVFP4Quantizer": "NVFP4 (NVFP4BlockScaling)",
+}
+
+
+def casting_for(quantizer: Quantizer) -> Casting:
+    """The implementation for a quantizer.
+
+    Raises:
+        UnsupportedRecipeError: the reference backend has none for it.
+    """
+    names = [base.__name__ for base in type(quantizer).__mro__]
+    for name in names:
+        if name in _CASTINGS:
+            return _CASTINGS[name]
+    recipe = next((_RECIPES[name] for name in names if name in _RECIPES), "its recipe")
+    raise UnsupportedRecipeError(
+        f"{names[0]}: the reference backend does not have {recipe}. So far it has delayed scaling (DelayedScaling) and "
+        "current scaling (Float8CurrentScaling)."
+    )

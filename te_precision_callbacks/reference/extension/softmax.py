@@ -1,0 +1,98 @@
+"""Scaled and masked softmax of attention scores, forward and backward.
+
+Usage::
+
+    probabilities = scaled_masked_softmax_forward(scores, mask, 0.125)
+    dscores = scaled_masked_softmax_backward(dprobabilities, probabilities, 0.125)
+
+``common/fused_softmax`` (TE 2.20): computed in float32, returned in the type of the input. What is masked by a mask is
+set to -10000 after scaling, and a row that is masked throughout comes out as zeros. What is masked causally comes out
+as zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+
+MASKED_SCORE = -10000.0
+
+
+def scaled_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
+    """softmax(scale * x) over the last dimension; [batch, heads, queries, keys]."""
+    return torch.softmax(_scaled(input, scale_factor, 4), dim=-1).to(input.dtype)
+
+
+def scaled_softmax_backward(
+    output_grad: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float
+) -> torch.Tensor:
+    """Gradient of :func:`scaled_softmax_forward`, from its result."""
+    return _backward(output_grad, softmax_results, scale_factor)
+
+
+def scaled_masked_softmax_forward(input: torch.Tensor, mask: torch.Tensor, scale_factor: float) -> torch.Tensor:
+    """softmax of the scaled and masked scores.
+
+    Args:
+        input: [batch, heads, queries, keys], float16 or bfloat16.
+        mask: [batch or 1, 1, queries, keys], bool or uint8; 1 where a score is masked.
+        scale_factor: multiplies the scores.
+    """
+    scores = _scaled(input, scale_factor, 4).masked_fill(mask.bool(), MASKED_SCORE)
+    result = torch.softmax(scores, dim=-1)
+    all_masked = scores.amax(dim=-1, keepdim=True) == MASKED_SCORE
+    return result.masked_fill(all_masked, 0.0).to(input.dtype)
+
+
+def scaled_masked_softmax_backward(
+    output_grad: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float
+) -> torch.Tensor:
+    """Gradient of :func:`scaled_masked_softmax_forward`, from its result."""
+    return _backward(output_grad, softmax_results, scale_factor)
+
+
+def scaled_upper_triang_masked_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
+    """softmax of the scaled scores, each query seeing the keys up to its own place; [batch * heads, length, length]."""
+    return _causal(_scaled(input, scale_factor, 3), 1).to(input.dtype)
+
+
+def scaled_upper_triang_masked_softmax_backward(
+    output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float
+) -> torch.Tensor:
+    """Gradient of :func:`scaled_upper_triang_masked_softmax_forward`, from its result."""
+    return _backward(output_grads, softmax_results, scale_factor)
+
+
+def scaled_aligned_causal_masked_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
+    """softmax of the scaled scores, causal with the last query at the last key; [batch, heads, queries, keys]."""
+    return _causal(_scaled(input, scale_factor, 4), input.shape[-1] - input.shape[-2] + 1).to(input.dtype)
+
+
+def scaled_aligned_causal_masked_softmax_backward(
+    output_grad: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float
+) -> torch.Tensor:
+    """Gradient of :func:`scaled_aligned_causal_masked_softmax_forward`, from its result."""
+    return _backward(output_grad, softmax_results, scale_factor)
+
+
+def _scaled(input: torch.Tensor, scale_factor: float, dimensions: int) -> torch.Tensor:
+    if input.dim() != dimensions:
+        raise ReferenceBackendError(f"The softmax takes {dimensions} dimensions, not {input.dim()}.")
+    if input.dtype not in (torch.float16, torch.bfloat16):
+        raise ReferenceBackendError(f"The fused softmax takes float16 and bfloat16, not {input.dtype}.")
+    return input.detach().float() * scale_factor
+
+
+def _causal(scores: torch.Tensor, first_masked: int) -> torch.Tensor:
+    masked = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(first_masked)
+    result = torch.softmax(scores.masked_fill(masked, float("-inf")), dim=-1)
+    # A query before the first key sees none.
+    return result.masked_fill(masked, 0.0)
+
+
+def _backward(output_grad: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float) -> torch.Tensor:
+    grad, result = output_grad.detach().float(), softmax_results.detach().float()
+    weighted = grad * result
+    dscores = scale_factor * (weighted - result * weighted.sum(dim=-1, keepdim=True))
+    return dscores.to(output_grad.dtype)

@@ -1,0 +1,136 @@
+"""How Transformer Engine's Python is imported on the reference backend.
+
+Usage::
+
+    sys.meta_path.insert(0, Finder(cuda_on_cpu=True))
+
+Nothing on disk changes, and no bytecode of a rewritten module is written. Two modules get more than a rewritten syntax
+tree: ``transformer_engine.common``, which would look for the compiled libraries, and ``nvdlfw_inspect.utils``, which
+executes debug features by file path, past every import hook.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import CodeType, ModuleType, SimpleNamespace
+from typing import Any
+
+from te_precision_callbacks.reference.rewrite import is_concerned, rewrite
+
+
+class Finder(MetaPathFinder):
+    """Finds what the other finders of ``sys.meta_path`` find, and gives Transformer Engine's modules its own loaders."""
+
+    def __init__(self, *, cuda_on_cpu: bool) -> None:
+        self._cuda_on_cpu = cuda_on_cpu
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not self._is_ours(fullname):
+            return None
+        spec = self._spec_of_others(fullname, path, target)
+        if spec is None or spec.origin is None or not isinstance(spec.loader, SourceFileLoader):
+            return spec
+        if fullname == "nvdlfw_inspect.utils":
+            spec.loader = _FeatureExecutorLoader(fullname, spec.origin, self._cuda_on_cpu)
+        elif fullname == "transformer_engine.common":
+            spec.loader = _CommonLoader(fullname, spec.origin, self._cuda_on_cpu)
+        else:
+            spec.loader = RewritingLoader(fullname, spec.origin, self._cuda_on_cpu)
+        return spec
+
+    @staticmethod
+    def _is_ours(fullname: str) -> bool:
+        return fullname == "nvdlfw_inspect.utils" or (
+            fullname.startswith("transformer_engine.") and not fullname.startswith("transformer_engine.jax")
+        )
+
+    def _spec_of_others(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(fullname, path, target)) is not None:
+                return spec
+        return None
+
+
+class RewritingLoader(SourceFileLoader):
+    """Loads a module from its source file, with its syntax tree rewritten, and past any bytecode on disk."""
+
+    def __init__(self, fullname: str, path: str, cuda_on_cpu: bool) -> None:
+        super().__init__(fullname, path)
+        self.cuda_on_cpu = cuda_on_cpu
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        path = self.get_filename(fullname)
+        source = self.get_data(path)
+        if not is_concerned(source):
+            return super().get_code(fullname)
+        tree = rewrite(ast.parse(source, path), cuda_on_cpu=self.cuda_on_cpu)
+        return compile(tree, path, "exec", dont_inherit=True)
+
+
+class _CommonLoader(RewritingLoader):
+    """Loads ``transformer_engine.common`` so that it looks for no compiled library, now and later."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        with _environment("NVTE_PROJECT_BUILDING", "1"), _environment("NVTE_RELEASE_BUILD", "0"):
+            super().exec_module(module)
+        module.__dict__["load_framework_extension"] = _load_framework_extension
+
+
+def _load_framework_extension(framework: str) -> None:
+    """Stands for Transformer Engine's function of this name: torch's part is in ``sys.modules`` already."""
+    if framework != "torch":
+        raise ImportError(f"The reference backend is for PyTorch; it has no extension for {framework!r}.")
+
+
+class _FeatureExecutorLoader(SourceFileLoader):
+    """Loads ``nvdlfw_inspect.utils`` so that the feature files which it executes are rewritten too."""
+
+    def __init__(self, fullname: str, path: str, cuda_on_cpu: bool) -> None:
+        super().__init__(fullname, path)
+        self._cuda_on_cpu = cuda_on_cpu
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        rewrite_executed_features(module, cuda_on_cpu=self._cuda_on_cpu)
+
+
+def rewrite_executed_features(executor: ModuleType, *, cuda_on_cpu: bool) -> None:
+    """Make ``executor``, which is ``nvdlfw_inspect.utils``, rewrite the feature files that it executes by path.
+
+    It names ``importlib.util.spec_from_file_location``, and nothing else of ``importlib`` but ``module_from_spec``:
+    that name is replaced in this one module.
+    """
+
+    def spec_from_file_location(name: str, location: str, **options: Any) -> ModuleSpec | None:
+        loader = RewritingLoader(name, os.fspath(location), cuda_on_cpu)
+        return importlib.util.spec_from_file_location(name, location, loader=loader, **options)
+
+    util = SimpleNamespace(
+        spec_from_file_location=spec_from_file_location, module_from_spec=importlib.util.module_from_spec
+    )
+    executor.__dict__["importlib"] = SimpleNamespace(util=util)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """The environment variable ``name`` holds ``value`` inside the block, and what it held before after it."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

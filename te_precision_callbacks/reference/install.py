@@ -1,0 +1,150 @@
+"""Installing the reference backend into this process.
+
+Usage::
+
+    from te_precision_callbacks import reference
+
+    reference.install()  # before the first import of transformer_engine
+    import transformer_engine.pytorch as te
+
+The package ``te_precision_callbacks.reference`` offers these functions.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+
+from te_precision_callbacks.reference import children, target, versions
+from te_precision_callbacks.reference.errors import InstallError
+
+logger = logging.getLogger(__name__)
+
+COMPILED_MODULE = "transformer_engine_torch"
+
+
+@dataclass(frozen=True)
+class Installation:
+    """How the reference backend is installed.
+
+    Attributes:
+        capability: the compute capability that the backend stands for.
+        pretend_cuda: whether "cuda" means the CPU in the whole process.
+        device: where Transformer Engine's tensors live by default: ``"cpu"``, or ``"cuda"`` where there is a GPU.
+    """
+
+    capability: tuple[int, int]
+    pretend_cuda: bool
+    device: str
+
+
+_installed: Installation | None = None
+
+
+def installed() -> Installation | None:
+    """How the reference backend is installed in this process; None if it is not."""
+    return _installed
+
+
+def is_installed() -> bool:
+    """Whether the reference backend is installed in this process."""
+    return _installed is not None
+
+
+def install(pretend_cuda: bool = False, capability: tuple[int, int] | None = None) -> Installation:
+    """Let Transformer Engine run without its compiled extension.
+
+    Call it before the first import of ``transformer_engine``. It holds for the rest of the process, and processes that
+    this one starts do the same when they import torch or Transformer Engine. A second call with the same arguments
+    does nothing.
+
+    Args:
+        pretend_cuda: False, the default: only Transformer Engine's own modules and the debug features see a GPU; your
+            code and torch elsewhere are untouched, and your tensors stay on the device that they are on, which is the
+            CPU where there is no GPU. True: "cuda" means the CPU everywhere in the process, for scripts and tests that
+            were written for a GPU.
+        capability: the compute capability to stand for: (9, 0), the default, or (10, 0). None takes it from the
+            environment variable ``TE_PRECISION_REFERENCE_CAPABILITY``, if it is set.
+
+    Raises:
+        TransformerEngineVersionError: no Transformer Engine is installed, or not 2.20.x.
+        InstallError: Transformer Engine, or its compiled extension, is imported already; the backend is installed
+            already with other arguments; ``pretend_cuda`` where there is a real GPU; an unknown capability.
+    """
+    global _installed
+    chosen = target.capability() if capability is None else target.checked(capability)
+    if (before := _installed) is None:
+        import torch  # may install the backend by itself, in a process that was started by one that has it
+
+        before = _installed
+    if before is not None:
+        _require_same(before, pretend_cuda, chosen)
+        return before
+
+    _refuse_if_imported()
+    version = versions.checked_version()
+    has_gpu = torch.cuda.is_available()
+    if pretend_cuda and has_gpu:
+        raise InstallError(
+            f"install(pretend_cuda=True), but there is a real GPU ({torch.cuda.get_device_name()}). The reference "
+            "backend works on it: call install() without pretend_cuda. To try the CPU, set CUDA_VISIBLE_DEVICES to "
+            "the empty string."
+        )
+
+    target.choose(chosen)
+    _provide_extension()
+    _hook_imports(cuda_on_cpu=not has_gpu)
+    if pretend_cuda:
+        from te_precision_callbacks.reference import pretend
+
+        pretend.make_cuda_mean_cpu()
+    children.install_in_children(pretend_cuda=pretend_cuda, capability=chosen)
+    _installed = Installation(chosen, pretend_cuda, "cuda" if has_gpu else "cpu")
+    logger.info(
+        "Transformer Engine %s runs on the reference backend of te-precision-callbacks, not on its compiled extension: "
+        "slow and exact, on the device %r, standing for compute capability %d.%d%s.",
+        version,
+        _installed.device,
+        *chosen,
+        '; "cuda" means the CPU in this process' if pretend_cuda else "",
+    )
+    return _installed
+
+
+def _require_same(before: Installation, pretend_cuda: bool, capability: tuple[int, int]) -> None:
+    if (before.pretend_cuda, before.capability) != (pretend_cuda, capability):
+        raise InstallError(
+            f"install(pretend_cuda={pretend_cuda}, capability={capability}), but the reference backend is installed in "
+            f"this process with pretend_cuda={before.pretend_cuda} and capability={before.capability}. It cannot "
+            "change: start another process, or use the same arguments in both places."
+        )
+
+
+def _refuse_if_imported() -> None:
+    if COMPILED_MODULE in sys.modules:
+        where = getattr(sys.modules[COMPILED_MODULE], "__file__", None)
+        raise InstallError(
+            f"Transformer Engine's compiled extension {COMPILED_MODULE!r} is imported already, from {where}. The "
+            "reference backend does not replace it: start a process that does not import transformer_engine before "
+            "reference.install(), or go on without the reference backend."
+        )
+    if "transformer_engine" in sys.modules or "transformer_engine.common" in sys.modules:
+        raise InstallError(
+            "transformer_engine is imported already, without the reference backend. Call reference.install() before "
+            "the first import of transformer_engine, and of what imports it."
+        )
+
+
+def _provide_extension() -> None:
+    from te_precision_callbacks.reference import extension
+
+    sys.modules[COMPILED_MODULE] = extension
+
+
+def _hook_imports(*, cuda_on_cpu: bool) -> None:
+    from te_precision_callbacks.reference.importer import Finder, rewrite_executed_features
+
+    sys.meta_path.insert(0, Finder(cuda_on_cpu=cuda_on_cpu))
+    if (executor := sys.modules.get("nvdlfw_inspect.utils")) is not None:
+        rewrite_executed_features(executor, cuda_on_cpu=cuda_on_cpu)

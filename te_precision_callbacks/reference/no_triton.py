@@ -1,0 +1,63 @@
+"""Stands for triton in Transformer Engine's modules where the CPU stands for the GPU.
+
+They import triton when they are imported, and launch its kernels only for permutation, cross entropy and a few others.
+Triton may not be installed where there is no GPU, and cannot run there. Here every name exists, what defines a kernel
+gives one that raises when it is launched, and nothing else in the process sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from te_precision_callbacks.reference.errors import MissingFunctionError
+
+__version__ = "0"
+
+
+class _Absent:
+    """A name of triton, or a kernel: has every attribute, can be given a grid, and raises when it is called."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> _Absent:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Absent(f"{self._name}.{name}")
+
+    def __getitem__(self, grid: Any) -> _Absent:
+        return self
+
+    def __call__(self, *_arguments: Any, **_options: Any) -> NoReturn:
+        raise MissingFunctionError(
+            f"{self._name}: what needs triton is not in the reference backend on a CPU. Do without it here, or run on "
+            "a GPU."
+        )
+
+
+def jit(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
+    """A decorator, with and without arguments: the kernel that it gives cannot be launched."""
+    return jit if function is None else _Absent(f"the triton kernel {function.__name__}")
+
+
+def autotune(*_arguments: Any, **_options: Any) -> Callable[[Any], Any]:
+    """A decorator that leaves a kernel as it is."""
+    return lambda kernel: kernel
+
+
+heuristics = autotune
+
+
+def Config(*_arguments: Any, **_options: Any) -> None:  # noqa: N802  (triton's name)
+    """A candidate for ``autotune``, which takes no notice of it."""
+
+
+def constexpr_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def __getattr__(name: str) -> _Absent:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Absent(f"triton.{name}")

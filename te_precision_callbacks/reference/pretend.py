@@ -1,0 +1,214 @@
+"""The pretended CUDA: "cuda" means the CPU everywhere in the process.
+
+Usage::
+
+    reference.install(pretend_cuda=True)
+
+    torch.cuda.is_available()  # True
+    torch.zeros(2, device="cuda").is_cuda  # True
+    torch.zeros(2, device="cuda").device  # device(type='cpu')
+
+Every place where torch takes a device takes "cuda" too, and puts the CPU in its place. ``torch.device("cuda")`` stays
+the value that it is, so that libraries that look at its type are content; ``tensor.is_cuda`` is true of what is on the
+CPU. ``tensor.device`` stays the truth, for torch's own Python acts upon it: the compiler, the optimizers and the
+distributed wrappers would take ways that need a GPU. So ``tensor.device.type == "cuda"`` is false here.
+
+Functions and methods are replaced one by one; a mode that intercepts every call of torch would cost each of them time,
+and hold for one thread only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed
+
+from te_precision_callbacks.reference import cuda_on_cpu
+
+_CPU = torch.device("cpu")
+
+
+def make_cuda_mean_cpu() -> None:
+    """Replace, in torch, what takes a device, and what answers for CUDA. For the rest of the process."""
+    _answer_for_cuda()
+    _create_on_cpu()
+    _move_to_cpu()
+    _load_to_cpu()
+    _autocast_on_cpu()
+    _communicate_on_cpu()
+
+
+def cpu_for_cuda(device: Any) -> Any:
+    """The CPU, if ``device`` says CUDA in one of torch's ways (``"cuda:0"``, ``torch.device("cuda")``, ``0``)."""
+    if isinstance(device, torch.device):
+        return _CPU if device.type == "cuda" else device
+    if isinstance(device, str):
+        return _CPU if device == "cuda" or device.startswith("cuda:") else device
+    if isinstance(device, int) and not isinstance(device, bool):
+        return _CPU
+    return device
+
+
+def _type_for_cuda(device_type: Any) -> Any:
+    """``"cpu"``, if ``device_type`` is ``"cuda"``, possibly with an index."""
+    return "cpu" if isinstance(device_type, str) and device_type.split(":")[0] == "cuda" else device_type
+
+
+def _answer_for_cuda() -> None:
+    for name in cuda_on_cpu.__all__:
+        for module in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs):
+            if module is torch.cuda or hasattr(module, name):
+                setattr(module, name, getattr(cuda_on_cpu, name))
+    torch.version.cuda = cuda_on_cpu.cuda_version
+    for element in ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool"):
+        setattr(torch.cuda, f"{element}Tensor", getattr(torch, f"{element}Tensor"))
+
+
+def _create_on_cpu() -> None:
+    from torch.utils import _device
+
+    # torch's own list of the functions that create tensors; it is cached with the functions as they are now, which is
+    # what a default device compares with.
+    constructors = _device._device_constructors()
+    likes = {function for name, function in vars(torch).items() if name.endswith("_like") and callable(function)}
+    for namespace in (torch, torch.fft, torch.nested):
+        for name, function in list(vars(namespace).items()):
+            if callable(function) and not isinstance(function, type) and function in constructors | likes:
+                setattr(namespace, name, _with_device_on_cpu(function))
+    for name in dir(torch.Tensor):
+        if name.startswith("new_"):
+            setattr(torch.Tensor, name, _with_device_on_cpu(getattr(torch.Tensor, name)))
+    _device.DeviceContext.__init__ = _with_arguments_on_cpu(_device.DeviceContext.__init__, cpu_for_cuda)  # type: ignore[method-assign]
+    torch.set_default_device = _with_arguments_on_cpu(torch.set_default_device, cpu_for_cuda)
+    torch.Generator = _Generator  # type: ignore[misc]
+
+
+def _move_to_cpu() -> None:
+    torch.Tensor.to = _with_arguments_on_cpu(torch.Tensor.to, cpu_for_cuda)  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = _to_cpu  # type: ignore[method-assign, assignment]
+    torch.Tensor.type = _with_arguments_on_cpu(torch.Tensor.type, _cpu_type_name)  # type: ignore[method-assign, assignment]
+    torch.Tensor.pin_memory = _itself  # type: ignore[method-assign, assignment]
+    torch.Tensor.record_stream = _nothing  # type: ignore[method-assign, assignment]
+    torch.Tensor.is_cuda = property(cuda_on_cpu.is_on_device)  # type: ignore[assignment]
+
+
+def _load_to_cpu() -> None:
+    """Let ``torch.load`` put what was saved from a GPU, or is wanted on one, on the CPU."""
+    torch.serialization.register_package(
+        0,  # before torch's own for CUDA
+        lambda _storage: None,
+        lambda storage, location: storage if location.startswith("cuda") else None,
+    )
+
+
+def _autocast_on_cpu() -> None:
+    autocast = torch.amp.autocast_mode.autocast
+    original_init = autocast.__init__
+
+    @functools.wraps(original_init)
+    def init(self: Any, device_type: str, dtype: Any = None, *arguments: Any, **options: Any) -> None:
+        if _type_for_cuda(device_type) != device_type and dtype is None:
+            dtype = torch.float16  # what CUDA's autocast takes by default
+        original_init(self, _type_for_cuda(device_type), dtype, *arguments, **options)
+
+    autocast.__init__ = init  # type: ignore[method-assign, assignment]
+    original_is_enabled = torch.is_autocast_enabled
+    torch.is_autocast_enabled = lambda device_type="cuda": original_is_enabled(_type_for_cuda(device_type))
+    for name in ("set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype"):
+        setattr(torch, name, _with_arguments_on_cpu(getattr(torch, name), _type_for_cuda))
+    torch.get_autocast_gpu_dtype = functools.partial(torch.get_autocast_dtype, "cpu")
+
+
+def _communicate_on_cpu() -> None:
+    distributed = torch.distributed
+    if not distributed.is_available():
+        return
+    from torch.distributed import distributed_c10d
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn.parallel import DistributedDataParallel
+
+    for name in ("init_process_group", "new_group"):
+        _replace(distributed_c10d, distributed, name, _with_arguments_on_cpu(getattr(distributed, name), _gloo_for_nccl))
+    _replace(distributed_c10d, distributed, "is_nccl_available", lambda: True)
+    for function in (distributed_c10d.barrier, distributed_c10d.monitored_barrier):
+        _replace(distributed_c10d, distributed, function.__name__, _without_devices(function))
+    DeviceMesh.__init__ = _with_arguments_on_cpu(DeviceMesh.__init__, _type_for_cuda)  # type: ignore[method-assign]
+    DistributedDataParallel.__init__ = _without_devices(DistributedDataParallel.__init__)  # type: ignore[method-assign]
+
+
+def _replace(module: ModuleType, also: Any, name: str, function: Callable[..., Any]) -> None:
+    setattr(module, name, function)
+    setattr(also, name, function)
+
+
+def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with CUDA in the keyword ``device`` replaced."""
+
+    @functools.wraps(function)
+    def on_cpu(*arguments: Any, **options: Any) -> Any:
+        if "device" in options:
+            options["device"] = cpu_for_cuda(options["device"])
+        return function(*arguments, **options)
+
+    return on_cpu
+
+
+def _with_arguments_on_cpu(function: Callable[..., Any], replace: Callable[[Any], Any]) -> Callable[..., Any]:
+    """``function`` with ``replace`` applied to every argument."""
+
+    @functools.wraps(function)
+    def on_cpu(*arguments: Any, **options: Any) -> Any:
+        return function(*map(replace, arguments), **{name: replace(value) for name, value in options.items()})
+
+    return on_cpu
+
+
+def _without_devices(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` without the numbers of GPUs in ``device_ids`` and ``output_device``, which gloo does not take."""
+
+    @functools.wraps(function)
+    def on_cpu(*arguments: Any, device_ids: Any = None, output_device: Any = None, **options: Any) -> Any:
+        return function(*arguments, **options)
+
+    return on_cpu
+
+
+def _to_cpu(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **options: Any) -> torch.Tensor:
+    return tensor.to(_CPU, non_blocking=non_blocking, **options)
+
+
+def _itself(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+    return tensor
+
+
+def _nothing(tensor: torch.Tensor, stream: Any) -> None:
+    pass
+
+
+def _cpu_type_name(name: Any) -> Any:
+    return name.replace("torch.cuda.", "torch.") if isinstance(name, str) else name
+
+
+def _gloo_for_nccl(backend: Any) -> Any:
+    return "gloo" if isinstance(backend, str) and "nccl" in backend.lower() else backend
+
+
+class _GeneratorType(type(torch.Generator)):  # type: ignore[misc]
+    """Lets the class below be called for a generator on "cuda", and stand for ``torch.Generator`` in all else."""
+
+    def __call__(cls, device: Any = "cpu") -> Any:
+        return _RealGenerator(cpu_for_cuda(device))
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _RealGenerator)
+
+
+_RealGenerator = torch.Generator
+
+
+class _Generator(_RealGenerator, metaclass=_GeneratorType):
+    pass

@@ -1,0 +1,38 @@
+"""A pytest plugin: unmodified GPU tests on the reference backend.
+
+Usage::
+
+    pytest -p te_precision_callbacks.reference.pytest_plugin tests/
+
+Where there is no CUDA, "cuda" means the CPU in the test process; where there is, the tests use it. The environment
+variable ``TE_PRECISION_REFERENCE_CAPABILITY`` (``9.0`` or ``10.0``) chooses the compute capability.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.reference.install import install, installed
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Install the backend before any conftest can import Transformer Engine."""
+    import torch
+
+    try:
+        install(pretend_cuda=not torch.cuda.is_available())
+    except ReferenceBackendError as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+def pytest_report_header() -> str | None:
+    """One line at the top of the report that says what the tests run on."""
+    installation = installed()
+    if installation is None:
+        return None
+    device = "the CPU as a pretended GPU" if installation.pretend_cuda else f"the device {installation.device!r}"
+    return "Transformer Engine: reference backend on {}, compute capability {}.{}".format(
+        device, *installation.capability
+    )

@@ -1,0 +1,145 @@
+"""The changes that are made to Transformer Engine's syntax trees while they are imported.
+
+Usage::
+
+    tree = rewrite(ast.parse(source), cuda_on_cpu=True)
+
+Why syntax trees, and not a proxy in place of the module-global name ``torch``: a proxy answers ``torch.cuda.x`` and
+``torch.device("cuda")``, but what a tensor itself is asked (``tensor.is_cuda``, ``tensor.cuda()``,
+``tensor.to(device="cuda")``, ``tensor.device.type == "cuda"``) does not go through that name; those would need changes
+to ``torch.Tensor``, which the whole process sees. A rewritten module keeps the real ``torch``, so that annotations,
+base classes and ``isinstance`` meet the real classes, and nothing outside Transformer Engine changes.
+
+Each rule here is a row of the table in :mod:`te_precision_callbacks.reference.seams`, which has the reasons.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import TypeVar
+
+ON_CPU = "te_precision_callbacks.reference.cuda_on_cpu"
+ON_CUDA = "te_precision_callbacks.reference.cuda_on_cuda"
+NO_TRITON = "te_precision_callbacks.reference.no_triton"
+
+_ALIAS = "_te_reference_cuda"  # the name under which a rewritten module knows one of the two modules above
+_MARKS = ("cuda", "torch.compile", "torch.norm", "autocast", "triton")
+
+_Node = TypeVar("_Node", bound=ast.AST)
+
+
+def is_concerned(source: bytes) -> bool:
+    """Whether ``source`` may hold something that is to be rewritten; if not, Python's cached bytecode will do."""
+    return any(mark.encode() in source for mark in _MARKS)
+
+
+def rewrite(tree: ast.Module, *, cuda_on_cpu: bool) -> ast.Module:
+    """``tree``, changed in place: what it asks of CUDA is answered by the backend.
+
+    Args:
+        tree: a module of Transformer Engine, or a debug feature.
+        cuda_on_cpu: the CPU stands for the GPU. If not, there is a real one, and only what tells its capability, and
+            ``torch.compile``, is changed.
+    """
+    rules = _OnCpu() if cuda_on_cpu else _OnCuda()
+    rules.visit(tree)
+    _insert_import(tree, ON_CPU if cuda_on_cpu else ON_CUDA)
+    return ast.fix_missing_locations(tree)
+
+
+class _OnCuda(ast.NodeTransformer):
+    """The rules that hold on every device."""
+
+    module = ON_CUDA
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        dotted = _dotted(node)
+        if dotted == "torch.cuda":
+            return _like(node, ast.Name(_ALIAS, ast.Load()))
+        if dotted == "torch.version.cuda":
+            return _like(node, _backend("cuda_version"))
+        if dotted == "torch.compile":
+            return _like(node, _backend("run_eagerly"))
+        return self.generic_visit(node)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
+        if node.module == "torch.cuda" and node.level == 0:
+            node.module = self.module
+        return node
+
+
+class _OnCpu(_OnCuda):
+    """The rules where the CPU stands for the GPU."""
+
+    module = ON_CPU
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        return _like(node, ast.Constant("cpu")) if node.value == "cuda" else node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if _dotted(node) == "torch.cuda.current_device":
+            return _like(node, _backend("current_torch_device"))
+        if _dotted(node) == "torch.norm":
+            return _like(node, _backend("exact_norm"))
+        if node.attr == "is_cuda" and isinstance(node.ctx, ast.Load):
+            self.generic_visit(node)
+            return _like(node, ast.Call(_backend("is_on_device"), [node.value], []))
+        return super().visit_Attribute(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        called = node.func
+        if isinstance(called, ast.Attribute) and called.attr == "cuda" and not node.args and not node.keywords:
+            called.attr = "cpu"
+        dotted = _dotted(called)
+        if dotted == "torch.device" and len(node.args) == 2:
+            del node.args[1]  # an index belongs to a GPU
+        if dotted == "torch.is_autocast_enabled" and not node.args:
+            node.args.append(ast.Constant("cpu"))
+        return self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> ast.AST:
+        # `import triton` and `import triton.language as tl`
+        if node.names[0].name == "triton":
+            node.names = [ast.alias(NO_TRITON, "triton")]
+        elif node.names[0].name.startswith("triton."):
+            _, submodule = node.names[0].name.split(".")
+            return _like(node, ast.ImportFrom(NO_TRITON, [ast.alias(submodule, node.names[0].asname)], 0))
+        return node
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
+        if node.module is not None and node.module.split(".")[0] == "triton" and node.level == 0:
+            node.module = NO_TRITON
+        return super().visit_ImportFrom(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        # The tensor classes' own properties `is_cuda` are what the user sees: they tell the truth.
+        return node if node.name == "is_cuda" else self.generic_visit(node)
+
+
+def _dotted(node: ast.AST) -> str:
+    """``"torch.cuda.x"`` for that expression, and ``""`` for what is not a plain chain of names."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        before = _dotted(node.value)
+        return f"{before}.{node.attr}" if before else ""
+    return ""
+
+
+def _backend(name: str) -> ast.Attribute:
+    return ast.Attribute(ast.Name(_ALIAS, ast.Load()), name, ast.Load())
+
+
+def _like(old: ast.AST, new: _Node) -> _Node:
+    return ast.fix_missing_locations(ast.copy_location(new, old))
+
+
+def _insert_import(tree: ast.Module, module: str) -> None:
+    """Import ``module`` as the alias, after what Python wants first: the docstring and ``from __future__``."""
+    place = 0
+    for place, statement in enumerate(tree.body):
+        is_docstring = place == 0 and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        is_future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+        if not is_docstring and not is_future:
+            break
+    tree.body.insert(place, ast.Import([ast.alias(module, _ALIAS)]))

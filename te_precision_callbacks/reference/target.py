@@ -1,0 +1,86 @@
+"""Which GPU the reference backend stands for.
+
+Usage::
+
+    from te_precision_callbacks.reference import target
+
+    target.capability()  # (9, 0)
+
+Transformer Engine decides by the compute capability which recipes it allows, which one is its default, and how Float8
+data lie in memory. The backend reports one of two, and its layouts agree with what Transformer Engine's Python concludes
+from it:
+
+======== ========= =================================================================================================
+ value    GPU       what follows
+======== ========= =================================================================================================
+(9, 0)   Hopper    the default; delayed scaling is the default recipe; columnwise Float8 data is a stored transpose
+(10, 0)  Blackwell MXFP8 is the default recipe, NVFP4 is allowed; Float8 data is never stored transposed
+======== ========= =================================================================================================
+
+``reference.install(capability=...)`` chooses it; otherwise the environment variable
+``TE_PRECISION_REFERENCE_CAPABILITY`` (``9.0`` or ``10.0``) does.
+"""
+
+from __future__ import annotations
+
+import os
+
+from te_precision_callbacks.reference.errors import InstallError
+
+ENVIRONMENT_VARIABLE = "TE_PRECISION_REFERENCE_CAPABILITY"
+DEFAULT: tuple[int, int] = (9, 0)
+ALLOWED: tuple[tuple[int, int], ...] = ((9, 0), (10, 0))
+
+_chosen: tuple[int, int] | None = None
+
+
+def capability() -> tuple[int, int]:
+    """The compute capability that the backend stands for.
+
+    That is what :func:`choose` was given, else what the environment says, else (9, 0).
+
+    Raises:
+        InstallError: the environment variable holds something other than ``9.0`` or ``10.0``.
+    """
+    return _from_environment() if _chosen is None else _chosen
+
+
+def choose(value: tuple[int, int] | None) -> None:
+    """Fix the capability for this process, from ``install()``; None leaves it to the environment.
+
+    Raises:
+        InstallError: ``value`` is neither (9, 0) nor (10, 0).
+    """
+    global _chosen
+    _chosen = None if value is None else checked(value)
+
+
+def checked(value: tuple[int, int]) -> tuple[int, int]:
+    """``value`` as a plain tuple of two ints, if the backend can stand for it.
+
+    Raises:
+        InstallError: it is neither (9, 0) nor (10, 0).
+    """
+    for allowed in ALLOWED:
+        if value == allowed or (isinstance(value, list) and tuple(value) == allowed):
+            return allowed
+    raise InstallError(
+        f"install(capability={value!r}): the reference backend stands for {_choices('({}, {})')}. Give one of these."
+    )
+
+
+def _from_environment() -> tuple[int, int]:
+    text = os.environ.get(ENVIRONMENT_VARIABLE)
+    if text is None:
+        return DEFAULT
+    for allowed in ALLOWED:
+        if text.strip() == "{}.{}".format(*allowed):
+            return allowed
+    raise InstallError(
+        f"{ENVIRONMENT_VARIABLE}={text!r} in the environment: the reference backend stands for "
+        f"{_choices('{}.{}')}. Set one of these, or unset it for {DEFAULT[0]}.{DEFAULT[1]}."
+    )
+
+
+def _choices(form: str) -> str:
+    return " or ".join(form.format(*allowed) for allowed in ALLOWED)

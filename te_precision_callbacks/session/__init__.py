@@ -1,0 +1,25 @@
+"""One inspect session: start, name, step, stop.
+
+with InspectSession("config.yaml", model=model) as session:
+    for batch in loader:
+        ...
+        session.step()
+"""
+
+from __future__ import annotations
+
+from te_precision_callbacks.session.errors import (
+    FeatureLoadError,
+    ObservationError,
+    SessionError,
+    TransformerEngineUnavailableError,
+)
+from te_precision_callbacks.session.session import InspectSession
+
+__all__ = [
+    "FeatureLoadError",
+    "InspectSession",
+    "ObservationError",
+    "SessionError",
+    "TransformerEngineUnavailableError",
+]

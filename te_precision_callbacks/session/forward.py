@@ -1,0 +1,225 @@
+"""What a forward pass of a Transformer Engine module means for a session, and how the session makes TE act on it.
+
+Whether a forward is observed is decided in that forward, holds for its backward, and is not remembered for other
+forwards of the same iteration. Transformer Engine decides it once an iteration and knows neither evaluation nor
+recomputation. Two seams are replaced while a session is live, both read from Transformer Engine 2.20.2:
+
+- ``TransformerEngineBaseModule.is_debug_iter`` and ``no_debug_features_active`` (``pytorch/module/base.py``): the first
+  thing that each forward asks.
+- ``debug_quantization.DebugQuantizer`` (``debug/pytorch/debug_quantization.py``), which each forward in debug mode
+  builds anew for each tensor: a subclass, which knows the kind of its forward.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.autograd.function import FunctionCtx
+
+from te_precision_callbacks.session.failures import ObservationFailures
+from te_precision_callbacks.session.precision import PrecisionAudit
+
+NO_BACKWARD = -1
+"""``torch._C._current_graph_task_id()`` outside of a backward pass."""
+
+FORWARD_TENSORS = frozenset({"activation", "weight", "output"})
+
+
+class ForwardKind(enum.Enum):
+    """What a session does with a forward pass."""
+
+    OBSERVED = "features act, tensors are observed in it and in its backward"
+    SILENT = "as observed, bit for bit, but nothing is recorded: the other half of a recomputed forward is"
+    EVALUATION = "features that change precision act, nothing is observed"
+    UNTOUCHED = "Transformer Engine's own path"
+
+
+class ForwardClassifier:
+    """Decides the kind of a forward.
+
+    Attributes:
+        paused: set by a front door while it evaluates.
+    """
+
+    def __init__(self, *, precision_features_in_eval: bool) -> None:
+        self._evaluation = ForwardKind.EVALUATION if precision_features_in_eval else ForwardKind.UNTOUCHED
+        self.paused = False
+
+    def __call__(self, module: torch.nn.Module) -> ForwardKind:
+        """The kind of the forward of ``module`` that is being entered."""
+        if self.paused or not module.training:
+            return self._evaluation
+        if torch._C._current_graph_task_id() != NO_BACKWARD:
+            # Inside a backward pass, so recomputed for an activation checkpoint. A reentrant one (an autograd Function)
+            # ran the first forward without gradients: this is the one to observe. Any other kind recomputes from a hook
+            # of a saved tensor, and its first forward was observed.
+            reentrant = _innermost_autograd_frame() == "backward"
+            return ForwardKind.OBSERVED if reentrant else ForwardKind.SILENT
+        if torch.is_grad_enabled():
+            return ForwardKind.OBSERVED
+        # Without gradients, but inside of a Function's forward: a reentrant checkpoint, which recomputes it later.
+        return ForwardKind.SILENT if _innermost_autograd_frame() == "forward" else self._evaluation
+
+
+def _innermost_autograd_frame() -> str | None:
+    """``forward`` or ``backward`` of the innermost autograd Function on the stack, or ``unpack_hook``; else None.
+
+    ``unpack_hook`` is where torch 2.13's and Transformer Engine 2.20's non-reentrant checkpoints recompute.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name == "unpack_hook":
+            return name
+        # The cheap look at the names first: f_locals of every frame would cost more than the forward pass.
+        is_function = name in ("forward", "backward") and frame.f_code.co_varnames[:1] == ("ctx",)
+        if is_function and isinstance(frame.f_locals.get("ctx"), FunctionCtx):
+            return name
+        frame = frame.f_back
+    return None
+
+
+class ForwardHooks:
+    """Puts the session's decision into Transformer Engine, and takes it out again.
+
+    Args:
+        classify: decides the kind of a forward.
+        failures: receives what goes wrong in observation.
+        audit: receives the precision that each GEMM operand really had.
+    """
+
+    def __init__(self, classify: ForwardClassifier, failures: ObservationFailures, audit: PrecisionAudit) -> None:
+        self._classify = classify
+        self._failures = failures
+        self._audit = audit
+        self._current = threading.local()
+        self._modules: dict[int, torch.nn.Module] = {}
+        self._idle_in_evaluation: dict[int, int] = {}
+        self._saved: list[tuple[Any, str, Any]] = []
+
+    def watch(self, modules: dict[int, torch.nn.Module]) -> None:
+        """Set the modules (by ``id``) that the session acts on; any other module runs as without a session."""
+        self._modules = modules
+        self._idle_in_evaluation.clear()
+
+    def install(self) -> None:
+        """Replace the seams."""
+        from transformer_engine.debug.pytorch import debug_quantization
+        from transformer_engine.pytorch.module import base
+
+        module_class = base.TransformerEngineBaseModule
+        self._replace(module_class, "is_debug_iter", self._make_is_debug_iter(module_class.is_debug_iter))
+        self._replace(
+            module_class,
+            "no_debug_features_active",
+            self._make_no_debug_features_active(module_class.no_debug_features_active),
+        )
+        quantizer = _session_quantizer(debug_quantization, self._current, self._failures, self._audit)
+        self._replace(debug_quantization, "DebugQuantizer", quantizer)
+        for name in ("layernorm_linear", "layernorm_mlp", "linear", "grouped_linear"):
+            module = sys.modules.get(f"transformer_engine.pytorch.module.{name}")
+            if module is not None and hasattr(module, "DebugQuantizer"):
+                self._replace(module, "DebugQuantizer", quantizer)
+
+    def remove(self) -> None:
+        """Put Transformer Engine's own back."""
+        while self._saved:
+            owner, name, value = self._saved.pop()
+            setattr(owner, name, value)
+        self._modules = {}
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        self._saved.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def _make_is_debug_iter(self, upstream: Any) -> Any:
+        from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+        def is_debug_iter(module: Any) -> bool:
+            if module.next_iter_when_debug_should_be_run is None or id(module) not in self._modules:
+                return False
+            kind = self._classify(module)
+            self._current.kind = kind
+            self._current.module = module
+            if kind is ForwardKind.UNTOUCHED:
+                return False
+            if kind is ForwardKind.EVALUATION:
+                return self._idle_in_evaluation.get(id(module)) != int(TEDebugState.get_iteration())
+            return bool(upstream(module))
+
+        return is_debug_iter
+
+    def _make_no_debug_features_active(self, upstream: Any) -> Any:
+        from transformer_engine.debug.pytorch.debug_state import TEDebugState
+        from transformer_engine.debug.pytorch.utils import any_feature_enabled
+
+        def no_debug_features_active(module: Any, quantizers: Any) -> bool:
+            if self._current.kind is not ForwardKind.EVALUATION:
+                return bool(upstream(module, quantizers))
+            # Evaluation must not change the schedule of training: it asks for itself, once an iteration.
+            idle = not any_feature_enabled(quantizers)
+            if idle:
+                self._idle_in_evaluation[id(module)] = TEDebugState.get_iteration()
+            return idle
+
+        return no_debug_features_active
+
+
+def _session_quantizer(
+    debug_quantization: Any, current: threading.local, failures: ObservationFailures, audit: PrecisionAudit
+) -> type:
+    """Transformer Engine's DebugQuantizer, with the kind of the forward that it was built in."""
+
+    class DebugQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
+        """Observes if its forward is an observed one; a failure in observation does not reach training."""
+
+        def __init__(self, layer_name: str, tensor_name: str, *args: Any, **keywords: Any) -> None:
+            self._kind = current.kind
+            self._graph_task = torch._C._current_graph_task_id()
+            super().__init__(layer_name, tensor_name, *args, **keywords)
+            if self._kind is not ForwardKind.EVALUATION and not self.output_tensor:
+                audit.planned(self, current.module.activation_dtype)
+
+        def get_enabled_look_at_tensors(self) -> tuple[bool, bool, bool]:
+            if self._kind is ForwardKind.EVALUATION:
+                return False, False, False
+            try:
+                return super().get_enabled_look_at_tensors()  # type: ignore[no-any-return]
+            except (Exception, SystemExit) as error:
+                failures.report(f"asking what to observe of {self.layer_name} {self.tensor_name}", error)
+                return False, False, False
+
+        def get_plans_for_output_tensors(self) -> tuple[bool, str]:
+            if self._kind is not ForwardKind.EVALUATION:
+                return super().get_plans_for_output_tensors()  # type: ignore[no-any-return]
+            import nvdlfw_inspect.api as debug_api
+
+            modified = self.process_enabled_api_call(
+                debug_api.transformer_engine.modify_tensor_enabled(
+                    layer_name=self.layer_name,
+                    gemm=self.rowwise_gemm_name,
+                    tensor_name=self.tensor_name,
+                    iteration=self.iteration,
+                )
+            )
+            plan = debug_quantization.API_CALL_MODIFY if modified else debug_quantization.HIGH_PRECISION
+            return False, plan
+
+        def _call_inspect_tensor_api(self, tensor: Any, rowwise: Any = None, columnwise: Any = None) -> None:
+            if self._kind is not ForwardKind.OBSERVED:
+                return
+            if self.tensor_name in FORWARD_TENSORS and torch._C._current_graph_task_id() != self._graph_task:
+                return  # LayerNormMLP(checkpoint=True) runs its forward again inside its own backward
+            if not self.output_tensor:
+                audit.ran(self, rowwise, columnwise)
+            try:
+                super()._call_inspect_tensor_api(tensor, rowwise, columnwise)
+            except (Exception, SystemExit) as error:
+                failures.report(f"observing {self.layer_name} {self.tensor_name}", error)
+
+    return DebugQuantizer

@@ -1,0 +1,382 @@
+"""The inspect session."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from typing_extensions import Unpack
+
+from te_precision_callbacks.config.loading import ConfigSource
+from te_precision_callbacks.config.planning import Plan
+from te_precision_callbacks.naming import NamedModule, named_te_modules
+from te_precision_callbacks.options import SessionKeywords, SessionOptions
+from te_precision_callbacks.records.model import LayerInfo, Row, RunInfo, Sink, StepRecords
+from te_precision_callbacks.records.statistics_log import StatisticsLog
+from te_precision_callbacks.session.errors import SessionError
+from te_precision_callbacks.session.failures import ObservationFailures
+from te_precision_callbacks.session.forward import ForwardClassifier, ForwardHooks
+from te_precision_callbacks.session.precision import GemmPrecision, PrecisionAudit
+from te_precision_callbacks.session.upstream import (
+    Inspector,
+    import_transformer_engine,
+    reset_schedule,
+    warn_unless_supported,
+)
+
+logger = logging.getLogger(__name__)
+
+TENSORS = ("activation", "weight", "gradient", "output", "wgrad", "dgrad")
+
+_VERSIONED = ("torch", "transformer_engine", "nvdlfw_inspect", "te-precision-callbacks")
+
+
+class InspectSession:
+    """Precision debugging for a training loop.
+
+    As a context manager, it starts at once and observes from there to the end of the block::
+
+        with InspectSession("config.yaml", model=model, log_dir="run") as session:
+            for batch in loader:
+                loss = model(batch).mean()
+                loss.backward()
+                optimizer.step()
+                session.step()
+
+    Or in pieces: :meth:`start`, :meth:`attach` (when the model is complete), :meth:`step`, :meth:`stop`. The modules
+    may be built before or after the start. Statistics go to the log file and to ``sinks``; after an error or an
+    interrupt, what was gathered since the last step is written too, from this rank's own data.
+
+    Args:
+        config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
+        model: the model, or a list of the chunks of one. None: give it to :meth:`attach` later.
+        **keywords: see :class:`te_precision_callbacks.options.SessionOptions`.
+
+    Raises:
+        ConfigError: the config cannot be used.
+        OptionError: an unknown keyword, or a value that it does not take.
+    """
+
+    def __init__(
+        self,
+        config: ConfigSource = None,
+        *,
+        model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
+        **keywords: Unpack[SessionKeywords],
+    ) -> None:
+        self._setup(SessionOptions.from_keywords(config, **keywords), model)
+
+    @classmethod
+    def from_options(cls, options: SessionOptions) -> InspectSession:
+        """A session with options that were checked before."""
+        session = cls.__new__(cls)
+        session._setup(options, None)
+        return session
+
+    def _setup(self, options: SessionOptions, model: torch.nn.Module | Sequence[torch.nn.Module] | None) -> None:
+        self._options = options
+        self._model = model
+        self._log_dir = options.log_dir or Path()
+        self._rank, self._world_size = 0, 1
+        self._failures = ObservationFailures(strict=options.strict, rank=0)
+        self._audit = PrecisionAudit()
+        self._classify = ForwardClassifier(precision_features_in_eval=options.precision_features_in_eval)
+        self._hooks = ForwardHooks(self._classify, self._failures, self._audit)
+        self._inspector: Inspector | None = None
+        self._modules: tuple[NamedModule, ...] = ()
+        self._plan = Plan((), ())
+        self._layer_names: frozenset[str] = frozenset()
+        self._sinks: list[Sink] = []
+        self._sinks_started = False
+        self._scalars: list[tuple[str, Any, int]] = []
+        self._last: dict[tuple[str, str, str], Row] = {}
+        self._final_iteration = options.start_step or 0
+
+    # ------------------------------------------------------------------ what a session is, for those who look at it
+
+    @property
+    def running(self) -> bool:
+        """Whether the session was started and not stopped."""
+        return self._inspector is not None
+
+    @property
+    def iteration(self) -> int:
+        """The debug iteration: 0-based, the one that is gathering now. After the end, the first that was not run."""
+        return self._final_iteration if self._inspector is None else self._inspector.iteration
+
+    @iteration.setter
+    def iteration(self, value: int) -> None:
+        inspector = self._running("iteration")
+        inspector.iteration = value
+        for module in self._modules:
+            reset_schedule(module.module)
+
+    @property
+    def observing(self) -> bool:
+        """Whether forwards are observed at all. A loop sets it to False for an evaluation; forwards without gradients,
+        or of modules in eval mode, are not observed in any case."""
+        return not self._classify.paused
+
+    @observing.setter
+    def observing(self, value: bool) -> None:
+        self._classify.paused = not value
+
+    @property
+    def log_dir(self) -> Path:
+        """Where the session writes."""
+        return self._log_dir
+
+    @property
+    def options(self) -> SessionOptions:
+        """What the session was made with."""
+        return self._options
+
+    @property
+    def layers(self) -> tuple[LayerInfo, ...]:
+        """Every layer of the model that can be observed, and what the config does with it."""
+        planned = {entry.layer.name: entry for entry in self._plan.layers}
+        return tuple(
+            LayerInfo(
+                name=layer.name,
+                module_class=layer.types[0],
+                sections=planned[layer.name].sections if layer.name in planned else (),
+                features=planned[layer.name].features if layer.name in planned else {},
+            )
+            for module in self._modules
+            for layer in module.layers
+        )
+
+    @property
+    def precision(self) -> tuple[GemmPrecision, ...]:
+        """The precision that each GEMM really ran in, so far."""
+        return tuple(self._audit)
+
+    @property
+    def last_statistics(self) -> tuple[Row, ...]:
+        """The last value of each statistic."""
+        return tuple(self._last.values())
+
+    # ------------------------------------------------------------------ the life of a session
+
+    def start(self, *, log_dir: Path | None = None, sinks: Iterable[Sink] = ()) -> InspectSession:
+        """Start nvidia-dlfw-inspect with all features; nothing is observed before :meth:`attach`.
+
+        Args:
+            log_dir: where logs go, where the options name no folder.
+            sinks: receivers of records, before those of the options.
+
+        Raises:
+            SessionError: a session is running already.
+            TransformerEngineUnavailableError: Transformer Engine cannot be imported.
+            FeatureLoadError: a feature could not be loaded.
+        """
+        if self._inspector is not None:
+            raise SessionError("This session is running already. Call stop() before start(), or make another one.")
+        model = self._model
+        self._setup(self._options, model)
+        import_transformer_engine()
+        warn_unless_supported()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._rank, self._world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self._failures = ObservationFailures(strict=self._options.strict, rank=self._rank)
+        self._hooks = ForwardHooks(self._classify, self._failures, self._audit)
+        self._log_dir = self._options.log_dir or log_dir or Path()
+        inspector = Inspector(
+            log_dir=self._log_dir,
+            feature_dirs=self._options.feature_dirs,
+            features=self._options.features,
+            process_group=self._options.process_group,
+            reduce=self._options.reduce,
+            receive=self._receive,
+        )
+        self._inspector = inspector
+        self._sinks = [StatisticsLog(), *sinks, *self._options.sinks]
+        try:
+            inspector.start(self._rank)
+            self._hooks.install()
+            inspector.iteration = self._options.start_step or 0
+            if model is not None:
+                self.attach(model)
+        except BaseException as error:
+            self.stop(error)
+            raise
+        return self
+
+    def attach(self, model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
+        """Name the Transformer Engine modules of ``model`` and begin to observe them.
+
+        Call it when the model is complete, and again if modules were replaced since.
+
+        Raises:
+            ConfigError: a section that matches no layer, an unknown feature, one feature from two sections in a layer.
+            SessionError: the session is not running.
+        """
+        inspector = self._running("attach()")
+        inspector.forget_names()
+        self._modules = named_te_modules(model)
+        layers = [layer for module in self._modules for layer in module.layers]
+        self._layer_names = frozenset(layer.name for layer in layers)
+        options = self._options
+        self._plan = options.config.plan(layers, inspector.registered, allow_unmatched=options.allow_unmatched)
+        source = str(options.config.source) if options.config.source else "a mapping"
+        inspector.configure(self._plan.as_inspect_config(), source)
+        if not layers:
+            logger.warning(
+                "The model has no Transformer Engine layer with GEMMs (Linear, LayerNormLinear, LayerNormMLP,"
+                " GroupedLinear), so there is nothing to observe. Training goes on without precision debugging."
+            )
+        for module in self._modules:
+            inspector.name_module(module.module, module.name)
+            inspector.log(f"Assigned layer name: {module.name}")
+        self._hooks.watch({id(module.module): module.module for module in self._modules})
+        self._start_sinks(source)
+
+    def step(self, logging_step: int | None = None) -> StepRecords | None:
+        """End a debug iteration: after the optimizer's step, on all ranks. Statistics are reduced and handed to sinks.
+
+        Args:
+            logging_step: the step under which the records are logged; the debug iteration where None.
+
+        Returns:
+            The records of the iteration, None where there are none.
+
+        Raises:
+            SessionError: the session is not running.
+            ObservationError: with ``strict=True``, a failure in a statistic or a sink.
+        """
+        inspector = self._running("step()")
+        iteration = inspector.iteration
+        try:
+            inspector.step()
+        except (Exception, SystemExit) as error:
+            self._failures.report(f"gathering the statistics of iteration {iteration}", error)
+        return self._hand_over(iteration, iteration if logging_step is None else logging_step)
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """End the session and put back everything that it changed. Does nothing where it is not running.
+
+        Args:
+            error: what ended the run. What was gathered since the last step is written from this rank's own data in
+                any case, without a collective.
+        """
+        inspector = self._inspector
+        if inspector is None:
+            return
+        try:
+            self._write_remainder(inspector)
+        finally:
+            try:
+                self._final_iteration = inspector.iteration if self._sinks_started else self._final_iteration
+                self._close_sinks(error)
+            finally:
+                self._hooks.remove()
+                self._inspector = None
+                inspector.stop()
+                self._failures.summarize()
+
+    def __enter__(self) -> InspectSession:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop(error)
+
+    # ------------------------------------------------------------------ inside
+
+    def _running(self, what: str) -> Inspector:
+        if self._inspector is None:
+            raise SessionError(
+                f"{what}: the session is not running. Call start() first, or use 'with InspectSession(...)'."
+            )
+        return self._inspector
+
+    def _receive(self, name: str, value: Any, iteration: int) -> None:
+        self._scalars.append((name, value, iteration))
+
+    def _hand_over(self, iteration: int, logging_step: int, *, local: bool = False) -> StepRecords | None:
+        """Turn the received scalars into records, and give them to the sinks."""
+        scalars, self._scalars = self._scalars, []
+        if not scalars:
+            return None
+        try:
+            values = _to_floats([value for _, value, _ in scalars])
+            rows = [self._row(name, value) for (name, _, _), value in zip(scalars, values, strict=True)]
+        except Exception as error:
+            self._failures.report(f"reading the statistics of iteration {iteration}", error)
+            return None
+        self._last.update(((row.layer, row.tensor, row.statistic), row) for row in rows)
+        records = StepRecords.from_rows(iteration, logging_step, rows, local=local)
+        self._each_sink("writing records to", lambda sink: sink.write(records))
+        return records
+
+    def _row(self, name: str, value: float) -> Row:
+        """Take ``<layer>_<tensor>_<statistic>`` apart; a name of another form is a user's own."""
+        best: Row | None = None
+        for tensor in TENSORS:
+            layer, found, statistic = name.partition(f"_{tensor}_")
+            while found:
+                if layer in self._layer_names and (best is None or len(layer) > len(best.layer)):
+                    best = Row(layer, tensor, None, statistic, value)
+                more, found, statistic = statistic.partition(f"_{tensor}_")
+                layer = f"{layer}_{tensor}_{more}"
+        return best or Row("", "", None, name, value)
+
+    def _write_remainder(self, inspector: Inspector) -> None:
+        try:
+            inspector.log_local_statistics()
+            self._hand_over(inspector.iteration, inspector.iteration, local=self._world_size > 1)
+        except (Exception, SystemExit) as error:
+            logger.error("What was gathered since the last step could not be written.", exc_info=error)
+
+    def _start_sinks(self, source: str) -> None:
+        if self._sinks_started:
+            return
+        self._sinks_started = True
+        run = RunInfo(
+            log_dir=self._log_dir,
+            rank=self._rank,
+            world_size=self._world_size,
+            start_iteration=self.iteration,
+            layers=self.layers,
+            versions={name: importlib.metadata.version(name) for name in _VERSIONED},
+            config=source,
+        )
+        self._each_sink("starting", lambda sink: sink.start(run))
+
+    def _close_sinks(self, error: BaseException | None) -> None:
+        if self._sinks_started:
+            self._each_sink("closing", lambda sink: sink.close(error))
+        self._sinks = []
+
+    def _each_sink(self, doing: str, call: Callable[[Sink], None]) -> None:
+        """Call every sink; one that fails is dropped, and does not keep the others from being called."""
+        failed: list[tuple[Sink, Exception]] = []
+        for sink in list(self._sinks):
+            try:
+                call(sink)
+            except Exception as error:
+                self._sinks.remove(sink)
+                failed.append((sink, error))
+        for sink, failure in failed:
+            self._failures.report(f"{doing} {type(sink).__name__}", failure)
+
+
+def _to_floats(values: Sequence[Any]) -> list[float]:
+    """Numbers and one-element tensors as float64, with one copy from each device."""
+    tensors = [(index, value) for index, value in enumerate(values) if isinstance(value, torch.Tensor)]
+    floats = [math.nan if isinstance(value, torch.Tensor) else float(value) for value in values]
+    by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for index, tensor in tensors:
+        by_device.setdefault(tensor.device, []).append((index, tensor))
+    for entries in by_device.values():
+        stacked = torch.stack([tensor.detach().reshape(()).to(torch.float64) for _, tensor in entries])
+        for (index, _), number in zip(entries, stacked.tolist(), strict=True):
+            floats[index] = number
+    return floats

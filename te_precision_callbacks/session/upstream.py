@@ -1,0 +1,361 @@
+"""nvidia-dlfw-inspect and Transformer Engine's debug state: started for a session, and put back after it.
+
+Read from nvidia-dlfw-inspect 0.2.2 and Transformer Engine 2.20.2. Upstream's own ``end_debug`` leaves log handlers, the
+set of one-time messages, the schedule of each module and (with a module built in between) a state behind in which
+nothing is ever observed. Here a snapshot is taken before anything is touched, and restored whatever happened.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.metadata
+import logging
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.config.planning import RegisteredFeatures
+from te_precision_callbacks.records.statistics_log import keep_previous, log_file_name
+from te_precision_callbacks.session.errors import FeatureLoadError, SessionError, TransformerEngineUnavailableError
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED_TE = ("2.20", "2.21")
+"""The Transformer Engine versions that the seams were read from: from the first, below the second."""
+
+EVENTS_FOLDER = "nvdlfw_inspect_logs"
+
+_PYTHON_LOGGERS = ("nvdlfw_inspect", "Default Statistics")
+_TIMESTAMP_VARIABLE = "NVDLFW_INSPECT_LOG_TIMESTAMP"
+_STATE_ATTRIBUTES = ("debug_enabled", "weight_tensor_tp_group_reduce", "layers_initialized")
+_MODULE_ATTRIBUTES = (
+    "name",
+    "next_iter_when_debug_should_be_run",
+    "debug_last_iteration",
+    "debug_enabled_in_this_iteration",
+)
+_NOT_RUN_YET = {"next_iter_when_debug_should_be_run": 0}
+_MISSING = object()
+
+ScalarReceiver = Callable[[str, Any, int], None]
+
+
+def import_transformer_engine() -> None:
+    """Import Transformer Engine's PyTorch modules.
+
+    Raises:
+        TransformerEngineUnavailableError: it is not installed, or its compiled extension is missing or broken.
+    """
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+        importlib.import_module("transformer_engine.debug.pytorch.debug_quantization")
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        # A package without its compiled part raises RuntimeError or FileNotFoundError, not ImportError.
+        raise TransformerEngineUnavailableError(
+            f"Transformer Engine cannot be imported ({type(error).__name__}: {error}). On a machine with a GPU install"
+            " its compiled build: pip install 'transformer-engine[pytorch]'. Without one call"
+            " te_precision_callbacks.reference.install() before anything imports Transformer Engine, or start the"
+            " script with 'te-precision run SCRIPT'."
+        ) from error
+
+
+def warn_unless_supported() -> None:
+    """One warning where the installed Transformer Engine is not one that the seams were read from."""
+    from packaging.version import Version
+
+    installed = importlib.metadata.version("transformer_engine")
+    low, high = (Version(bound) for bound in SUPPORTED_TE)
+    if not low <= Version(Version(installed).base_version) < high:
+        logger.warning(
+            "te-precision-callbacks was made for Transformer Engine >=%s,<%s, and %s is installed. It will be tried;"
+            " where something differs, observation fails with a message.",
+            *SUPPORTED_TE,
+            installed,
+        )
+
+
+class Snapshot:
+    """Everything global that a session changes. Taken before the first change; :meth:`restore` puts it back."""
+
+    def __init__(self) -> None:
+        import nvdlfw_inspect.logging as inspect_logging
+        from nvdlfw_inspect.config_manager import ConfigManager
+        from nvdlfw_inspect.logging import MetricLogger
+        from nvdlfw_inspect.registry import Registry
+        from nvdlfw_inspect.utils import APICacheIdentifier, SingleMessageLogger
+        from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+        self._inspect_logger = inspect_logging.LOGGER
+        self._metric_loggers = list(MetricLogger.enabled_loggers)
+        self._messages = set(SingleMessageLogger.logged_messages)
+        self._call_details = APICacheIdentifier.__dict__.get("_call_details", _MISSING)
+        self._registry = {name: _copied(data) for name, data in Registry.data.items()}
+        self._configs = list(ConfigManager.configs)
+        self._python_loggers = {
+            name: (list(found.handlers), found.level, found.propagate)
+            for name in _PYTHON_LOGGERS
+            for found in [logging.getLogger(name)]
+        }
+        self._state = {name: copy.copy(getattr(TEDebugState, name)) for name in _STATE_ATTRIBUTES}
+        self._timestamp = os.environ.get(_TIMESTAMP_VARIABLE)
+        self._modules: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}
+
+    def remember_module(self, module: torch.nn.Module) -> None:
+        """Note a module's debug attributes, unless that was done before."""
+        if id(module) not in self._modules:
+            self._modules[id(module)] = (
+                module,
+                {name: module.__dict__.get(name, _MISSING) for name in _MODULE_ATTRIBUTES},
+            )
+
+    def restore_module_names(self) -> None:
+        """Give the modules the names back that they had, so that they can be looked at again."""
+        for module, attributes in self._modules.values():
+            _set_attribute(module, "name", attributes["name"])
+
+    def restore(self) -> None:
+        """Put everything back. Upstream's debug manager must have ended."""
+        import nvdlfw_inspect.logging as inspect_logging
+        from nvdlfw_inspect.config_manager import ConfigManager
+        from nvdlfw_inspect.logging import MetricLogger
+        from nvdlfw_inspect.registry import Registry
+        from nvdlfw_inspect.utils import APICacheIdentifier, SingleMessageLogger
+        from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+        for module, attributes in self._modules.values():
+            for name, value in attributes.items():
+                _set_attribute(module, name, value)
+        self._modules = {}
+        for name, value in self._state.items():
+            setattr(TEDebugState, name, value)
+        for name, (handlers, level, propagate) in self._python_loggers.items():
+            found = logging.getLogger(name)
+            for handler in [handler for handler in found.handlers if handler not in handlers]:
+                found.removeHandler(handler)
+                handler.close()
+            found.handlers[:] = handlers
+            found.setLevel(level)
+            found.propagate = propagate
+        inspect_logging.LOGGER = self._inspect_logger
+        MetricLogger.enabled_loggers[:] = self._metric_loggers
+        SingleMessageLogger.logged_messages.clear()
+        SingleMessageLogger.logged_messages.update(self._messages)
+        if self._call_details is _MISSING:
+            if "_call_details" in APICacheIdentifier.__dict__:
+                del APICacheIdentifier._call_details
+        else:
+            APICacheIdentifier._call_details = self._call_details
+        Registry.data.clear()
+        Registry.data.update(self._registry)
+        ConfigManager.configs = self._configs
+        ConfigManager.layer_name_to_config_cache.clear()
+        if self._timestamp is None:
+            os.environ.pop(_TIMESTAMP_VARIABLE, None)
+        else:
+            os.environ[_TIMESTAMP_VARIABLE] = self._timestamp
+
+
+def _copied(namespace_data: Any) -> Any:
+    """A copy of a namespace's registry entry whose dictionaries and lists are its own."""
+    entry = copy.copy(namespace_data)
+    entry.features = dict(entry.features)
+    entry.feat_api_to_features = copy.deepcopy(entry.feat_api_to_features)
+    entry.deferred_features = list(entry.deferred_features)
+    return entry
+
+
+def _set_attribute(module: torch.nn.Module, name: str, value: Any) -> None:
+    if value is _MISSING:
+        module.__dict__.pop(name, None)
+    else:
+        module.__dict__[name] = value
+
+
+class Inspector:
+    """nvidia-dlfw-inspect while a session is live.
+
+    Args:
+        log_dir: where its log of events goes.
+        feature_dirs, features: the user's own.
+        process_group, reduce: as in :class:`te_precision_callbacks.options.SessionOptions`.
+        receive: called with each scalar that a feature logs: name, value (a number or 0-d tensor), iteration.
+    """
+
+    def __init__(
+        self,
+        *,
+        log_dir: Path,
+        feature_dirs: Sequence[Path],
+        features: Sequence[type],
+        process_group: Any,
+        reduce: bool,
+        receive: ScalarReceiver,
+    ) -> None:
+        self._log_dir = log_dir
+        self._feature_dirs = feature_dirs
+        self._features = features
+        self._process_group = process_group
+        self._reduce = reduce
+        self._receive = receive
+        self._snapshot: Snapshot | None = None
+
+    def start(self, rank: int) -> None:
+        """Start upstream with every feature and no config yet.
+
+        Raises:
+            SessionError: it is running already, here or by the user's own hand.
+            FeatureLoadError: a feature could not be loaded.
+        """
+        import nvdlfw_inspect.api as debug_api
+        from nvdlfw_inspect.utils import SingleMessageLogger
+        from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+        from te_precision_callbacks.features import registration
+
+        if debug_api.DEBUG_MANAGER is not None:
+            raise SessionError(
+                "nvidia-dlfw-inspect is initialized already, by another session or by debug_api.initialize() in the"
+                " script. Only one can run at a time: stop the other session, or call debug_api.end_debug() first and"
+                " leave initialize, step and end_debug to this one."
+            )
+        self._snapshot = Snapshot()
+        SingleMessageLogger.logged_messages.clear()
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        keep_previous(self._log_dir / EVENTS_FOLDER / log_file_name(rank))
+        with warnings.catch_warnings():
+            # TE's deprecated aliases warn when they are registered, used or not; as an error it would end the process.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._initialize(debug_api)
+        manager: Any = debug_api.DEBUG_MANAGER
+        manager._tensor_reduction_group = self._process_group
+        manager._namespace_apis[registration.NAMESPACE].reduce = self._reduce
+        # Modules that are built from here on must not take the session for one that came too late; those that were
+        # built before take part all the same, since the state is the class's.
+        TEDebugState.debug_enabled = True
+
+    def _initialize(self, debug_api: Any) -> None:
+        import transformer_engine.debug.features as te_features
+
+        import te_precision_callbacks.features as own_features
+        from te_precision_callbacks.features import registration
+
+        own, upstream = ([str(Path(module.__path__[0]))] for module in (own_features, te_features))
+        registration.register(self._features)
+        try:
+            debug_api.initialize(
+                config_file=_NO_LAYER,
+                feature_dirs=[*map(str, self._feature_dirs), *upstream, *own],
+                statistics_logger=_make_receiver(self._receive),
+                log_dir=str(self._log_dir),
+            )
+        except SystemExit as error:
+            cause = error.__context__
+            raise FeatureLoadError(
+                f"A feature file could not be loaded: {type(cause).__name__}: {cause}. Looked in:"
+                f" {', '.join(map(str, self._feature_dirs)) or 'the shipped features only'}."
+            ) from cause
+        except (NotImplementedError, TypeError, AssertionError) as error:
+            raise FeatureLoadError(f"nvidia-dlfw-inspect could not load the features: {error}") from error
+
+    @property
+    def registered(self) -> RegisteredFeatures:
+        """The features that were found: namespace -> names."""
+        from nvdlfw_inspect.registry import Registry
+
+        return {namespace: tuple(data.features) for namespace, data in Registry.data.items()}
+
+    def configure(self, config: Mapping[str, Any], source: str) -> None:
+        """Replace the config by ``config``, a plan with exact layer names."""
+        from nvdlfw_inspect.config_manager import ConfigManager
+        from nvdlfw_inspect.registry import Registry
+
+        ConfigManager.reset()
+        ConfigManager._load_config(dict(config), Registry.data)
+        for data in Registry.data.values():
+            data.api._api_cache.clear()
+        self.log(f"Reading config from {source}.")
+
+    def log(self, message: str) -> None:
+        """Write a line into nvidia-dlfw-inspect's log of events."""
+        from nvdlfw_inspect.logging import get_logger
+
+        get_logger().log_message(message)
+
+    def name_module(self, module: torch.nn.Module, name: str) -> None:
+        """Give a module its name, and the schedule of one that has not run yet."""
+        if self._snapshot is None:
+            raise SessionError("The session is not running.")
+        self._snapshot.remember_module(module)
+        module.__dict__["name"] = name
+        reset_schedule(module)
+
+    def forget_names(self) -> None:
+        """Give all modules their own names back, to look at the model again."""
+        if self._snapshot is not None:
+            self._snapshot.restore_module_names()
+
+    @property
+    def iteration(self) -> int:
+        """The debug iteration."""
+        import nvdlfw_inspect.api as debug_api
+
+        return int(debug_api.DEBUG_MANAGER._trainer_iteration_count)
+
+    @iteration.setter
+    def iteration(self, value: int) -> None:
+        import nvdlfw_inspect.api as debug_api
+
+        debug_api.initialize_training_step(value)
+
+    def step(self) -> None:
+        """Count the iteration and have the gathered statistics logged; with collectives, unless ``reduce=False``."""
+        import nvdlfw_inspect.api as debug_api
+
+        debug_api.step()
+
+    def log_local_statistics(self) -> None:
+        """Have the gathered statistics of this rank logged, without a collective."""
+        import nvdlfw_inspect.api as debug_api
+
+        from te_precision_callbacks.features import registration
+
+        debug_api.DEBUG_MANAGER._namespace_apis[registration.NAMESPACE].log_local_statistics()
+
+    def stop(self) -> None:
+        """End upstream and put everything back. Does nothing where it was not started."""
+        if self._snapshot is None:
+            return
+        import nvdlfw_inspect.api as debug_api
+
+        try:
+            debug_api.end_debug()
+        finally:
+            debug_api.DEBUG_MANAGER = None
+            self._snapshot.restore()
+            self._snapshot = None
+
+
+def reset_schedule(module: torch.nn.Module) -> None:
+    """Make a module ask its features again in its next forward, at whatever iteration that is."""
+    for name in _MODULE_ATTRIBUTES[1:]:
+        _set_attribute(module, name, _NOT_RUN_YET.get(name, _MISSING))
+
+
+_NO_LAYER: dict[str, Any] = {"not configured yet": {"enabled": True, "layers": {"layer_name_regex_pattern": "(?!)"}}}
+
+
+def _make_receiver(receive: ScalarReceiver) -> Any:
+    from nvdlfw_inspect.logging import BaseLogger
+
+    class Receiver(BaseLogger):  # type: ignore[misc]  # upstream is untyped
+        """Hands scalars to the session."""
+
+        def log_scalar(self, name: str, value: Any, iteration: int, **_: Any) -> None:
+            receive(name, value, iteration)
+
+    return Receiver()

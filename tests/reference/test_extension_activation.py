@@ -1,0 +1,121 @@
+"""Activations of the reference extension, against float64 and torch's autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from te_precision_callbacks.reference import extension as tex
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _gate(act: Function) -> Function:
+    def gated(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return act(first) * second
+
+    return gated
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _squared_relu(x: torch.Tensor) -> torch.Tensor:
+    return F.relu(x) ** 2
+
+
+def _situglu(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return 4 * torch.tanh(first / 4) * torch.sigmoid(first) * 25 * torch.tanh(second / 25)
+
+
+def _clamped_swiglu(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    first = first.clamp(max=7.0)
+    return first * torch.sigmoid(1.702 * first) * (second.clamp(-7.0, 7.0) + 1.0)
+
+
+# name in the extension, name of the gradient, the function in torch
+ACTIVATIONS: list[tuple[str, str, Function]] = [
+    ("gelu", "dgelu", _gelu),
+    ("qgelu", "dqgelu", _quick_gelu),
+    ("relu", "drelu", F.relu),
+    ("srelu", "dsrelu", _squared_relu),
+    ("silu", "dsilu", F.silu),
+    ("glu", "dglu", _gate(torch.sigmoid)),
+    ("geglu", "dgeglu", _gate(_gelu)),
+    ("qgeglu", "dqgeglu", _gate(_quick_gelu)),
+    ("reglu", "dreglu", _gate(F.relu)),
+    ("sreglu", "dsreglu", _gate(_squared_relu)),
+    ("swiglu", "dswiglu", _gate(F.silu)),
+    ("situglu", "dsituglu", _situglu),
+    ("clamped_swiglu", "clamped_dswiglu", _clamped_swiglu),
+]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+
+
+def _expected(function: Function, x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    exact = x.double().requires_grad_()
+    value = function(exact)
+    value.backward(grad.double())
+    assert exact.grad is not None
+    return value.detach(), exact.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "gradient", "function"), ACTIVATIONS, ids=[name for name, _, _ in ACTIVATIONS])
+def test_value_and_gradient(name: str, gradient: str, function: Function, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(3, 8, 64) * 4).to(dtype)
+    value = getattr(tex, name)(x, None)
+    grad = torch.randn(value.shape).to(dtype)
+    dx = getattr(tex, gradient)(grad, x, None)
+
+    expected, expected_dx = _expected(function, x, grad)
+    tolerance = TOLERANCE[dtype]
+    assert value.dtype == dx.dtype == dtype
+    assert dx.shape == x.shape
+    torch.testing.assert_close(value.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(dx.double(), expected_dx, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu", "relu", "qgelu", "srelu"])
+def test_bias_gradient_is_the_sum_over_rows(name: str) -> None:
+    torch.manual_seed(0)
+    x, grad = torch.randn(3, 8, 64), torch.randn(3, 8, 64)
+    bias_grad, dx = getattr(tex, f"dbias_d{name}")(grad, x, None)
+    assert torch.equal(dx, getattr(tex, f"d{name}")(grad, x, None))
+    torch.testing.assert_close(bias_grad.double(), dx.double().sum(dim=(0, 1)), rtol=1e-6, atol=1e-5)
+
+
+def test_the_gelu_is_the_tanh_approximation() -> None:
+    x = torch.linspace(-3, 3, 101)
+    assert not torch.allclose(tex.gelu(x, None), F.gelu(x), rtol=0, atol=1e-5)
+
+
+def test_results_carry_no_graph() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    assert not tex.gelu(x, None).requires_grad
+    assert not tex.swiglu(x, None).requires_grad
+
+
+def test_parameters_of_the_clamp() -> None:
+    x = torch.tensor([[10.0, -10.0]])
+    value = tex.clamped_swiglu(x, None, 2.0, 1.0, 0.0)
+    torch.testing.assert_close(value, torch.tensor([[2.0 * torch.sigmoid(torch.tensor(2.0)) * -2.0]]))
+    assert tex.clamped_dswiglu(torch.ones(1, 1), x, None, 2.0, 1.0, 0.0).tolist() == [[0.0, 0.0]]
+
+
+def test_an_odd_dimension_cannot_be_gated() -> None:
+    with pytest.raises(ReferenceBackendError, match="3 is an odd number"):
+        tex.swiglu(torch.zeros(2, 3), None)

@@ -1,0 +1,134 @@
+"""The formats of the reference extension, against the specifications and against torch's own casts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from te_precision_callbacks.reference.extension.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
+
+# OFP8 specification, revision 1.0, table 1; Microscaling specification, version 1.0, tables 1, 3 and 7.
+# format, largest, smallest normal, smallest subnormal, bias
+LIMITS = [
+    (E4M3, 448.0, 2.0**-6, 2.0**-9, 7),
+    (E5M2, 57344.0, 2.0**-14, 2.0**-16, 15),
+    (E2M1, 6.0, 1.0, 0.5, 1),
+    (E8M0, 2.0**127, 2.0**-127, 2.0**-127, 127),
+]
+FP8 = [E4M3, E5M2]
+
+
+@pytest.mark.parametrize(("fmt", "largest", "normal", "subnormal", "bias"), LIMITS, ids=lambda x: getattr(x, "name", ""))
+def test_limits_are_those_of_the_specification(
+    fmt: FloatFormat, largest: float, normal: float, subnormal: float, bias: int
+) -> None:
+    assert fmt.max == largest
+    assert fmt.min_normal == normal
+    assert fmt.min_subnormal == subnormal
+    assert fmt.bias == bias
+
+
+def test_every_e2m1_code() -> None:
+    magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    assert [E2M1.value(code) for code in range(16)] == magnitudes + [-value for value in magnitudes]
+
+
+def test_every_e8m0_code() -> None:
+    assert [E8M0.value(code) for code in range(255)] == [2.0 ** (code - 127) for code in range(255)]
+    assert math.isnan(E8M0.value(255))
+
+
+def test_special_codes() -> None:
+    assert [code for code in range(256) if math.isnan(E4M3.value(code))] == [0x7F, 0xFF]
+    assert [code for code in range(256) if math.isnan(E5M2.value(code))] == [0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]
+    assert [code for code in range(256) if math.isinf(E5M2.value(code))] == [0x7C, 0xFC]
+
+
+@pytest.mark.parametrize("fmt", FP8, ids=lambda fmt: fmt.name)
+def test_every_byte_decodes_like_torch(fmt: FloatFormat) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    expected = codes.view(fmt.dtype).float()
+    decoded = fmt.decode(codes)
+    assert decoded.dtype == torch.float32
+    torch.testing.assert_close(decoded, expected, rtol=0, atol=0, equal_nan=True)
+    signs = torch.signbit(decoded) == torch.signbit(expected)
+    assert bool((signs | decoded.isnan()).all())
+
+
+@pytest.mark.parametrize("fmt", FP8, ids=lambda fmt: fmt.name)
+def test_every_number_survives_a_round_trip(fmt: FloatFormat) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = fmt.decode(codes)
+    finite = values.isfinite()
+    assert torch.equal(fmt.encode(values)[finite], codes[finite])
+
+
+@pytest.mark.parametrize("fmt", FP8, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spread", [1.0, 1e-3, 1e-6, 100.0])
+def test_encoding_takes_the_nearest_number_ties_to_even(fmt: FloatFormat, dtype: torch.dtype, spread: float) -> None:
+    torch.manual_seed(0)
+    values = (torch.randn(4000) * spread).to(dtype).float()
+    assert torch.equal(fmt.encode(values), _nearest(fmt, values))
+
+
+@pytest.mark.parametrize("fmt", FP8, ids=lambda fmt: fmt.name)
+def test_ties_go_to_even(fmt: FloatFormat) -> None:
+    numbers = torch.tensor([fmt.value(code) for code in range(fmt.max_code + 1)], dtype=torch.float64)
+    ties = ((numbers[1:] + numbers[:-1]) / 2).float()
+    codes = fmt.encode(torch.cat([ties, -ties]))
+    lower = torch.arange(fmt.max_code)
+    even = (lower + lower % 2).to(torch.uint8)
+    assert torch.equal(codes, torch.cat([even, even | 0x80]))
+
+
+@pytest.mark.parametrize("fmt", FP8, ids=lambda fmt: fmt.name)
+def test_encoding_saturates(fmt: FloatFormat) -> None:
+    large = torch.tensor([fmt.max, fmt.max * 1.001, fmt.max * 1.2, 1e30, float("inf")])
+    assert fmt.encode(large).tolist() == [fmt.max_code] * 5
+    assert fmt.encode(-large).tolist() == [fmt.max_code | 0x80] * 5
+
+
+@pytest.mark.parametrize("fmt", FP8, ids=lambda fmt: fmt.name)
+def test_nan_has_one_code_whatever_its_sign(fmt: FloatFormat) -> None:
+    nan = torch.tensor([float("nan"), 1.0])
+    negative_nan = torch.copysign(nan, torch.tensor(-1.0))
+    assert bool(torch.signbit(negative_nan).all())
+    assert fmt.encode(nan)[0] == fmt.encode(negative_nan)[0] == 0x7F
+
+
+@pytest.mark.parametrize("fmt", FP8, ids=lambda fmt: fmt.name)
+def test_zeros_and_denormals(fmt: FloatFormat) -> None:
+    tiny = torch.tensor([0.0, -0.0, 1e-45, -1e-45, fmt.min_subnormal / 2, fmt.min_subnormal * 0.51])
+    assert fmt.encode(tiny).tolist() == [0, 0x80, 0, 0x80, 0, 1]
+
+
+def test_shapes_stay() -> None:
+    for shape in [(), (0,), (3, 0, 2), (2, 3, 4)]:
+        codes = E4M3.encode(torch.zeros(shape))
+        assert codes.shape == shape
+        assert E4M3.decode(codes).shape == shape
+
+
+def test_a_view_that_is_not_contiguous_decodes() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    assert torch.equal(E5M2.decode(codes.t())[:7], E5M2.decode(codes).t()[:7])
+
+
+def test_what_has_no_byte_of_its_own_is_not_encoded() -> None:
+    with pytest.raises(NotImplementedError, match="E2M1"):
+        E2M1.encode(torch.zeros(2))
+
+
+def _nearest(fmt: FloatFormat, values: torch.Tensor) -> torch.Tensor:
+    """By distance, in float64: exact for float32 values and the numbers of these formats."""
+    numbers = torch.tensor([fmt.value(code) for code in range(fmt.max_code + 1)], dtype=torch.float64)
+    distance = (values.double().abs().unsqueeze(1) - numbers).abs()
+    smallest = distance.amin(dim=1, keepdim=True)
+    candidates = distance == smallest
+    lowest = candidates.int().argmax(dim=1)
+    tie_to_upper = (candidates.sum(dim=1) == 2) & (lowest % 2 == 1)
+    codes = lowest + tie_to_upper.int()
+    return (codes | (torch.signbit(values).int() << 7)).to(torch.uint8)

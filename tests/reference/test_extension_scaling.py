@@ -1,0 +1,192 @@
+"""Amax, scale, and the update of delayed scaling in the reference extension, against rules worked out in float32."""
+
+from __future__ import annotations
+
+import math
+import struct
+from fractions import Fraction
+
+import pytest
+import torch
+
+from te_precision_callbacks.reference import extension as tex
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.reference.extension.scaling import amax_of, scale_from_amax
+
+INF, NAN = float("inf"), float("nan")
+FLOAT32_MAX = 3.4028234663852886e38
+
+
+def _float32(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def _quotient(numerator: float, denominator: float) -> float:
+    """The quotient of two float32 numbers, correctly rounded to float32.
+
+    Rounding first to float64 does no harm: a quotient of two 24-bit numbers is never within float64's error of the
+    middle between two float32 numbers.
+    """
+    return _float32(float(Fraction(numerator) / Fraction(denominator)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.0, -3.0, 2.0], 3.0),
+        ([0.0, -0.0], 0.0),
+        ([1.0, NAN, -2.0], 2.0),
+        ([NAN, NAN], 0.0),
+        ([1.0, -INF], INF),
+        ([NAN, INF], INF),
+        ([], 0.0),
+    ],
+)
+def test_amax(values: list[float], expected: float, dtype: torch.dtype) -> None:
+    amax = amax_of(torch.tensor(values, dtype=dtype))
+    assert amax.dtype == torch.float32
+    assert amax.shape == (1,)
+    assert amax.item() == expected
+    given = torch.full((1,), 9.0)
+    tex.compute_amax(torch.tensor(values, dtype=dtype), given)
+    assert given.item() == expected
+
+
+def test_amax_of_any_shape() -> None:
+    for shape in [(), (3, 4), (2, 3, 4)]:
+        assert amax_of(torch.full(shape, -5.0)).item() == 5.0
+
+
+@pytest.mark.parametrize("fp8_max", [448.0, 57344.0])
+def test_scale_is_the_rounded_quotient(fp8_max: float) -> None:
+    torch.manual_seed(0)
+    amax = torch.cat([torch.rand(2000) * 10, torch.rand(500) * 1e-20, torch.rand(500) * 1e30])
+    expected = torch.tensor([_quotient(fp8_max, value) for value in amax.tolist()])
+    assert torch.equal(scale_from_amax(amax, fp8_max), expected)
+
+
+@pytest.mark.parametrize(
+    ("amax", "expected"), [(0.0, 1.0), (INF, 1.0), (NAN, 1.0), (1e-40, FLOAT32_MAX), (448.0, 1.0), (1.0, 448.0)]
+)
+def test_scale_at_the_edges(amax: float, expected: float) -> None:
+    assert scale_from_amax(torch.tensor([amax]), 448.0).item() == expected
+
+
+@pytest.mark.parametrize(("amax", "expected"), [(1.0, 256.0), (3.0, 128.0), (0.0, 1.0), (1e-40, 2.0**127), (500.0, 0.5)])
+def test_power_of_two_scale_rounds_down(amax: float, expected: float) -> None:
+    assert scale_from_amax(torch.tensor([amax]), 448.0, force_pow_2=True).item() == expected
+
+
+def test_epsilon_is_a_floor_of_amax() -> None:
+    amax = torch.tensor([0.0, 1e-3, 2.0, NAN])
+    scale = scale_from_amax(amax, 448.0, epsilon=0.5)
+    assert scale.tolist() == [896.0, 896.0, 224.0, 1.0]
+
+
+def _update(
+    history: torch.Tensor, scale: torch.Tensor, reduced: list[float], algorithm: str = "max", margin: float = 0.0
+) -> None:
+    tex.fused_amax_and_scale_update_after_reduction(
+        torch.tensor(reduced), [history], [scale], algorithm, tex.DType.kFloat8E4M3, margin
+    )
+
+
+def test_history_rolls_and_the_scale_follows_its_maximum() -> None:
+    history = torch.tensor([[5.0, 0.5], [4.0, 1.0], [3.0, 2.0]])
+    scale = torch.ones(2)
+    _update(history, scale, [2.0, 0.25])
+    # Row 0 is emptied for the next step, the newest amax goes to the end, and the old row 1 is what falls out next.
+    assert history.tolist() == [[0.0, 0.0], [3.0, 2.0], [2.0, 0.25]]
+    assert scale.tolist() == [448.0 / 4.0, 448.0 / 2.0]
+
+
+def test_most_recent() -> None:
+    history, scale = torch.tensor([[5.0], [4.0], [3.0]]), torch.ones(1)
+    _update(history, scale, [2.0], "most_recent")
+    assert history.tolist() == [[0.0], [3.0], [2.0]]
+    assert scale.tolist() == [224.0]
+
+
+def test_without_a_new_amax_nothing_moves() -> None:
+    history, scale = torch.tensor([[0.0], [4.0], [3.0]]), torch.full((1,), 7.0)
+    _update(history, scale, [0.0])
+    assert history.tolist() == [[0.0], [4.0], [3.0]]
+    assert scale.tolist() == [7.0]
+
+
+def test_without_a_reduced_amax_row_0_counts() -> None:
+    history, scale = torch.tensor([[2.0], [1.0]]), torch.ones(1)
+    _update(history, scale, [0.0])
+    assert history.tolist() == [[0.0], [2.0]]
+    assert scale.tolist() == [224.0]
+
+
+@pytest.mark.parametrize("amax", [INF, NAN])
+def test_an_amax_that_is_not_finite_keeps_the_scale(amax: float) -> None:
+    history, scale = torch.zeros(2, 1), torch.full((1,), 3.0)
+    _update(history, scale, [amax], "most_recent")
+    assert scale.tolist() == [3.0]
+    last = history[1].item()
+    assert last == amax or math.isnan(last)
+
+
+def test_a_tiny_amax_gives_the_largest_scale() -> None:
+    history, scale = torch.zeros(2, 1), torch.ones(1)
+    _update(history, scale, [1e-40])
+    assert scale.item() == FLOAT32_MAX
+
+
+def test_margin_lowers_the_scale() -> None:
+    history, scale = torch.zeros(2, 1), torch.ones(1)
+    _update(history, scale, [1.0], margin=2.0)
+    assert scale.tolist() == [112.0]
+
+
+def test_several_modules_share_the_buffer() -> None:
+    histories = [torch.zeros(2, 2), torch.zeros(2, 1)]
+    scales = [torch.ones(2), torch.ones(1)]
+    tex.fused_amax_and_scale_update_after_reduction(
+        torch.tensor([1.0, 2.0, 4.0]), histories, scales, "max", tex.DType.kFloat8E5M2, 0.0
+    )
+    assert [scale.tolist() for scale in scales] == [[57344.0, 28672.0], [14336.0]]
+    assert histories[1].tolist() == [[0.0], [4.0]]
+
+
+def test_a_history_of_one_row() -> None:
+    history, scale = torch.tensor([[2.0]]), torch.ones(1)
+    _update(history, scale, [4.0])
+    assert history.tolist() == [[0.0]]
+    assert scale.tolist() == [112.0]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ReferenceBackendError, match="median"):
+        _update(torch.zeros(2, 1), torch.ones(1), [1.0], "median")
+    with pytest.raises(ReferenceBackendError, match="do not fit together"):
+        _update(torch.zeros(2, 1), torch.ones(1), [1.0, 2.0])
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("length", [1, 2, 5, 16])
+def test_ten_steps_like_transformer_engines_own_python(algorithm: str, length: int) -> None:
+    from te_precision_callbacks import reference
+
+    reference.install()
+    from transformer_engine.common.recipe import DelayedScaling
+    from transformer_engine.pytorch.quantization import _amax_and_scale_update
+
+    torch.manual_seed(0)
+    history, scale = torch.zeros(length, 3), torch.ones(3)
+    other_history, other_scale = history.clone(), scale.clone()
+    # A callable takes the pure-torch path. It divides by way of a reciprocal: one unit in the last place.
+    choose = (lambda h: torch.max(h, dim=0).values) if algorithm == "max" else (lambda h: h[0].clone())
+    recipe = DelayedScaling(amax_compute_algo=choose)
+    for _ in range(10):
+        amaxes = torch.rand(3) * 10
+        history[0] = amaxes
+        other_history[0] = amaxes
+        _update(history, scale, amaxes.tolist(), algorithm)
+        _amax_and_scale_update(other_history, other_scale, 448.0, recipe)
+        assert torch.equal(history, other_history)
+        torch.testing.assert_close(scale, other_scale, rtol=2.0**-23, atol=0)
