@@ -96,7 +96,8 @@ def main(arguments: list[str] | None = None) -> ByteLanguageModel:
     parser.add_argument("--config", type=Path, default=HERE / "config.yaml", help="the debug config")
     parser.add_argument("--log-dir", type=Path, default=Path("runs"), help="where everything is written")
     options = parser.parse_args(arguments)
-    reference.install_where_needed()
+    if not torch.cuda.is_available():
+        reference.install()
 
     L.seed_everything(0)
     board = TensorBoardLogger(options.log_dir, name="byte_lm")

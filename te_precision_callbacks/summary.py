@@ -1,11 +1,13 @@
 """What a session found out, for the terminal.
 
+from rich import box
 from rich.console import Console
 Console().print(summary(session))
 """
 
 from __future__ import annotations
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
@@ -27,41 +29,51 @@ def summary(session: InspectSession) -> RenderableType:
 
 def precision_table(session: InspectSession) -> Table:
     """A row a layer, a column a GEMM: the formats of its two operands."""
-    table = Table(title="Precision that really ran", title_justify="left")
-    table.add_column("layer", overflow="fold")
+    table = Table(title="Precision that really ran", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("layer", no_wrap=True)
     for gemm in GEMMS:
         table.add_column(gemm)
     by_layer: dict[str, dict[str, GemmPrecision]] = {}
     for entry in session.precision:
         by_layer.setdefault(entry.layer, {})[entry.gemm] = entry
     for layer, gemms in by_layer.items():
-        table.add_row(layer, *(_operands(gemms.get(gemm)) for gemm in GEMMS))
+        table.add_row(_two_lines(layer), *(_operands(gemms.get(gemm)) for gemm in GEMMS))
     return table
 
 
 def statistics_table(session: InspectSession) -> Table:
-    """A row a watched tensor, a column a statistic: its last value."""
-    table = Table(title="Last statistics", title_justify="left")
+    """A row a watched tensor below the name of its layer, a column a statistic: its last value."""
+    table = Table(title="Last statistics", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     rows = [row for row in session.last_statistics if row.layer]
     statistics = list(dict.fromkeys(row.statistic for row in rows))
-    table.add_column("layer", overflow="fold")
-    table.add_column("tensor")
+    table.add_column("layer and tensor", no_wrap=True)
     for statistic in statistics:
         table.add_column(statistic, justify="right")
     values = {(row.layer, row.tensor, row.statistic): row.value for row in rows}
-    for layer, tensor in dict.fromkeys((row.layer, row.tensor) for row in rows):
-        cells = [values.get((layer, tensor, statistic)) for statistic in statistics]
-        table.add_row(layer, tensor, *("" if cell is None else f"{cell:.4g}" for cell in cells))
+    tensors: dict[str, dict[str, None]] = {}
+    for row in rows:
+        tensors.setdefault(row.layer, {})[row.tensor] = None
+    for layer, of_layer in tensors.items():
+        table.add_row(_two_lines(layer))
+        for tensor in of_layer:
+            cells = [values.get((layer, tensor, statistic)) for statistic in statistics]
+            table.add_row(f"  {tensor}", *("" if cell is None else f"{cell:.3g}" for cell in cells))
     return table
 
 
+def _two_lines(name: str, width: int = 32) -> str:
+    """A long name broken before its last part, so that the table fits into 80 columns."""
+    head, dot, tail = name.rpartition(".")
+    return f"{head}.\n  {tail}" if dot and len(name) > width else name
+
+
 def _operands(entry: GemmPrecision | None) -> str:
-    """``FP8 E5M2 x E4M3``; one format where both operands have it."""
+    """``FP8 E5M2 * E4M3``; one format where both operands have it."""
     if entry is None:
         return "not run"
     formats = list(entry.operands.values())
     if len(set(formats)) == 1:
         return formats[0]
     if all(" " in text and text.split()[0] == formats[0].split()[0] for text in formats):
-        return " x ".join([formats[0], *(text.split(maxsplit=1)[1] for text in formats[1:])])
-    return " x ".join(formats)
+        return " * ".join([formats[0], *(text.split(maxsplit=1)[1] for text in formats[1:])])
+    return " * ".join(formats)

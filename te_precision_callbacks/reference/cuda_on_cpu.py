@@ -235,11 +235,21 @@ def set_stream(stream: Any) -> None:
     pass
 
 
-def stream(stream: Any) -> nullcontext[Any]:
-    return nullcontext(stream)
+class StreamContext:
+    """Context manager that chooses a stream: there is only one."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
 
-StreamContext = stream
+def stream(stream: Any) -> StreamContext:
+    return StreamContext(stream)
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------

@@ -129,15 +129,18 @@ def _communicate_on_cpu() -> None:
         return
     from torch.distributed import distributed_c10d
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
-    for name in ("init_process_group", "new_group"):
-        _replace(distributed_c10d, distributed, name, _with_arguments_on_cpu(getattr(distributed, name), _gloo_for_nccl))
+    for function in (distributed_c10d.init_process_group, distributed_c10d.new_group):
+        on_gloo = _with_arguments_on_cpu(_without_devices(function), _gloo_for_nccl)
+        _replace(distributed_c10d, distributed, function.__name__, on_gloo)
     _replace(distributed_c10d, distributed, "is_nccl_available", lambda: True)
     for function in (distributed_c10d.barrier, distributed_c10d.monitored_barrier):
         _replace(distributed_c10d, distributed, function.__name__, _without_devices(function))
     DeviceMesh.__init__ = _with_arguments_on_cpu(DeviceMesh.__init__, _type_for_cuda)  # type: ignore[method-assign]
-    DistributedDataParallel.__init__ = _without_devices(DistributedDataParallel.__init__)  # type: ignore[method-assign]
+    for wrapper in (DistributedDataParallel, FullyShardedDataParallel):
+        wrapper.__init__ = _without_devices(wrapper.__init__)  # type: ignore[method-assign]
 
 
 def _replace(module: ModuleType, also: Any, name: str, function: Callable[..., Any]) -> None:
@@ -146,7 +149,7 @@ def _replace(module: ModuleType, also: Any, name: str, function: Callable[..., A
 
 
 def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with CUDA in the keyword ``device`` replaced."""
+    """``function``, which creates a tensor, with CUDA in the keyword ``device`` replaced."""
 
     @functools.wraps(function)
     def on_cpu(*arguments: Any, **options: Any) -> Any:
@@ -154,6 +157,8 @@ def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
             options["device"] = cpu_for_cuda(options["device"])
         return function(*arguments, **options)
 
+    if (operator := torch.jit._builtins._find_builtin(function)) is not None:
+        torch.jit._builtins._register_builtin(on_cpu, operator)  # TorchScript knows functions by their identity
     return on_cpu
 
 
@@ -168,10 +173,12 @@ def _with_arguments_on_cpu(function: Callable[..., Any], replace: Callable[[Any]
 
 
 def _without_devices(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` without the numbers of GPUs in ``device_ids`` and ``output_device``, which gloo does not take."""
+    """``function`` without the keywords that name GPUs, which gloo does not take."""
 
     @functools.wraps(function)
-    def on_cpu(*arguments: Any, device_ids: Any = None, output_device: Any = None, **options: Any) -> Any:
+    def on_cpu(*arguments: Any, **options: Any) -> Any:
+        for name in ("device_id", "device_ids", "output_device"):
+            options.pop(name, None)
         return function(*arguments, **options)
 
     return on_cpu

@@ -210,6 +210,15 @@ def _session_quantizer(
             plan = debug_quantization.API_CALL_MODIFY if modified else debug_quantization.HIGH_PRECISION
             return False, plan
 
+        def _update_parent_quantizer_usage(self) -> None:
+            super()._update_parent_quantizer_usage()
+            parent = self.parent_quantizer
+            planned = debug_quantization.STANDARD_QUANTIZE in (self.rowwise_tensor_plan, self.columnwise_tensor_plan)
+            if planned and parent is not None and not parent.rowwise_usage and not parent.columnwise_usage:
+                # Without gradients the columnwise tensor is not needed, and a feature makes the rowwise one: upstream
+                # then asks for a quantized tensor that holds nothing, which is an error in the compiled extension too.
+                parent.set_usage(rowwise=True)
+
         def _call_inspect_tensor_api(self, tensor: Any, rowwise: Any = None, columnwise: Any = None) -> None:
             if self._kind is not ForwardKind.OBSERVED:
                 return

@@ -1,0 +1,71 @@
+"""The command line, ``te-precision``.
+
+Usage::
+
+    te-precision run train.py --epochs 3
+
+Each command is a function here that imports what it needs when it is called, so that ``te-precision --help`` is quick.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.reference.launch import Backend
+
+app = typer.Typer(
+    name="te-precision",
+    help="Precision debugging for NVIDIA Transformer Engine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """Precision debugging for NVIDIA Transformer Engine."""
+
+
+@app.command(
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
+    options_metavar="[--backend auto|te|reference]",
+)
+def run(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="The Python script to run, unmodified.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS...", help="What the script gets as its arguments.")
+    ] = None,
+    backend: Annotated[
+        Backend,
+        typer.Option(
+            help="auto: the compiled Transformer Engine if it imports, else the reference backend, on the real GPU if "
+            'there is one, else on the CPU, which "cuda" then means.'
+        ),
+    ] = Backend.AUTO,
+) -> None:
+    """Run an unmodified GPU training script, with or without a GPU.
+
+    The environment variable TE_PRECISION_REFERENCE_CAPABILITY (9.0 or 10.0) chooses the GPU that the reference backend
+    stands for. The exit code is the script's own.
+    """
+    from te_precision_callbacks.reference.launch import launch, plan_launch
+
+    if not script.is_file():
+        raise typer.BadParameter(f"there is no file {str(script)!r}", param_hint="SCRIPT")
+    plan = plan_launch(backend)
+    typer.echo(f"te-precision: {plan.description}", err=True)
+    launch(plan, script, arguments or [])
+
+
+def main() -> None:
+    """Run the command that ``sys.argv`` names; what this package raises on purpose is a message and exit code 2."""
+    try:
+        app()
+    except PrecisionDebugError as error:
+        typer.echo(f"te-precision: {error}", err=True)
+        raise SystemExit(2) from None

@@ -1,0 +1,157 @@
+"""What the tests share: the reference backend where there is no GPU, a sink that keeps, a look at the global state."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_precision_callbacks import reference
+from te_precision_callbacks.records import RunInfo, StepRecords
+
+if not torch.cuda.is_available():
+    reference.install()
+
+torch.set_num_threads(1)
+
+
+class Keeper:
+    """A sink that keeps all that it is given."""
+
+    def __init__(self) -> None:
+        self.runs: list[RunInfo] = []
+        self.steps: list[StepRecords] = []
+        self.closed: list[BaseException | None] = []
+
+    def start(self, run: RunInfo) -> None:
+        self.runs.append(run)
+
+    def write(self, records: StepRecords) -> None:
+        self.steps.append(records)
+
+    def close(self, error: BaseException | None) -> None:
+        self.closed.append(error)
+
+    @property
+    def iterations(self) -> list[int]:
+        return [records.iteration for records in self.steps]
+
+    def values(self, statistic: str, layer: str | None = None, tensor: str = "activation") -> dict[int, float]:
+        """Iteration -> value, of the one layer that has the statistic unless another is named."""
+        return {
+            records.iteration: row.value
+            for records in self.steps
+            for row in records
+            if row.statistic == statistic and row.tensor == tensor and layer in (None, row.layer)
+        }
+
+
+@pytest.fixture()
+def keeper() -> Keeper:
+    return Keeper()
+
+
+def global_state() -> dict[str, Any]:
+    """All that a session may change in the process and must put back, as plain comparable values."""
+    import nvdlfw_inspect.api as debug_api
+    import nvdlfw_inspect.logging as inspect_logging
+    from nvdlfw_inspect.config_manager import ConfigManager
+    from nvdlfw_inspect.logging import MetricLogger
+    from nvdlfw_inspect.registry import Registry
+    from nvdlfw_inspect.utils import APICacheIdentifier, SingleMessageLogger
+    from transformer_engine.debug.features.utils.stats_buffer import STATS_BUFFERS
+    from transformer_engine.debug.pytorch import debug_quantization
+    from transformer_engine.debug.pytorch.debug_state import TEDebugState
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+    return {
+        "manager": debug_api.DEBUG_MANAGER,
+        "inspect logger": inspect_logging.LOGGER,
+        "metric loggers": list(MetricLogger.enabled_loggers),
+        "messages": set(SingleMessageLogger.logged_messages),
+        "call details": APICacheIdentifier.__dict__.get("_call_details"),
+        "registry": {name: (sorted(data.features), list(data.deferred_features)) for name, data in Registry.data.items()},
+        "configs": list(ConfigManager.configs),
+        "layer configs": dict(ConfigManager.layer_name_to_config_cache),
+        "te state": (TEDebugState.debug_enabled, TEDebugState.weight_tensor_tp_group_reduce),
+        "te layers": dict(TEDebugState.layers_initialized),
+        "buffers": dict(STATS_BUFFERS.buffers),
+        "seams": (
+            TransformerEngineBaseModule.is_debug_iter,
+            TransformerEngineBaseModule.no_debug_features_active,
+            debug_quantization.DebugQuantizer,
+        ),
+        "loggers": {
+            name: (list(found.handlers), found.level, found.propagate)
+            for name in ("nvdlfw_inspect", "Default Statistics", "te_precision_callbacks")
+            for found in [logging.getLogger(name)]
+        },
+        "open files": sorted(_target(fd) for fd in _descriptors() if "nvdlfw" in _target(fd)),
+        "environment": {key: value for key, value in os.environ.items() if key.startswith("NVDLFW")},
+    }
+
+
+def module_state(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """The debug attributes of each module of a model."""
+    names = ("name", "next_iter_when_debug_should_be_run", "debug_last_iteration", "debug_enabled_in_this_iteration")
+    return {
+        path: {name: module.__dict__[name] for name in names if name in module.__dict__}
+        for path, module in model.named_modules()
+    }
+
+
+def _descriptors() -> list[str]:
+    return os.listdir("/proc/self/fd") if Path("/proc/self/fd").is_dir() else []
+
+
+def _target(descriptor: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Every test leaves the process as it found it."""
+    import transformer_engine.pytorch  # noqa: F401  # its first import is not a change that a session makes
+
+    before = global_state()
+    yield
+    after = global_state()
+    # Building TE modules sets the flag by itself, session or not.
+    before["te state"] = after["te state"] if after["te state"][0] in (None, False) else before["te state"]
+    assert after == before
+
+
+def statistics(*, tensors: list[str] | None = None, layers: list[str] | None = None, **options: Any) -> dict[str, Any]:
+    """A config that logs statistics."""
+    return {
+        "stats": {
+            "enabled": True,
+            "layers": {"layer_types": layers or ["all"]},
+            "transformer_engine": {
+                "LogTensorStats": {
+                    "enabled": True,
+                    "tensors": tensors or ["activation"],
+                    "stats": ["max", "l1_norm"],
+                    "freq": 1,
+                    **options,
+                }
+            },
+        }
+    }
+
+
+def feature(name: str, layers: list[str], **options: Any) -> dict[str, Any]:
+    """A section with one feature."""
+    return {
+        "enabled": True,
+        "layers": {"layer_types": layers},
+        "transformer_engine": {name: {"enabled": True, **options}},
+    }

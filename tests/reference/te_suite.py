@@ -1,0 +1,127 @@
+"""Runs Transformer Engine's own tests of its debug features on the reference backend, and compares with a table.
+
+Usage::
+
+    python tests/reference/te_suite.py --te-src CHECKOUT [--capability 9.0]
+
+CHECKOUT is a checkout of NVIDIA/TransformerEngine at the version in use, outside this repository. Its tests run
+unmodified, through the pytest plugin, one process a file, as in its own ``qa/L0_pytorch_debug_unittest/test.sh``.
+``te_suite.toml`` beside this file says what is expected of each file, and why a test that fails does so.
+
+Exits with 0 if everything is as in the table, 1 if not, 2 on wrong use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10, where pytest brings it
+    import tomli as tomllib  # type: ignore[import-not-found, no-redef]
+
+TABLE = Path(__file__).with_suffix(".toml")
+FOLDER = Path("tests", "pytorch", "debug")
+
+
+@dataclass
+class Result:
+    """What became of the tests of one file."""
+
+    passed: int
+    failed: set[str]
+    skipped: int
+    output: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.passed} passed, {len(self.failed)} failed, {self.skipped} skipped"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--te-src", type=Path, required=True, metavar="CHECKOUT", help="a checkout of TransformerEngine")
+    parser.add_argument("--capability", default="9.0", choices=["9.0", "10.0"], help="compute capability to stand for")
+    options = parser.parse_args()
+    checkout = options.te_src.resolve()
+    if not (checkout / FOLDER).is_dir():
+        parser.error(f"--te-src {options.te_src}: there is no folder {FOLDER} in it")
+
+    expected = read_table(options.capability)
+    differences = 0
+    for file, wanted in expected.items():
+        found = run(checkout, file, options.capability)
+        print(f"{file:<22} {options.capability:>5}  {found}", flush=True)
+        if found != wanted:
+            differences += 1
+            report(wanted, found)
+    print("as expected" if differences == 0 else f"{differences} files differ from {TABLE.name}")
+    return 0 if differences == 0 else 1
+
+
+def read_table(capability: str) -> dict[str, Result]:
+    """The expected results at ``capability``, by file."""
+    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    results = {}
+    for row in table["result"]:
+        if row["capability"] == capability:
+            failed = {test for failures in row.get("failures", []) for test in failures["tests"]}
+            results[row["file"]] = Result(row["passed"], failed, row["skipped"])
+    return results
+
+
+def run(checkout: Path, file: str, capability: str) -> Result:
+    """Run one file of the checkout's tests in a process of its own, in a folder of its own."""
+    environment = os.environ | {"TE_PRECISION_REFERENCE_CAPABILITY": capability, "PYTHONDONTWRITEBYTECODE": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        junit = Path(folder, "junit.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
+        command += ["-p", "te_precision_callbacks.reference.pytest_plugin", f"--junitxml={junit}"]
+        command += [f"--feature_dirs={feature_folder()}", f"--configs_dir={checkout / FOLDER / 'test_configs'}{os.sep}"]
+        command += [str(checkout / FOLDER / file)]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        if not junit.is_file():
+            return Result(0, {"(pytest did not run)"}, 0, done.stdout + done.stderr)
+        return read_junit(junit, done.stdout)
+
+
+def feature_folder() -> Path:
+    """The folder of the installed Transformer Engine's debug features."""
+    spec = importlib.util.find_spec("transformer_engine")
+    if spec is None or spec.origin is None:
+        raise SystemExit("Transformer Engine is not installed")
+    return Path(spec.origin).parent / "debug" / "features"
+
+
+def read_junit(path: Path, output: str) -> Result:
+    result = Result(0, set(), 0, output)
+    for case in ElementTree.parse(path).iter("testcase"):
+        if case.find("failure") is not None or case.find("error") is not None:
+            result.failed.add(case.get("name", ""))
+        elif case.find("skipped") is not None:
+            result.skipped += 1
+        else:
+            result.passed += 1
+    return result
+
+
+def report(wanted: Result, found: Result) -> None:
+    """Say how ``found`` differs, with pytest's report where tests fail that should not."""
+    print(f"  expected: {wanted}")
+    for test in sorted(wanted.failed - found.failed):
+        print(f"  does not fail: {test}")
+    for test in sorted(found.failed - wanted.failed):
+        print(f"  fails: {test}")
+    if found.failed - wanted.failed:
+        print(found.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Softmax and what attention needs of the reference extension, against float64 and hand-made examples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from te_precision_callbacks.reference import extension as tex
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+
+DTYPES = [torch.bfloat16, torch.float16]
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+SCALE = 0.3
+
+
+def _check(
+    scores: torch.Tensor, masked: torch.Tensor | None, value: torch.Tensor, backward: object, dtype: torch.dtype
+) -> None:
+    """Against softmax in float64, and its gradient at the rounded result."""
+    exact = scores.double() * SCALE
+    if masked is not None:
+        exact = exact.masked_fill(masked, float("-inf"))
+    expected = torch.softmax(exact, dim=-1).nan_to_num(0.0)
+    assert value.dtype == dtype
+    torch.testing.assert_close(value.double(), expected, rtol=ROUNDING[dtype], atol=1e-6)
+
+    grad = torch.randn(value.shape).to(dtype)
+    y, dy = value.double(), grad.double()
+    expected = SCALE * y * (dy - (dy * y).sum(dim=-1, keepdim=True))
+    assert callable(backward)
+    torch.testing.assert_close(backward(grad, value, SCALE).double(), expected, rtol=ROUNDING[dtype], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softmax(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(2, 3, 8, 16).to(dtype)
+    _check(scores, None, tex.scaled_softmax_forward(scores, SCALE), tex.scaled_softmax_backward, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batches", [1, 2])
+def test_masked_softmax(dtype: torch.dtype, batches: int) -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(2, 3, 8, 16).to(dtype)
+    mask = torch.rand(batches, 1, 8, 16) > 0.5
+    mask[:, :, 2] = True
+    value = tex.scaled_masked_softmax_forward(scores, mask.to(torch.uint8), SCALE)
+    assert not value[:, :, 2].any()
+    _check(scores, mask.expand(2, 3, 8, 16), value, tex.scaled_masked_softmax_backward, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_causal_softmax(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(6, 16, 16).to(dtype)
+    masked = torch.ones(16, 16).triu(1).bool().expand(6, 16, 16)
+    value = tex.scaled_upper_triang_masked_softmax_forward(scores, SCALE)
+    _check(scores, masked, value, tex.scaled_upper_triang_masked_softmax_backward, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("queries", [1, 4, 16])
+def test_causal_softmax_with_the_last_query_at_the_last_key(dtype: torch.dtype, queries: int) -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(2, 3, queries, 16).to(dtype)
+    ahead = torch.arange(16) > torch.arange(queries).unsqueeze(1) + 16 - queries
+    value = tex.scaled_aligned_causal_masked_softmax_forward(scores, SCALE)
+    _check(scores, ahead.expand(2, 3, queries, 16), value, tex.scaled_aligned_causal_masked_softmax_backward, dtype)
+
+
+def test_types_and_shapes_that_the_gpu_refuses() -> None:
+    with pytest.raises(ReferenceBackendError, match="float32"):
+        tex.scaled_softmax_forward(torch.zeros(1, 1, 8, 8), 1.0)
+    with pytest.raises(ReferenceBackendError, match="4 dimensions, not 3"):
+        tex.scaled_softmax_forward(torch.zeros(1, 8, 8).bfloat16(), 1.0)
+
+
+def test_tokens_to_padded_sequences_and_back() -> None:
+    lengths = [3, 0, 5]
+    cu_seqlens = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+    tokens = torch.randn(8, 2, 4)
+    padded = tex.convert_thd_to_bshd(tokens, cu_seqlens, 3, 6)
+    assert padded.shape == (3, 6, 2, 4)
+    for index, (part, length) in enumerate(zip(torch.split(tokens, lengths), lengths, strict=True)):
+        assert torch.equal(padded[index, :length], part)
+        assert not padded[index, length:].any()
+    assert torch.equal(tex.convert_bshd_to_thd(padded, cu_seqlens, 8), tokens)
+    assert not tex.convert_bshd_to_thd(padded, cu_seqlens, 10)[8:].any()
+
+
+def test_padding_of_rows_and_back() -> None:
+    rows, padded_rows = [3, 0, 5], [4, 0, 8]
+    x = torch.randn(8, 6)
+    padded = torch.full((12, 6), float("nan"))
+    tex.fused_multi_row_padding(x, padded, rows, padded_rows)
+    assert torch.equal(padded[:3], x[:3])
+    assert torch.equal(padded[4:9], x[3:])
+    assert not padded[3].any()
+    assert not padded[9:].any()
+    back = torch.empty(8, 6)
+    tex.fused_multi_row_unpadding(padded, back, padded_rows, rows)
+    assert torch.equal(back, x)
+    with pytest.raises(ReferenceBackendError, match="2 groups of rows before and 1 after"):
+        tex.fused_multi_row_padding(x, padded, [3, 5], [8])

@@ -1,0 +1,315 @@
+"""Matrix products of the reference extension, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from te_precision_callbacks import reference
+
+reference.install()
+
+from transformer_engine.pytorch.tensor.float8_tensor import (  # noqa: E402
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+)
+
+from te_precision_callbacks.reference import extension as tex, target  # noqa: E402
+from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError  # noqa: E402
+
+KIND = {torch.float32: tex.DType.kFloat32, torch.bfloat16: tex.DType.kBFloat16, torch.float16: tex.DType.kFloat16}
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+LAYOUTS = {"TN": (True, False), "NN": (False, False), "NT": (False, True)}
+M, N, K = 48, 32, 64
+
+
+@pytest.fixture(params=[(9, 0), (10, 0)], ids=["hopper", "blackwell"])
+def either_gpu(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
+    before = target.capability()
+    target.choose(request.param)
+    yield request.param
+    target.choose(before)
+
+
+def _gemm(a: Any, b: Any, layout: str, **options: Any) -> list[Any]:
+    transa, transb = LAYOUTS[layout]
+    out_dtype = options.pop("out_dtype", None)
+    return tex.generic_gemm(
+        a,
+        transa,
+        b,
+        transb,
+        options.pop("out", None),
+        options.pop("quantizer", None),
+        None if out_dtype is None else KIND[out_dtype],
+        options.pop("bias", None),
+        options.pop("bias_type", tex.DType.kBFloat16),
+        options.pop("gelu", False),
+        options.pop("gelu_in", None),
+        options.pop("grad", False),
+        torch.empty(1),
+        1,
+        options.pop("accumulate", False),
+        False,
+        **options,
+    )
+
+
+def _operands(layout: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A, B, and the product in float64."""
+    torch.manual_seed(0)
+    transa, transb = LAYOUTS[layout]
+    a = torch.randn(N, K).to(dtype) if transa else torch.randn(K, N).to(dtype)
+    b = torch.randn(K, M).to(dtype) if transb else torch.randn(M, K).to(dtype)
+    op_a = a.double().t() if transa else a.double()
+    op_b = b.double().t() if transb else b.double()
+    return a, b, op_b @ op_a
+
+
+def _close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(actual.double(), expected, rtol=ROUNDING[dtype], atol=2e-5)
+
+
+def _current(fp8: tex.DType = tex.DType.kFloat8E4M3) -> Any:
+    return Float8CurrentScalingQuantizer(fp8, device=torch.device("cpu"))
+
+
+def _delayed(scale: float = 1.0) -> Any:
+    return Float8Quantizer(torch.tensor([scale]), torch.zeros(1), tex.DType.kFloat8E4M3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str, dtype: torch.dtype) -> None:
+    a, b, expected = _operands(layout, dtype)
+    out, bias_grad, gelu_input, extra = _gemm(a, b, layout)
+    assert out.dtype == dtype
+    _close(out, expected, dtype)
+    assert (bias_grad, gelu_input, extra) == (None, None, None)
+    out = _gemm(a, b, layout, out_dtype=torch.float32)[0]
+    assert out.dtype == torch.float32
+    _close(out, expected, torch.float32)
+
+
+def test_leading_dimensions_of_b_stay() -> None:
+    a, b = torch.randn(N, K), torch.randn(2, 3, K)
+    assert _gemm(a, b, "TN")[0].shape == (2, 3, N)
+    torch.testing.assert_close(_gemm(a, b, "TN")[0], F.linear(b, a), rtol=1e-5, atol=1e-5)
+    x, grad = torch.randn(2, 3, K), torch.randn(2, 3, N)
+    torch.testing.assert_close(_gemm(x, grad, "NT")[0], torch.einsum("abn,abk->nk", grad, x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bias(dtype: torch.dtype) -> None:
+    a, b, expected = _operands("TN", dtype)
+    bias = torch.randn(N).to(dtype)
+    _close(_gemm(a, b, "TN", bias=bias)[0], expected + bias.double(), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bias_gradient(dtype: torch.dtype) -> None:
+    a, b, expected = _operands("NT", dtype)
+    out, bias_grad, _, _ = _gemm(a, b, "NT", bias=torch.empty(M, dtype=dtype), grad=True, out_dtype=dtype)
+    _close(out, expected, dtype)
+    assert bias_grad.dtype == dtype
+    _close(bias_grad, b.double().sum(dim=0), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gelu(dtype: torch.dtype) -> None:
+    a, b, expected = _operands("TN", dtype)
+    bias = torch.randn(N).to(dtype)
+    out, _, gelu_input, _ = _gemm(a, b, "TN", bias=bias, gelu=True)
+    assert gelu_input.dtype == dtype
+    _close(gelu_input, expected + bias.double(), dtype)
+    torch.testing.assert_close(
+        out.double(), F.gelu(expected + bias.double(), approximate="tanh"), rtol=ROUNDING[dtype], atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gelu_gradient(dtype: torch.dtype) -> None:
+    a, b, expected = _operands("NN", dtype)
+    x = torch.randn(M, N).to(dtype)
+    exact = x.double().requires_grad_()
+    F.gelu(exact, approximate="tanh").backward(expected)
+    assert exact.grad is not None
+    out = _gemm(a, b, "NN", gelu=True, gelu_in=x, grad=True)[0]
+    torch.testing.assert_close(out.double(), exact.grad, rtol=ROUNDING[dtype], atol=1e-4)
+
+
+def test_accumulation_into_float32() -> None:
+    a, b, expected = _operands("NT", torch.bfloat16)
+    start = torch.randn(M, N)
+    out = start.clone()
+    result = _gemm(a, b, "NT", out=out, out_dtype=torch.float32, accumulate=True)[0]
+    assert result is out
+    _close(out, expected + start.double(), torch.float32)
+    _gemm(a, b, "NT", out=out.copy_(start), accumulate=True, alpha=2.0, beta=0.5)
+    _close(out, 2 * expected + 0.5 * start.double(), torch.float32)
+    _gemm(a, b, "NT", out=out.fill_(float("nan")))
+    _close(out, expected, torch.float32)
+
+
+@pytest.mark.usefixtures("either_gpu")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fp8", [tex.DType.kFloat8E4M3, tex.DType.kFloat8E5M2])
+def test_fp8_operands(layout: str, out_dtype: torch.dtype, fp8: tex.DType) -> None:
+    a, b, _ = _operands(layout, torch.float32)
+    quantized_a, quantized_b = tex.quantize(a, _current()), tex.quantize(b * 1e-3, _current(fp8))
+    _, _, expected = _product(quantized_a, quantized_b, layout)
+    out = _gemm(quantized_a, quantized_b, layout, out_dtype=out_dtype)[0]
+    assert out.dtype == out_dtype
+    torch.testing.assert_close(out.double(), expected, rtol=ROUNDING[out_dtype], atol=1e-7)
+
+
+def _product(a: Any, b: Any, layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    transa, transb = LAYOUTS[layout]
+    plain_a, plain_b = (tex.dequantize(tensor, tex.DType.kFloat32).double() for tensor in (a, b))
+    return plain_a, plain_b, (plain_b.t() if transb else plain_b) @ (plain_a.t() if transa else plain_a)
+
+
+@pytest.mark.usefixtures("either_gpu")
+def test_fp8_sums_are_exact_where_float32_is() -> None:
+    # Small integers: every product and every sum has a place in float32, so no order of summation matters.
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randint(-8, 9, (N, K), generator=generator).float()
+    b = torch.randint(-8, 9, (M, K), generator=generator).float()
+    out = _gemm(tex.quantize(a, _delayed()), tex.quantize(b, _delayed()), "TN", out_dtype=torch.float32)[0]
+    assert torch.equal(out, b @ a.t())
+
+
+@pytest.mark.usefixtures("either_gpu")
+def test_tiny_scales_do_not_vanish_together() -> None:
+    # The product of the two inverse scales is 5e-44, which float32 holds with 5 bits; the result is a normal number.
+    a, b = tex.quantize(torch.full((16, 16), 1e-20), _current()), tex.quantize(torch.full((16, 16), 1e-18), _current())
+    out = _gemm(a, b, "TN", out_dtype=torch.float32)[0]
+    torch.testing.assert_close(out, torch.full((16, 16), 16e-38), rtol=1e-5, atol=0)
+
+
+@pytest.mark.usefixtures("either_gpu")
+def test_output_in_fp8_straight_from_fp8() -> None:
+    a, b, _ = _operands("TN", torch.float32)
+    operands = tex.quantize(a, _current()), tex.quantize(b, _current())
+    exact = _gemm(*operands, "TN", out_dtype=torch.float32)[0]
+    quantizer = _delayed(7.0)
+    out = _gemm(*operands, "TN", out_dtype=torch.bfloat16, quantizer=quantizer)[0]
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out._data, tex.quantize(exact, _delayed(7.0))._data)
+    assert quantizer.amax.item() == exact.abs().max().item()
+
+
+@pytest.mark.usefixtures("either_gpu")
+def test_output_in_fp8_rounded_first() -> None:
+    a, b, _ = _operands("TN", torch.bfloat16)
+    rounded = _gemm(a, b, "TN", out_dtype=torch.bfloat16)[0]
+    for make in (_delayed, _current):
+        out = _gemm(a, b, "TN", out_dtype=torch.bfloat16, quantizer=make())[0]
+        assert torch.equal(out._data, tex.quantize(rounded, make())._data)
+    operands = tex.quantize(a, _current()), tex.quantize(b, _current())
+    rounded = _gemm(*operands, "TN", out_dtype=torch.bfloat16)[0]
+    out = _gemm(*operands, "TN", out_dtype=torch.bfloat16, quantizer=_current())[0]
+    assert torch.equal(out._data, tex.quantize(rounded, _current())._data)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_without_rows(accumulate: bool) -> None:
+    weight, x, grad = torch.randn(N, K), torch.randn(0, K), torch.randn(0, N)
+    assert _gemm(weight, x, "TN", bias=torch.ones(N))[0].shape == (0, N)
+    out = torch.full((N, K), 3.0)
+    _, bias_grad, _, _ = _gemm(x, grad, "NT", out=out, accumulate=accumulate, bias=torch.ones(N), grad=True)
+    assert bool((out == (3.0 if accumulate else 0.0)).all())
+    assert not bias_grad.any()
+
+
+def test_what_the_gpu_refuses_is_refused() -> None:
+    a, b = torch.randn(N, K), torch.randn(M, K)
+    with pytest.raises(ReferenceBackendError, match="do not fit"):
+        _gemm(a, torch.randn(M, K + 1), "TN")
+    with pytest.raises(ReferenceBackendError, match="both the same"):
+        _gemm(a, b.bfloat16(), "TN")
+    with pytest.raises(ReferenceBackendError, match=r"\(48, 32\) is needed"):
+        _gemm(a, b, "TN", out=torch.empty(2, 2))
+    with pytest.raises(ReferenceBackendError, match="asked for"):
+        _gemm(a, b, "TN", out=torch.empty(M, N), out_dtype=torch.bfloat16)
+    with pytest.raises(ReferenceBackendError, match="without accumulate"):
+        _gemm(a, b, "TN", beta=1.0)
+    with pytest.raises(ReferenceBackendError, match="gelu_in"):
+        _gemm(a, b, "TN", gelu=True, grad=True)
+    with pytest.raises(MissingFunctionError, match="userbuffers"):
+        _gemm(a, b, "TN", comm_overlap=object())
+
+
+def test_fp8_shapes_that_the_gpu_refuses(either_gpu: tuple[int, int]) -> None:
+    quantized = tex.quantize(torch.randn(16, 24), _current())
+    with pytest.raises(ReferenceBackendError, match="multiple of 16"):
+        _gemm(quantized, quantized, "TN", out_dtype=torch.float32)
+
+
+def test_missing_columnwise_usage(either_gpu: tuple[int, int]) -> None:
+    quantizer = _current()
+    quantizer.set_usage(columnwise=False)
+    quantized = tex.quantize(torch.randn(16, 16), quantizer)
+    if either_gpu == (9, 0):
+        with pytest.raises(ReferenceBackendError, match="operand A is missing column-wise usage"):
+            _gemm(quantized, quantized, "NN", out_dtype=torch.float32)
+    else:
+        _gemm(quantized, quantized, "NN", out_dtype=torch.float32)
+
+
+def _grouped(a: list[Any], b: list[Any], layout: str, out: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
+    transa, transb = LAYOUTS[layout]
+    none = [torch.empty(0)] * len(a)
+    return tex.te_general_grouped_gemm(
+        a, transa, b, transb, out, KIND[out[0].dtype], options.get("m_splits", []), options.get("bias", none),
+        tex.DType.kBFloat16, options.get("single_output", False), options.get("gelu", none),
+        options.get("grad", False), [torch.empty(1)], 1, options.get("accumulate", False), False, 132,
+    )  # fmt: skip
+
+
+def test_grouped_forward_into_one_output() -> None:
+    torch.manual_seed(0)
+    rows = [5, 0, 11]
+    weights, biases = [torch.randn(N, K) for _ in rows], [torch.randn(N) for _ in rows]
+    x = torch.randn(sum(rows), K)
+    out = torch.empty(sum(rows), N)
+    parts = list(torch.split(x, rows))
+    assert _grouped(weights, parts, "TN", [out], bias=biases, m_splits=rows, single_output=True) == biases
+    expected = [F.linear(*group) for group in zip(parts, weights, biases, strict=True)]
+    torch.testing.assert_close(out, torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("either_gpu")
+def test_grouped_backward() -> None:
+    torch.manual_seed(0)
+    rows = [16, 0, 32]
+    x = [torch.randn(count, K) for count in rows]
+    grads = [torch.randn(count, N) for count in rows]
+    out = [torch.full((N, K), 2.0) for _ in rows]
+    bias = [torch.full((N,), 9.0) for _ in rows]
+    _grouped(x, grads, "NT", out, bias=bias, grad=True, accumulate=True)
+    for index in range(3):
+        torch.testing.assert_close(out[index], grads[index].t() @ x[index] + 2.0, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(bias[index], grads[index].sum(dim=0))
+    # The rows are what is summed over, and FP8 wants a multiple of 16 of them.
+    fp8 = [[tex.quantize(tensor, _current()) for tensor in tensors] for tensors in (x, grads)]
+    _grouped(*fp8, "NT", out)
+    for index in (0, 2):
+        torch.testing.assert_close(out[index], grads[index].t() @ x[index], rtol=0.1, atol=1.0)
+    assert not out[1].any()
+
+
+def test_grouped_gelu() -> None:
+    torch.manual_seed(0)
+    weights, x = [torch.randn(N, K)] * 2, [torch.randn(4, K), torch.randn(2, K)]
+    out, before = ([torch.empty(4, N), torch.empty(2, N)] for _ in range(2))
+    _grouped(weights, x, "TN", out, gelu=before)
+    for index in range(2):
+        expected = x[index] @ weights[index].t()
+        torch.testing.assert_close(before[index], expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out[index], F.gelu(expected, approximate="tanh"), rtol=1e-4, atol=1e-4)

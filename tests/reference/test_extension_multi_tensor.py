@@ -1,0 +1,211 @@
+"""Operations over lists of tensors, and optimizers, of the reference extension, against torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from te_precision_callbacks.reference import extension as tex
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+
+LR, BETA1, BETA2, EPS, DECAY = 1e-2, 0.9, 0.99, 1e-8, 0.1
+SHAPES = [(7,), (3, 5), (2, 3, 4)]
+CHUNK = 2048
+
+
+def _flag() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int32)
+
+
+def _tensors(seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def _zeros(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.zeros(shape, dtype=dtype) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scale(dtype: torch.dtype) -> None:
+    source, target, flag = _tensors(0, dtype), _zeros(), _flag()
+    tex.multi_tensor_scale(CHUNK, flag, [source, target], 0.3)
+    for a, b in zip(source, target, strict=True):
+        assert torch.equal(a.float() * 0.3, b)
+    tex.multi_tensor_scale_tensor(CHUNK, flag, [source, target], torch.tensor([2.0]))
+    for a, b in zip(source, target, strict=True):
+        assert torch.equal(a.float() * 2.0, b)
+    assert flag.item() == 0
+    source[1][0, 0] = float("inf")
+    tex.multi_tensor_scale(CHUNK, flag, [source, target], 0.3)
+    assert flag.item() == 1
+    assert target[1][0, 0] == float("inf")
+
+
+def test_norms() -> None:
+    tensors = _tensors(0)
+    each = torch.stack([tensor.double().norm() for tensor in tensors])
+    norm, norms = tex.multi_tensor_l2norm(CHUNK, _flag(), [tensors], True)
+    torch.testing.assert_close(norm.double(), each.norm().reshape(1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(norms.double(), each, rtol=1e-6, atol=0)
+    norm, norms = tex.multi_tensor_unscale_l2norm(CHUNK, _flag(), [tensors], torch.tensor([0.5]))
+    torch.testing.assert_close(norm.double(), each.norm().reshape(1) / 2, rtol=1e-6, atol=0)
+    assert norms.numel() == 0
+
+
+def test_scales_and_their_inverses() -> None:
+    amaxes = [torch.tensor([2.0]), torch.tensor([0.0])]
+    scales, inverses = [torch.zeros(1), torch.zeros(1)], [torch.zeros(1), torch.zeros(1)]
+    tex.multi_tensor_compute_scale_and_scale_inv(CHUNK, _flag(), [amaxes, scales, inverses], 448.0, False, 0.0)
+    assert [scale.item() for scale in scales] == [224.0, 1.0]
+    assert [inverse.item() for inverse in inverses] == [torch.tensor(1.0).div(224.0).item(), 1.0]
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_adam(mode: int) -> None:
+    params = _tensors(0)
+    expected = [torch.nn.Parameter(param.clone()) for param in params]
+    optimizer_class = torch.optim.Adam if mode == 0 else torch.optim.AdamW
+    optimizer = optimizer_class(expected, LR, (BETA1, BETA2), EPS, DECAY)
+    first, second = _zeros(), _zeros()
+    for step in range(1, 6):
+        grads = _tensors(step)
+        for parameter, grad in zip(expected, grads, strict=True):
+            parameter.grad = grad.clone()
+        optimizer.step()
+        tex.multi_tensor_adam(
+            CHUNK, _flag(), [grads, params, first, second], LR, BETA1, BETA2, EPS, step, mode, 1, DECAY
+        )
+        if mode == 1:
+            # torch shrinks the weight before the step, upstream with it: they differ by lr * decay * lr * update.
+            tolerance = 2e-5
+        else:
+            tolerance = 1e-6
+        for ours, theirs in zip(params, expected, strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=tolerance, atol=tolerance)
+
+
+def test_adam_without_bias_correction() -> None:
+    param, grad = torch.ones(1), torch.full((1,), 2.0)
+    tex.multi_tensor_adam(CHUNK, _flag(), [[grad], [param], [torch.zeros(1)], [torch.zeros(1)]], 0.5, 0.5, 0.75, 0.0, 3, 0, 0, 0.0)
+    # Moments 1 and 1.
+    assert param.item() == 0.5
+
+
+def test_adam_with_master_weights() -> None:
+    master = _tensors(0)
+    params, plain = [tensor.bfloat16() for tensor in master], [tensor.clone() for tensor in master]
+    moments, plain_moments = (_zeros(), _zeros()), (_zeros(), _zeros())
+    grads = _tensors(1)
+    tex.multi_tensor_adam(
+        CHUNK, _flag(), [grads, params, *moments, master], LR, BETA1, BETA2, EPS, 1, 1, 1, DECAY
+    )
+    tex.multi_tensor_adam(CHUNK, _flag(), [grads, plain, *plain_moments], LR, BETA1, BETA2, EPS, 1, 1, 1, DECAY)
+    for param, weight, expected in zip(params, master, plain, strict=True):
+        assert torch.equal(weight, expected)
+        assert torch.equal(param, expected.bfloat16())
+
+
+def test_adam_with_remainders_is_adam_with_master_weights() -> None:
+    master = _tensors(0)
+    params, remainders = [], []
+    for tensor in master:
+        bits = tensor.view(torch.int32)
+        lower = ((bits & 0xFFFF) ^ 0x8000) - 0x8000
+        upper = (bits >> 16) + (lower < 0).int()
+        params.append(upper.to(torch.int16).view(torch.bfloat16))
+        remainders.append(lower.to(torch.int16))
+    moments, plain_moments = (_zeros(), _zeros()), (_zeros(), _zeros())
+    for step in range(1, 4):
+        grads = _tensors(step)
+        tex.multi_tensor_adam_param_remainder(
+            CHUNK, _flag(), [grads, params, *moments, remainders], LR, BETA1, BETA2, EPS, step, 1, 1, DECAY
+        )
+        tex.multi_tensor_adam(
+            CHUNK, _flag(), [grads, master, *plain_moments], LR, BETA1, BETA2, EPS, step, 1, 1, DECAY
+        )
+    for param, remainder, expected in zip(params, remainders, master, strict=True):
+        lower = remainder.int()
+        upper = param.view(torch.int16).int() - (lower < 0).int()
+        assert torch.equal(((upper << 16) | (lower & 0xFFFF)).view(torch.float32), expected)
+
+
+def test_capturable_adam_is_adam_with_tensors() -> None:
+    params, plain = _tensors(0), _tensors(0)
+    moments, plain_moments = (_zeros(), _zeros()), (_zeros(), _zeros())
+    scaled, grads = [grad * 4 for grad in _tensors(1)], _tensors(1)
+    arguments = (torch.tensor([LR]), BETA1, BETA2, EPS, torch.tensor([3], dtype=torch.int32), 1, 1, DECAY)
+    quarter = torch.tensor([0.25])
+    tex.multi_tensor_adam_capturable(CHUNK, _flag() + 1, [scaled, params, *moments], *arguments, quarter)
+    assert all(torch.equal(a, b) for a, b in zip(params, plain, strict=True))
+    tex.multi_tensor_adam_capturable(CHUNK, _flag(), [scaled, params, *moments], *arguments, quarter)
+    tex.multi_tensor_adam(CHUNK, _flag(), [grads, plain, *plain_moments], LR, BETA1, BETA2, EPS, 3, 1, 1, DECAY)
+    for ours, expected, grad, unscaled in zip(params, plain, grads, scaled, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-7, atol=1e-8)
+        assert torch.equal(grad, unscaled)
+
+    master, params = _tensors(0), [tensor.bfloat16() for tensor in _tensors(0)]
+    moments = (_zeros(), _zeros())
+    one = torch.ones(1)
+    tex.multi_tensor_adam_capturable_master(
+        CHUNK, _flag(), [[g.bfloat16() for g in grads], params, *moments, master], *arguments, one
+    )
+    for param, weight in zip(params, master, strict=True):
+        assert torch.equal(param, weight.bfloat16())
+
+
+def test_adam_of_fp8_parameters() -> None:
+    master, plain = _tensors(0), _tensors(0)
+    codes = [torch.zeros(shape, dtype=torch.uint8) for shape in SHAPES]
+    scales, amaxes, inverses = ([torch.full((1,), value) for _ in SHAPES] for value in (16.0, 0.0, 0.0))
+    grads = _tensors(1)
+    tex.multi_tensor_adam_fp8(
+        CHUNK, _flag(), [grads, codes, _zeros(), _zeros(), master, scales, amaxes, inverses],
+        LR, BETA1, BETA2, EPS, 1, 1, 1, DECAY, tex.DType.kFloat8E4M3,
+    )  # fmt: skip
+    tex.multi_tensor_adam(CHUNK, _flag(), [grads, plain, _zeros(), _zeros()], LR, BETA1, BETA2, EPS, 1, 1, 1, DECAY)
+    for index, expected in enumerate(plain):
+        assert torch.equal(master[index], expected)
+        assert torch.equal(codes[index], (expected * 16).to(torch.float8_e4m3fn).view(torch.uint8))
+        assert amaxes[index].item() == expected.abs().max().item()
+        assert inverses[index].item() == 1 / 16
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd(momentum: float, nesterov: bool) -> None:
+    if nesterov and not momentum:
+        pytest.skip("torch has no Nesterov momentum without a momentum")
+    params, velocity = _tensors(0), _zeros()
+    copies = _zeros(torch.float16)
+    expected = [torch.nn.Parameter(param.clone()) for param in params]
+    optimizer = torch.optim.SGD(expected, LR, momentum, weight_decay=DECAY, nesterov=nesterov)
+    for step in range(4):
+        grads = _tensors(step + 1)
+        for parameter, grad in zip(expected, grads, strict=True):
+            parameter.grad = grad.clone()
+        optimizer.step()
+        tex.multi_tensor_sgd(
+            CHUNK, _flag(), [[g * 8 for g in grads], params, velocity, copies], DECAY, momentum, 0.0, LR, nesterov,
+            step == 0, False, 0.125,
+        )  # fmt: skip
+        for ours, theirs, copy in zip(params, expected, copies, strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-6)
+            assert torch.equal(copy, ours.half())
+
+
+def test_sgd_with_decay_after_momentum_and_the_flag() -> None:
+    param, grad, velocity = torch.full((1,), 2.0), torch.ones(1), torch.full((1,), 4.0)
+    arguments = (0.5, 0.25, 0.5, 0.125, False, False, True, 1.0)
+    tex.multi_tensor_sgd(CHUNK, _flag() + 1, [[grad], [param], [velocity]], *arguments)
+    assert param.item() == 2.0
+    tex.multi_tensor_sgd(CHUNK, _flag(), [[grad], [param], [velocity]], *arguments)
+    assert velocity.item() == 4.0 * 0.25 + 0.5
+    assert param.item() == 2.0 - 0.125 * (1.5 + 0.5 * 2.0)
+
+
+def test_lists_that_do_not_fit() -> None:
+    with pytest.raises(ReferenceBackendError, match="1 lists of tensors were given; 2 are needed"):
+        tex.multi_tensor_scale(CHUNK, _flag(), [_zeros()], 1.0)
+    with pytest.raises(ReferenceBackendError, match=r"lengths \[3, 2\]"):
+        tex.multi_tensor_scale(CHUNK, _flag(), [_zeros(), _zeros()[:2]], 1.0)

@@ -1,0 +1,129 @@
+"""Every name that Transformer Engine looks up in its compiled module is in the reference extension."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+from enum import IntEnum
+from pathlib import Path
+
+import pytest
+
+from te_precision_callbacks import reference
+from te_precision_callbacks.reference import extension as tex
+from te_precision_callbacks.reference.errors import MissingFunctionError
+from te_precision_callbacks.reference.extension import missing
+
+EXTENSION = "transformer_engine_torch"
+# onnx_extensions.py reads it in a function that is never called; the compiled module does not have it.
+SLIPS = {"LayerNorm"}
+
+
+def _transformer_engine() -> Path:
+    spec = importlib.util.find_spec("transformer_engine")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0])
+
+
+def _names_looked_up() -> dict[str, set[str]]:
+    """What is imported from the extension or read from it, and the files that do so."""
+    found: dict[str, set[str]] = {}
+    root = _transformer_engine()
+    for file in [*root.glob("pytorch/**/*.py"), *root.glob("debug/**/*.py")]:
+        tree = ast.parse(file.read_text())
+        aliases = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                aliases |= {alias.asname or alias.name for alias in node.names if alias.name == EXTENSION}
+            elif isinstance(node, ast.ImportFrom):
+                # cpp_extensions passes all of the extension on.
+                aliases |= {alias.asname or alias.name for alias in node.names if alias.name == "cpp_extensions"}
+                if node.module == EXTENSION:
+                    for alias in node.names:
+                        found.setdefault(alias.name, set()).add(str(file.relative_to(root)))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+                found.setdefault(node.attr, set()).add(str(file.relative_to(root)))
+    return {name: files for name, files in found.items() if name != "*" and name not in SLIPS}
+
+
+def test_every_name_is_there() -> None:
+    names = _names_looked_up()
+    assert len(names) > 150
+    absent = {name: files for name, files in names.items() if not hasattr(tex, name)}
+    assert absent == {}
+    assert set(names) <= set(tex.__all__)
+
+
+def test_all_is_all_and_has_no_doubles() -> None:
+    assert len(tex.__all__) == len(set(tex.__all__))
+    assert all(hasattr(tex, name) for name in tex.__all__)
+
+
+def test_no_private_name_and_no_module_is_exported() -> None:
+    assert not [name for name in tex.__all__ if name.startswith("_") or inspect.ismodule(getattr(tex, name))]
+
+
+@pytest.mark.parametrize("name", sorted(missing.FUNCTIONS))
+def test_what_is_missing_says_so(name: str) -> None:
+    with pytest.raises(MissingFunctionError, match=rf"^{name} is not in the reference backend"):
+        getattr(tex, name)(1, 2, three=4)
+
+
+def test_classes_of_userbuffers_are_types_and_cannot_be_made() -> None:
+    for name in ("CommOverlap", "CommOverlapP2P", "CommOverlapHelper"):
+        cls = getattr(tex, name)
+        assert inspect.isclass(cls)
+        with pytest.raises(MissingFunctionError, match=name):
+            cls()
+    with pytest.raises(MissingFunctionError, match=r"grouped_mlp_experimental\.anything"):
+        tex.grouped_mlp_experimental.anything()
+
+
+def test_what_nobody_has_is_an_attribute_error() -> None:
+    assert not hasattr(tex, "no_such_thing")
+    with pytest.raises(AttributeError, match="'no_such_thing'"):
+        tex.no_such_thing  # noqa: B018
+
+
+def test_enumerations_agree_with_transformer_engines_own() -> None:
+    reference.install()
+    from transformer_engine.pytorch import constants
+    from transformer_engine.pytorch.cpp_extensions import fused_attn
+
+    assert {member.name: int(member) for member in constants.DType} == {m.name: int(m) for m in tex.DType}
+    assert {f"NVTE_{name}": int(member) for name, member in fused_attn.FusedAttnBackend.__members__.items()} == {
+        member.name: int(member) for member in tex.NVTE_Fused_Attn_Backend
+    }
+    assert constants.DType.kFloat8E5M2 == tex.DType.kFloat8E5M2
+
+
+def test_enumerations_pickle() -> None:
+    for name in tex.__all__:
+        value = getattr(tex, name)
+        if inspect.isclass(value) and issubclass(value, IntEnum):
+            for member in value:
+                assert pickle.loads(pickle.dumps(member)) is member
+
+
+def test_importing_it_imports_nothing_of_transformer_engine() -> None:
+    code = (
+        "import sys, te_precision_callbacks.reference.extension\n"
+        "sys.exit(any(name.split('.')[0].startswith('transformer_engine') for name in sys.modules))"
+    )
+    # Without what an installed backend leaves for the processes that it starts.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TE_PRECISION")}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+def test_versions() -> None:
+    # Old enough that Transformer Engine leaves its grouped-tensor GEMM alone, new enough for FP8 and for its cuDNN check.
+    assert 120103 <= tex.get_cublasLt_version() < 130300
+    assert tex.get_cudnn_version() >= 91200
+    assert tex.get_fused_attn_backend(object())[0] is tex.NVTE_Fused_Attn_Backend.NVTE_No_Backend

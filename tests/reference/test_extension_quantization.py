@@ -1,0 +1,345 @@
+"""Per-tensor FP8 quantization through Transformer Engine's own quantizers, against torch's own casts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from te_precision_callbacks import reference
+
+reference.install()
+
+import transformer_engine.pytorch as te  # noqa: E402
+from transformer_engine.pytorch.tensor.float8_tensor import (  # noqa: E402
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+)
+from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage  # noqa: E402
+
+from te_precision_callbacks.reference import extension as tex, target  # noqa: E402
+from te_precision_callbacks.reference.errors import ReferenceBackendError, UnsupportedRecipeError  # noqa: E402
+
+E4M3, E5M2 = tex.DType.kFloat8E4M3, tex.DType.kFloat8E5M2
+TORCH = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture
+def hopper() -> Iterator[None]:
+    yield from _standing_for((9, 0))
+
+
+@pytest.fixture
+def blackwell() -> Iterator[None]:
+    yield from _standing_for((10, 0))
+
+
+def _standing_for(capability: tuple[int, int]) -> Iterator[None]:
+    before = target.capability()
+    target.choose(capability)
+    yield
+    target.choose(before)
+
+
+def _delayed(dtype: tex.DType = E4M3, scale: float = 1.0, **usages: bool) -> Any:
+    return Float8Quantizer(torch.tensor([scale]), torch.zeros(1), dtype, **usages)
+
+
+def _current(dtype: tex.DType = E4M3, **options: Any) -> Any:
+    return Float8CurrentScalingQuantizer(dtype, device=torch.device("cpu"), **options)
+
+
+def _codes(values: torch.Tensor, scale: float, dtype: tex.DType) -> torch.Tensor:
+    """By torch's own cast, of what is in range."""
+    scaled = (values.float() * scale).clamp(-LARGEST[dtype], LARGEST[dtype])
+    return scaled.to(TORCH[dtype]).view(torch.uint8)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("fp8", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 37.3, 1e-3])
+def test_delayed_scaling(fp8: tex.DType, dtype: torch.dtype, scale: float) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(4, 6, 32) * 100).to(dtype)
+    quantizer = _delayed(fp8, scale)
+    out = tex.quantize(x, quantizer)
+    codes = _codes(x, quantizer.scale.item(), fp8)
+    assert type(out) is Float8Tensor
+    assert (out.dtype, out.shape, out._fp8_dtype) == (dtype, x.shape, fp8)
+    assert torch.equal(out._data, codes)
+    assert torch.equal(out._transpose, codes.movedim(-1, 0))
+    assert out._transpose.is_contiguous()
+    assert not out._transpose_invalid
+    assert out._scale_inv.item() == torch.tensor(1.0).div(quantizer.scale).item()
+    assert quantizer.amax.item() == x.abs().max().item()
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("fp8", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spread", [1e-30, 1e-3, 1.0, 1e4])
+def test_current_scaling(fp8: tex.DType, dtype: torch.dtype, spread: float) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(4, 6, 32) * spread).to(dtype)
+    out = tex.quantize(x, _current(fp8))
+    amax = x.float().abs().max()
+    scale = torch.tensor(LARGEST[fp8]).div(amax) if amax > 0 else torch.tensor(1.0)
+    codes = _codes(x, scale.item(), fp8)
+    assert torch.equal(out._data, codes)
+    assert torch.equal(out._transpose, codes.movedim(-1, 0))
+    assert out._scale_inv.item() == torch.tensor(1.0).div(scale).item()
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("fp8", [E4M3, E5M2])
+def test_current_scaling_like_transformer_engines_own_python(fp8: tex.DType) -> None:
+    from transformer_engine.pytorch.custom_recipes.reference_current_scaling import CurrentScalingQuantizerRef
+
+    torch.manual_seed(0)
+    for power_of_two in (False, True):
+        for seed in range(20):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)).bfloat16()
+            other = CurrentScalingQuantizerRef(
+                dtype=TORCH[fp8], rowwise=True, columnwise=False, pow_2_scales=power_of_two, eps=0.0
+            ).quantize(x)
+            out = tex.quantize(x, _current(fp8, force_pow_2_scales=power_of_two))
+            assert torch.equal(out._scale_inv.view(-1), other.scale.view(-1))
+            assert torch.equal(out._data, other.data.view(torch.uint8))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_is_not_a_usual_number() -> None:
+    x = torch.tensor([[1.0, NAN, -NAN, INF, -INF, 1e30, -0.0, 1e-45]])
+    out = tex.quantize(x, _delayed(E4M3))
+    assert out._data.tolist() == [[0x38, 0x7F, 0x7F, 0x7E, 0xFE, 0x7E, 0x80, 0x00]]
+    quantizer = _delayed(E5M2)
+    out = tex.quantize(x, quantizer)
+    assert out._data.tolist() == [[0x3C, 0x7F, 0x7F, 0x7B, 0xFB, 0x7B, 0x80, 0x00]]
+    assert quantizer.amax.item() == INF
+    # An infinite amax leaves current scaling without a scale: 1.
+    assert tex.quantize(x, _current(E4M3))._scale_inv.item() == 1.0
+    assert tex.quantize(torch.zeros(2, 16), _current(E4M3))._scale_inv.item() == 1.0
+
+
+@pytest.mark.usefixtures("hopper")
+def test_amax_of_delayed_scaling_only_grows() -> None:
+    history = torch.zeros(3, 2)
+    quantizer = Float8Quantizer(torch.ones(1), history[0][1:2], E4M3)
+    for value, expected in [(3.0, 3.0), (5.0, 5.0), (4.0, 5.0)]:
+        tex.quantize(torch.full((2, 16), value), quantizer)
+        assert history.tolist() == [[0.0, expected], [0.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_options_of_current_scaling() -> None:
+    x = torch.full((2, 16), 3.0)
+    assert tex.quantize(x, _current(E4M3, force_pow_2_scales=True))._scale_inv.item() == 2.0**-7
+    assert tex.quantize(x, _current(E4M3, amax_epsilon=448.0))._scale_inv.item() == 1.0
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("internal", [False, True])
+@pytest.mark.parametrize("make", [_delayed, _current])
+def test_usages_on_hopper(make: Any, internal: bool) -> None:
+    quantizer = make(E4M3, rowwise=True, columnwise=False)
+    quantizer.internal = internal
+    out = tex.quantize(torch.randn(3, 4, 16), quantizer)
+    assert type(out) is (Float8TensorStorage if internal else Float8Tensor)
+    assert out._transpose is None
+    assert out._transpose_invalid
+    quantizer.set_usage(rowwise=False, columnwise=True)
+    with pytest.raises(NotImplementedError, match="Columnwise-only"):
+        tex.quantize(torch.randn(3, 4, 16), quantizer)
+
+
+@pytest.mark.usefixtures("blackwell")
+@pytest.mark.parametrize("make", [_delayed, _current])
+def test_usages_on_blackwell(make: Any) -> None:
+    for rowwise, columnwise in [(True, True), (False, True), (True, False)]:
+        out = tex.quantize(torch.randn(3, 4, 16), make(E4M3, rowwise=rowwise, columnwise=columnwise))
+        assert out._data.shape == (3, 4, 16)
+        assert out._transpose is None
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("make", [_delayed, _current])
+def test_into_a_tensor_that_is_there(make: Any) -> None:
+    quantizer = make(E4M3)
+    out = tex.quantize(torch.zeros(4, 16), quantizer)
+    data = out._data
+    x = torch.randn(4, 16)
+    assert tex.quantize(x, quantizer, out) is out
+    assert out._data is data
+    assert torch.equal(out._data, tex.quantize(x, quantizer)._data)
+
+    quantizer.set_usage(columnwise=False)
+    tex.quantize(x, quantizer, out)
+    assert out._transpose is None
+    assert out._transpose_invalid
+
+    quantizer.set_usage(columnwise=True)
+    tex.quantize(x, quantizer, out)
+    assert torch.equal(out._transpose, out._data.t())
+    assert not out._transpose_invalid
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("make", [_delayed, _current])
+def test_the_noop_flag_leaves_all_as_it_is(make: Any) -> None:
+    quantizer = make(E4M3)
+    out = tex.quantize(torch.ones(4, 16), quantizer)
+    before = (out._data.clone(), out._transpose.clone(), out._scale_inv.clone())
+    tex.quantize(torch.full((4, 16), 3.0), quantizer, out, torch.ones(1))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, (out._data, out._transpose, out._scale_inv), strict=True)
+    )
+    tex.quantize(torch.full((4, 16), 3.0), quantizer, out, torch.zeros(1))
+    assert out.dequantize().eq(3.0).all()
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("make", [_delayed, _current])
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0), (16,), (2, 3, 4, 16)])
+def test_shapes(make: Any, shape: tuple[int, ...]) -> None:
+    out = tex.quantize(torch.ones(shape), make(E4M3))
+    assert out._data.shape == shape
+    assert out._transpose.shape == (shape[-1], *shape[:-1])
+    assert tex.dequantize(out, tex.DType.kFloat32).shape == shape
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_is_not_contiguous() -> None:
+    x = torch.randn(16, 32).t()
+    assert torch.equal(tex.quantize(x, _delayed())._data, tex.quantize(x.contiguous(), _delayed())._data)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("fp8", [E4M3, E5M2])
+def test_dequantize(fp8: tex.DType) -> None:
+    x = torch.randn(4, 32)
+    out = tex.quantize(x, _current(fp8))
+    expected = out._data.view(TORCH[fp8]).float() * out._scale_inv
+    assert torch.equal(tex.dequantize(out, tex.DType.kFloat32), expected)
+    assert torch.equal(tex.dequantize(out, tex.DType.kBFloat16), expected.bfloat16())
+    # Transformer Engine's own path for data on a CPU.
+    assert torch.equal(out.dequantize(), expected)
+    columnwise_only = Float8TensorStorage(
+        data=None, data_transpose=out._transpose, fp8_scale_inv=out._scale_inv, fp8_dtype=fp8
+    )
+    assert torch.equal(tex.dequantize(columnwise_only, tex.DType.kFloat32), expected)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_make_empty() -> None:
+    for quantizer in (_delayed(), _current()):
+        out = quantizer.make_empty((2, 3, 16), dtype=torch.bfloat16, device="cpu")
+        assert out.shape == (2, 3, 16)
+        assert out._transpose.shape == (16, 2, 3)
+        assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_subclass_is_served_like_its_parent() -> None:
+    class Mine(Float8CurrentScalingQuantizer):  # type: ignore[misc]
+        pass
+
+    x = torch.randn(4, 16)
+    mine = Mine(E4M3, device=torch.device("cpu"))
+    assert torch.equal(tex.quantize(x, mine)._data, tex.quantize(x, _current())._data)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [("Float8BlockQuantizer", "block scaling"), ("MXFP8Quantizer", "MXFP8"), ("NVFP4Quantizer", "NVFP4")],
+)
+def test_recipes_that_are_not_there_say_so(name: str, recipe: str) -> None:
+    quantizer = type(name, (), {})()
+    with pytest.raises(UnsupportedRecipeError, match=rf"{name}.*{recipe}.*DelayedScaling.*Float8CurrentScaling"):
+        tex.quantize(torch.zeros(2, 32), quantizer)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_wrong_tensor_to_write_to() -> None:
+    with pytest.raises(ReferenceBackendError, match="not to a Tensor"):
+        tex.quantize(torch.zeros(2, 16), _delayed(), torch.zeros(2, 16))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bgrad_quantize(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    grad = torch.randn(5, 8, 32).to(dtype)
+    bias_grad, quantized = tex.bgrad_quantize(grad, _current(E5M2))
+    assert bias_grad.dtype == dtype
+    expected = grad.double().sum(dim=(0, 1))
+    torch.testing.assert_close(bias_grad.double(), expected, rtol=2.0**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-5)
+    assert torch.equal(quantized._data, tex.quantize(grad, _current(E5M2))._data)
+    bias_grad, same = tex.bgrad_quantize(grad, None)
+    assert torch.equal(same, grad)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_split_quantize() -> None:
+    x = torch.randn(12, 16)
+    parts = tex.split_quantize(x, [4, 0, 8], [_current(), _current(), _current()])
+    assert [part.shape[0] for part in parts] == [4, 0, 8]
+    assert torch.equal(parts[2]._data, tex.quantize(x[4:], _current())._data)
+
+
+def test_fp8_transpose() -> None:
+    data = torch.arange(24, dtype=torch.uint8).view(2, 3, 4)
+    out = tex.fp8_transpose(data, E4M3, out=None)
+    assert torch.equal(out, data.view(6, 4).t().reshape(4, 2, 3))
+    given = torch.zeros(4, 6, dtype=torch.uint8)
+    assert tex.fp8_transpose(data, E4M3, out=given) is given
+    assert torch.equal(given, data.view(6, 4).t())
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_and_activations_quantize_what_they_would_return(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(8, 64).to(dtype), torch.randn(64).to(dtype)
+    kind = tex.DType.kFloat32 if dtype == torch.float32 else tex.DType.kBFloat16
+    plain = tex.rmsnorm_fwd(x, weight, 1e-5, None, None, kind, 0, False)[0]
+    quantized = tex.rmsnorm_fwd(x, weight, 1e-5, None, _current(), kind, 0, False)[0]
+    assert torch.equal(quantized._data, tex.quantize(plain, _current())._data)
+    # Delayed scaling sees the result before it is rounded.
+    exact = tex.rmsnorm_fwd(x.float(), weight.float(), 1e-5, None, None, tex.DType.kFloat32, 0, False)[0]
+    quantizer = _delayed(scale=10.0)
+    quantized = tex.rmsnorm_fwd(x, weight, 1e-5, None, quantizer, kind, 0, False)[0]
+    assert torch.equal(quantized._data, tex.quantize(exact, _delayed(scale=10.0))._data)
+    assert quantizer.amax.item() == exact.abs().max().item()
+
+    exact = tex.swiglu(x.float(), None)
+    quantizer = _delayed(scale=10.0)
+    quantized = tex.swiglu(x, quantizer)
+    assert (quantized.shape, quantized.dtype) == ((8, 32), dtype)
+    assert torch.equal(quantized._data, tex.quantize(exact, _delayed(scale=10.0))._data)
+    assert quantizer.amax.item() == exact.abs().max().item()
+    # Current scaling takes the amax of the float32 result, and quantizes the rounded one.
+    quantized = tex.swiglu(x, _current())
+    scale = torch.tensor(448.0).div(exact.abs().max())
+    assert quantized._scale_inv.item() == torch.tensor(1.0).div(scale).item()
+    assert torch.equal(quantized._data, _codes(tex.swiglu(x, None), scale.item(), E4M3))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_bias_gradient_with_a_quantized_gradient() -> None:
+    torch.manual_seed(0)
+    x, grad = torch.randn(8, 64).bfloat16(), torch.randn(8, 64).bfloat16()
+    exact = tex.dgelu(grad.float(), x.float(), None)
+    bias_grad, quantized = tex.dbias_dgelu(grad, x, _delayed(E5M2))
+    assert bias_grad.dtype == torch.bfloat16
+    torch.testing.assert_close(bias_grad.double(), exact.double().sum(0), rtol=2.0**-8, atol=1e-5)
+    assert torch.equal(quantized._data, tex.quantize(exact, _delayed(E5M2))._data)
+
+
+def test_the_package_is_what_transformer_engine_calls() -> None:
+    assert te.cpp_extensions.quantize is tex.quantize

@@ -1,0 +1,227 @@
+"""Start and stop: modules built before, sessions in turn, and a process that is left as it was."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import nvdlfw_inspect.api as debug_api
+import pytest
+import torch
+import transformer_engine.pytorch as te
+
+from te_precision_callbacks.session import FeatureLoadError, InspectSession, SessionError
+from tests.conftest import Keeper, feature, global_state, module_state, statistics
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(te.Linear(32, 32, name="first"), te.LayerNormMLP(32, 64))
+
+
+def train_step(net: torch.nn.Module, fp8: bool = True) -> None:
+    with te.autocast(enabled=fp8):
+        out = net(torch.randn(16, 32))
+    out.sum().backward()
+
+
+def run(
+    net: torch.nn.Module, config: Any, steps: int, log_dir: Path, fp8: bool = True, **keywords: Any
+) -> Keeper:
+    keeper = Keeper()
+    with InspectSession(config, model=net, log_dir=log_dir, sinks=[keeper], **keywords) as session:
+        for _ in range(steps):
+            train_step(net, fp8)
+            session.step()
+    return keeper
+
+
+def test_modules_built_before_the_session_are_observed(tmp_path: Path) -> None:
+    net = model()
+    train_step(net)
+    keeper = run(net, statistics(), 3, tmp_path)
+    assert keeper.iterations == [0, 1, 2]
+    assert {row.layer for row in keeper.steps[0]} == {"0", "1.fc1", "1.fc2"}
+
+
+def test_modules_built_during_the_session_are_observed_once_attached(tmp_path: Path, keeper: Keeper) -> None:
+    early = model()
+    with InspectSession(statistics(), model=early, log_dir=tmp_path, sinks=[keeper]) as session:
+        late = model()
+        session.attach(late)
+        train_step(late)
+        session.step()
+        train_step(early)
+        session.step()
+    assert keeper.iterations == [0]
+
+
+def test_a_session_puts_everything_back(tmp_path: Path) -> None:
+    net = model()
+    train_step(net)
+    modules = module_state(net)
+    before = global_state()
+    run(net, statistics(), 2, tmp_path)
+    assert global_state() == before
+    assert module_state(net) == modules
+    assert net[0].name == "first"
+
+
+@pytest.mark.parametrize("error", [ValueError("in the step"), KeyboardInterrupt(), SystemExit(3)])
+def test_a_session_that_is_interrupted_puts_everything_back(tmp_path: Path, error: BaseException) -> None:
+    net, keeper = model(), Keeper()
+    modules, before = module_state(net), global_state()
+    with pytest.raises(type(error)):
+        with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+            train_step(net)
+            session.step()
+            train_step(net)
+            raise error
+    assert global_state() == before
+    assert module_state(net) == modules
+    assert keeper.closed == [error]
+    assert keeper.iterations == [0, 1], "what was gathered for the step that failed is written"
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"config": {"s": feature("LogTensorStats", ["nothing like it"], tensors=["activation"], stats=["max"])}},
+        {"config": {"s": feature("LogTensorStatistics", ["all"])}},
+    ],
+)
+def test_a_session_that_cannot_start_puts_everything_back(tmp_path: Path, keywords: dict[str, Any]) -> None:
+    net = model()
+    modules, before = module_state(net), global_state()
+    with pytest.raises(ValueError, match="config mapping"), InspectSession(model=net, log_dir=tmp_path, **keywords):
+        pass
+    assert global_state() == before
+    assert module_state(net) == modules
+
+
+def test_a_schedule_of_an_earlier_session_does_not_silence_the_next(tmp_path: Path) -> None:
+    net = model()
+    assert run(net, statistics(end_step=1), 5, tmp_path / "1").iterations == [0, 1]
+    assert run(net, statistics(end_step=1), 5, tmp_path / "2").iterations == [0, 1]
+
+
+def test_sessions_in_turn_write_what_processes_in_turn_write(tmp_path: Path) -> None:
+    net = model()
+    for name in ("1", "2"):
+        torch.manual_seed(1)
+        run(net, statistics(), 2, tmp_path / name, fp8=False)  # delayed scaling would carry a history over
+    texts = []
+    for name in ("1", "2"):
+        logs = sorted((tmp_path / name).rglob("*.log"))
+        assert [log.parent.name for log in logs] == ["nvdlfw_inspect_logs", "nvdlfw_inspect_statistics_logs"]
+        texts.append([line.partition(" - INFO - ")[2] for log in logs for line in log.read_text().splitlines()])
+    assert texts[0] == texts[1]
+    assert any("Feature=LogTensorStats" in line for line in texts[1]), "one-time messages are said in each session"
+
+
+def test_the_log_of_an_earlier_session_is_kept(tmp_path: Path) -> None:
+    net = model()
+    for _ in range(3):
+        run(net, statistics(), 1, tmp_path)
+    folder = tmp_path / "nvdlfw_inspect_statistics_logs"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"nvdlfw_inspect_globalrank-0.log{suffix}" for suffix in ("", ".1", ".2")
+    ]
+    assert len({len(path.read_text().splitlines()) for path in folder.iterdir()}) == 1
+
+
+def test_two_sessions_at_once_are_refused(tmp_path: Path) -> None:
+    net = model()
+    with InspectSession(statistics(), model=net, log_dir=tmp_path / "1") as session:
+        with pytest.raises(SessionError, match="initialized already"):
+            InspectSession(statistics(), model=net, log_dir=tmp_path / "2").start()
+        with pytest.raises(SessionError, match="running already"):
+            session.start()
+        train_step(net)
+        assert session.step() is not None, "the first one is unharmed"
+
+
+def test_a_session_beside_a_users_own_initialize_is_refused(tmp_path: Path) -> None:
+    from nvdlfw_inspect.registry import Registry
+
+    debug_api.initialize({"s": feature_of_base()}, log_dir=str(tmp_path))
+    try:
+        with pytest.raises(SessionError, match="end_debug"):
+            InspectSession(statistics(), log_dir=tmp_path).start()
+        assert debug_api.DEBUG_MANAGER is not None
+    finally:
+        debug_api.end_debug()
+        import nvdlfw_inspect.logging as inspect_logging
+
+        inspect_logging.LOGGER = None
+        Registry.reset()
+        for name in ("nvdlfw_inspect", "Default Statistics"):
+            logger = logging.getLogger(name)
+            for handler in list(logger.handlers):
+                logger.removeHandler(handler)
+                handler.close()
+            logger.propagate = True
+            logger.setLevel(logging.NOTSET)
+
+
+def feature_of_base() -> dict[str, Any]:
+    return {"enabled": True, "layers": {"layer_types": ["x"]}, "LogTensorStats": {"enabled": True}}
+
+
+@pytest.mark.parametrize("call", ["step", "attach", "iteration"])
+def test_calls_out_of_order_say_so(call: str) -> None:
+    session = InspectSession(statistics())
+    with pytest.raises(SessionError, match="not running"):
+        if call == "step":
+            session.step()
+        elif call == "attach":
+            session.attach(model())
+        else:
+            session.iteration = 3
+
+
+def test_stop_may_come_twice_or_without_start(tmp_path: Path) -> None:
+    session = InspectSession(statistics(), model=model(), log_dir=tmp_path)
+    session.stop()
+    session.start()
+    session.stop()
+    session.stop()
+    assert not session.running
+
+
+def test_a_feature_file_that_fails_is_named_and_does_not_end_the_process(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import a_module_that_is_not_there\n")
+    before = global_state()
+    with pytest.raises(FeatureLoadError, match="a_module_that_is_not_there"):
+        InspectSession(statistics(), model=model(), log_dir=tmp_path / "log", feature_dirs=tmp_path).start()
+    assert global_state() == before
+
+
+@pytest.mark.filterwarnings("error::DeprecationWarning:transformer_engine")
+def test_warnings_as_errors_do_not_end_the_process(tmp_path: Path) -> None:
+    assert run(model(), statistics(), 1, tmp_path).iterations == [0]
+
+
+def test_a_users_feature_class_is_found_in_each_session(tmp_path: Path) -> None:
+    from nvdlfw_inspect.registry import api_method
+    from transformer_engine.debug.features.api import TEConfigAPIMapper
+
+    seen: list[tuple[str, int]] = []
+
+    class Watcher(TEConfigAPIMapper):  # type: ignore[misc]
+        @api_method  # type: ignore[untyped-decorator]
+        def inspect_tensor_enabled(self, config: Any, layer_name: str, tensor_name: str, iteration: int) -> Any:
+            return True, iteration + 1
+
+        @api_method  # type: ignore[untyped-decorator]
+        def inspect_tensor(
+            self, config: Any, layer_name: str, tensor_name: str, iteration: int, tensor: Any, **_: Any
+        ) -> None:
+            seen.append((layer_name, iteration))
+
+    config = {"mine": feature("Watcher", ["fc1"], tensors=["activation"])}
+    net = model()
+    for name in ("1", "2"):
+        run(net, config, 2, tmp_path / name, features=[Watcher])
+    assert seen == [("1.fc1", 0), ("1.fc1", 1)] * 2

@@ -1,0 +1,240 @@
+"""Which forwards are observed: training ones, once each, whatever evaluation or recomputation comes in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from te_precision_callbacks.session import InspectSession
+from tests.conftest import Keeper, feature, statistics
+
+
+def model() -> te.Linear:
+    torch.manual_seed(0)
+    return te.Linear(32, 32)
+
+
+def batch(seed: int, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(16, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def test_forwards_that_do_not_train_are_not_observed(tmp_path: Path, keeper: Keeper) -> None:
+    net = model()
+    with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+        with torch.no_grad():
+            net(batch(9, 100.0))
+        net(batch(0)).sum().backward()
+        net.eval()
+        net(batch(9, 100.0)).sum().backward()
+        net.train()
+        session.observing = False
+        net(batch(9, 100.0)).sum().backward()
+        session.observing = True
+        net(batch(1)).sum().backward()
+        with torch.inference_mode():
+            net(batch(9, 100.0))
+        session.step()
+    seen = torch.cat([batch(0), batch(1)]).double()
+    assert keeper.values("max") == {0: seen.max().item()}
+    assert keeper.values("l1_norm")[0] == pytest.approx(seen.abs().sum().item(), rel=1e-6)
+
+
+def test_an_evaluation_does_not_change_the_schedule(tmp_path: Path, keeper: Keeper) -> None:
+    net = model()
+    with InspectSession(statistics(freq=3), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+        for _ in range(8):
+            with torch.no_grad():
+                net(batch(9))
+            net(batch(0)).sum().backward()
+            with torch.no_grad():
+                net(batch(9))
+            session.step()
+    assert keeper.iterations == [0, 3, 6]
+
+
+def test_gradients_are_observed_as_their_forward_was(tmp_path: Path, keeper: Keeper) -> None:
+    net = model()
+    config = statistics(tensors=["gradient", "dgrad", "wgrad"])
+    with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+        observed = net(batch(0).requires_grad_())
+        net.eval()
+        unobserved = net(batch(1).requires_grad_())
+        (100 * unobserved).sum().backward()
+        net.train()
+        observed.sum().backward()
+        session.step()
+    assert keeper.values("max", tensor="gradient") == {0: 1.0}
+    assert keeper.values("l1_norm", tensor="gradient") == {0: 16 * 32}
+    expected = net.weight.detach().double().sum(0).max().item()
+    assert keeper.values("max", tensor="dgrad")[0] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("precision_features_in_eval", [True, False])
+def test_precision_features_in_evaluation(tmp_path: Path, precision_features_in_eval: bool) -> None:
+    net = model()
+    config = {"fake": feature("FakeQuant", ["all"], gemms=["fprop"], tensors=["weight"], quant_format="FP8E5M2")}
+    with torch.no_grad():
+        plain = net(batch(0))
+    with InspectSession(
+        config, model=net, log_dir=tmp_path, precision_features_in_eval=precision_features_in_eval
+    ) as session:
+        training = net(batch(0)).detach()
+        with torch.no_grad():
+            evaluation = net(batch(0))
+        session.step()
+    assert not torch.equal(training, plain)
+    assert torch.equal(evaluation, training if precision_features_in_eval else plain)
+    with torch.no_grad():
+        assert torch.equal(net(batch(0)), plain), "after the session the layer is as before"
+
+
+Run = Callable[[Callable[..., torch.Tensor], torch.Tensor], torch.Tensor]
+
+CHECKPOINTS: dict[str, Run] = {
+    "none": lambda net, x: net(x),
+    "torch reentrant": lambda net, x: torch_checkpoint(net, x, use_reentrant=True),
+    "torch non-reentrant": lambda net, x: torch_checkpoint(net, x, use_reentrant=False),
+    "te reentrant": lambda net, x: te.checkpoint(net, x, use_reentrant=True),
+    "te non-reentrant": lambda net, x: te.checkpoint(net, x, use_reentrant=False),
+}
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = te.LayerNormLinear(32, 32)
+        self.mlp = te.LayerNormMLP(32, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(self.linear(x))
+
+
+def train(
+    kind: str, config: Any, log_dir: Path, dtype: torch.dtype, fp8: bool, steps: int = 3, **keywords: Any
+) -> tuple[Keeper, list[torch.Tensor]]:
+    net, keeper = Block().to(dtype), Keeper()
+    results = []
+    with InspectSession(config, model=net, log_dir=log_dir, sinks=[keeper], **keywords) as session:
+        for step in range(steps):
+            x = batch(step).to(dtype).requires_grad_()
+            with te.autocast(enabled=fp8):
+                out = CHECKPOINTS[kind](net, x)
+            out.float().pow(2).mean().backward()
+            session.step()
+            results += [out.detach(), x.grad, *(parameter.grad.clone() for parameter in net.parameters())]
+    return keeper, results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "fp8"),
+    [
+        ("torch reentrant", False),
+        ("torch non-reentrant", False),
+        ("te reentrant", False),
+        ("te non-reentrant", False),
+        # Delayed scaling needs te.checkpoint, which keeps the amax history of the first forward.
+        ("te reentrant", True),
+        ("te non-reentrant", True),
+    ],
+)
+def test_a_recomputed_forward_is_observed_once_and_keeps_its_precision(
+    tmp_path: Path, kind: str, fp8: bool, dtype: torch.dtype
+) -> None:
+    config = {
+        **statistics(tensors=["activation", "weight", "gradient", "output", "wgrad", "dgrad"], layers=["linear"]),
+        "precision": feature("FakeQuant", ["fc1"], gemms=["fprop"], tensors=["activation"], quant_format="FP8E4M3"),
+    }
+    plain, expected = train("none", config, tmp_path / "plain", dtype, fp8)
+    keeper, results = train(kind, config, tmp_path / "recomputed", dtype, fp8)
+    for result, value in zip(results, expected, strict=True):
+        assert torch.equal(result, value)
+    assert [list(records) for records in keeper.steps] == [list(records) for records in plain.steps]
+    assert keeper.iterations == [0, 1, 2]
+
+
+def test_a_recomputed_forward_has_precision_features_where_evaluation_has_none(tmp_path: Path) -> None:
+    config = {"fake": feature("FakeQuant", ["all"], gemms=["fprop"], tensors=["weight"], quant_format="FP8E5M2")}
+    _, expected = train("none", config, tmp_path / "a", torch.float32, False, precision_features_in_eval=False)
+    _, results = train("torch reentrant", config, tmp_path / "b", torch.float32, False, precision_features_in_eval=False)
+    for result, value in zip(results, expected, strict=True):
+        assert torch.equal(result, value)
+
+
+def test_nested_checkpoints_are_observed_once(tmp_path: Path) -> None:
+    x = batch(0)
+    expected = x.double().abs().sum().item()
+    for outer in CHECKPOINTS:
+        for inner in CHECKPOINTS:
+            net, keeper = model(), Keeper()
+
+            def nested(value: torch.Tensor, net: Any = net, inner: str = inner) -> torch.Tensor:
+                return CHECKPOINTS[inner](net, value)
+
+            with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+                CHECKPOINTS[outer](nested, x.clone().requires_grad_()).sum().backward()
+                session.step()
+            assert keeper.values("l1_norm")[0] == pytest.approx(expected, rel=1e-6), (outer, inner)
+
+
+def test_a_layer_that_recomputes_by_itself_is_observed_once(tmp_path: Path) -> None:
+    seen = {}
+    for own in (False, True):
+        torch.manual_seed(0)
+        net, keeper = te.LayerNormMLP(32, 64, checkpoint=own), Keeper()
+        with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+            net(batch(0).requires_grad_()).sum().backward()
+            session.step()
+        seen[own] = keeper.values("l1_norm", "layernorm_mlp.fc1"), keeper.values("l1_norm", "layernorm_mlp.fc2")
+    assert seen[True] == seen[False]
+    assert seen[True][0]
+
+
+def test_micro_batches_of_a_step_are_one_row(tmp_path: Path, keeper: Keeper) -> None:
+    net = model()
+    with InspectSession(statistics(tensors=["activation", "weight"]), model=net, log_dir=tmp_path, sinks=[keeper]) as s:
+        for first in (True, False, False):
+            with te.autocast(enabled=True):
+                net(batch(int(first)), is_first_microbatch=first).sum().backward()
+        s.step()
+    assert keeper.iterations == [0]
+    parts = torch.cat([batch(1), batch(0), batch(0)]).double()
+    assert keeper.values("l1_norm")[0] == pytest.approx(parts.abs().sum().item(), rel=1e-6)
+    weight = net.weight.detach().double().abs().sum().item()
+    assert keeper.values("l1_norm", tensor="weight")[0] == pytest.approx(weight, rel=1e-6)
+
+
+def test_going_to_another_iteration_restarts_the_schedule(tmp_path: Path, keeper: Keeper) -> None:
+    net = model()
+    with InspectSession(statistics(freq=10), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+        for start in (98, 0):
+            session.iteration = start
+            for _ in range(5):
+                net(batch(0)).sum().backward()
+                session.step()
+    assert keeper.iterations == [100, 0]
+
+
+def test_a_layer_without_features_runs_transformer_engines_own_path(tmp_path: Path) -> None:
+    """Bit for bit under bf16 and delayed scaling, where TE's debug path differs from its fused one."""
+    outputs = []
+    for config in (None, {**statistics(layers=["mlp"])}):
+        net = Block().to(torch.bfloat16)
+        session = InspectSession(config or statistics(), model=net, log_dir=tmp_path)
+        if config is not None:
+            session.start()
+        for step in range(3):
+            with te.autocast(enabled=True):
+                outputs.append(net.linear(batch(step).to(torch.bfloat16)).detach())
+            if config is not None:
+                session.step()
+        session.stop()
+    for plain, inspected in zip(outputs[:3], outputs[3:], strict=True):
+        assert torch.equal(plain, inspected)
