@@ -75,6 +75,7 @@ class PrecisionDebugCallback(Callback):
         self._session: InspectSession | None = None
         self._restored_iteration: int | None = None
         self._last_global_step = 0
+        self._positioned = False
 
     @property
     def session(self) -> InspectSession:
@@ -94,6 +95,7 @@ class PrecisionDebugCallback(Callback):
         if stage != "fit":
             return
         self._restored_iteration = None
+        self._positioned = False
         self._session = InspectSession.from_options(self._options)
         self._session.start(
             log_dir=Path(trainer.log_dir or trainer.default_root_dir),
@@ -107,8 +109,11 @@ class PrecisionDebugCallback(Callback):
             session.iteration = self._restored_iteration
         session.attach(pl_module)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the step of a resumed fit: only here has the trainer restored its own."""
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Take the step of a resumed fit: before its first batch the trainer has not restored all of its own."""
+        if self._positioned:
+            return
+        self._positioned = True
         self._last_global_step = trainer.global_step
         if self._restored_iteration is None and self._options.start_step is None:
             self.session.iteration = self._logging_step(trainer)
@@ -120,16 +125,16 @@ class PrecisionDebugCallback(Callback):
     ) -> None:
         """End a debug iteration where one has ended."""
         if self._step_on == "batch":
-            self.session.step(trainer.fit_loop.total_batch_idx)
+            self.session.step(self._logging_step(trainer))
         elif trainer.global_step != self._last_global_step:
             # Counted once however many optimizers stepped: global_step counts each of them.
             self._last_global_step = trainer.global_step
             self.session.step(self._logging_step(trainer))
 
     def _logging_step(self, trainer: Trainer) -> int:
-        """The step at which the trainer logs the metrics of the current batch; before the first batch, of the next."""
+        """The step at which the trainer logs the metrics of the current batch, or the count of batches before it."""
         if self._step_on == "batch":
-            return trainer.fit_loop.total_batch_idx + 1
+            return trainer.fit_loop.total_batch_idx
         return trainer.fit_loop.epoch_loop._batches_that_stepped
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -57,6 +57,15 @@ def install_when_needed() -> None:
         sys.meta_path.insert(0, _Trigger())
 
 
+def install_if_pending() -> None:
+    """Install the backend now, if the environment says so and it has not been needed yet."""
+    for finder in sys.meta_path:
+        if isinstance(finder, _Trigger):
+            sys.meta_path.remove(finder)
+            _install_from_environment()
+            return
+
+
 class _Trigger(MetaPathFinder):
     """Installs the backend right after torch is imported, or right before Transformer Engine is."""
 

@@ -44,12 +44,13 @@ _installed: Installation | None = None
 
 def installed() -> Installation | None:
     """How the reference backend is installed in this process; None if it is not."""
+    children.install_if_pending()
     return _installed
 
 
 def is_installed() -> bool:
     """Whether the reference backend is installed in this process."""
-    return _installed is not None
+    return installed() is not None
 
 
 def install(pretend_cuda: bool = False, capability: tuple[int, int] | None = None) -> Installation:
@@ -74,16 +75,15 @@ def install(pretend_cuda: bool = False, capability: tuple[int, int] | None = Non
     """
     global _installed
     chosen = target.capability() if capability is None else target.checked(capability)
-    if (before := _installed) is None:
-        import torch  # may install the backend by itself, in a process that was started by one that has it
-
-        before = _installed
-    if before is not None:
+    if (before := installed()) is not None:
         _require_same(before, pretend_cuda, chosen)
         return before
 
     _refuse_if_imported()
     version = versions.checked_version()
+
+    import torch
+
     has_gpu = torch.cuda.is_available()
     if pretend_cuda and has_gpu:
         raise InstallError(

@@ -83,6 +83,7 @@ def plan_launch(backend: Backend) -> Launch:
 
 def launch(plan: Launch, script: Path, arguments: Sequence[str]) -> NoReturn:
     """Replace this process by one that runs ``script``."""
+    os.environ.pop(children.ENVIRONMENT_VARIABLE, None)
     os.environ.update(plan.environment)
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     sys.stdout.flush()
@@ -93,7 +94,8 @@ def launch(plan: Launch, script: Path, arguments: Sequence[str]) -> NoReturn:
 def _why_compiled_is_unavailable() -> str | None:
     """None if the compiled Transformer Engine can be imported, else what it says."""
     code = "import transformer_engine.pytorch"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != children.ENVIRONMENT_VARIABLE}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return None
     lines = done.stderr.strip().splitlines()

@@ -20,7 +20,9 @@ LIMITS = [
 FP8 = [E4M3, E5M2]
 
 
-@pytest.mark.parametrize(("fmt", "largest", "normal", "subnormal", "bias"), LIMITS, ids=lambda x: getattr(x, "name", ""))
+@pytest.mark.parametrize(
+    ("fmt", "largest", "normal", "subnormal", "bias"), LIMITS, ids=lambda x: getattr(x, "name", "")
+)
 def test_limits_are_those_of_the_specification(
     fmt: FloatFormat, largest: float, normal: float, subnormal: float, bias: int
 ) -> None:

@@ -18,7 +18,8 @@ from transformer_engine.pytorch.tensor.float8_tensor import (  # noqa: E402
     Float8Quantizer,
 )
 
-from te_precision_callbacks.reference import extension as tex, target  # noqa: E402
+from te_precision_callbacks.reference import extension as tex  # noqa: E402
+from te_precision_callbacks.reference import target
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError  # noqa: E402
 
 KIND = {torch.float32: tex.DType.kFloat32, torch.bfloat16: tex.DType.kBFloat16, torch.float16: tex.DType.kFloat16}

@@ -20,7 +20,8 @@ from transformer_engine.pytorch.tensor.float8_tensor import (  # noqa: E402
 )
 from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage  # noqa: E402
 
-from te_precision_callbacks.reference import extension as tex, target  # noqa: E402
+from te_precision_callbacks.reference import extension as tex  # noqa: E402
+from te_precision_callbacks.reference import target
 from te_precision_callbacks.reference.errors import ReferenceBackendError, UnsupportedRecipeError  # noqa: E402
 
 E4M3, E5M2 = tex.DType.kFloat8E4M3, tex.DType.kFloat8E5M2
@@ -196,9 +197,7 @@ def test_the_noop_flag_leaves_all_as_it_is(make: Any) -> None:
     out = tex.quantize(torch.ones(4, 16), quantizer)
     before = (out._data.clone(), out._transpose.clone(), out._scale_inv.clone())
     tex.quantize(torch.full((4, 16), 3.0), quantizer, out, torch.ones(1))
-    assert all(
-        torch.equal(a, b) for a, b in zip(before, (out._data, out._transpose, out._scale_inv), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(before, (out._data, out._transpose, out._scale_inv), strict=True))
     tex.quantize(torch.full((4, 16), 3.0), quantizer, out, torch.zeros(1))
     assert out.dequantize().eq(3.0).all()
 
@@ -278,7 +277,9 @@ def test_bgrad_quantize(dtype: torch.dtype) -> None:
     bias_grad, quantized = tex.bgrad_quantize(grad, _current(E5M2))
     assert bias_grad.dtype == dtype
     expected = grad.double().sum(dim=(0, 1))
-    torch.testing.assert_close(bias_grad.double(), expected, rtol=2.0**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-5)
+    torch.testing.assert_close(
+        bias_grad.double(), expected, rtol=2.0**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-5
+    )
     assert torch.equal(quantized._data, tex.quantize(grad, _current(E5M2))._data)
     bias_grad, same = tex.bgrad_quantize(grad, None)
     assert torch.equal(same, grad)

@@ -73,7 +73,9 @@ def test_scale_at_the_edges(amax: float, expected: float) -> None:
     assert scale_from_amax(torch.tensor([amax]), 448.0).item() == expected
 
 
-@pytest.mark.parametrize(("amax", "expected"), [(1.0, 256.0), (3.0, 128.0), (0.0, 1.0), (1e-40, 2.0**127), (500.0, 0.5)])
+@pytest.mark.parametrize(
+    ("amax", "expected"), [(1.0, 256.0), (3.0, 128.0), (0.0, 1.0), (1e-40, 2.0**127), (500.0, 0.5)]
+)
 def test_power_of_two_scale_rounds_down(amax: float, expected: float) -> None:
     assert scale_from_amax(torch.tensor([amax]), 448.0, force_pow_2=True).item() == expected
 

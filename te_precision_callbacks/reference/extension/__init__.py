@@ -27,6 +27,7 @@ file                         what it holds
 ``activation.py``            GELU, SwiGLU and their relatives
 ``softmax.py``               scaled and masked softmax
 ``attention.py``             what unfused attention needs
+``rope.py``                  rotary position embedding
 ``padding.py``               padding for grouped GEMMs
 ``multi_tensor.py``          scaling and norms of lists of tensors
 ``optimizers.py``            Adam, SGD
@@ -135,6 +136,12 @@ from te_precision_callbacks.reference.extension.quantization import (
     quantize,
     split_quantize,
 )
+from te_precision_callbacks.reference.extension.rope import (
+    fused_qkv_rope_backward,
+    fused_qkv_rope_forward,
+    fused_rope_backward,
+    fused_rope_forward,
+)
 from te_precision_callbacks.reference.extension.scaling import (
     compute_amax,
     fused_amax_and_scale_update_after_reduction,
@@ -209,6 +216,10 @@ __all__ = [
     "fused_amax_and_scale_update_after_reduction",
     "fused_multi_row_padding",
     "fused_multi_row_unpadding",
+    "fused_qkv_rope_backward",
+    "fused_qkv_rope_forward",
+    "fused_rope_backward",
+    "fused_rope_forward",
     "geglu",
     "gelu",
     "generic_gemm",

@@ -1,0 +1,200 @@
+"""Rotary position embedding, which Transformer Engine's attention modules apply through the extension.
+
+Usage::
+
+    freqs = te.attention.RotaryPositionEmbedding(head_size)(length)  # [length, 1, 1, rotated dimensions], float32
+    rotated = fused_rope_forward(query, freqs, None, NVTE_QKV_Format.NVTE_SBHD, False, None, 1, 0)
+    dquery = fused_rope_backward(drotated, freqs, None, NVTE_QKV_Format.NVTE_SBHD, False, None, 1, 0)
+
+``x * cos(freqs) + rotate(x) * sin(freqs)`` over the first dimensions of each head, in float32, rounded once; the other
+dimensions stay (``common/fused_rope/fused_rope.cu``, TE 2.20). ``rotate`` swaps the two halves of these dimensions, or
+each even one with the odd one after it (``interleaved``), and negates what comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.reference.extension.enums import NVTE_QKV_Format
+
+
+@torch.no_grad()
+def fused_rope_forward(
+    input: torch.Tensor,
+    freqs: torch.Tensor,
+    start_positions: torch.Tensor | None,
+    qkv_format: int,
+    interleaved: bool,
+    cu_seqlens: torch.Tensor | None,
+    cp_size: int,
+    cp_rank: int,
+) -> torch.Tensor:
+    """Rotate.
+
+    Args:
+        input: [sequence, batch, heads, head size], [batch, sequence, ...] or [tokens, heads, head size].
+        freqs: float32, [positions, 1, 1, rotated dimensions], in radians.
+        start_positions: [batch], the position of each sequence's first token; None for 0.
+        qkv_format: SBHD, BSHD or THD.
+        interleaved: whether neighbours or halves are swapped.
+        cu_seqlens: for THD, [batch + 1]: where each sequence starts, over all ranks of context parallelism.
+        cp_size: ranks among which each sequence is divided; each has one chunk from the front, one from the back.
+        cp_rank: which of them this is.
+
+    Returns:
+        contiguous, the shape and type of ``input``.
+    """
+    angles = _angles(input, freqs, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
+    return _rotate(input, angles, interleaved, backward=False)
+
+
+@torch.no_grad()
+def fused_rope_backward(
+    output_grads: torch.Tensor,
+    freqs: torch.Tensor,
+    start_positions: torch.Tensor | None,
+    qkv_format: int,
+    interleaved: bool,
+    cu_seqlens: torch.Tensor | None,
+    cp_size: int,
+    cp_rank: int,
+) -> torch.Tensor:
+    """Gradient of :func:`fused_rope_forward`: the rotation back. Arguments as there."""
+    angles = _angles(output_grads, freqs, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
+    return _rotate(output_grads, angles, interleaved, backward=True)
+
+
+@torch.no_grad()
+def fused_qkv_rope_forward(
+    qkv_input: torch.Tensor,
+    q_freqs: torch.Tensor,
+    k_freqs: torch.Tensor,
+    start_positions: torch.Tensor | None,
+    qkv_split_arg_list: Sequence[int],
+    qkv_format: int,
+    interleaved: bool,
+    cp_size: int,
+    cp_rank: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Take query, key and value apart, and rotate query and key.
+
+    Args:
+        qkv_input: [sequence, batch, groups, query + key + value], or with sequence and batch swapped.
+        q_freqs: of the query, as in :func:`fused_rope_forward`.
+        k_freqs: of the key.
+        start_positions: as in :func:`fused_rope_forward`.
+        qkv_split_arg_list: dimensions of query (all heads of the group), key and value.
+        qkv_format: SBHD or BSHD.
+        interleaved: as in :func:`fused_rope_forward`.
+        cp_size: as in :func:`fused_rope_forward`.
+        cp_rank: as in :func:`fused_rope_forward`.
+
+    Returns:
+        query [..., heads, head size], key and value [..., groups, head size].
+    """
+    head_size = qkv_split_arg_list[1]
+    query, key, value = torch.split(qkv_input.detach(), list(qkv_split_arg_list), dim=-1)
+    query = query.reshape(*query.shape[:2], -1, head_size)
+    rotated = [
+        fused_rope_forward(part, freqs, start_positions, qkv_format, interleaved, None, cp_size, cp_rank)
+        for part, freqs in ((query, q_freqs), (key, k_freqs))
+    ]
+    return rotated[0], rotated[1], value.contiguous()
+
+
+@torch.no_grad()
+def fused_qkv_rope_backward(
+    q_grad_out: torch.Tensor,
+    k_grad_out: torch.Tensor,
+    v_grad_out: torch.Tensor,
+    q_freqs: torch.Tensor,
+    k_freqs: torch.Tensor,
+    qkv_split_arg_list: Sequence[int],
+    qkv_format: int,
+    interleaved: bool,
+    cp_size: int,
+    cp_rank: int,
+) -> torch.Tensor:
+    """Gradient of :func:`fused_qkv_rope_forward`, [..., groups, query + key + value]."""
+    query, key = (
+        fused_rope_backward(grad, freqs, None, qkv_format, interleaved, None, cp_size, cp_rank)
+        for grad, freqs in ((q_grad_out, q_freqs), (k_grad_out, k_freqs))
+    )
+    query = query.reshape(*key.shape[:-1], qkv_split_arg_list[0])
+    return torch.cat([query, key, v_grad_out.detach()], dim=-1)
+
+
+def _angles(
+    tensor: torch.Tensor,
+    freqs: torch.Tensor,
+    start_positions: torch.Tensor | None,
+    qkv_format: int,
+    cu_seqlens: torch.Tensor | None,
+    cp_size: int,
+    cp_rank: int,
+) -> torch.Tensor:
+    """The angles for each token, [..., 1, rotated dimensions], to be multiplied with [..., heads, head size]."""
+    rotated = freqs.shape[-1]
+    if tensor.shape[-1] < rotated:
+        raise ReferenceBackendError(f"Heads have {tensor.shape[-1]} dimensions; {rotated} cannot be rotated.")
+    table = freqs.detach().reshape(freqs.shape[0], rotated)
+    if qkv_format == NVTE_QKV_Format.NVTE_THD:
+        if cu_seqlens is None:
+            raise ReferenceBackendError("Rotary embedding of tokens without a batch dimension needs cu_seqlens.")
+        places = _places_of_tokens(tensor, cu_seqlens, start_positions, cp_size, cp_rank)
+        return table[places].unsqueeze(1)
+    sequence_first = qkv_format == NVTE_QKV_Format.NVTE_SBHD
+    length = tensor.shape[0 if sequence_first else 1]
+    if length * cp_size > table.shape[0]:
+        raise ReferenceBackendError(
+            f"Rotary embedding of {length * cp_size} positions; only {table.shape[0]} were made."
+        )
+    places = _places(length, cp_size, cp_rank, tensor.device).unsqueeze(1)
+    if start_positions is not None:
+        places = places + start_positions.long()
+    angles = table[places].unsqueeze(2)
+    return angles if sequence_first else angles.transpose(0, 1)
+
+
+def _places(length: int, cp_size: int, cp_rank: int, device: torch.device) -> torch.Tensor:
+    """The position of each of a rank's tokens in its sequence, int64, [length]."""
+    places = torch.arange(length, device=device)
+    if cp_size == 1:
+        return places
+    half = length // 2
+    front = places[:half] + cp_rank * half
+    back = places[half:] + length * cp_size - (cp_rank + 1) * half - half
+    return torch.cat([front, back])
+
+
+def _places_of_tokens(
+    tensor: torch.Tensor, cu_seqlens: torch.Tensor, start_positions: torch.Tensor | None, cp_size: int, cp_rank: int
+) -> torch.Tensor:
+    places = torch.zeros(tensor.shape[0], dtype=torch.int64, device=tensor.device)
+    bounds = [bound // cp_size for bound in cu_seqlens.tolist()]
+    for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        places[start:end] = _places(end - start, cp_size, cp_rank, tensor.device)
+        if start_positions is not None:
+            places[start:end] += start_positions[index].long()
+    return places
+
+
+def _rotate(tensor: torch.Tensor, angles: torch.Tensor, interleaved: bool, *, backward: bool) -> torch.Tensor:
+    rotated = angles.shape[-1]
+    source = tensor.detach().float()
+    turned, rest = source[..., :rotated], source[..., rotated:]
+    cosine, sine = angles.cos(), angles.sin()
+    # The transpose of the rotation: first times sine, then swapped the other way.
+    swapped = _swap(turned * sine, interleaved, -1.0) if backward else _swap(turned, interleaved, 1.0) * sine
+    return torch.cat([turned * cosine + swapped, rest], dim=-1).to(tensor.dtype)
+
+
+def _swap(x: torch.Tensor, interleaved: bool, sign: float) -> torch.Tensor:
+    """(first, second) to (-sign * second, sign * first)."""
+    if interleaved:
+        return torch.stack([-sign * x[..., 1::2], sign * x[..., ::2]], dim=-1).flatten(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-sign * second, sign * first], dim=-1)

@@ -1,0 +1,157 @@
+"""The models and the trainer of the Lightning tests."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import transformer_engine.pytorch as te
+from torch.utils.data import DataLoader, Dataset
+
+
+class Batches(Dataset[torch.Tensor]):
+    """Sample ``i`` is drawn from seed ``i``, so that a test can make it again."""
+
+    def __init__(self, count: int, size: int = 32) -> None:
+        self.count, self.size = count, size
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return sample(index, self.size)
+
+
+def sample(index: int, size: int = 32) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(index))
+
+
+def batch_of(index: int, size: int = 8) -> torch.Tensor:
+    """The ``index``-th batch of an unshuffled loader."""
+    return torch.stack([sample(i) for i in range(index * size, (index + 1) * size)])
+
+
+def loader(batches: int, size: int = 8) -> DataLoader[torch.Tensor]:
+    return DataLoader(Batches(batches * size), batch_size=size)
+
+
+class Plain(L.LightningModule):
+    """Two TE layers; every training step logs the index of its batch."""
+
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(te.Linear(32, 32), te.LayerNormLinear(32, 32))
+        self.lr = lr
+        self.fail_at: dict[int, BaseException] = {}
+        self.validation_outputs: list[torch.Tensor] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        out = self.net(batch)
+        if error := self.fail_at.get(batch_idx):
+            raise error
+        self.log("batch_idx", float(batch_idx))
+        return out.pow(2).mean()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.validation_outputs.append(self.net(100 * batch).clone())
+
+    test_step = validation_step
+
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.net(100 * batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class TwoOptimizers(Plain):
+    """Manual optimization: both optimizers step in every ``every``-th batch."""
+
+    def __init__(self, every: int = 1) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.every = every
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        self.manual_backward(self.net(batch).pow(2).mean())
+        if (batch_idx + 1) % self.every == 0:
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+        self.log("batch_idx", float(batch_idx))
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(layer.parameters(), lr=0.01) for layer in self.net]
+
+
+class Torch(L.LightningModule):
+    """A model of torch layers, for Lightning's TransformerEnginePrecision to replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 32), torch.nn.GELU())
+        self.head = torch.nn.Linear(32, 16)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.log("batch_idx", float(batch_idx))
+        return self.head(self.body(batch)).pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def trainer(root: Path, **keywords: Any) -> L.Trainer:
+    """A quiet trainer on the CPU."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "max_epochs": 1,
+        "log_every_n_steps": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    return L.Trainer(default_root_dir=root, **{**defaults, **keywords})
+
+
+def logged_lines(log_dir: Path, rank: int = 0) -> dict[tuple[str, int], float]:
+    """The statistics log of a rank: (name, iteration) -> value. A name that is there twice is an error."""
+    path = log_dir / "nvdlfw_inspect_statistics_logs" / f"nvdlfw_inspect_globalrank-{rank}.log"
+    found: dict[tuple[str, int], float] = {}
+    for line in path.read_text().splitlines():
+        _, _, rest = line.partition(" - INFO - ")
+        name, iteration, value = (part.strip() for part in rest.split("\t\t\t\t"))
+        key = (name, int(iteration.removeprefix("iteration=")))
+        assert key not in found, key
+        found[key] = float(value.removeprefix("value="))
+    return found
+
+
+def board_scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """Tag -> step -> value, from the event files of a TensorBoard folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return {
+        tag: {event.step: event.value for event in accumulator.Scalars(tag)} for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def csv_scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """Column -> step -> value, from the metrics.csv of a CSVLogger."""
+    found: dict[str, dict[int, float]] = {}
+    with (folder / "metrics.csv").open() as file:
+        for row in csv.DictReader(file):
+            step = int(row.pop("step"))
+            for name, value in row.items():
+                if value:
+                    found.setdefault(name, {})[step] = float(value)
+    return found

@@ -1,0 +1,300 @@
+"""The Lightning callback in real fits."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins import TransformerEnginePrecision
+from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+from te_precision_callbacks import ConfigError, PrecisionDebugCallback
+from te_precision_callbacks.options import OptionError
+from te_precision_callbacks.session import SessionError
+from tests.conftest import Keeper, feature, global_state, module_state, statistics
+from tests.lightning.models import (
+    Plain,
+    Torch,
+    TwoOptimizers,
+    batch_of,
+    board_scalars,
+    csv_scalars,
+    loader,
+    logged_lines,
+    trainer,
+)
+
+FIRST = "net.0_activation_max"
+
+
+def largest(*batches: int) -> float:
+    return max(batch_of(index).max().item() for index in batches)
+
+
+def fit(root: Path, config: Any, batches: int = 6, model: Any = None, fit_keywords: Any = None, **keywords: Any) -> Any:
+    """Fit, and give the statistics log and the model."""
+    model = model or Plain()
+    callback = PrecisionDebugCallback(config, log_dir=root / "debug")
+    trainer(root, callbacks=[callback], **keywords).fit(model, loader(batches), **(fit_keywords or {}))
+    return logged_lines(root / "debug"), model
+
+
+def test_every_optimizer_step_is_an_iteration(tmp_path: Path) -> None:
+    lines, _ = fit(tmp_path, statistics())
+    expected = {(FIRST, step): pytest.approx(largest(step)) for step in range(6)}
+    assert {key: value for key, value in lines.items() if key[0] == FIRST} == expected
+
+
+def test_an_accumulation_is_one_iteration(tmp_path: Path) -> None:
+    lines, _ = fit(tmp_path, statistics(), batches=10, accumulate_grad_batches=4)
+    expected = {0: largest(0, 1, 2, 3), 1: largest(4, 5, 6, 7), 2: largest(8, 9)}
+    assert {step: value for (name, step), value in lines.items() if name == FIRST} == pytest.approx(expected)
+
+
+def test_every_batch_may_be_an_iteration(tmp_path: Path) -> None:
+    board = TensorBoardLogger(tmp_path, name="board", version="")
+    callback = PrecisionDebugCallback(statistics(), step_on="batch", log_dir=tmp_path / "debug")
+    trainer(tmp_path, callbacks=[callback], accumulate_grad_batches=4, logger=board).fit(Plain(), loader(6))
+    lines = logged_lines(tmp_path / "debug")
+    expected = {step: largest(step) for step in range(6)}
+    assert {step: value for (name, step), value in lines.items() if name == FIRST} == pytest.approx(expected)
+    assert board_scalars(tmp_path / "board")["te/net.0/activation/max"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "accumulate"), [(Plain, 1), (Plain, 4), (TwoOptimizers, 1), (lambda: TwoOptimizers(every=3), 1)]
+)
+def test_numbers_stand_at_the_step_of_the_batchs_own_metrics(tmp_path: Path, model: Any, accumulate: int) -> None:
+    """In every logger, the number of the statistics log, where ``self.log`` of the batch that stepped stands."""
+    loggers = [TensorBoardLogger(tmp_path, name="board", version=""), CSVLogger(tmp_path, name="csv", version="")]
+    callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path / "debug")
+    keywords = {"accumulate_grad_batches": accumulate, "logger": loggers, "callbacks": [callback]}
+    trainer(tmp_path, **keywords).fit(model(), loader(12))
+    lines = logged_lines(tmp_path / "debug")
+    assert lines
+    every = accumulate if isinstance(model, type) else 3
+    for scalars, exact in ((board_scalars(tmp_path / "board"), np.float32), (csv_scalars(tmp_path / "csv"), float)):
+        own = scalars["batch_idx"]
+        for (name, iteration), value in lines.items():
+            layer, tensor, statistic = name.split("_", 2)
+            metrics = scalars[f"te/{layer}/{tensor}/{statistic}"]
+            closing_batch = (iteration + 1) * every - 1
+            step = next(step for step, batch in own.items() if batch == closing_batch)
+            assert exact(metrics[step]) == exact(value), (name, iteration)
+            assert len(metrics) == 12 // every
+
+
+def test_layers_that_lightning_replaced_are_found(tmp_path: Path) -> None:
+    loggers = [TensorBoardLogger(tmp_path, name="board", version=""), CSVLogger(tmp_path, name="csv", version="")]
+    callback = PrecisionDebugCallback(statistics(tensors=["activation", "weight", "gradient"]))
+    plugin = TransformerEnginePrecision(weights_dtype=torch.float32)
+    fitted = trainer(tmp_path, callbacks=[callback], plugins=[plugin], logger=loggers)
+    fitted.fit(model := Torch(), loader(3, size=16))
+    assert isinstance(model.head, te.Linear)
+    assert [layer.name for layer in callback.session.layers] == ["body.1", "head"]
+    assert {entry.operands["weight"] for entry in callback.session.precision if "weight" in entry.operands} == {
+        "FP8 E4M3"
+    }
+    lines = logged_lines(Path(fitted.log_dir))
+    board, table = board_scalars(tmp_path / "board"), csv_scalars(tmp_path / "csv")
+    for layer in ("body.1", "head"):
+        for tensor in ("activation", "weight", "gradient"):
+            for step in range(3):
+                value = lines[f"{layer}_{tensor}_max", step]
+                assert table[f"te/{layer}/{tensor}/max"][step] == value
+                assert np.float32(board[f"te/{layer}/{tensor}/max"][step]) == np.float32(value)
+
+
+def test_modules_of_configure_model_are_built_inside_the_session(tmp_path: Path) -> None:
+    class Late(Plain):
+        def configure_model(self) -> None:
+            assert TEDebugState.debug_enabled, "the session exists before the first module of configure_model"
+            self.net = torch.nn.Sequential(te.Linear(32, 32))
+
+    lines, _ = fit(tmp_path, statistics(), batches=2, model=Late())
+    assert {name for name, _ in lines} == {"net.0_activation_max", "net.0_activation_l1_norm"}
+
+
+def test_only_training_is_observed(tmp_path: Path) -> None:
+    """Sanity checks, validation in between (100 times larger), test and predict."""
+
+    class ValidatesWithGradients(Plain):
+        def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            with torch.enable_grad():
+                super().validation_step(batch, batch_idx)
+
+    for model in (Plain(), ValidatesWithGradients()):
+        callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path / type(model).__name__)
+        with_gradients = isinstance(model, ValidatesWithGradients)
+        fitted = trainer(tmp_path, callbacks=[callback], val_check_interval=2, inference_mode=not with_gradients)
+        fitted.fit(model, loader(6), loader(2))
+        fitted.test(model, loader(2), verbose=False)
+        fitted.validate(model, loader(2), verbose=False)
+        fitted.predict(model, loader(2))
+        lines = logged_lines(tmp_path / type(model).__name__)
+        expected = {step: largest(step) for step in range(6)}
+        assert {step: value for (name, step), value in lines.items() if name == FIRST} == pytest.approx(expected)
+
+
+def test_precision_features_act_in_validation(tmp_path: Path) -> None:
+    config = {
+        "fake": feature("FakeQuant", ["net.0"], gemms=["fprop"], tensors=["activation"], quant_format="FP8E5M2"),
+        **statistics(layers=["net.1"]),
+    }
+    outputs = []
+    for name, callbacks in (("with", [PrecisionDebugCallback(config, log_dir=tmp_path / "debug")]), ("without", [])):
+        model = Plain(lr=0.0)
+        trainer(tmp_path / name, callbacks=callbacks, num_sanity_val_steps=0).fit(model, loader(2), loader(1))
+        outputs.append(model.validation_outputs[0])
+    assert not torch.equal(*outputs)
+    assert max(value for (name, _), value in logged_lines(tmp_path / "debug").items() if name.endswith("max")) < 10
+
+
+def test_resuming_continues_the_iteration(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=7, save_top_k=-1)
+    config = statistics()
+    callback = PrecisionDebugCallback(config, log_dir=tmp_path / "first")
+    trainer(tmp_path, callbacks=[callback, saver], enable_checkpointing=True).fit(Plain(), loader(7))
+    checkpoint = next((tmp_path / "checkpoints").glob("*.ckpt"))
+
+    for name, callbacks in {
+        "same": PrecisionDebugCallback(config, log_dir=tmp_path / "same"),
+        "by batch": PrecisionDebugCallback(config, step_on="batch", log_dir=tmp_path / "by batch"),
+        "told": PrecisionDebugCallback(config, start_step=100, log_dir=tmp_path / "told"),
+    }.items():
+        board = TensorBoardLogger(tmp_path / name, name="board", version="")
+        resumed = trainer(tmp_path, callbacks=[callbacks], logger=board, max_epochs=2)
+        resumed.fit(Plain(), loader(7), ckpt_path=checkpoint, weights_only=False)
+        first = 100 if name == "told" else 7
+        lines = logged_lines(tmp_path / name)
+        assert sorted({step for _, step in lines}) == list(range(first, first + 7)), name
+        assert sorted(board_scalars(tmp_path / name / "board")["te/net.0/activation/max"]) == list(range(7, 14)), name
+
+
+def test_resuming_a_checkpoint_that_knows_nothing_of_the_callback(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=7, save_top_k=-1)
+    trainer(tmp_path, callbacks=[saver], enable_checkpointing=True).fit(Plain(), loader(7))
+    lines, _ = fit(
+        tmp_path,
+        statistics(),
+        batches=7,
+        max_epochs=2,
+        fit_keywords={"ckpt_path": next((tmp_path / "checkpoints").glob("*.ckpt")), "weights_only": False},
+    )
+    assert sorted({step for _, step in lines}) == list(range(7, 14))
+
+
+def test_fits_in_turn_on_one_model(tmp_path: Path) -> None:
+    """The first with an end_step long passed, then two trainers in turn, and one callback used twice."""
+    model, before = Plain(), global_state()
+    modules = module_state(model)
+    lines, _ = fit(tmp_path / "1", statistics(end_step=1), model=model)
+    assert sorted({step for _, step in lines}) == [0, 1]
+    assert module_state(model) == modules
+    lines, _ = fit(tmp_path / "2", statistics(), model=model)
+    assert sorted({step for _, step in lines}) == list(range(6))
+
+    keeper = Keeper()
+    callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path / "3", sinks=[keeper])
+    for _ in range(2):
+        trainer(tmp_path, callbacks=[callback]).fit(model, loader(3))
+    assert keeper.iterations == [0, 1, 2] * 2
+    assert keeper.closed == [None, None]
+    assert module_state(model) == modules
+    assert {**global_state(), "te state": None} == {**before, "te state": None}
+
+
+def test_a_fit_that_continues_the_trainers_steps_continues_the_iteration(tmp_path: Path) -> None:
+    keeper = Keeper()
+    callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path, sinks=[keeper])
+    fitted = trainer(tmp_path, callbacks=[callback])
+    model = Plain()
+    fitted.fit(model, loader(3))
+    fitted.fit_loop.max_epochs = 2
+    fitted.fit(model, loader(3))
+    assert keeper.iterations == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("error", [ValueError("bad batch"), KeyboardInterrupt(), SystemExit(1)])
+def test_a_fit_that_fails_closes_the_session(tmp_path: Path, error: BaseException) -> None:
+    model, before, keeper = Plain(), global_state(), Keeper()
+    modules = module_state(model)
+    model.fail_at = {3: error}
+    callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path / "debug", sinks=[keeper])
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit if isinstance(error, KeyboardInterrupt) else type(error)):
+            trainer(tmp_path, callbacks=[callback]).fit(model, loader(6))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert keeper.closed == [error]
+    assert module_state(model) == modules
+    assert {**global_state(), "te state": None} == {**before, "te state": None}
+    lines = logged_lines(tmp_path / "debug")
+    assert {step: value for (name, step), value in lines.items() if name == FIRST} == pytest.approx(
+        {step: largest(step) for step in range(4)}
+    ), "the forward of the step that failed is written too"
+
+    model.fail_at = {}
+    lines, _ = fit(tmp_path / "good", statistics(), model=model)
+    assert sorted({step for _, step in lines}) == list(range(6))
+
+
+def test_a_model_without_te_layers_trains_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path)
+    fitted = trainer(tmp_path, callbacks=[callback])
+    fitted.fit(Torch(), loader(3))
+    assert fitted.global_step == 3
+    assert "no Transformer Engine layer" in caplog.text
+
+
+def test_without_a_logger_the_files_are_below_the_root(tmp_path: Path) -> None:
+    fitted = trainer(tmp_path, callbacks=[PrecisionDebugCallback(statistics())])
+    fitted.fit(Plain(), loader(2))
+    assert sorted({step for _, step in logged_lines(tmp_path)}) == [0, 1]
+
+
+def test_a_broken_logger_does_not_end_the_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(CSVLogger):
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            if any(name.startswith("te/") for name in metrics):
+                raise OSError("disk is full")
+
+    fitted = trainer(
+        tmp_path,
+        callbacks=[PrecisionDebugCallback(statistics(), log_dir=tmp_path)],
+        logger=Broken(tmp_path),
+    )
+    fitted.fit(Plain(), loader(3))
+    assert fitted.global_step == 3
+    assert caplog.text.count("disk is full") >= 1
+    assert len([record for record in caplog.records if "Precision debugging failed" in record.message]) == 1
+    assert sorted({step for _, step in logged_lines(tmp_path)}) == [0, 1, 2], "the statistics log goes on"
+
+
+def test_bad_arguments_are_refused_at_construction(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        PrecisionDebugCallback(tmp_path / "missing.yaml")
+    with pytest.raises(OptionError, match="step_on"):
+        PrecisionDebugCallback(step_on="epoch")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="Did you mean 'log_dir'"):
+        PrecisionDebugCallback(logdir=tmp_path)  # type: ignore[call-arg]
+    with pytest.raises(SessionError, match="no session yet"):
+        _ = PrecisionDebugCallback().session
+
+
+def test_a_section_without_a_layer_ends_the_fit_before_the_first_step(tmp_path: Path) -> None:
+    before = global_state()
+    model = Plain()
+    with pytest.raises(ConfigError, match=r"net\.0"):
+        fit(tmp_path, statistics(layers=["net.7"]), model=model)
+    assert {**global_state(), "te state": None} == {**before, "te state": None}
+    assert isinstance(model, L.LightningModule)

@@ -1,0 +1,314 @@
+"""Transformer Engine's modules on the reference extension, against the same layers in torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from te_precision_callbacks import reference
+
+reference.install()
+
+import transformer_engine.pytorch as te  # noqa: E402
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format  # noqa: E402
+from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding  # noqa: E402
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor  # noqa: E402
+
+RECIPES = {
+    "delayed": lambda: DelayedScaling(amax_history_len=4),
+    "delayed E4M3": lambda: DelayedScaling(fp8_format=Format.E4M3, amax_compute_algo="most_recent"),
+    "current": Float8CurrentScaling,
+}
+# One FP8 operand with 3 mantissa bits is off by at most 1/16, and sums average that out; gradients have 2 bits.
+FP8_ERROR = 0.1
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "geglu": lambda x: F.gelu(x.chunk(2, -1)[0], approximate="tanh") * x.chunk(2, -1)[1],
+    "glu": lambda x: torch.sigmoid(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "reglu": lambda x: F.relu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "srelu": lambda x: F.relu(x).square(),
+    "silu": F.silu,
+    "swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+}
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    torch.manual_seed(0)
+    te.quantization.FP8GlobalStateManager.reset()
+
+
+def _gradients(
+    function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, parameters: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The result, and the gradients of input and parameters for a fixed output gradient."""
+    x = x.detach().clone().requires_grad_()
+    out = function(x)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, [x, *parameters], grad)]
+
+
+def _assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        # The gradient of a key's bias is 0, but for rounding.
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=max(1e-4 * float(b.abs().max()), 1e-7))
+
+
+def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def _linear(module: Any, x: torch.Tensor) -> torch.Tensor:
+    # The projection of attention has its weight in three parts.
+    names = ("query_", "key_", "value_") if hasattr(module, "query_weight") else ("",)
+    weight, bias = (torch.cat([getattr(module, name + kind) for name in names]) for kind in ("weight", "bias"))
+    return F.linear(x, weight, bias)
+
+
+def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+    if module.normalization == "RMSNorm":
+        return F.rms_norm(x, x.shape[-1:], module.layer_norm_weight, module.eps)
+    return F.layer_norm(x, x.shape[-1:], module.layer_norm_weight, module.layer_norm_bias, module.eps)
+
+
+def test_linear() -> None:
+    module, x = te.Linear(32, 48), torch.randn(4, 16, 32)
+    parameters = [module.weight, module.bias]
+    _assert_close(_gradients(module, x, parameters), _gradients(lambda t: _linear(module, t), x, parameters))
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_layernorm_linear(normalization: str) -> None:
+    module, x = te.LayerNormLinear(32, 48, normalization=normalization), torch.randn(4, 16, 32)
+    parameters = list(module.parameters())
+    torch.nn.init.normal_(module.layer_norm_weight)
+    _assert_close(
+        _gradients(module, x, parameters), _gradients(lambda t: _linear(module, _norm(module, t)), x, parameters)
+    )
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_layernorm_mlp(activation: str) -> None:
+    module, x = te.LayerNormMLP(32, 64, activation=activation), torch.randn(4, 16, 32)
+    parameters = list(module.parameters())
+
+    def expected(t: torch.Tensor) -> torch.Tensor:
+        hidden = ACTIVATIONS[activation](F.linear(_norm(module, t), module.fc1_weight, module.fc1_bias))
+        return F.linear(hidden, module.fc2_weight, module.fc2_bias)
+
+    _assert_close(_gradients(module, x, parameters), _gradients(expected, x, parameters))
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_norms(zero_centered: bool) -> None:
+    x, shift = torch.randn(4, 16, 32), 1.0 if zero_centered else 0.0
+    layer_norm = te.LayerNorm(32, zero_centered_gamma=zero_centered)
+    rms_norm = te.RMSNorm(32, zero_centered_gamma=zero_centered)
+    for module in (layer_norm, rms_norm):
+        torch.nn.init.normal_(module.weight)
+    _assert_close(
+        _gradients(layer_norm, x, [layer_norm.weight, layer_norm.bias]),
+        _gradients(
+            lambda t: F.layer_norm(t, (32,), layer_norm.weight + shift, layer_norm.bias, layer_norm.eps),
+            x,
+            [layer_norm.weight, layer_norm.bias],
+        ),
+    )
+    _assert_close(
+        _gradients(rms_norm, x, [rms_norm.weight]),
+        _gradients(lambda t: F.rms_norm(t, (32,), rms_norm.weight + shift, rms_norm.eps), x, [rms_norm.weight]),
+    )
+
+
+def test_grouped_linear() -> None:
+    splits = [16, 0, 48]
+    module, x = te.GroupedLinear(3, 32, 48), torch.randn(64, 32)
+    weights = [getattr(module, f"weight{index}") for index in range(3)]
+    biases = [getattr(module, f"bias{index}") for index in range(3)]
+
+    def expected(t: torch.Tensor) -> torch.Tensor:
+        parts = zip(torch.split(t, splits), weights, biases, strict=True)
+        return torch.cat([F.linear(part, weight, bias) for part, weight, bias in parts])
+
+    _assert_close(
+        _gradients(lambda t: module(t, splits), x, [*weights, *biases]), _gradients(expected, x, [*weights, *biases])
+    )
+
+
+def test_transformer_layer() -> None:
+    module = te.TransformerLayer(32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, self_attn_mask_type="causal")
+    attention, mlp = module.self_attention, module.layernorm_mlp
+    qkv, x = attention.layernorm_qkv, torch.randn(16, 2, 32)
+
+    def expected(t: torch.Tensor) -> torch.Tensor:
+        length, batch, hidden = t.shape
+        projected = _linear(qkv, _norm(qkv, t)).view(length, batch, 3, 4, 8)
+        q, k, v = (part.permute(1, 2, 0, 3) for part in projected.unbind(dim=2))
+        context = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        t = t + _linear(attention.proj, context.permute(2, 0, 1, 3).reshape(length, batch, hidden))
+        inner = F.gelu(F.linear(_norm(mlp, t), mlp.fc1_weight, mlp.fc1_bias), approximate="tanh")
+        return t + F.linear(inner, mlp.fc2_weight, mlp.fc2_bias)
+
+    parameters = list(module.parameters())
+    _assert_close(_gradients(module, x, parameters), _gradients(expected, x, parameters))
+
+
+MODULES: dict[str, Callable[[], Any]] = {
+    "Linear": lambda: te.Linear(64, 96),
+    "LayerNormLinear": lambda: te.LayerNormLinear(64, 96),
+    "LayerNormMLP": lambda: te.LayerNormMLP(64, 128),
+    "LayerNormMLP swiglu": lambda: te.LayerNormMLP(64, 128, activation="swiglu", normalization="RMSNorm"),
+    "TransformerLayer": lambda: te.TransformerLayer(
+        64, 128, 4, num_gqa_groups=2, normalization="RMSNorm", activation="swiglu", hidden_dropout=0.0,
+        attention_dropout=0.0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", MODULES)
+def test_fp8_is_near_high_precision(name: str, recipe: str, dtype: torch.dtype) -> None:
+    module, x = MODULES[name]().to(dtype), torch.randn(16, 2, 64).to(dtype)
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    expected = _gradients(module, x, parameters)
+    chosen = RECIPES[recipe]()
+
+    def quantized(t: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=True, recipe=chosen):
+            out: torch.Tensor = module(t)
+        return out
+
+    # The scales of delayed scaling are known from the second step on.
+    for _ in range(3):
+        actual = _gradients(quantized, x, parameters)
+    assert 0 < _relative_error(actual[0], expected[0]) < FP8_ERROR
+    # Together: the gradient of the key's bias alone is 0, but for rounding.
+    gradients = (torch.cat([tensor.flatten() for tensor in tensors[1:]]) for tensors in (actual, expected))
+    assert 0 < _relative_error(*gradients) < FP8_ERROR
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fp8_linear_is_the_product_of_its_quantized_operands(recipe: str) -> None:
+    module, x = te.Linear(32, 48, bias=False), torch.randn(16, 32)
+    with te.autocast(enabled=True, recipe=RECIPES[recipe]()):
+        out = module(x)
+
+    def rounded(tensor: torch.Tensor) -> torch.Tensor:
+        scale = torch.tensor(448.0).div(tensor.abs().max()) if recipe == "current" else torch.tensor(1.0)
+        return (tensor * scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() / scale.double()
+
+    expected = rounded(x) @ rounded(module.weight.detach()).t()
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_grouped_linear_in_fp8_is_each_linear_in_fp8(recipe: str) -> None:
+    splits, chosen = [16, 32], RECIPES[recipe]()
+    grouped, x = te.GroupedLinear(2, 32, 48), torch.randn(48, 32)
+    single = [te.Linear(32, 48) for _ in splits]
+    for index, module in enumerate(single):
+        module.weight.data.copy_(getattr(grouped, f"weight{index}").data)
+        module.bias.data.copy_(getattr(grouped, f"bias{index}").data)
+    x.requires_grad_()
+    with te.autocast(enabled=True, recipe=chosen):
+        together = grouped(x, splits)
+        apart = torch.cat([m(part) for m, part in zip(single, torch.split(x, splits), strict=True)])
+    assert torch.equal(together, apart)
+    grad = torch.randn_like(together)
+    (dx_together,) = torch.autograd.grad(together, x, grad, retain_graph=True)
+    (dx_apart,) = torch.autograd.grad(apart, x, grad)
+    assert torch.equal(dx_together, dx_apart)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_fp8_parameters(recipe: str) -> None:
+    chosen = RECIPES[recipe]()
+    with te.quantized_model_init(enabled=True, recipe=chosen):
+        module = te.Linear(32, 48)
+    assert isinstance(module.weight, Float8Tensor)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    x = torch.randn(16, 32)
+    losses = []
+    for _ in range(5):
+        with te.autocast(enabled=True, recipe=chosen):
+            loss = module(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_fused_adam_on_fp8_parameters(recipe: str) -> None:
+    chosen = RECIPES[recipe]()
+    with te.quantized_model_init(enabled=True, recipe=chosen):
+        module = te.Linear(32, 48)
+    optimizer = te.optimizers.FusedAdam(module.parameters(), lr=1e-2, master_weights=True)
+    x, losses = torch.randn(16, 32), []
+    for _ in range(5):
+        with te.autocast(enabled=True, recipe=chosen):
+            loss = module(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_weights_are_cached_between_microbatches(recipe: str) -> None:
+    module, x = te.Linear(32, 48), torch.randn(16, 32)
+    chosen = RECIPES[recipe]()
+
+    def forward(first: bool | None) -> torch.Tensor:
+        with te.autocast(enabled=True, recipe=chosen):
+            out: torch.Tensor = module(x, is_first_microbatch=first)
+        return out.detach()
+
+    # The scales of delayed scaling settle.
+    for _ in range(3):
+        first = forward(True)
+    with torch.no_grad():
+        module.weight.mul_(2.0)
+    assert torch.equal(forward(False), first)
+    assert not torch.equal(forward(True), first)
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed", "current"])
+def test_recomputing_a_layer_changes_nothing(recipe: str | None) -> None:
+    original = te.TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0)
+    x, results = torch.randn(16, 2, 64), []
+    for checkpointed in (False, True):
+        module = copy.deepcopy(original)
+        te.quantization.FP8GlobalStateManager.reset()
+        chosen = None if recipe is None else RECIPES[recipe]()
+
+        t = x.clone().requires_grad_()
+        with te.autocast(enabled=chosen is not None, recipe=chosen):
+            out = te.checkpoint(module, t, use_reentrant=True) if checkpointed else module(t)
+        out.square().sum().backward()
+        results.append([out.detach(), t.grad, *(parameter.grad for parameter in module.parameters())])
+    for plain, recomputed in zip(*results, strict=True):
+        assert plain is not None
+        assert torch.equal(plain, recomputed)
+
+
+def test_rotary_embedding_and_masks() -> None:
+    rope = RotaryPositionEmbedding(16)(16)
+    x = torch.randn(16, 2, 64)
+    for mask in ("no_mask", "causal", "padding"):
+        module = te.TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, self_attn_mask_type=mask)
+        padding = torch.zeros(2, 1, 1, 16, dtype=torch.bool)
+        padding[1, ..., 12:] = True
+        out = module(x, attention_mask=padding if mask == "padding" else None, rotary_pos_emb=rope)
+        assert out.isfinite().all()
+        out.sum().backward()
