@@ -49,7 +49,8 @@ def run_eagerly(function: Callable[..., Any] | None = None, **_options: Any) -> 
 
 def exact_norm(tensor: torch.Tensor, p: float = 2) -> torch.Tensor:
     """Stands for ``torch.norm(tensor, p)``, which on the CPU sums float32 one by one: accumulated in float64."""
-    return torch.linalg.vector_norm(tensor, ord=p, dtype=torch.float64).to(tensor.dtype)
+    exact: torch.Tensor = torch.linalg.vector_norm(tensor, ord=p, dtype=torch.float64)
+    return exact.to(tensor.dtype)
 
 
 # --- the device ------------------------------------------------------------------------------------------------------
@@ -200,7 +201,9 @@ class Event:
 
     cuda_event = 0
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any) -> None:
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any
+    ) -> None:
         self._recorded_at = 0.0
 
     def record(self, stream: Any = None) -> None:
@@ -310,7 +313,8 @@ def _memory(pages: str) -> int:
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
     """Bytes free and in all."""
-    return _memory("SC_AVPHYS_PAGES"), _memory("SC_PHYS_PAGES")
+    free = "SC_AVPHYS_PAGES"  # not known on every system
+    return _memory(free if free in os.sysconf_names else "SC_PHYS_PAGES"), _memory("SC_PHYS_PAGES")
 
 
 def memory_stats(device: Any = None) -> dict[str, Any]:

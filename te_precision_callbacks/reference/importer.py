@@ -4,9 +4,10 @@ Usage::
 
     sys.meta_path.insert(0, Finder(cuda_on_cpu=True))
 
-Nothing on disk changes, and no bytecode of a rewritten module is written. Two modules get more than a rewritten syntax
-tree: ``transformer_engine.common``, which would look for the compiled libraries, and ``nvdlfw_inspect.utils``, which
-executes debug features by file path, past every import hook.
+Nothing on disk changes, and no bytecode of a rewritten module is written. Three modules get more than a rewritten
+syntax tree: ``transformer_engine.common``, which would look for the compiled libraries, the one triton kernel that
+Transformer Engine's modules launch by themselves, and ``nvdlfw_inspect.utils``, which executes debug features by file
+path, past every import hook.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ import ast
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
+
 from te_precision_callbacks.reference.rewrite import is_concerned, rewrite
 
 
 class Finder(MetaPathFinder):
-    """Finds what the other finders of ``sys.meta_path`` find, and gives Transformer Engine's modules its own loaders."""
+    """Finds what the other finders of ``sys.meta_path`` find, and gives Transformer Engine's modules other loaders."""
 
     def __init__(self, *, cuda_on_cpu: bool) -> None:
         self._cuda_on_cpu = cuda_on_cpu
@@ -39,12 +42,8 @@ class Finder(MetaPathFinder):
         spec = self._spec_of_others(fullname, path, target)
         if spec is None or spec.origin is None or not isinstance(spec.loader, SourceFileLoader):
             return spec
-        if fullname == "nvdlfw_inspect.utils":
-            spec.loader = _FeatureExecutorLoader(fullname, spec.origin, self._cuda_on_cpu)
-        elif fullname == "transformer_engine.common":
-            spec.loader = _CommonLoader(fullname, spec.origin, self._cuda_on_cpu)
-        else:
-            spec.loader = RewritingLoader(fullname, spec.origin, self._cuda_on_cpu)
+        loader = _SPECIAL_LOADERS.get(fullname, RewritingLoader)
+        spec.loader = loader(fullname, spec.origin, self._cuda_on_cpu)
         return spec
 
     @staticmethod
@@ -87,6 +86,21 @@ class _CommonLoader(RewritingLoader):
         module.__dict__["load_framework_extension"] = _load_framework_extension
 
 
+class _PadLoader(RewritingLoader):
+    """Loads ``transformer_engine.pytorch.triton.pad``, with its one function in torch where triton cannot run."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        if self.cuda_on_cpu:
+            module.__dict__["pad_columnwise_scale_inv"] = _pad_columnwise_scale_inv
+
+
+def _pad_columnwise_scale_inv(inp: torch.Tensor) -> torch.Tensor:
+    """Stands for Transformer Engine's function of this name: zeros up to multiples of 128 rows and 4 columns."""
+    rows, columns = inp.shape
+    return torch.nn.functional.pad(inp, (0, -columns % 4, 0, -rows % 128))
+
+
 def _load_framework_extension(framework: str) -> None:
     """Stands for Transformer Engine's function of this name: torch's part is in ``sys.modules`` already."""
     if framework != "torch":
@@ -103,6 +117,13 @@ class _FeatureExecutorLoader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         rewrite_executed_features(module, cuda_on_cpu=self._cuda_on_cpu)
+
+
+_SPECIAL_LOADERS: dict[str, Callable[[str, str, bool], SourceFileLoader]] = {
+    "nvdlfw_inspect.utils": _FeatureExecutorLoader,
+    "transformer_engine.common": _CommonLoader,
+    "transformer_engine.pytorch.triton.pad": _PadLoader,
+}
 
 
 def rewrite_executed_features(executor: ModuleType, *, cuda_on_cpu: bool) -> None:

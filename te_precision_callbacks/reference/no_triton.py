@@ -49,7 +49,7 @@ def autotune(*_arguments: Any, **_options: Any) -> Callable[[Any], Any]:
 heuristics = autotune
 
 
-def Config(*_arguments: Any, **_options: Any) -> None:  # noqa: N802  (triton's name)
+def Config(*_arguments: Any, **_options: Any) -> None:
     """A candidate for ``autotune``, which takes no notice of it."""
 
 

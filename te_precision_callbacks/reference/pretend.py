@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -58,14 +57,21 @@ def _type_for_cuda(device_type: Any) -> Any:
     return "cpu" if isinstance(device_type, str) and device_type.split(":")[0] == "cuda" else device_type
 
 
+def _replace(*owners: Any, **replacements: Any) -> None:
+    """Set each of ``replacements`` as an attribute of all ``owners``."""
+    for owner in owners:
+        for name, replacement in replacements.items():
+            setattr(owner, name, replacement)
+
+
 def _answer_for_cuda() -> None:
-    for name in cuda_on_cpu.__all__:
-        for module in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs):
-            if module is torch.cuda or hasattr(module, name):
-                setattr(module, name, getattr(cuda_on_cpu, name))
-    torch.version.cuda = cuda_on_cpu.cuda_version
+    answers = {name: getattr(cuda_on_cpu, name) for name in cuda_on_cpu.__all__}
+    _replace(torch.cuda, **answers)
+    for module in (torch.cuda.graphs, torch.cuda.memory, torch.cuda.random, torch.cuda.streams):
+        _replace(module, **{name: answer for name, answer in answers.items() if hasattr(module, name)})
+    _replace(torch.version, cuda=cuda_on_cpu.cuda_version)
     for element in ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool"):
-        setattr(torch.cuda, f"{element}Tensor", getattr(torch, f"{element}Tensor"))
+        _replace(torch.cuda, **{f"{element}Tensor": getattr(torch, f"{element}Tensor")})
 
 
 def _create_on_cpu() -> None:
@@ -78,22 +84,27 @@ def _create_on_cpu() -> None:
     for namespace in (torch, torch.fft, torch.nested):
         for name, function in list(vars(namespace).items()):
             if callable(function) and not isinstance(function, type) and function in constructors | likes:
-                setattr(namespace, name, _with_device_on_cpu(function))
+                _replace(namespace, **{name: _with_device_on_cpu(function)})
     for name in dir(torch.Tensor):
         if name.startswith("new_"):
-            setattr(torch.Tensor, name, _with_device_on_cpu(getattr(torch.Tensor, name)))
-    _device.DeviceContext.__init__ = _with_arguments_on_cpu(_device.DeviceContext.__init__, cpu_for_cuda)  # type: ignore[method-assign]
-    torch.set_default_device = _with_arguments_on_cpu(torch.set_default_device, cpu_for_cuda)
-    torch.Generator = _Generator  # type: ignore[misc]
+            _replace(torch.Tensor, **{name: _with_device_on_cpu(getattr(torch.Tensor, name))})
+    context = _device.DeviceContext
+    _replace(context, __init__=_with_arguments_on_cpu(context.__init__, cpu_for_cuda))
+    _replace(torch, set_default_device=_with_arguments_on_cpu(torch.set_default_device, cpu_for_cuda))
+    _replace(torch, Generator=_Generator)
 
 
 def _move_to_cpu() -> None:
-    torch.Tensor.to = _with_arguments_on_cpu(torch.Tensor.to, cpu_for_cuda)  # type: ignore[method-assign, assignment]
-    torch.Tensor.cuda = _to_cpu  # type: ignore[method-assign, assignment]
-    torch.Tensor.type = _with_arguments_on_cpu(torch.Tensor.type, _cpu_type_name)  # type: ignore[method-assign, assignment]
-    torch.Tensor.pin_memory = _itself  # type: ignore[method-assign, assignment]
-    torch.Tensor.record_stream = _nothing  # type: ignore[method-assign, assignment]
-    torch.Tensor.is_cuda = property(cuda_on_cpu.is_on_device)  # type: ignore[assignment]
+    tensor = torch.Tensor
+    _replace(
+        tensor,
+        to=_with_arguments_on_cpu(tensor.to, cpu_for_cuda),
+        type=_with_arguments_on_cpu(tensor.type, _cpu_type_name),
+        cuda=_to_cpu,
+        pin_memory=lambda tensor, device=None: tensor,
+        record_stream=lambda tensor, stream: None,
+        is_cuda=property(cuda_on_cpu.is_on_device),
+    )
 
 
 def _load_to_cpu() -> None:
@@ -107,7 +118,8 @@ def _load_to_cpu() -> None:
 
 def _autocast_on_cpu() -> None:
     autocast = torch.amp.autocast_mode.autocast
-    original_init = autocast.__init__
+    original_init: Callable[..., None] = autocast.__init__
+    original_is_enabled: Callable[[str], bool] = torch.is_autocast_enabled
 
     @functools.wraps(original_init)
     def init(self: Any, device_type: str, dtype: Any = None, *arguments: Any, **options: Any) -> None:
@@ -115,37 +127,36 @@ def _autocast_on_cpu() -> None:
             dtype = torch.float16  # what CUDA's autocast takes by default
         original_init(self, _type_for_cuda(device_type), dtype, *arguments, **options)
 
-    autocast.__init__ = init  # type: ignore[method-assign, assignment]
-    original_is_enabled = torch.is_autocast_enabled
-    torch.is_autocast_enabled = lambda device_type="cuda": original_is_enabled(_type_for_cuda(device_type))
-    for name in ("set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype"):
-        setattr(torch, name, _with_arguments_on_cpu(getattr(torch, name), _type_for_cuda))
-    torch.get_autocast_gpu_dtype = functools.partial(torch.get_autocast_dtype, "cpu")
+    _replace(autocast, __init__=init)
+    _replace(
+        torch,
+        is_autocast_enabled=lambda device_type="cuda": original_is_enabled(_type_for_cuda(device_type)),
+        get_autocast_dtype=_with_arguments_on_cpu(torch.get_autocast_dtype, _type_for_cuda),
+        get_autocast_gpu_dtype=functools.partial(torch.get_autocast_dtype, "cpu"),
+        set_autocast_enabled=_with_arguments_on_cpu(torch.set_autocast_enabled, _type_for_cuda),
+        set_autocast_dtype=_with_arguments_on_cpu(torch.set_autocast_dtype, _type_for_cuda),
+    )
 
 
 def _communicate_on_cpu() -> None:
-    distributed = torch.distributed
-    if not distributed.is_available():
+    """Let gloo do what NCCL was asked for, and let the wrappers for several processes take no notice of GPUs."""
+    if not torch.distributed.is_available():
         return
     from torch.distributed import distributed_c10d
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
-    for function in (distributed_c10d.init_process_group, distributed_c10d.new_group):
-        on_gloo = _with_arguments_on_cpu(_without_devices(function), _gloo_for_nccl)
-        _replace(distributed_c10d, distributed, function.__name__, on_gloo)
-    _replace(distributed_c10d, distributed, "is_nccl_available", lambda: True)
-    for function in (distributed_c10d.barrier, distributed_c10d.monitored_barrier):
-        _replace(distributed_c10d, distributed, function.__name__, _without_devices(function))
-    DeviceMesh.__init__ = _with_arguments_on_cpu(DeviceMesh.__init__, _type_for_cuda)  # type: ignore[method-assign]
+    for name in ("init_process_group", "new_group"):
+        function = _without_devices(getattr(distributed_c10d, name))
+        _replace(distributed_c10d, torch.distributed, **{name: _with_arguments_on_cpu(function, _gloo_for_nccl)})
+    for name in ("barrier", "monitored_barrier"):
+        function = _without_devices(getattr(distributed_c10d, name))
+        _replace(distributed_c10d, torch.distributed, **{name: function})
+    _replace(distributed_c10d, torch.distributed, is_nccl_available=lambda: True)
+    _replace(DeviceMesh, __init__=_with_arguments_on_cpu(DeviceMesh.__init__, _type_for_cuda))
     for wrapper in (DistributedDataParallel, FullyShardedDataParallel):
-        wrapper.__init__ = _without_devices(wrapper.__init__)  # type: ignore[method-assign]
-
-
-def _replace(module: ModuleType, also: Any, name: str, function: Callable[..., Any]) -> None:
-    setattr(module, name, function)
-    setattr(also, name, function)
+        _replace(wrapper, __init__=_without_devices(wrapper.__init__))
 
 
 def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,8 +168,9 @@ def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
             options["device"] = cpu_for_cuda(options["device"])
         return function(*arguments, **options)
 
-    if (operator := torch.jit._builtins._find_builtin(function)) is not None:
-        torch.jit._builtins._register_builtin(on_cpu, operator)  # TorchScript knows functions by their identity
+    builtins: Any = torch.jit._builtins  # TorchScript knows functions by their identity
+    if (operator := builtins._find_builtin(function)) is not None:
+        builtins._register_builtin(on_cpu, operator)
     return on_cpu
 
 
@@ -186,14 +198,6 @@ def _without_devices(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _to_cpu(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **options: Any) -> torch.Tensor:
     return tensor.to(_CPU, non_blocking=non_blocking, **options)
-
-
-def _itself(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-    return tensor
-
-
-def _nothing(tensor: torch.Tensor, stream: Any) -> None:
-    pass
 
 
 def _cpu_type_name(name: Any) -> Any:

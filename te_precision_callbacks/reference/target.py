@@ -7,8 +7,8 @@ Usage::
     target.capability()  # (9, 0)
 
 Transformer Engine decides by the compute capability which recipes it allows, which one is its default, and how Float8
-data lie in memory. The backend reports one of two, and its layouts agree with what Transformer Engine's Python concludes
-from it:
+data lie in memory. The backend reports one of two, and its layouts agree with what Transformer Engine's Python
+concludes from it:
 
 ======== ========= =================================================================================================
  value    GPU       what follows
@@ -61,9 +61,8 @@ def checked(value: tuple[int, int]) -> tuple[int, int]:
     Raises:
         InstallError: it is neither (9, 0) nor (10, 0).
     """
-    for allowed in ALLOWED:
-        if value == allowed or (isinstance(value, list) and tuple(value) == allowed):
-            return allowed
+    if value in ALLOWED:
+        return value
     raise InstallError(
         f"install(capability={value!r}): the reference backend stands for {_choices('({}, {})')}. Give one of these."
     )

@@ -47,7 +47,9 @@ class Result:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--te-src", type=Path, required=True, metavar="CHECKOUT", help="a checkout of TransformerEngine")
+    parser.add_argument(
+        "--te-src", type=Path, required=True, metavar="CHECKOUT", help="a checkout of TransformerEngine"
+    )
     parser.add_argument("--capability", default="9.0", choices=["9.0", "10.0"], help="compute capability to stand for")
     options = parser.parse_args()
     checkout = options.te_src.resolve()

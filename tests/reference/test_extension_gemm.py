@@ -1,4 +1,5 @@
 """Matrix products of the reference extension, against float64."""
+# ruff: noqa: E402 (the backend is installed before Transformer Engine is imported)
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from te_precision_callbacks import reference
 
 reference.install()
 
-from transformer_engine.pytorch.tensor.float8_tensor import (  # noqa: E402
+from transformer_engine.pytorch.tensor.float8_tensor import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
 )
 
-from te_precision_callbacks.reference import extension as tex  # noqa: E402
+from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference import target
-from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError  # noqa: E402
+from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 
 KIND = {torch.float32: tex.DType.kFloat32, torch.bfloat16: tex.DType.kBFloat16, torch.float16: tex.DType.kFloat16}
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}

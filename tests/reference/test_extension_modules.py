@@ -1,4 +1,5 @@
 """Transformer Engine's modules on the reference extension, against the same layers in torch."""
+# ruff: noqa: E402 (the backend is installed before Transformer Engine is imported)
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from te_precision_callbacks import reference
 
 reference.install()
 
-import transformer_engine.pytorch as te  # noqa: E402
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format  # noqa: E402
-from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding  # noqa: E402
-from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor  # noqa: E402
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
 RECIPES = {
     "delayed": lambda: DelayedScaling(amax_history_len=4),

@@ -123,7 +123,7 @@ def test_importing_it_imports_nothing_of_transformer_engine() -> None:
 
 
 def test_versions() -> None:
-    # Old enough that Transformer Engine leaves its grouped-tensor GEMM alone, new enough for FP8 and for its cuDNN check.
+    # Too old for Transformer Engine's grouped-tensor GEMM, new enough for FP8 and for its check of cuDNN.
     assert 120103 <= tex.get_cublasLt_version() < 130300
     assert tex.get_cudnn_version() >= 91200
     assert tex.get_fused_attn_backend(object())[0] is tex.NVTE_Fused_Attn_Backend.NVTE_No_Backend

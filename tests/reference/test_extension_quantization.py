@@ -1,4 +1,5 @@
 """Per-tensor FP8 quantization through Transformer Engine's own quantizers, against torch's own casts."""
+# ruff: noqa: E402 (the backend is installed before Transformer Engine is imported)
 
 from __future__ import annotations
 
@@ -12,17 +13,17 @@ from te_precision_callbacks import reference
 
 reference.install()
 
-import transformer_engine.pytorch as te  # noqa: E402
-from transformer_engine.pytorch.tensor.float8_tensor import (  # noqa: E402
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.tensor.float8_tensor import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     Float8Tensor,
 )
-from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage  # noqa: E402
+from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
-from te_precision_callbacks.reference import extension as tex  # noqa: E402
+from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference import target
-from te_precision_callbacks.reference.errors import ReferenceBackendError, UnsupportedRecipeError  # noqa: E402
+from te_precision_callbacks.reference.errors import ReferenceBackendError, UnsupportedRecipeError
 
 E4M3, E5M2 = tex.DType.kFloat8E4M3, tex.DType.kFloat8E5M2
 TORCH = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}

@@ -1,4 +1,5 @@
 """Rotary position embedding of the reference extension, against complex numbers and Transformer Engine's own torch."""
+# ruff: noqa: E402 (the backend is installed before Transformer Engine is imported)
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from te_precision_callbacks import reference
 
 reference.install()
 
-from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb  # noqa: E402
+from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 
-from te_precision_callbacks.reference import extension as tex  # noqa: E402
-from te_precision_callbacks.reference.errors import ReferenceBackendError  # noqa: E402
+from te_precision_callbacks.reference import extension as tex
+from te_precision_callbacks.reference.errors import ReferenceBackendError
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8}
 

@@ -14,6 +14,7 @@ each even one with the odd one after it (``interleaved``), and negates what come
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -175,7 +176,7 @@ def _places_of_tokens(
 ) -> torch.Tensor:
     places = torch.zeros(tensor.shape[0], dtype=torch.int64, device=tensor.device)
     bounds = [bound // cp_size for bound in cu_seqlens.tolist()]
-    for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for index, (start, end) in enumerate(pairwise(bounds)):
         places[start:end] = _places(end - start, cp_size, cp_rank, tensor.device)
         if start_positions is not None:
             places[start:end] += start_positions[index].long()

@@ -5,6 +5,7 @@ path and imports that one afterwards.
 """
 
 import contextlib
+import importlib
 import os
 import sys
 
@@ -19,7 +20,7 @@ with contextlib.suppress(ImportError):
 
 _this = sys.modules.pop(__name__)
 try:
-    import sitecustomize  # noqa: F401
+    importlib.import_module(__name__)
 except ModuleNotFoundError as error:
     if error.name != "sitecustomize":
         raise

@@ -1,0 +1,37 @@
+# make demo   train a small FP8 language model under the callback, and show what came out
+# make test   lint, types and all tests
+# make te-suite TE_SRC=<checkout of NVIDIA/TransformerEngine>   Transformer Engine's own debug tests on the backend
+#
+# Each makes a virtual environment in .venv with pip on its first call; later calls reuse it.
+
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint te-suite clean
+.DEFAULT_GOAL := test
+
+$(INSTALLED): requirements.lock pyproject.toml
+	@echo "Setting up $(VENV): this takes a few minutes the first time."
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/byte_lm.py
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy te_precision_callbacks features
+
+test: lint
+	$(BIN)/python -m pytest
+
+te-suite: $(INSTALLED)
+	$(BIN)/python tests/reference/te_suite.py --te-src "$(TE_SRC)"
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
