@@ -155,8 +155,14 @@ def _communicate_on_cpu() -> None:
         _replace(distributed_c10d, torch.distributed, **{name: function})
     _replace(distributed_c10d, torch.distributed, is_nccl_available=lambda: True)
     _replace(DeviceMesh, __init__=_with_arguments_on_cpu(DeviceMesh.__init__, _type_for_cuda))
-    for wrapper in (DistributedDataParallel, FullyShardedDataParallel):
-        _replace(wrapper, __init__=_without_devices(wrapper.__init__))
+    _replace(DistributedDataParallel, __init__=_without_devices(DistributedDataParallel.__init__))
+    original_init: Callable[..., None] = FullyShardedDataParallel.__init__
+
+    @functools.wraps(original_init)
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        original_init(self, *arguments, **options | {"device_id": _CPU})  # it refuses a CPU that it finds by itself
+
+    _replace(FullyShardedDataParallel, __init__=init)
 
 
 def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,150 @@
+"""The seams: every place where Transformer Engine's Python, or what loads its features, meets the reference backend.
+
+Usage::
+
+    for seam in SEAMS:
+        print(seam.upstream, seam.text, seam.answer, seam.reason)
+
+All of them were read from the versions in ``READ_FROM``. The places are examples where a text stands many times. The
+code of the answers is in :mod:`~te_precision_callbacks.reference.rewrite`,
+:mod:`~te_precision_callbacks.reference.importer` and :mod:`~te_precision_callbacks.reference.cuda_on_cpu`.
+docs/reference-backend.md holds this table too; a test keeps the two alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+READ_FROM = {"transformer-engine": "2.20.2", "nvdlfw-inspect": "0.2.2"}
+"""The versions from which the seams were read."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One place, or one kind of place.
+
+    Attributes:
+        upstream: the file, as it is imported.
+        text: what stands there.
+        answer: what the backend makes of it.
+        reason: why.
+        everywhere: it holds also where there is a real GPU; else only where the CPU stands for one.
+    """
+
+    upstream: str
+    text: str
+    answer: str
+    reason: str
+    everywhere: bool = False
+
+
+SEAMS = (
+    Seam(
+        "transformer_engine/common/__init__.py",
+        "def load_framework_extension(",
+        "does nothing for torch",
+        "It looks for the compiled extension; the backend's stands in `sys.modules` already, as "
+        "`transformer_engine_torch`.",
+        everywhere=True,
+    ),
+    Seam(
+        "transformer_engine/common/__init__.py",
+        '"NVTE_PROJECT_BUILDING" not in os.environ',
+        "the variable is set while this module is executed, and put back",
+        "Otherwise it checks the compiled packages, and loads CUDA's and its own libraries.",
+        everywhere=True,
+    ),
+    Seam(
+        "nvdlfw_inspect/utils.py",
+        "importlib.util.spec_from_file_location(",
+        "the file is rewritten as Transformer Engine's modules are",
+        "Debug features, Transformer Engine's and others, are executed by file path, past import hooks.",
+        everywhere=True,
+    ),
+    Seam(
+        "transformer_engine/pytorch/utils.py",
+        "torch.cuda.get_device_properties(",
+        "`torch.cuda` is the module `cuda_on_cpu`, or `cuda_on_cuda` where there is a GPU",
+        "The compute capability decides what is allowed, what is the default, and how Float8 data lie in memory: it "
+        "is the one that the backend stands for. On a CPU torch's own functions raise.",
+        everywhere=True,
+    ),
+    Seam(
+        "transformer_engine/pytorch/distributed.py",
+        "from torch.cuda import _lazy_call, _lazy_init",
+        "the same, for names that are imported one by one",
+        "The random number state of a GPU is asked for through them.",
+        everywhere=True,
+    ),
+    Seam(
+        "transformer_engine/pytorch/quantization.py",
+        "torch.version.cuda",
+        "`13.0`",
+        "FP8 block scaling asks for CUDA 12.9, which the backend has no use for. None on a torch without CUDA.",
+        everywhere=True,
+    ),
+    Seam(
+        "transformer_engine/debug/features/utils/stats_computation.py",
+        "@torch.compile",
+        "the function as it is; the same for `torch.compile(function)` in `pytorch/jit.py`",
+        "Compiling costs minutes and changes the order of summation. `torch.compile` of your own code is untouched.",
+        everywhere=True,
+    ),
+    Seam(
+        "transformer_engine/pytorch/module/base.py",
+        'device="cuda"',
+        'the text `"cuda"` is `"cpu"`, in factories, defaults of arguments, comparisons, operators and map locations',
+        "Tensors live on the CPU; MXFP8 and NVFP4 move data there before they are dequantized.",
+    ),
+    Seam(
+        "transformer_engine/pytorch/utils.py",
+        'torch.device("cuda", torch.cuda.current_device())',
+        'without the second argument, and `torch.cuda.current_device()` alone is `torch.device("cpu")`',
+        "Its number is given to torch as a device, which then is a GPU.",
+    ),
+    Seam(
+        "transformer_engine/pytorch/module/base.py",
+        ".is_cuda",
+        'true of what is on the CPU, false on "meta"; the tensor classes\' own properties of this name stay as they are',
+        "Modules, attention and debug features refuse inputs that are not on a GPU.",
+    ),
+    Seam(
+        "transformer_engine/pytorch/utils.py",
+        ".cuda()",
+        "`.cpu()`",
+        "Scratch tensors are made on the CPU and moved.",
+    ),
+    Seam(
+        "transformer_engine/pytorch/ops/basic/activation.py",
+        "torch.is_autocast_enabled()",
+        'asks for the CPU\'s autocast, as `torch.get_autocast_dtype("cuda")` does by the change of "cuda"',
+        "Without an argument it asks for the GPU's.",
+    ),
+    Seam(
+        "transformer_engine/debug/features/utils/stats_computation.py",
+        "torch.norm(x, p=1)",
+        "accumulated in float64",
+        "On a CPU it is off by up to 3e-4, relative, in float32.",
+    ),
+    Seam(
+        "transformer_engine/common/triton/permutation.py",
+        "import triton",
+        "the module `no_triton`, whose kernels raise when they are launched",
+        "Triton may not be installed without a GPU, and cannot run there; modules import it when they are imported.",
+    ),
+    Seam(
+        "transformer_engine/pytorch/triton/pad.py",
+        "def pad_columnwise_scale_inv(",
+        "a function in torch",
+        "The one triton kernel that is launched in training without being asked for: gathering MXFP8 data.",
+    ),
+)
+
+
+def as_markdown() -> str:
+    """The table of docs/reference-backend.md."""
+    lines = ["| place | what stands there | on the backend | where | why |", "| --- | --- | --- | --- | --- |"]
+    for seam in SEAMS:
+        where = "everywhere" if seam.everywhere else "on a CPU"
+        lines.append(f"| `{seam.upstream}` | `{seam.text}` | {seam.answer} | {where} | {seam.reason} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,39 @@
+"""Python processes for the tests of what holds for a whole process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run(command: list[str], *, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` in an environment without what the reference backend of the test process has left in it."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TE_PRECISION_REFERENCE")}
+    clean["PYTHONPATH"] = str(REPOSITORY)
+    clean |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment
+    return subprocess.run(command, cwd=cwd, env=clean, capture_output=True, text=True, timeout=240, check=False)
+
+
+def python(code: str, *, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a fresh Python."""
+    return run([sys.executable, "-W", "ignore", "-c", dedent(code)], cwd=cwd, **environment)
+
+
+def answers(code: str, *, cwd: Path | None = None, **environment: str) -> Any:
+    """Run ``code``, which ends well, and give back what it calls ``answer``."""
+    done = python(dedent(code) + "\nimport json; print(json.dumps(answer))", cwd=cwd, **environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def te_precision(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line with ``arguments``."""
+    command = [sys.executable, "-W", "ignore", "-c", "from te_precision_callbacks.cli import main; main()"]
+    return run([*command, *arguments], cwd=cwd, **environment)

@@ -1,0 +1,210 @@
+"""What the two scopes change in a process, and that Transformer Engine trains in both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.reference.processes import answers, python
+
+TRAIN = """
+import torch
+
+def train(model, x, recipe=None):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(4):
+        with te.autocast(enabled=True, recipe=recipe):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+"""
+
+
+def test_by_default_only_transformer_engine_sees_a_gpu() -> None:
+    losses, seen, names, environment = answers(
+        """
+        import os
+        import torch
+
+        def state():
+            return [torch.cuda.is_available(), torch.version.cuda, torch.zeros(1).is_cuda, torch.compile.__module__]
+
+        before = {name: id(value) for owner in (torch, torch.Tensor, torch.cuda) for name, value in vars(owner).items()}
+        said, kept = state(), dict(os.environ)
+        from te_precision_callbacks import reference
+        reference.install()
+        import transformer_engine.pytorch as te
+        """
+        + _indented(TRAIN)
+        + """
+        class MyLinear(te.Linear):
+            def forward(self, inp):
+                return super().forward(inp).relu()
+
+        torch.manual_seed(0)
+        x = torch.randn(32, 64)
+        layer = te.TransformerLayer(64, 128, 4, params_dtype=torch.bfloat16)
+        losses = [train(MyLinear(64, 64), x), train(layer, x.bfloat16().reshape(32, 1, 64))]
+        after = {name: id(value) for owner in (torch, torch.Tensor, torch.cuda) for name, value in vars(owner).items()}
+        changed = [name for name in before if before[name] != after[name]]
+        changed = [name for name in changed if name not in ("_graph_pool_handle", "__doc__")]
+        answer = [losses, [said, state()], changed, sorted(k for k in os.environ if os.environ[k] != kept.get(k))]
+        """
+    )
+    for run in losses:
+        assert run[-1] < run[0]
+    assert seen[0] == seen[1]
+    assert seen[1][0] is False
+    assert names == []
+    assert environment == ["PYTHONPATH", "TE_PRECISION_REFERENCE_INSTALL"]
+
+
+def test_pretended_cuda_for_code_that_was_written_for_a_gpu() -> None:
+    (losses,) = answers(
+        """
+        import io
+        from te_precision_callbacks import reference
+        reference.install(pretend_cuda=True)
+        import transformer_engine.pytorch as te
+        """
+        + _indented(TRAIN)
+        + """
+        assert torch.cuda.is_available() and torch.cuda.device_count() == 1
+        assert torch.cuda.get_device_capability() == (9, 0) == (
+            torch.cuda.get_device_properties(0).major, torch.cuda.get_device_properties("cuda").minor)
+        torch.cuda.manual_seed(0)
+        losses = train(te.Linear(64, 64).cuda(), torch.randn(32, 64, device="cuda"))
+
+        for device in ("cuda", "cuda:0", 0, torch.device("cuda"), torch.device("cuda", 0)):
+            for tensor in (torch.zeros(2, device=device), torch.tensor([1], device=device), torch.ones(2).to(device),
+                           torch.ones(2).cuda(device), torch.ones(2).new_zeros(2, device=device),
+                           torch.zeros_like(torch.ones(2), device=device), torch.rand(2, device=device)):
+                assert tensor.is_cuda and tensor.device.type == "cpu"
+        assert not torch.empty(2, device="meta").is_cuda
+        with torch.device("cuda"):
+            assert torch.zeros(2).is_cuda
+        torch.set_default_device("cuda")
+        assert torch.nn.Linear(2, 2).weight.is_cuda
+        torch.set_default_device(None)
+
+        generator = torch.Generator(device="cuda").manual_seed(1)
+        assert isinstance(generator, torch.Generator) and isinstance(torch.default_generator, torch.Generator)
+        torch.randn(2, generator=generator, device="cuda")
+        kept = torch.cuda.get_rng_state()
+        drawn = torch.rand(2, device="cuda")
+        torch.cuda.set_rng_state(kept)
+        assert torch.equal(drawn, torch.rand(2, device="cuda"))
+
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.ones(2, device="cuda").record_stream(torch.cuda.current_stream())
+        end.record()
+        torch.cuda.synchronize()
+        assert start.elapsed_time(end) >= 0
+
+        linear = torch.nn.Linear(2, 2, device="cuda")
+        with torch.autocast("cuda"):
+            assert linear(torch.ones(1, 2, device="cuda")).dtype == torch.float16
+            assert torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda") == torch.float16
+        assert not torch.is_autocast_enabled()
+        scaler = torch.amp.GradScaler("cuda")
+        scaler.scale(linear(torch.ones(1, 2, device="cuda")).sum()).backward()
+        scaler.step(torch.optim.AdamW(linear.parameters(), fused=True))
+        scaler.update()
+
+        file = io.BytesIO()
+        torch.save(linear.state_dict(), file)
+        for location in (None, "cuda", "cuda:0", torch.device("cuda")):
+            file.seek(0)
+            linear.load_state_dict(torch.load(file, map_location=location))
+        compiled = torch.compile(lambda x: x + torch.zeros(2, device="cuda"), backend="eager", fullgraph=True)
+        assert compiled(torch.ones(2, device="cuda")).tolist() == [1, 1]
+        try:
+            torch.cuda.CUDAGraph()
+        except reference.MissingFunctionError as error:
+            assert "CUDA graphs" in str(error)
+        else:
+            raise AssertionError("a CUDA graph was made")
+        answer = [losses]
+        """
+    )
+    assert losses[-1] < losses[0]
+
+
+def test_distributed_code_for_gpus_on_one_pretended_gpu(tmp_path: Path) -> None:
+    assert answers(
+        f"""
+        from te_precision_callbacks import reference
+        reference.install(pretend_cuda=True)
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+        dist.init_process_group("nccl", init_method="file://{tmp_path}/store", rank=0, world_size=1,
+                                device_id=torch.device("cuda:0"))
+        answer = [dist.get_backend()]
+        x = torch.ones(2, 4, device="cuda")
+        wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4).cuda(), device_ids=[0], output_device=0)
+        sharded = torch.nn.Linear(4, 4, device="cuda")
+        fully_shard(sharded, mesh=init_device_mesh("cuda", (1,)))
+        for model in (wrapped, sharded, FullyShardedDataParallel(torch.nn.Linear(4, 4).cuda(), device_id=0)):
+            model(x).sum().backward()
+        dist.barrier(device_ids=[0])
+        dist.all_reduce(x)
+        dist.destroy_process_group()
+        """
+    ) == ["gloo"]
+
+
+@pytest.mark.parametrize("pretend_cuda", [False, True])
+def test_blackwell(pretend_cuda: bool) -> None:
+    default, transposed, losses = answers(
+        f"""
+        from te_precision_callbacks import reference
+        reference.install(pretend_cuda={pretend_cuda}, capability=(10, 0))
+        import transformer_engine.pytorch as te
+        """
+        + _indented(TRAIN)
+        + """
+        from transformer_engine.common.recipe import DelayedScaling
+        from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer
+
+        quantizer = Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")
+        transposed = quantizer(torch.randn(32, 32))._transpose is not None
+        torch.manual_seed(0)
+        losses = train(te.Linear(64, 64), torch.randn(32, 64), DelayedScaling())
+        answer = [type(te.get_default_recipe()).__name__, transposed, losses]
+        """
+    )
+    assert default == "MXFP8BlockScaling"
+    assert not transposed
+    assert losses[-1] < losses[0]
+
+
+def test_a_recipe_that_the_backend_does_not_have() -> None:
+    done = python(
+        """
+        from te_precision_callbacks import reference
+        reference.install()
+        import torch
+        import transformer_engine.pytorch as te
+        from transformer_engine.common.recipe import Float8BlockScaling
+
+        with te.autocast(enabled=True, recipe=Float8BlockScaling()):
+            te.Linear(128, 128)(torch.randn(128, 128))
+        """
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("te_precision_callbacks.reference.errors.UnsupportedRecipeError"), done.stderr
+    assert "Float8BlockScaling" in last
+
+
+def _indented(code: str) -> str:
+    return "".join(f"        {line}" if line.strip() else line for line in code.splitlines(keepends=True))

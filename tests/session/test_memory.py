@@ -1,0 +1,95 @@
+"""Host memory stays flat over a long run; upstream's grows with every step."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nvdlfw_inspect.api as debug_api
+import torch
+import transformer_engine.debug.features
+import transformer_engine.pytorch as te
+from nvdlfw_inspect.registry import Registry
+from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session.upstream import Snapshot
+from tests.conftest import feature, statistics
+
+LAYERS = 8
+SIZE = 16
+
+CONFIG: dict[str, Any] = {
+    **statistics(layers=["0", "1"], tensors=["activation", "gradient", "weight"]),
+    "fp8": feature("LogFp8TensorStats", ["2", "3"], tensors=["activation"], stats=["underflows%"]),
+    "fake": feature("FakeQuant", ["4"], gemms=["fprop"], tensors=["activation", "weight"], quant_format="FP8E4M3"),
+    "scaling": feature("PerTensorScaling", ["5"], gemms=["fprop"], tensors=["activation", "weight"]),
+    "disabled": feature("DisableQuantizationGEMM", ["6", "7"], gemms=["dgrad"]),
+}
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(te.Linear(SIZE, SIZE, name=str(index)) for index in range(LAYERS)))
+
+
+def sizes() -> tuple[int, int]:
+    """Bytes of traced Python memory, and entries and bytes of nvidia-dlfw-inspect's caches."""
+    import nvdlfw_inspect.logging as inspect_logging
+
+    gc.collect()
+    caches = [data.api._api_cache for data in Registry.data.values()]
+    caches += [inspect_logging.LOGGER.logged_api_executed, inspect_logging.LOGGER.logged_api_encountered]
+    in_caches = sum(sys.getsizeof(cache) + sum(sys.getsizeof(key) for key in cache) for cache in caches)
+    return tracemalloc.get_traced_memory()[0], in_caches
+
+
+def growth(net: torch.nn.Module, step: Callable[[], Any], first: int, last: int) -> tuple[int, int]:
+    """By how many bytes traced memory and the caches grow between two steps."""
+    x = torch.randn(SIZE, SIZE)
+    tracemalloc.start()
+    try:
+        for count in range(1, last + 1):
+            with te.autocast(enabled=True):
+                out = net(x)
+            out.sum().backward()
+            net.zero_grad()
+            step()
+            if count == first:
+                before = sizes()
+        after = sizes()
+    finally:
+        tracemalloc.stop()
+    return after[0] - before[0], after[1] - before[1]
+
+
+def test_memory_stays_flat(tmp_path: Path) -> None:
+    net = model()
+    with InspectSession(CONFIG, model=net, log_dir=tmp_path) as session:
+        traced, caches = growth(net, session.step, first=300, last=3000)
+    assert abs(traced) < 200_000
+    assert abs(caches) < 200_000
+
+
+def test_upstream_alone_grows(tmp_path: Path) -> None:
+    """What the test above is about: in 300 steps upstream gathers more than it may in 2,700 there."""
+    snapshot = Snapshot()
+    config = {
+        name: {**section, "layers": {"layer_name_regex_pattern": f"^({'|'.join(section['layers']['layer_types'])})$"}}
+        for name, section in CONFIG.items()
+    }
+    try:
+        debug_api.initialize(
+            config, feature_dirs=[str(transformer_engine.debug.features.__path__[0])], log_dir=str(tmp_path)
+        )
+        TEDebugState.debug_enabled = None  # as in a process that built no module before
+        traced, caches = growth(model(), debug_api.step, first=100, last=400)
+    finally:
+        debug_api.end_debug()
+        snapshot.restore()
+    assert traced > 1_000_000
+    assert caches > 1_000_000
