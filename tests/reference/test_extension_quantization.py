@@ -214,6 +214,14 @@ def test_shapes(make: Any, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("make", [_delayed, _current])
+def test_a_number_alone_keeps_its_shape(make: Any) -> None:
+    out = tex.quantize(torch.tensor(3.0), make(E4M3))
+    assert out._data.shape == out._transpose.shape == ()
+    assert tex.dequantize(out, tex.DType.kFloat32).shape == ()
+
+
+@pytest.mark.usefixtures("hopper")
 def test_what_is_not_contiguous() -> None:
     x = torch.randn(16, 32).t()
     assert torch.equal(tex.quantize(x, _delayed())._data, tex.quantize(x.contiguous(), _delayed())._data)

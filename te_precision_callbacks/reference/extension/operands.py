@@ -70,15 +70,14 @@ def operand(tensor: Any, *, rowwise: bool, name: str) -> Operand:
 def dequantized(tensor: Any) -> torch.Tensor:
     """The numbers of a tensor, float32, in its logical shape."""
     if is_float8(tensor):
-        fmt = fp8_format(tensor._fp8_dtype)
-        if tensor._data is not None:
-            scale_inv: torch.Tensor = tensor._scale_inv
-            return fmt.decode(tensor._data) * scale_inv
-        codes = _valid_transpose(tensor)
+        codes, rowwise = tensor._data, True
+        if codes is None:
+            codes, rowwise = _valid_transpose(tensor), False
         if codes is None:
             raise ReferenceBackendError(f"The {type(tensor).__name__} has neither rowwise nor columnwise data.")
-        values: torch.Tensor = fmt.decode(codes) * tensor._scale_inv
-        return values.movedim(0, -1).contiguous() if values.dim() > 1 else values
+        values = fp8_format(tensor._fp8_dtype).decode(codes)
+        values *= tensor._scale_inv.view(())
+        return values if rowwise or values.dim() < 2 else values.movedim(0, -1).contiguous()
     return _plain(tensor).float()
 
 

@@ -1,0 +1,52 @@
+"""Two processes under Lightning's DDP strategy: one set of logged numbers, a file a rank, and an end if one fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.lightning.models import csv_scalars, logged_lines, sample
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(strategy: str, folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    command = [sys.executable, str(Path(__file__).with_name("ddp_script.py")), strategy, str(folder), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    begin = time.monotonic()
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    return result, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+def test_two_ranks_log_one_set_of_numbers(tmp_path: Path, strategy: str) -> None:
+    result, _ = run(strategy, tmp_path)
+    assert result.returncode == 0, result.stderr
+    files = [logged_lines(tmp_path / "debug", rank) for rank in (0, 1)]
+    assert files[0] == files[1], "the statistics are reduced, so each rank's file has the same"
+    metrics = csv_scalars(tmp_path / "csv")
+    for step in range(4):
+        seen = torch.stack([sample(index) for index in range(16 * step, 16 * step + 16)]).double()
+        assert files[0]["net.0_activation_max", step] == seen.max().item()
+        assert files[0]["net.0_activation_l1_norm", step] == pytest.approx(seen.abs().sum().item(), rel=1e-6)
+        assert metrics["te/net.0/activation/max"][step] == seen.max().item()
+    assert sorted(metrics["te/net.0/activation/max"]) == [0, 1, 2, 3]
+    for rank in (0, 1):
+        events = tmp_path / "debug" / "nvdlfw_inspect_logs" / f"nvdlfw_inspect_globalrank-{rank}.log"
+        assert "LAYER=net.0" in events.read_text()
+
+
+@pytest.mark.parametrize("failing_rank", ["0", "1"])
+def test_a_rank_that_raises_ends_both(tmp_path: Path, failing_rank: str) -> None:
+    result, seconds = run("ddp", tmp_path, failing_rank)
+    assert result.returncode != 0
+    assert f"rank {failing_rank} has a bad batch" in result.stderr
+    assert seconds < 90, "the process group's timeout is 30 s, and starting takes a while"
+    steps = sorted({step for _, step in logged_lines(tmp_path / "debug", int(failing_rank))})
+    assert steps == [0, 1, 2], "what the rank had gathered is written, without a collective"

@@ -1,0 +1,122 @@
+"""Processes that are started by one with the reference backend have it too."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tests.reference.processes import answers, python, run
+
+WORKER = """
+def forward(queue):
+    import torch
+    import transformer_engine.pytorch as te
+    from te_precision_callbacks import reference
+
+    with te.autocast(enabled=True):
+        te.Linear(32, 32, device="cuda" if torch.cuda.is_available() else "cpu")(torch.ones(32, 32)).sum().backward()
+    how = reference.installed()
+    queue.put([how.capability, how.pretend_cuda])
+"""
+
+# The backend is installed where only the first process comes by, and Transformer Engine is imported after that.
+LIGHTNING = """
+import sys
+import lightning as L
+import torch
+from te_precision_callbacks import reference
+
+class Model(L.LightningModule):
+    def configure_model(self):
+        import transformer_engine.pytorch as te
+        self.layer = te.Linear(32, 32)  # Transformer Engine's layers cannot be pickled, so each process makes its own
+
+    def training_step(self, batch, index):
+        import transformer_engine.pytorch as te
+        with te.autocast(enabled=True):
+            return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_end(self):
+        total = sum(parameter.double().sum().item() for parameter in self.parameters())
+        sys.stdout.write(f"rank {self.global_rank} of {self.trainer.world_size}: {total}\\n")
+        sys.stdout.flush()
+
+if __name__ == "__main__":
+    reference.install()
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(64, 32)), batch_size=16)
+    L.Trainer(accelerator="cpu", devices=2, strategy=sys.argv[1], max_steps=2, logger=False, enable_checkpointing=False,
+              enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[2]).fit(Model(), data)
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "pretend_cuda", "capability"), [("spawn", True, [9, 0]), ("forkserver", False, [9, 0])]
+)
+def test_a_spawned_worker(tmp_path: Path, method: str, pretend_cuda: bool, capability: list[int]) -> None:
+    (tmp_path / "worker.py").write_text(WORKER)
+    script = tmp_path / "script.py"
+    script.write_text(
+        dedent(
+            f"""
+            import multiprocessing
+            import worker
+
+            if __name__ == "__main__":
+                from te_precision_callbacks import reference
+                reference.install(pretend_cuda={pretend_cuda})
+                context = multiprocessing.get_context({method!r})
+                queue = context.Queue()
+                process = context.Process(target=worker.forward, args=(queue,))
+                process.start()
+                print(queue.get(timeout=100))
+                process.join()
+            """
+        )
+    )
+    done = run([sys.executable, "-W", "ignore", str(script)], cwd=tmp_path)
+    assert done.stdout.strip() == str([tuple(capability), pretend_cuda]), done.stderr
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+def test_lightning_on_two_processes(tmp_path: Path, strategy: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LIGHTNING)
+    done = run([sys.executable, "-W", "ignore", str(script), strategy, str(tmp_path)], cwd=tmp_path)
+    results = dict(line.split(": ") for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert sorted(results) == ["rank 0 of 2", "rank 1 of 2"], done.stdout + done.stderr
+    assert len(set(results.values())) == 1
+
+
+def test_a_child_that_imports_neither_torch_nor_transformer_engine_pays_nothing(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os; os.environ['THE_OTHER_SITECUSTOMIZE'] = 'ran'\n")
+    child = "import os, sys; print([m for m in ('torch', 'typer', 'te_precision_callbacks.reference.importer') if m in "
+    child += "sys.modules], os.environ['THE_OTHER_SITECUSTOMIZE'], [p for p in sys.path if p.endswith('startup')])"
+    assert answers(
+        f"""
+        import os, subprocess, sys
+        from te_precision_callbacks import reference
+        reference.install()
+        os.environ["PYTHONPATH"] += os.pathsep + {str(tmp_path)!r}
+        answer = subprocess.run([sys.executable, "-c", {child!r}], capture_output=True, text=True).stdout
+        """
+    ).strip() == str([]) + " ran " + str([])
+
+
+def test_a_child_knows_before_it_imports_torch() -> None:
+    code = "from te_precision_callbacks import reference; print(reference.installed().capability)"
+    done = python(
+        f"""
+        import subprocess, sys
+        from te_precision_callbacks import reference
+        reference.install(capability=(10, 0))
+        subprocess.run([sys.executable, "-c", {code!r}])
+        subprocess.run([sys.executable, "-c", "import transformer_engine.pytorch as te; print(te.is_mxfp8_available())"])
+        """
+    )
+    assert done.stdout.split("\n")[:2] == ["(10, 0)", "True"], done.stderr

@@ -1,0 +1,148 @@
+"""``te-precision run``: unmodified GPU scripts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tests.reference.processes import answers, run, te_precision
+
+SCRIPT = """
+import json, sys
+import torch
+import transformer_engine.pytorch as te
+
+assert torch.cuda.is_available()
+model = te.Linear(64, 64).cuda()
+with te.autocast(enabled=True):
+    loss = model(torch.randn(32, 64, device="cuda")).square().mean()
+loss.backward()
+torch.cuda.synchronize()
+print(json.dumps([__name__, sys.argv, sys.path[0], __file__, torch.cuda.get_device_capability()]))
+if "--fail" in sys.argv:
+    raise ValueError("the script's own")
+sys.exit(7)
+"""
+
+
+@pytest.fixture()
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "scripts" / "train.py"
+    path.parent.mkdir()
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_script_finds_what_it_finds_without_us(tmp_path: Path, script: Path) -> None:
+    done = te_precision("run", "scripts/train.py", "--help", "--backend", "x", "-c", cwd=tmp_path)
+    assert done.returncode == 7, done.stderr
+    name, argv, first_path, file, capability = json.loads(done.stdout)
+    assert name == "__main__"
+    assert argv == ["scripts/train.py", "--help", "--backend", "x", "-c"]
+    assert Path(first_path) == script.parent
+    assert Path(file) == script
+    assert capability == [9, 0]
+    assert "reference backend: the CPU as a pretended GPU, compute capability 9.0" in done.stderr
+
+
+def test_a_traceback_is_the_scripts_own(script: Path) -> None:
+    done = te_precision(
+        "run", "--backend", "reference", str(script), "--fail", TE_PRECISION_REFERENCE_CAPABILITY="10.0"
+    )
+    assert done.returncode == 1
+    assert json.loads(done.stdout)[4] == [10, 0]
+    traceback = done.stderr[done.stderr.index("Traceback") :].splitlines()
+    assert f'File "{script}"' in traceback[1]
+    assert traceback[-1] == "ValueError: the script's own"
+    assert len([line for line in traceback if line.startswith("  File")]) == 1
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        dedent(
+            """
+            import os
+            import torch
+            import torch.distributed as dist
+            import transformer_engine.pytorch as te
+
+            rank = int(os.environ["LOCAL_RANK"])
+            torch.cuda.set_device(rank)
+            dist.init_process_group("nccl")
+            model = torch.nn.parallel.DistributedDataParallel(te.Linear(32, 32).cuda(), device_ids=[rank])
+            with te.autocast(enabled=True):
+                model(torch.randn(32, 32, device="cuda")).sum().backward()
+            with open(f"rank{rank}", "w") as file:
+                file.write(str(model.module.weight.grad.double().sum().item()))
+            dist.destroy_process_group()
+            """
+        )
+    )
+    torchrun = tmp_path / "launch.py"
+    torchrun.write_text("from torch.distributed.run import main; main()")
+    done = te_precision("run", str(torchrun), "--standalone", "--nproc-per-node", "2", str(script), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "rank0").read_text() == (tmp_path / "rank1").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.py"], "there is no file 'missing.py'"),
+        (["--backend", "cuda", "x.py"], "'cuda' is not one of"),
+        ([], "Missing argument"),
+    ],
+)
+def test_wrong_use(arguments: list[str], message: str) -> None:
+    done = te_precision("run", *arguments)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("backend", "environment", "message"),
+    [
+        ("te", {}, "the compiled Transformer Engine cannot be imported: RuntimeError: Found empty"),
+        ("reference", {"TE_PRECISION_REFERENCE_CAPABILITY": "8"}, "TE_PRECISION_REFERENCE_CAPABILITY='8'"),
+    ],
+)
+def test_what_cannot_be(script: Path, backend: str, environment: dict[str, str], message: str) -> None:
+    done = te_precision("run", "--backend", backend, str(script), **environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith("te-precision: ")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_transformer_engine(script: Path) -> None:
+    code = """
+        import importlib.util, sys
+        real = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, *rest: None if name == "transformer_engine" else real(name, *rest)
+        from te_precision_callbacks.cli import main
+        sys.argv = ["te-precision", "run", {script!r}]
+        main()
+        """
+    done = run([sys.executable, "-c", dedent(code.format(script=str(script)))])
+    assert done.returncode == 2
+    assert "No Transformer Engine is installed" in done.stderr
+    assert 'pip install "transformer-engine>=2.20,<2.21"' in done.stderr
+
+
+def test_help_is_quick() -> None:
+    assert answers(
+        """
+        import contextlib, io, sys
+        from te_precision_callbacks.cli import main
+        sys.argv = ["te-precision", "--help"]
+        with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as said:
+            main()
+        answer = ["run" in said.getvalue(), [m for m in ("torch", "transformer_engine", "lightning") if m in sys.modules]]
+        """
+    ) == [True, []]

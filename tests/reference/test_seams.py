@@ -1,0 +1,204 @@
+"""The seams between Transformer Engine's Python and the reference backend."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from importlib import metadata
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+
+from te_precision_callbacks.reference import cuda_on_cpu, cuda_on_cuda, no_triton
+from te_precision_callbacks.reference.errors import MissingFunctionError
+from te_precision_callbacks.reference.rewrite import is_concerned, rewrite
+from te_precision_callbacks.reference.seams import READ_FROM, SEAMS, Seam, as_markdown
+from tests.reference.processes import REPOSITORY, answers
+
+
+def execute(source: str, *, cuda_on_cpu: bool = True) -> dict[str, Any]:
+    """The names that a rewritten module defines."""
+    names: dict[str, Any] = {"__name__": "rewritten"}
+    tree = rewrite(ast.parse(dedent(source)), cuda_on_cpu=cuda_on_cpu)
+    exec(compile(tree, "rewritten", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: f"{seam.upstream}: {seam.text}")
+def test_what_the_table_says_stands_upstream(seam: Seam) -> None:
+    package = seam.upstream.split("/", 1)[0]
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    assert seam.text in (Path(spec.origin).parents[1] / seam.upstream).read_text(encoding="utf-8")
+
+
+def test_the_table_is_the_one_in_the_documentation() -> None:
+    page = (REPOSITORY / "docs" / "reference-backend.md").read_text(encoding="utf-8")
+    assert f"<!-- seams: begin -->\n{as_markdown()}<!-- seams: end -->" in page
+
+
+def test_the_versions_are_the_installed_ones() -> None:
+    installed = {name: metadata.version(name) for name in READ_FROM}
+    assert installed["transformer-engine"].split(".")[:2] == READ_FROM["transformer-engine"].split(".")[:2]
+    assert installed["nvdlfw-inspect"].split(".")[:2] == READ_FROM["nvdlfw-inspect"].split(".")[:2]
+
+
+def test_a_source_without_any_of_it_keeps_its_bytecode() -> None:
+    assert not is_concerned(b"import torch\nx = torch.ones(2)\n")
+    assert is_concerned(b"import torch\nx = torch.ones(2).cuda()\n")
+
+
+def test_on_a_cpu_cuda_is_the_cpu() -> None:
+    names = execute(
+        '''
+        """A docstring."""
+        from __future__ import annotations
+        import torch
+        made = torch.ones(1, device="cuda")
+        moved = torch.ones(1).cuda().to(device="cuda")
+        device = torch.device("cuda", torch.cuda.current_device())
+        current = torch.empty(1, device=torch.cuda.current_device())
+        on_cuda = made.is_cuda and made.device.type == "cuda"
+        on_meta = torch.ones(1, device="meta").is_cuda
+        class Mine:
+            @property
+            def is_cuda(self):
+                return made.is_cuda
+        own = Mine().is_cuda if False else Mine.is_cuda.fget(None)
+        '''
+    )
+    assert names["__doc__"] == "A docstring."
+    assert {names[name].device for name in ("made", "moved", "current")} == {torch.device("cpu")}
+    assert names["device"] == torch.device("cpu")
+    assert names["on_cuda"] is True
+    assert names["on_meta"] is False
+    assert names["own"] is torch.ones(1).is_cuda
+
+
+def test_on_a_cpu_autocast_is_the_cpus() -> None:
+    names = execute(
+        """
+        import torch
+        def asked():
+            return torch.is_autocast_enabled(), torch.get_autocast_dtype("cuda")
+        """
+    )
+    assert names["asked"]()[0] is False
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert names["asked"]() == (True, torch.float16)
+
+
+def test_what_holds_on_every_device() -> None:
+    source = """
+        import torch
+        from torch.cuda import _lazy_call, get_device_capability
+        capability = get_device_capability(), torch.cuda.get_device_capability("cuda"), torch.cuda.Stream
+        version = torch.version.cuda
+        @torch.compile
+        def plain(x): return x
+        @torch.compile(fullgraph=True)
+        def with_options(x): return x
+        plain_type = type(plain)
+        text = "cuda"
+        """
+    on_cpu, on_cuda = execute(source), execute(source, cuda_on_cpu=False)
+    for names in (on_cpu, on_cuda):
+        assert names["capability"][:2] == ((9, 0), (9, 0))
+        assert float(names["version"]) >= 12.9
+        assert names["plain_type"] is type(execute)
+        assert names["with_options"](3) == 3
+    assert on_cpu["capability"][2] is cuda_on_cpu.Stream
+    assert on_cuda["capability"][2] is torch.cuda.Stream
+    assert (on_cpu["text"], on_cuda["text"]) == ("cpu", "cuda")
+
+
+def test_a_real_gpu_keeps_its_properties_and_stands_for_another_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        major, minor, multi_processor_count = 8, 0, 108
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())
+    properties = cuda_on_cuda.get_device_properties(0)
+    assert (properties.major, properties.minor, properties.multi_processor_count) == (9, 0, 108)
+
+
+def test_the_norm_is_exact() -> None:
+    x = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
+    for p, exact in ((1, x.double().abs().sum()), (2, x.double().square().sum().sqrt())):
+        assert cuda_on_cpu.exact_norm(x, p=p).item() == exact.float().item()
+
+
+def test_a_triton_kernel_can_be_defined_and_not_launched() -> None:
+    names = execute(
+        """
+        import triton
+        import triton.language as tl
+        from triton.language.standard import _log2
+        @triton.autotune(configs=[triton.Config({"BLOCK": 2})], key=[])
+        @triton.jit
+        def kernel(x, BLOCK: tl.constexpr):
+            tl.store(x, 1)
+        """
+    )
+    assert names["triton"] is no_triton
+    with pytest.raises(MissingFunctionError, match="the triton kernel kernel"):
+        names["kernel"][(1,)](None)
+
+
+def test_scale_padding_is_what_the_kernel_gives() -> None:
+    from transformer_engine.pytorch.triton.pad import pad_columnwise_scale_inv
+
+    x = torch.arange(3 * 130, dtype=torch.uint8).reshape(130, 3)
+    padded = pad_columnwise_scale_inv(x)
+    assert padded.shape == (256, 4)
+    assert torch.equal(padded[:130, :3], x)
+    assert padded.sum(dtype=torch.int64) == x.sum(dtype=torch.int64)
+
+
+FEATURE = """
+import torch
+from nvdlfw_inspect.registry import Registry, api_method
+from transformer_engine.debug.features.api import TEConfigAPIMapper
+
+@Registry.register_feature(namespace="transformer_engine")
+class {name}(TEConfigAPIMapper):
+    @api_method
+    def inspect_tensor_enabled(self, config, layer_name, tensor_name, iteration, **_):
+        return True, iteration + 1
+
+    @api_method
+    def inspect_tensor(self, config, layer_name, tensor_name, iteration, tp_group, tensor, **_):
+        assert tensor.is_cuda and isinstance(tensor, torch.Tensor)
+        torch.add(tensor, torch.zeros(1, device="cuda")).cuda()
+        seen.append(tensor_name)
+
+seen = torch.{name}_seen = []
+"""
+
+
+def test_feature_files_are_treated_like_transformer_engines_own(tmp_path: Path) -> None:
+    """Also where nvidia-dlfw-inspect was imported before the backend was installed."""
+    (tmp_path / "my_feature.py").write_text(FEATURE.format(name="MyFeature"))
+    seen = answers(
+        f"""
+        import nvdlfw_inspect.api as debug_api
+        from te_precision_callbacks import reference
+        reference.install()
+        import torch
+        import transformer_engine.pytorch as te
+        import transformer_engine.debug.features as features
+
+        layers = {{"layer_types": ["layer"]}}
+        fake_quant = {{"enabled": True, "gemms": ["fprop"], "tensors": ["weight"], "quant_format": "FP8E4M3"}}
+        config = {{"mine": {{"enabled": True, "layers": layers, "transformer_engine": {{
+            "MyFeature": {{"enabled": True, "tensors": ["activation"]}}, "FakeQuant": fake_quant}}}}}}
+        debug_api.initialize(config_file=config, log_dir={str(tmp_path)!r}, default_logging_enabled=False,
+                             feature_dirs=[features.__path__[0], {str(tmp_path)!r}])
+        te.Linear(32, 32, name="layer")(torch.randn(32, 32))
+        answer = torch.MyFeature_seen
+        """
+    )
+    assert seen == ["activation"]
