@@ -192,6 +192,7 @@ def _session_quantizer(
                 return super().get_enabled_look_at_tensors()  # type: ignore[no-any-return]
             except (Exception, SystemExit) as error:
                 failures.report(f"asking what to observe of {self.layer_name} {self.tensor_name}", error)
+                self.process_enabled_api_call((False, self.iteration + 1))  # ask again: it may be well by then
                 return False, False, False
 
         def get_plans_for_output_tensors(self) -> tuple[bool, str]:

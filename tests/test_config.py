@@ -1,0 +1,172 @@
+"""Loading a config, selecting layers, and planning: what a user gets wrong is said before the run, with its place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from te_precision_callbacks import PrecisionDebugError
+from te_precision_callbacks.config import Config, ConfigError, Plan, load_config
+from tests.conftest import feature
+
+REGISTERED = {
+    "transformer_engine": ("LogTensorStats", "DisableFP8GEMM", "FakeQuant"),
+    "base": ("LogTensorStats",),
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    name: str
+    aliases: tuple[str, ...] = ()
+    types: tuple[str, ...] = ("Linear", "linear")
+
+
+LAYERS = [
+    Layer("model.layers.0.self_attention.layernorm_qkv", types=("LayerNormLinear", "layernorm_linear")),
+    Layer("model.layers.0.layernorm_mlp.fc1", types=("LayerNormMLP", "layernorm_mlp")),
+    Layer("model.layers.10.layernorm_mlp.fc1", types=("LayerNormMLP", "layernorm_mlp")),
+    Layer("model.layers.10.experts.gemm_3", types=("GroupedLinear", "grouped_linear")),
+    Layer("model.head", aliases=("head", "my_head")),
+]
+
+
+def plan(layers: dict[str, Any], **keywords: Any) -> Plan:
+    section = {"enabled": True, "layers": layers, "transformer_engine": {"FakeQuant": {"enabled": True}}}
+    return load_config({"section": section}).plan(LAYERS, REGISTERED, **keywords)
+
+
+def selected(**layers: Any) -> list[int]:
+    hit = {entry.layer.name for entry in plan(layers).layers}
+    return [index for index, layer in enumerate(LAYERS) if layer.name in hit]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1, 2", r"(?s)not valid YAML.*line 1"),
+        ("", r"is empty; a config is a mapping"),
+        ("- a\n- b", r"holds a list"),
+        ("a: 3", r"line 1 \(section 'a'\).*a section is a mapping"),
+        ("\na:\n  enabled: True\n", r"line 2 \(section 'a'\).*'layers' is missing"),
+        ("a:\n  enable: True\n  layers: {layer_types: [x]}", r"'enabled' is missing. Is 'enable' meant"),
+        ("a:\n  enabled: maybe\n  layers: {layer_types: [x]}", r"line 2.*'enabled' is True or False, not 'maybe'"),
+        ("a:\n  enabled: True\n  layers: {layer_type: [x]}", r"line 3.*'layer_type'.*Did you mean 'layer_types'"),
+        ("a:\n  enabled: True\n  layers: {}", r"'layers' is empty"),
+        ("a:\n  enabled: True\n  layers: {layer_types: []}", r"'layer_types' must be a list of names"),
+        ("a:\n  enabled: True\n  layers: {layer_name_regex_pattern: '(x'}", r"not a regular expression"),
+        ("a:\n  enabled: True\n  layers: {layer_numbers: [5-2]}", r"ends before it starts"),
+        ("a:\n  enabled: True\n  layers: {layer_numbers: [x]}", r"takes numbers"),
+        ("a:\n  enabled: True\n  layers: {layer_types: [x]}\n  transformer_engine: 3", r"line 4.*mapping of features"),
+        ("a:\n  x: 1\na:\n  x: 2\n", r"line 3: 'a' stands here a second time; the first is in line 1"),
+    ],
+)
+def test_a_malformed_file_is_refused_with_its_place(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(path)
+    assert str(path) in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, PrecisionDebugError)
+
+
+def test_a_missing_file_is_refused_with_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"config\.yml' does not exist.*Did you mean 'config\.yaml'"):
+        load_config(tmp_path / "config.yml")
+    with pytest.raises(ConfigError, match="folder does not exist either"):
+        load_config(tmp_path / "nowhere" / "config.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path)
+    for nothing in ("", 3, ["config.yaml"]):
+        with pytest.raises(ConfigError):
+            load_config(nothing)  # type: ignore[arg-type]
+
+
+def test_a_loaded_config_a_mapping_and_none_are_taken(tmp_path: Path) -> None:
+    config = load_config({"s": feature("FakeQuant", ["fc1"])})
+    assert load_config(config) is config
+    assert config.source is None
+    (tmp_path / "config.yaml").write_text("s:\n  enabled: True\n  layers: {layer_types: [fc1]}\n")
+    assert load_config(str(tmp_path / "config.yaml")).source == tmp_path / "config.yaml"
+    default = load_config(None)
+    assert isinstance(default, Config)
+    assert len(default.plan(LAYERS, REGISTERED).layers) == len(LAYERS)
+
+
+def test_selectors() -> None:
+    assert selected(layer_types=["fc1"]) == [1, 2]
+    assert selected(layer_types=["layernorm_linear"]) == [0], "by the class, where no name has it"
+    assert selected(layer_types=["LayerNormMLP"]) == [1, 2]
+    assert selected(layer_types="fc1") == [1, 2], "one name is not taken letter by letter"
+    assert selected(layer_types=["all"]) == [0, 1, 2, 3, 4]
+    assert selected(layer_types=["my_head"]) == [4], "by the name that the user gave"
+    assert selected(layer_numbers=[10]) == [2, 3], "neither fc1 nor gemm_3 is a layer's number"
+    assert selected(layer_numbers=["0-3"]) == [0, 1]
+    assert selected(layer_numbers=0) == [0, 1]
+    assert selected(layer_numbers="all") == [0, 1, 2, 3], "a layer without a number has none"
+    assert selected(layer_numbers=[10], layer_types=["fc1", "fc2"]) == [2]
+    assert selected(layer_name_regex_pattern=r".*(fc1|self_attention).*") == [0, 1, 2]
+    assert selected(layer_name_regex_pattern=r"^head$") == [4]
+    assert selected(exact_layer_names=["model.head"]) == [4]
+    assert selected(exact_layer_names=["model.head"], layer_types=["all"]) == [4], "as upstream: the first one rules"
+
+
+def test_a_section_without_a_layer_is_refused_with_near_names(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match=r"'section' matches none of the 5 layers.*'fc1'"):
+        plan({"layer_types": ["fc11"]})
+    with pytest.raises(ConfigError, match=r"'layernorm_qkv'"):
+        plan({"layer_types": ["layernorm_kqv"]})
+    with pytest.raises(ConfigError, match=r"The layers are: 'model\.layers\.0"):
+        plan({"layer_types": ["zzzzz"]})
+    assert plan({"layer_types": ["fc11"]}, allow_unmatched=True).unmatched == ("section",)
+    assert "matches none" in caplog.text
+    off = {**feature("FakeQuant", ["zzzzz"]), "enabled": False}
+    assert load_config({"off": off}).plan(LAYERS, REGISTERED).unmatched == ()
+
+
+def test_unknown_features_are_refused_with_near_names() -> None:
+    def planned(**body: Any) -> Plan:
+        return load_config({"s": {"enabled": True, "layers": {"layer_types": ["all"]}, **body}}).plan(LAYERS, REGISTERED)
+
+    assert planned(transformer_engine={"DisableFp8Gemm": {"enabled": True}}).layers[0].features == {
+        "transformer_engine": {"DisableFP8GEMM": {"enabled": True}}
+    }, "the spelling of the documentation"
+    with pytest.raises(ConfigError, match=r"no feature 'LogTensorStat' in 'transformer_engine'.*'LogTensorStats'"):
+        planned(transformer_engine={"LogTensorStat": {"enabled": True}})
+    with pytest.raises(ConfigError, match=r"'transformer_engin' is neither.*Did you mean 'transformer_engine'"):
+        planned(transformer_engin={"LogTensorStats": {"enabled": True}})
+    with pytest.raises(ConfigError, match=r"'FakeQuant' is a feature of 'transformer_engine'; indent it"):
+        planned(FakeQuant={"enabled": True})
+    with pytest.raises(ConfigError, match=r"'FakeQuant' has no 'enabled'.*Is 'enable' meant"):
+        planned(transformer_engine={"FakeQuant": {"enable": True}})
+    assert planned(LogTensorStats={"enabled": True}).layers[0].features == {"base": {"LogTensorStats": {"enabled": True}}}
+
+
+def test_sections_that_meet_in_a_layer_are_merged() -> None:
+    config = load_config({"mlp": feature("FakeQuant", ["layernorm_mlp"]), "ten": feature("LogTensorStats", ["layers.10"])})
+    merged = config.plan(LAYERS, REGISTERED)
+    assert [entry.sections for entry in merged.layers] == [("mlp",), ("mlp", "ten"), ("ten",)]
+    handed_over = merged.as_inspect_config()
+    assert list(handed_over) == ["mlp", "mlp + ten", "ten"]
+    assert set(handed_over["mlp + ten"]["transformer_engine"]) == {"FakeQuant", "LogTensorStats"}
+    twice = {"a": feature("FakeQuant", ["fc1"]), "b": feature("FakeQuant", ["layers.10"])}
+    with pytest.raises(ConfigError, match=r"section 'b'.*gives 'FakeQuant' to the layer .*10.*fc1.*section 'a'"):
+        load_config(twice).plan(LAYERS, REGISTERED)
+
+
+def test_upstream_finds_in_the_plan_exactly_the_layers_that_were_planned() -> None:
+    """Held against nvidia-dlfw-inspect's own selection, with names that contain one another."""
+    from nvdlfw_inspect.config_manager import ConfigSpec, is_layer_in_cfg
+
+    names = ["a.fc1", "a.fc10", "b.a.fc1", "a_fc1", "a.fc1.x", "a.fc1 "]
+    layers = [Layer(name) for name in names]
+    config = load_config({"s": {**feature("FakeQuant", []), "layers": {"exact_layer_names": ["a.fc1"]}}})
+    (section,) = config.plan(layers, REGISTERED).as_inspect_config().values()
+    spec = ConfigSpec()
+    spec.initialize(section)
+    assert [name for name in names if is_layer_in_cfg(name, spec)] == ["a.fc1"]

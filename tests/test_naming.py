@@ -1,0 +1,113 @@
+"""Layer names from the module tree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from te_precision_callbacks.naming import Layer, named_te_modules, snake_case
+
+
+def layers(model: Any) -> list[Layer]:
+    return [layer for module in named_te_modules(model) for layer in module.layers]
+
+
+def names(model: Any) -> list[str]:
+    return [layer.name for layer in layers(model)]
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(te.TransformerLayer(32, 64, 2) for _ in range(2))
+        self.head = te.Linear(32, 32, name="the_head")
+        self.plain = torch.nn.Linear(32, 32)
+
+
+def test_a_name_is_the_path_in_the_module_tree() -> None:
+    block = ["self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2"]
+    assert names(Net()) == [*(f"layers.{i}.{part}" for i in range(2) for part in block), "head"]
+
+
+def test_wrappers_add_nothing_to_a_name() -> None:
+    net = Net()
+    plain = names(net)
+    assert names(torch.nn.DataParallel(net)) == plain
+    assert names(torch.compile(net)) == plain
+    net.layers[0] = checkpoint_wrapper(net.layers[0])
+    assert names(net) == plain
+
+    class Own(torch.nn.Module):
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    assert names(Own(net)) == [f"module.{name}" for name in plain], "the user's own `module` is part of the path"
+
+
+def test_a_shared_module_has_its_first_path() -> None:
+    shared = te.Linear(32, 32)
+    assert names(torch.nn.ModuleDict({"a": torch.nn.ModuleDict({"x": shared}), "b": shared})) == ["a.x"]
+
+
+def test_chunks_of_a_model_are_told_apart() -> None:
+    assert names([torch.nn.Sequential(te.Linear(32, 32)) for _ in range(2)]) == ["chunk0.0", "chunk1.0"]
+
+
+def test_a_root_that_is_a_te_module_lends_its_class() -> None:
+    assert names(te.Linear(32, 32)) == ["linear"]
+    assert names(te.LayerNormMLP(32, 64)) == ["layernorm_mlp.fc1", "layernorm_mlp.fc2"]
+    assert names(te.TransformerLayer(32, 64, 2))[0] == "transformer_layer.self_attention.layernorm_qkv"
+
+
+def test_grouped_linear_has_a_layer_a_gemm() -> None:
+    assert names(torch.nn.Sequential(te.GroupedLinear(3, 32, 32))) == ["0.gemm_0", "0.gemm_1", "0.gemm_2"]
+
+
+def test_subclasses_are_found_and_selected_by_both_classes() -> None:
+    class MyLinear(te.Linear):  # type: ignore[misc]
+        pass
+
+    (layer,) = layers(torch.nn.Sequential(MyLinear(32, 32)))
+    assert {"MyLinear", "my_linear", "Linear", "linear"} <= set(layer.types)
+
+
+def test_modules_without_gemms_have_no_layer() -> None:
+    assert names(torch.nn.Sequential(te.LayerNorm(32), te.RMSNorm(32), torch.nn.Linear(32, 32))) == []
+
+
+def test_other_names_stay_aliases() -> None:
+    found = {layer.name: set(layer.aliases) for layer in layers(torch.nn.ModuleDict({"model": Net()}))}
+    assert found["model.head"] == {"the_head", "head"}
+    aliases = found["model.layers.1.self_attention.layernorm_qkv"]
+    assert "layers.1.self_attention.layernorm_qkv" in aliases, "the path without the root's own attribute"
+    assert "self_attention.layernorm_linear_qkv" in aliases, "the constructor's name, without its automatic prefix"
+    assert "layers.1.self_attn.layernorm_qkv" in aliases, "the spelling of the documentation"
+    assert not any("Layer_" in alias for alias in aliases)
+
+
+def test_names_given_to_a_transformer_layer_reach_its_parts() -> None:
+    layer = te.TransformerLayer(32, 64, 2, name="transformer_layer", layer_type="decoder")
+    found = {alias for entry in layers(torch.nn.Sequential(layer)) for alias in entry.aliases}
+    assert "transformer_layer.self_attention.layernorm_linear_qkv" in found
+    assert "transformer_layer.self_attn.layernorm_linear_qkv" in found
+    assert "transformer_layer.layernorm_mlp.fc1" in found
+    assert any(alias.startswith("transformer_layer.inter_attn.layernorm_linear_q") for alias in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("LayerNormLinear", "layernorm_linear"),
+        ("LayerNormMLP", "layernorm_mlp"),
+        ("TransformerLayer", "transformer_layer"),
+        ("GroupedLinear", "grouped_linear"),
+        ("MultiheadAttention", "multihead_attention"),
+    ],
+)
+def test_snake_case_is_transformer_engines(name: str, expected: str) -> None:
+    assert snake_case(name) == expected
