@@ -105,7 +105,7 @@ SEAMS = (
     Seam(
         "transformer_engine/pytorch/module/base.py",
         ".is_cuda",
-        'true of what is on the CPU, false on "meta"; the tensor classes\' own properties of this name stay as they are',
+        'true of what is on the CPU, false on "meta"; the tensor classes\' own properties of this name are left alone',
         "Modules, attention and debug features refuse inputs that are not on a GPU.",
     ),
     Seam(

@@ -197,7 +197,11 @@ def _session_quantizer(
 
         def get_plans_for_output_tensors(self) -> tuple[bool, str]:
             if self._kind is not ForwardKind.EVALUATION:
-                return super().get_plans_for_output_tensors()  # type: ignore[no-any-return]
+                try:
+                    return super().get_plans_for_output_tensors()  # type: ignore[no-any-return]
+                except (Exception, SystemExit) as error:
+                    failures.report(f"asking what to observe of {self.layer_name} {self.tensor_name}", error)
+                    self.process_enabled_api_call((False, self.iteration + 1))
             import nvdlfw_inspect.api as debug_api
 
             modified = self.process_enabled_api_call(

@@ -11,7 +11,7 @@ INSTALL = "from te_precision_callbacks import reference\nreference.install({})\n
 
 def refusal(code: str, **environment: str) -> str:
     """The message of the error of ours with which ``code`` ends."""
-    done = python(code, **environment)
+    done = python(code, cwd=None, **environment)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("te_precision_callbacks.reference.errors."), done.stderr
     return last
@@ -31,7 +31,9 @@ def test_the_same_again_does_nothing_and_anything_else_is_refused() -> None:
     message = refusal(INSTALL.format("") * 2 + INSTALL.format("capability=(10, 0)"))
     assert "InstallError: install(pretend_cuda=False, capability=(10, 0))" in message
     assert "capability=(9, 0)" in message
-    assert "InstallError: install(pretend_cuda=True" in refusal(INSTALL.format("") + INSTALL.format("pretend_cuda=True"))
+    assert "InstallError: install(pretend_cuda=True" in refusal(
+        INSTALL.format("") + INSTALL.format("pretend_cuda=True")
+    )
 
 
 def test_what_is_installed_can_be_asked() -> None:
@@ -82,14 +84,17 @@ def test_without_transformer_engine() -> None:
 
 @pytest.mark.parametrize("version", ["2.19.0", "2.21.0"])
 def test_with_another_transformer_engine(version: str) -> None:
-    message = refusal(f"from importlib import metadata\nmetadata.version = lambda name: {version!r}\n" + INSTALL.format(""))
+    message = refusal(
+        f"from importlib import metadata\nmetadata.version = lambda name: {version!r}\n" + INSTALL.format("")
+    )
     assert f"TransformerEngineVersionError: Transformer Engine {version} is installed" in message
     assert 'pip install "transformer-engine>=2.20,<2.21"' in message
 
 
 def test_after_the_compiled_extension() -> None:
     message = refusal(
-        "import sys, types; sys.modules['transformer_engine_torch'] = types.ModuleType('compiled')\n" + INSTALL.format("")
+        "import sys, types; sys.modules['transformer_engine_torch'] = types.ModuleType('compiled')\n"
+        + INSTALL.format("")
     )
     assert "InstallError: Transformer Engine's compiled extension" in message
 
@@ -110,4 +115,7 @@ def test_pretended_cuda_beside_a_real_one() -> None:
 
 def test_the_import_is_light() -> None:
     heavy = ["torch", "transformer_engine", "nvdlfw_inspect", "typer", "packaging", "importlib.metadata"]
-    assert answers(f"import sys, te_precision_callbacks.reference\nanswer = [m for m in {heavy} if m in sys.modules]") == []
+    assert (
+        answers(f"import sys, te_precision_callbacks.reference\nanswer = [m for m in {heavy} if m in sys.modules]")
+        == []
+    )

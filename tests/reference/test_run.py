@@ -15,10 +15,11 @@ SCRIPT = """
 import json, sys
 import torch
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
 
 assert torch.cuda.is_available()
 model = te.Linear(64, 64).cuda()
-with te.autocast(enabled=True):
+with te.autocast(enabled=True, recipe=DelayedScaling()):
     loss = model(torch.randn(32, 64, device="cuda")).square().mean()
 loss.backward()
 torch.cuda.synchronize()
@@ -29,7 +30,7 @@ sys.exit(7)
 """
 
 
-@pytest.fixture()
+@pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "scripts" / "train.py"
     path.parent.mkdir()
@@ -113,7 +114,7 @@ def test_wrong_use(arguments: list[str], message: str) -> None:
     ],
 )
 def test_what_cannot_be(script: Path, backend: str, environment: dict[str, str], message: str) -> None:
-    done = te_precision("run", "--backend", backend, str(script), **environment)
+    done = te_precision("run", "--backend", backend, str(script), cwd=None, **environment)
     assert done.returncode == 2
     assert done.stderr.startswith("te-precision: ")
     assert message in done.stderr
@@ -143,6 +144,7 @@ def test_help_is_quick() -> None:
         sys.argv = ["te-precision", "--help"]
         with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as said:
             main()
-        answer = ["run" in said.getvalue(), [m for m in ("torch", "transformer_engine", "lightning") if m in sys.modules]]
+        heavy = ["torch", "transformer_engine", "lightning"]
+        answer = ["run" in said.getvalue(), [name for name in heavy if name in sys.modules]]
         """
     ) == [True, []]

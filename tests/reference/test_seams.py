@@ -68,7 +68,7 @@ def test_on_a_cpu_cuda_is_the_cpu() -> None:
             @property
             def is_cuda(self):
                 return made.is_cuda
-        own = Mine().is_cuda if False else Mine.is_cuda.fget(None)
+        own = Mine.__dict__["is_cuda"].fget(None)
         '''
     )
     assert names["__doc__"] == "A docstring."

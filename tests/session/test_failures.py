@@ -56,6 +56,7 @@ def test_a_broken_sink_ends_a_strict_run(tmp_path: Path) -> None:
         {"stats": ["no such statistic"]},
         {"freq": 0},
         {"stats": ["max"], "end_step": "soon"},
+        {"freq": 0, "tensors": ["output"]},
     ],
 )
 def test_a_broken_feature_is_reported_once(
@@ -66,9 +67,10 @@ def test_a_broken_feature_is_reported_once(
     with InspectSession(config, model=net, log_dir=tmp_path / "a") as session:
         train(session, net)
     assert len(reports(caplog)) == 1
-    assert "linear activation" in reports(caplog)[0]
+    tensor = options.get("tensors", ["activation"])[0]
+    assert f"linear {tensor}" in reports(caplog)[0]
     assert "Precision debugging failed 3 times" in caplog.text
-    with pytest.raises(ObservationError, match="linear activation"):
+    with pytest.raises(ObservationError, match=f"linear {tensor}"):
         with InspectSession(config, model=net, log_dir=tmp_path / "b", strict=True) as session:
             train(session, net)
 

@@ -198,7 +198,8 @@ def multi_tensor_sgd(
             grad = grad + momentum * average if nesterov else average
         if wd != 0.0 and wd_after_momentum:
             grad = grad + wd * current
-        weight.copy_(current - lr * grad)
+        # Upstream adds in the weight's own type, so that the update is rounded before the sum is.
+        weight.add_((-lr * grad).to(weight.dtype))
         for copy in copies:
             copy.copy_(weight)
 

@@ -1,0 +1,117 @@
+"""What is installed and imported: the package from a wheel, quick imports, and errors where an extra is missing."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from setuptools import find_packages
+
+import te_precision_callbacks
+from te_precision_callbacks.reference.children import ENVIRONMENT_VARIABLE
+
+ROOT = Path(__file__).parents[1]
+FRAMEWORKS = ("lightning", "accelerate", "transformers", "transformer_engine", "nvdlfw_inspect", "plotly", "tensorboard")
+
+
+def python(code: str) -> str:
+    """Run code in a process of its own, which does not inherit the reference backend of this one."""
+    environment = {key: value for key, value in os.environ.items() if key not in (ENVIRONMENT_VARIABLE, "PYTHONPATH")}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent, env=environment, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_importing_the_package_imports_no_framework() -> None:
+    code = f"import sys, te_precision_callbacks; print([name for name in {FRAMEWORKS} if name in sys.modules])"
+    assert python(code).strip() == "[]"
+
+
+def test_config_and_session_import_no_trainer() -> None:
+    code = f"""
+import sys
+from te_precision_callbacks.config import load_config
+from te_precision_callbacks.session import InspectSession
+import te_precision_callbacks.records, te_precision_callbacks.features
+print([name for name in {FRAMEWORKS} if name in sys.modules])"""
+    assert python(code).strip() == "[]"
+
+
+def test_every_lazy_name_is_there() -> None:
+    for name in te_precision_callbacks.__all__:
+        assert getattr(te_precision_callbacks, name).__name__ == name
+    assert set(te_precision_callbacks.__all__) <= set(dir(te_precision_callbacks))
+    with pytest.raises(AttributeError, match="no attribute 'PrecisionDebugCallbak'"):
+        _ = te_precision_callbacks.PrecisionDebugCallbak
+
+
+def test_a_missing_extra_says_how_to_install_it() -> None:
+    code = """
+import sys
+sys.modules["lightning"] = None
+from te_precision_callbacks import PrecisionDebugError
+try:
+    from te_precision_callbacks import PrecisionDebugCallback
+except ImportError as error:
+    print(isinstance(error, PrecisionDebugError), error)"""
+    text = python(code)
+    assert text.startswith("True")
+    assert "pip install 'te-precision-callbacks[lightning]'" in text
+
+
+def test_a_session_without_a_usable_transformer_engine_says_what_to_do() -> None:
+    code = """
+from te_precision_callbacks import InspectSession, PrecisionDebugError
+try:
+    InspectSession().start()
+except PrecisionDebugError as error:
+    print(type(error).__name__, error)"""
+    text = python(code)
+    assert text.startswith("TransformerEngineUnavailableError")
+    assert "reference.install()" in text
+    assert "te-precision run" in text
+
+
+def test_the_list_of_packages_is_complete() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    found = find_packages(ROOT, include=["te_precision_callbacks*"])
+    assert sorted(settings["packages"]) == sorted([*found, "te_precision_callbacks.features"])
+
+
+def test_an_installed_wheel_holds_the_features(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    code = f"""
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+sys.path.insert(0, {str(tmp_path / "site")!r})
+import te_precision_callbacks.features, te_precision_callbacks.cli
+print(te_precision_callbacks.features.__file__)"""
+    assert python(code).startswith(str(tmp_path / "site"))
+
+
+def test_the_demo_runs_and_shows_what_came_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    model = importlib.import_module("byte_lm").main(["--steps", "12", "--log-dir", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert len(model.losses) == 12
+    assert sum(model.losses[-3:]) < sum(model.losses[:3])
+    assert shown.count("FP8 E5M2 * E4M3") == 24, "dgrad and wgrad of each of the 12 layers"
+    assert shown.count("FP32") == 6, "the forward of fc1 and fc2 in three blocks"
+    assert shown.count("  activation ") == 3
+    assert "l1_norm" in shown
+    assert list(tmp_path.rglob("events.out.tfevents*"))
+    for folder in ("nvdlfw_inspect_logs", "nvdlfw_inspect_statistics_logs"):
+        assert list(tmp_path.rglob(f"{folder}/*.log"))
