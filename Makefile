@@ -25,7 +25,7 @@ demo: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy te_precision_callbacks features
+	$(BIN)/mypy te_precision_callbacks features examples
 
 test: lint
 	$(BIN)/python -m pytest

@@ -77,7 +77,8 @@ class ByteLanguageModel(L.LightningModule):
         with te.autocast(enabled=True):
             for layer in self.layers:
                 hidden = layer(hidden)
-        return self.head(hidden)
+        logits: torch.Tensor = self.head(hidden)
+        return logits
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         logits = self(batch[:, :-1])

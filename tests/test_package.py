@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -20,11 +21,11 @@ ROOT = Path(__file__).parents[1]
 FRAMEWORKS = ("lightning", "accelerate", "transformers", "transformer_engine", "nvdlfw_inspect", "plotly", "tensorboard")
 
 
-def python(code: str) -> str:
+def python(code: str, folder: Path = ROOT.parent) -> str:
     """Run code in a process of its own, which does not inherit the reference backend of this one."""
     environment = {key: value for key, value in os.environ.items() if key not in (ENVIRONMENT_VARIABLE, "PYTHONPATH")}
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent, env=environment, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=environment, check=False
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -78,6 +79,21 @@ except PrecisionDebugError as error:
     assert text.startswith("TransformerEngineUnavailableError")
     assert "reference.install()" in text
     assert "te-precision run" in text
+
+
+def test_the_readme_does_as_it_says(tmp_path: Path) -> None:
+    """Its config and its Lightning script, word for word."""
+    config, script = (
+        re.search(rf"```{language}\n({first}.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+        for language, first in (("yaml", "# config.yaml"), ("python", "import lightning"))
+    )
+    assert config
+    assert script
+    (tmp_path / "config.yaml").write_text(config[1])
+    shown = python(script[1].replace("max_steps=100", "max_steps=2"), folder=tmp_path)
+    assert "block.layernorm_mlp.fc1 fprop {'activation': 'FP32', 'weight': 'FP32'}" in shown
+    assert "block.self_attention.proj fprop {'activation': 'FP8 E4M3', 'weight': 'FP8 E4M3'}" in shown
+    assert list(tmp_path.rglob("nvdlfw_inspect_statistics_logs/*.log"))
 
 
 def test_the_list_of_packages_is_complete() -> None:

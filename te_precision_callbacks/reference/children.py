@@ -67,29 +67,33 @@ def install_if_pending() -> None:
 
 
 class _Trigger(MetaPathFinder):
-    """Installs the backend right after torch is imported, or right before Transformer Engine is."""
+    """Gives torch and Transformer Engine loaders that install the backend.
+
+    Looking for them is not enough: libraries do that to know whether they are there.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname not in ("torch", "transformer_engine"):
             return None
-        sys.meta_path.remove(self)
-        if fullname == "transformer_engine":
-            _install_from_environment()
-        spec = _find_spec(fullname, path, target)
-        if fullname == "torch" and spec is not None and spec.loader is not None:
-            spec.loader = _ThenInstall(spec.loader)
-        return spec
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(fullname, path, target)) is not None:
+                if spec.loader is not None:
+                    spec.loader = _InstallingLoader(spec.loader)
+                return spec
+        return None
 
 
-class _ThenInstall(Loader):
-    """Loads torch with its own loader, and installs the backend after that."""
+class _InstallingLoader(Loader):
+    """Loads torch and installs the backend after that, or installs it and loads Transformer Engine."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        if spec.name == "transformer_engine":
+            install_if_pending()  # while it is not yet in sys.modules
         module: ModuleType | None = self._loader.create_module(spec)
         return module
 
@@ -98,15 +102,7 @@ class _ThenInstall(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        _install_from_environment()
-
-
-def _find_spec(fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
-    """What the finders of ``sys.meta_path`` find."""
-    for finder in list(sys.meta_path):
-        if (spec := finder.find_spec(fullname, path, target)) is not None:
-            return spec
-    return None
+        install_if_pending()
 
 
 def _install_from_environment() -> None:

@@ -130,6 +130,7 @@ class Snapshot:
         for module, attributes in self._modules.values():
             for name, value in attributes.items():
                 _set_attribute(module, name, value)
+            _drop_debug_workspaces(module)
         self._modules = {}
         for name, value in self._state.items():
             setattr(TEDebugState, name, value)
@@ -174,6 +175,15 @@ def _set_attribute(module: torch.nn.Module, name: str, value: Any) -> None:
         module.__dict__.pop(name, None)
     else:
         module.__dict__[name] = value
+
+
+def _drop_debug_workspaces(module: torch.nn.Module) -> None:
+    """Forget cached weights that were quantized under debugging: they hold on to the session's quantizers."""
+    from transformer_engine.debug.pytorch.debug_quantization import DebugQuantizedTensor
+
+    workspaces: dict[str, Any] = module.__dict__.get("_fp8_workspaces", {})
+    for name in [name for name, held in workspaces.items() if isinstance(held, DebugQuantizedTensor)]:
+        del workspaces[name]
 
 
 class Inspector:

@@ -106,8 +106,9 @@ def test_a_child_that_imports_neither_torch_nor_transformer_engine_pays_nothing(
 
 
 def test_a_child_knows_before_it_imports_torch() -> None:
-    code = "from te_precision_callbacks import reference; print(reference.installed().capability)"
-    after = "import transformer_engine.pytorch as te; print(te.is_mxfp8_available())"
+    look = "import importlib.util; importlib.util.find_spec('torch'), importlib.util.find_spec('transformer_engine')\n"
+    code = look + "from te_precision_callbacks import reference; print(reference.installed().capability)"
+    after = look + "import transformer_engine.pytorch as te; print(te.is_mxfp8_available())"
     done = python(
         f"""
         import subprocess, sys

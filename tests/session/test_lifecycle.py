@@ -10,6 +10,7 @@ import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks.session import FeatureLoadError, InspectSession, SessionError
 from tests.conftest import Keeper, feature, global_state, module_state, statistics
@@ -66,6 +67,22 @@ def test_a_session_puts_everything_back(tmp_path: Path) -> None:
     assert global_state() == before
     assert module_state(net) == modules
     assert net[0].name == "first"
+
+
+def test_a_session_leaves_no_cached_weight_behind(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+
+    def forward(first: bool) -> torch.Tensor:
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            return net(torch.ones(16, 32), is_first_microbatch=first).detach()
+
+    plain = [forward(True), forward(False)]
+    with InspectSession(statistics(tensors=["weight"]), model=net, log_dir=tmp_path):
+        inspected = [forward(True), forward(False)]
+    assert net._fp8_workspaces == {}
+    for before, during, after in zip(plain, inspected, [forward(False), forward(False)], strict=True):
+        assert torch.equal(before, during)
+        assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize("error", [ValueError("in the step"), KeyboardInterrupt(), SystemExit(3)])
