@@ -9,7 +9,9 @@ Transformer Engine it uses those; otherwise the reference backend of this projec
 from __future__ import annotations
 
 import argparse
+import logging
 import sysconfig
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +102,10 @@ def main(arguments: list[str] | None = None) -> ByteLanguageModel:
     if not torch.cuda.is_available():
         reference.install()
 
-    L.seed_everything(0)
+    # Lightning's own notices and a deprecation inside of it are not what this example is about.
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    L.seed_everything(0, verbose=False)
     board = TensorBoardLogger(options.log_dir, name="byte_lm")
     callback = PrecisionDebugCallback(options.config)
     trainer = L.Trainer(
