@@ -6,6 +6,7 @@
 
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
+CAPABILITY ?= 9.0
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
@@ -31,7 +32,7 @@ test: lint
 	$(BIN)/python -m pytest
 
 te-suite: $(INSTALLED)
-	$(BIN)/python tests/reference/te_suite.py --te-src "$(TE_SRC)"
+	$(BIN)/python tests/reference/te_suite.py --te-src "$(TE_SRC)" --capability $(CAPABILITY)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

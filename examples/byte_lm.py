@@ -99,8 +99,7 @@ def main(arguments: list[str] | None = None) -> ByteLanguageModel:
     parser.add_argument("--config", type=Path, default=HERE / "config.yaml", help="the debug config")
     parser.add_argument("--log-dir", type=Path, default=Path("runs"), help="where everything is written")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        reference.install()
+    reference.install_where_needed()
 
     # Lightning's own notices and a deprecation inside of it are not what this example is about.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)

@@ -51,7 +51,7 @@ class Keeper:
         }
 
 
-@pytest.fixture()
+@pytest.fixture
 def keeper() -> Keeper:
     return Keeper()
 
@@ -75,7 +75,7 @@ def global_state() -> dict[str, Any]:
         "metric loggers": list(MetricLogger.enabled_loggers),
         "messages": set(SingleMessageLogger.logged_messages),
         "call details": APICacheIdentifier.__dict__.get("_call_details"),
-        "registry": {name: (sorted(data.features), list(data.deferred_features)) for name, data in Registry.data.items()},
+        "registry": {name: (sorted(found.features), found.deferred_features) for name, found in Registry.data.items()},
         "configs": list(ConfigManager.configs),
         "layer configs": dict(ConfigManager.layer_name_to_config_cache),
         "te state": (TEDebugState.debug_enabled, TEDebugState.weight_tensor_tp_group_reduce),

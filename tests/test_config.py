@@ -131,7 +131,8 @@ def test_a_section_without_a_layer_is_refused_with_near_names(caplog: pytest.Log
 
 def test_unknown_features_are_refused_with_near_names() -> None:
     def planned(**body: Any) -> Plan:
-        return load_config({"s": {"enabled": True, "layers": {"layer_types": ["all"]}, **body}}).plan(LAYERS, REGISTERED)
+        section = {"enabled": True, "layers": {"layer_types": ["all"]}, **body}
+        return load_config({"s": section}).plan(LAYERS, REGISTERED)
 
     assert planned(transformer_engine={"DisableFp8Gemm": {"enabled": True}}).layers[0].features == {
         "transformer_engine": {"DisableFP8GEMM": {"enabled": True}}
@@ -144,12 +145,13 @@ def test_unknown_features_are_refused_with_near_names() -> None:
         planned(FakeQuant={"enabled": True})
     with pytest.raises(ConfigError, match=r"'FakeQuant' has no 'enabled'.*Is 'enable' meant"):
         planned(transformer_engine={"FakeQuant": {"enable": True}})
-    assert planned(LogTensorStats={"enabled": True}).layers[0].features == {"base": {"LogTensorStats": {"enabled": True}}}
+    of_upstream_itself = planned(LogTensorStats={"enabled": True}).layers[0].features
+    assert of_upstream_itself == {"base": {"LogTensorStats": {"enabled": True}}}
 
 
 def test_sections_that_meet_in_a_layer_are_merged() -> None:
-    config = load_config({"mlp": feature("FakeQuant", ["layernorm_mlp"]), "ten": feature("LogTensorStats", ["layers.10"])})
-    merged = config.plan(LAYERS, REGISTERED)
+    sections = {"mlp": feature("FakeQuant", ["layernorm_mlp"]), "ten": feature("LogTensorStats", ["layers.10"])}
+    merged = load_config(sections).plan(LAYERS, REGISTERED)
     assert [entry.sections for entry in merged.layers] == [("mlp",), ("mlp", "ten"), ("ten",)]
     handed_over = merged.as_inspect_config()
     assert list(handed_over) == ["mlp", "mlp + ten", "ten"]

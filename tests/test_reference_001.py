@@ -72,8 +72,8 @@ def run_script(folder: Path, *, board: str = "") -> subprocess.CompletedProcess[
     script.write_text(dedent(SCRIPT))
     arguments = [str(CONFIG), str(TE_FEATURES), str(folder / "log"), board, str(folder / "kept.pt")]
     command = [str(Path(sys.executable).with_name("te-precision")), "run", str(script), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    options = {"cwd": folder, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **options)
 
 
 def independent_statistics(kept: Path) -> dict[tuple[str, int], float]:

@@ -23,7 +23,13 @@ from te_precision_callbacks.reference.errors import (
     TransformerEngineVersionError,
     UnsupportedRecipeError,
 )
-from te_precision_callbacks.reference.install import Installation, install, installed, is_installed
+from te_precision_callbacks.reference.install import (
+    Installation,
+    install,
+    install_where_needed,
+    installed,
+    is_installed,
+)
 
 __all__ = [
     "InstallError",
@@ -33,6 +39,7 @@ __all__ = [
     "TransformerEngineVersionError",
     "UnsupportedRecipeError",
     "install",
+    "install_where_needed",
     "installed",
     "is_installed",
 ]

@@ -16,7 +16,7 @@ import logging
 import sys
 from dataclasses import dataclass
 
-from te_precision_callbacks.reference import children, target, versions
+from te_precision_callbacks.reference import children, compiled, target, versions
 from te_precision_callbacks.reference.errors import InstallError
 
 logger = logging.getLogger(__name__)
@@ -57,8 +57,8 @@ def install(pretend_cuda: bool = False, capability: tuple[int, int] | None = Non
     """Let Transformer Engine run without its compiled extension.
 
     Call it before the first import of ``transformer_engine``. It holds for the rest of the process, and processes that
-    this one starts do the same when they import torch or Transformer Engine. A second call with the same arguments
-    does nothing.
+    this one starts do the same when they import torch or Transformer Engine. Where it is installed already, a call
+    that asks for nothing else does nothing: so a script that calls it runs under ``te-precision run`` as well.
 
     Args:
         pretend_cuda: False, the default: only Transformer Engine's own modules and the debug features see a GPU; your
@@ -74,10 +74,10 @@ def install(pretend_cuda: bool = False, capability: tuple[int, int] | None = Non
             already with other arguments; ``pretend_cuda`` where there is a real GPU; an unknown capability.
     """
     global _installed
-    chosen = target.capability() if capability is None else target.checked(capability)
     if (before := installed()) is not None:
-        _require_same(before, pretend_cuda, chosen)
+        _require_same(before, pretend_cuda, capability)
         return before
+    chosen = target.capability() if capability is None else target.checked(capability)
 
     _refuse_if_imported()
     version = versions.checked_version()
@@ -112,8 +112,24 @@ def install(pretend_cuda: bool = False, capability: tuple[int, int] | None = Non
     return _installed
 
 
-def _require_same(before: Installation, pretend_cuda: bool, capability: tuple[int, int]) -> None:
-    if (before.pretend_cuda, before.capability) != (pretend_cuda, capability):
+def install_where_needed() -> Installation | None:
+    """:func:`install`, unless there is a GPU and a compiled Transformer Engine that can be imported.
+
+    For scripts that run on any machine. Call it before the first import of ``transformer_engine``.
+
+    Returns:
+        How the backend is installed; None where the compiled Transformer Engine is to be used.
+    """
+    import torch
+
+    if _installed is None and torch.cuda.is_available() and compiled.why_unavailable() is None:
+        return None
+    return install()
+
+
+def _require_same(before: Installation, pretend_cuda: bool, capability: tuple[int, int] | None) -> None:
+    """A call that asks for less than there is is content; one that asks for something else is not."""
+    if (pretend_cuda and not before.pretend_cuda) or capability not in (None, before.capability):
         raise InstallError(
             f"install(pretend_cuda={pretend_cuda}, capability={capability}), but the reference backend is installed in "
             f"this process with pretend_cuda={before.pretend_cuda} and capability={before.capability}. It cannot "

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from te_precision_callbacks.reference import children, target, versions
+from te_precision_callbacks.reference import children, compiled, target, versions
 from te_precision_callbacks.reference.errors import InstallError, TransformerEngineVersionError
 
 
@@ -64,7 +64,7 @@ def plan_launch(backend: Backend) -> Launch:
             f'No Transformer Engine is installed. Its Python is enough here: pip install "{versions.REQUIREMENT}"'
         )
     if backend is not Backend.REFERENCE:
-        reason = _why_compiled_is_unavailable()
+        reason = compiled.why_unavailable()
         if reason is None:
             return Launch("the compiled Transformer Engine", {})
         if backend is Backend.TE:
@@ -89,17 +89,6 @@ def launch(plan: Launch, script: Path, arguments: Sequence[str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *flags, str(script), *arguments])
-
-
-def _why_compiled_is_unavailable() -> str | None:
-    """None if the compiled Transformer Engine can be imported, else what it says."""
-    code = "import transformer_engine.pytorch"
-    environment = {name: value for name, value in os.environ.items() if name != children.ENVIRONMENT_VARIABLE}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return None
-    lines = done.stderr.strip().splitlines()
-    return lines[-1] if lines else f"the import ended with status {done.returncode}"
 
 
 def _has_gpu() -> bool:

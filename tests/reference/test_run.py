@@ -80,6 +80,7 @@ def test_torchrun(tmp_path: Path) -> None:
                 model(torch.randn(32, 32, device="cuda")).sum().backward()
             with open(f"rank{rank}", "w") as file:
                 file.write(str(model.module.weight.grad.double().sum().item()))
+            dist.barrier()
             dist.destroy_process_group()
             """
         )

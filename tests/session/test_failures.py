@@ -75,9 +75,7 @@ def test_a_broken_feature_is_reported_once(
             train(session, net)
 
 
-def test_an_assert_of_upstream_without_a_text_still_says_what(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_assert_of_upstream_without_a_text_still_says_what(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """LogFp8TensorStats beside a GEMM in high precision: a bare AssertionError in Transformer Engine 2.20.2."""
     config = {
         "s": {

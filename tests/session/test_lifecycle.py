@@ -27,9 +27,7 @@ def train_step(net: torch.nn.Module, fp8: bool = True) -> None:
     out.sum().backward()
 
 
-def run(
-    net: torch.nn.Module, config: Any, steps: int, log_dir: Path, fp8: bool = True, **keywords: Any
-) -> Keeper:
+def run(net: torch.nn.Module, config: Any, steps: int, log_dir: Path, fp8: bool = True, **keywords: Any) -> Keeper:
     keeper = Keeper()
     with InspectSession(config, model=net, log_dir=log_dir, sinks=[keeper], **keywords) as session:
         for _ in range(steps):

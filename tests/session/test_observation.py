@@ -162,8 +162,10 @@ def test_a_recomputed_forward_is_observed_once_and_keeps_its_precision(
 
 def test_a_recomputed_forward_has_precision_features_where_evaluation_has_none(tmp_path: Path) -> None:
     config = {"fake": feature("FakeQuant", ["all"], gemms=["fprop"], tensors=["weight"], quant_format="FP8E5M2")}
-    _, expected = train("none", config, tmp_path / "a", torch.float32, False, precision_features_in_eval=False)
-    _, results = train("torch reentrant", config, tmp_path / "b", torch.float32, False, precision_features_in_eval=False)
+    results, expected = (
+        train(kind, config, tmp_path / kind, torch.float32, False, precision_features_in_eval=False)[1]
+        for kind in ("torch reentrant", "none")
+    )
     for result, value in zip(results, expected, strict=True):
         assert torch.equal(result, value)
 

@@ -1,0 +1,24 @@
+"""Whether the compiled Transformer Engine can be used on this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from te_precision_callbacks.reference import children
+
+
+def why_unavailable() -> str | None:
+    """None if the compiled Transformer Engine can be imported, else what it says.
+
+    It is tried in a process of its own: a failed import would leave parts of it behind, and a package without its
+    compiled part raises RuntimeError where one would look for ImportError.
+    """
+    code = "import transformer_engine.pytorch"
+    environment = {name: value for name, value in os.environ.items() if name != children.ENVIRONMENT_VARIABLE}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return None
+    lines = done.stderr.strip().splitlines()
+    return lines[-1] if lines else f"the import ended with status {done.returncode}"

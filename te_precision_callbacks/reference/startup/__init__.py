@@ -1,0 +1,1 @@
+"""A folder for PYTHONPATH; see ``te_precision_callbacks/reference/children.py``."""
