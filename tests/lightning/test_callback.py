@@ -172,7 +172,7 @@ def test_resuming_continues_the_iteration(tmp_path: Path) -> None:
     }.items():
         board = TensorBoardLogger(tmp_path / name, name="board", version="")
         resumed = trainer(tmp_path, callbacks=[callbacks], logger=board, max_epochs=2)
-        resumed.fit(Plain(), loader(7), ckpt_path=checkpoint, weights_only=False)
+        resumed.fit(Plain(), loader(7), ckpt_path=checkpoint)
         first = 100 if name == "told" else 7
         lines = logged_lines(tmp_path / name)
         assert sorted({step for _, step in lines}) == list(range(first, first + 7)), name
@@ -187,7 +187,7 @@ def test_resuming_a_checkpoint_that_knows_nothing_of_the_callback(tmp_path: Path
         statistics(),
         batches=7,
         max_epochs=2,
-        fit_keywords={"ckpt_path": next((tmp_path / "checkpoints").glob("*.ckpt")), "weights_only": False},
+        fit_keywords={"ckpt_path": next((tmp_path / "checkpoints").glob("*.ckpt"))},
     )
     assert sorted({step for _, step in lines}) == list(range(7, 14))
 
