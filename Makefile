@@ -16,8 +16,8 @@ INSTALLED := $(VENV)/.installed
 $(INSTALLED): requirements.lock pyproject.toml
 	@echo "Setting up $(VENV): this takes a few minutes the first time."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --requirement requirements.lock
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
 demo: $(INSTALLED)

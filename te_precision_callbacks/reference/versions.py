@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from te_precision_callbacks.reference.errors import TransformerEngineVersionError
+import importlib.util
+
+from te_precision_callbacks.reference.errors import InstallError, TransformerEngineVersionError
 
 SUPPORTED = ">=2.20,<2.21"
 REQUIREMENT = f"transformer-engine{SUPPORTED}"
+EXTRA = "te-precision-callbacks[reference]"
+IMPORTED = ("einops", "importlib_metadata", "onnx", "onnxscript", "packaging", "pydantic")
+"""What Transformer Engine's Python imports, and only its compiled packages ask pip for."""
 
 
 def checked_version() -> str:
@@ -13,6 +18,7 @@ def checked_version() -> str:
 
     Raises:
         TransformerEngineVersionError: none is installed, or another version.
+        InstallError: a package that its Python imports is not installed.
     """
     from importlib import metadata
 
@@ -29,5 +35,10 @@ def checked_version() -> str:
         raise TransformerEngineVersionError(
             f"Transformer Engine {version} is installed, and the reference backend was written for 2.20.x: "
             f'pip install "{REQUIREMENT}"'
+        )
+    missing = [name for name in IMPORTED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InstallError(
+            f'Transformer Engine\'s Python imports {", ".join(missing)}, which is not installed: pip install "{EXTRA}"'
         )
     return version

@@ -58,9 +58,9 @@ def import_transformer_engine() -> None:
         # A package without its compiled part raises RuntimeError or FileNotFoundError, not ImportError.
         raise TransformerEngineUnavailableError(
             f"Transformer Engine cannot be imported ({type(error).__name__}: {error}). On a machine with a GPU install"
-            " its compiled build: pip install 'transformer-engine[pytorch]'. Without one call"
-            " te_precision_callbacks.reference.install() before anything imports Transformer Engine, or start the"
-            " script with 'te-precision run SCRIPT'."
+            " its compiled build: pip install 'transformer-engine[pytorch]'. Without one install"
+            " 'te-precision-callbacks[reference]', and call te_precision_callbacks.reference.install() before anything"
+            " imports Transformer Engine, or start the script with 'te-precision run SCRIPT'."
         ) from error
 
 

@@ -119,3 +119,9 @@ def test_the_import_is_light() -> None:
         answers(f"import sys, te_precision_callbacks.reference\nanswer = [m for m in {heavy} if m in sys.modules]")
         == []
     )
+
+
+def test_without_what_transformer_engine_imports() -> None:
+    message = refusal("import sys; sys.modules['onnxscript'] = None\n" + INSTALL.format(""))
+    assert "imports onnxscript" in message
+    assert "te-precision-callbacks[reference]" in message
