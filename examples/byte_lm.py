@@ -1,6 +1,6 @@
 """A byte-level language model of Transformer Engine layers, trained with Lightning in FP8 under precision debugging.
 
-    python examples/byte_lm.py [--steps 120] [--config examples/config.yaml]
+    python examples/byte_lm.py [--steps 100] [--config examples/config.yaml]
 
 It learns from the source files of Python's standard library, which are on every machine. With CUDA and a compiled
 Transformer Engine it uses those; otherwise the reference backend of this project.
@@ -13,7 +13,6 @@ import logging
 import sysconfig
 import warnings
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
@@ -49,7 +48,7 @@ class StandardLibraryBytes(Dataset[torch.Tensor]):
 class ByteLanguageModel(L.LightningModule):
     """Predicts the next byte."""
 
-    def __init__(self, layers: int = 3, hidden: int = 256, heads: int = 4, window: int = 128) -> None:
+    def __init__(self, layers: int = 3, hidden: int = 192, heads: int = 4, window: int = 128) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(256, hidden)
         self.positions = torch.nn.Embedding(window, hidden)
@@ -95,7 +94,7 @@ class ByteLanguageModel(L.LightningModule):
 
 def main(arguments: list[str] | None = None) -> ByteLanguageModel:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=120, help="training steps (default: 120)")
+    parser.add_argument("--steps", type=int, default=100, help="training steps (default: 100)")
     parser.add_argument("--config", type=Path, default=HERE / "config.yaml", help="the debug config")
     parser.add_argument("--log-dir", type=Path, default=Path("runs"), help="where everything is written")
     options = parser.parse_args(arguments)
@@ -108,7 +107,7 @@ def main(arguments: list[str] | None = None) -> ByteLanguageModel:
     board = TensorBoardLogger(options.log_dir, name="byte_lm")
     callback = PrecisionDebugCallback(options.config)
     trainer = L.Trainer(
-        max_steps=options.steps,
+        max_epochs=1,
         logger=board,
         callbacks=[callback],
         accelerator="auto",
@@ -129,10 +128,10 @@ def main(arguments: list[str] | None = None) -> ByteLanguageModel:
 
 
 def _curve(losses: list[float], points: int = 6) -> str:
-    """A few points of the curve, each the mean of the steps around it."""
+    """The first loss, and a few points of the curve, each the mean of the steps around it."""
     size = max(1, len(losses) // points)
-    means: list[Any] = [sum(losses[i : i + size]) / len(losses[i : i + size]) for i in range(0, len(losses), size)]
-    return " -> ".join(f"{mean:.3f}" for mean in means[:points])
+    parts = [losses[start : start + size] for start in range(0, len(losses), size)]
+    return " -> ".join(f"{value:.3f}" for value in [losses[0], *(sum(part) / len(part) for part in parts[:points])])
 
 
 if __name__ == "__main__":
