@@ -23,7 +23,7 @@ ON_CUDA = "te_precision_callbacks.reference.cuda_on_cuda"
 NO_TRITON = "te_precision_callbacks.reference.no_triton"
 
 _ALIAS = "_te_reference_cuda"  # the name under which a rewritten module knows one of the two modules above
-_MARKS = ("cuda", "torch.compile", "torch.norm", "autocast", "triton")
+_MARKS = ("cuda", "torch.compile", "torch.norm", "autocast", "triton", "is_cpu")
 
 _Node = TypeVar("_Node", bound=ast.AST)
 
@@ -84,6 +84,9 @@ class _OnCpu(_OnCuda):
         if node.attr == "is_cuda" and isinstance(node.ctx, ast.Load):
             self.generic_visit(node)
             return _like(node, ast.Call(_backend("is_on_device"), [node.value], []))
+        if node.attr == "is_cpu" and isinstance(node.ctx, ast.Load):
+            self.generic_visit(node)
+            return _like(node, ast.UnaryOp(ast.Not(), ast.Call(_backend("is_on_device"), [node.value], [])))
         return super().visit_Attribute(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -112,8 +115,8 @@ class _OnCpu(_OnCuda):
         return super().visit_ImportFrom(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        # The tensor classes' own properties `is_cuda` are what the user sees: they tell the truth.
-        return node if node.name == "is_cuda" else self.generic_visit(node)
+        # The tensor classes' own properties of these names are what the user sees: they tell the truth.
+        return node if node.name in ("is_cuda", "is_cpu") else self.generic_visit(node)
 
 
 def _dotted(node: ast.AST) -> str:

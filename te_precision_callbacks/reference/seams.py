@@ -109,6 +109,12 @@ SEAMS = (
         "Modules, attention and debug features refuse inputs that are not on a GPU.",
     ),
     Seam(
+        "transformer_engine/pytorch/tensor/storage/float8_tensor_storage.py",
+        ".is_cpu",
+        "the opposite of `.is_cuda`",
+        "Float8 data on a CPU is dequantized in a way of its own, which gives a 0-d tensor the shape [1].",
+    ),
+    Seam(
         "transformer_engine/pytorch/utils.py",
         ".cuda()",
         "`.cpu()`",

@@ -37,7 +37,16 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "srelu": lambda x: F.relu(x).square(),
     "silu": F.silu,
     "swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "qgeglu": lambda x: x.chunk(2, -1)[0] * torch.sigmoid(1.702 * x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "sreglu": lambda x: F.relu(x.chunk(2, -1)[0]).square() * x.chunk(2, -1)[1],
+    "clamped_swiglu": lambda x: _clamped_swiglu(*x.chunk(2, -1)),
 }
+
+
+def _clamped_swiglu(activated: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """SwiGLU as in GPT-OSS, with the values that Transformer Engine has by default."""
+    activated = activated.clamp(max=7.0)
+    return activated * torch.sigmoid(1.702 * activated) * (gate.clamp(-7.0, 7.0) + 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -143,22 +152,41 @@ def test_grouped_linear() -> None:
     )
 
 
-def test_transformer_layer() -> None:
-    module = te.TransformerLayer(32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, self_attn_mask_type="causal")
+def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding: [length, batch, heads, size] with angles [length, 1, 1, size]."""
+    first, second = x.chunk(2, -1)
+    return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_transformer_layer(activation: str, groups: int, normalization: str, rotary: bool) -> None:
+    module = te.TransformerLayer(
+        32, 64, 4, num_gqa_groups=groups, normalization=normalization, activation=activation, hidden_dropout=0.0,
+        attention_dropout=0.0, self_attn_mask_type="causal",
+    )  # fmt: skip
     attention, mlp = module.self_attention, module.layernorm_mlp
     qkv, x = attention.layernorm_qkv, torch.randn(16, 2, 32)
+    angles = RotaryPositionEmbedding(8)(16) if rotary else None
 
     def expected(t: torch.Tensor) -> torch.Tensor:
         length, batch, hidden = t.shape
-        projected = _linear(qkv, _norm(qkv, t)).view(length, batch, 3, 4, 8)
-        q, k, v = (part.permute(1, 2, 0, 3) for part in projected.unbind(dim=2))
+        projected = _linear(qkv, _norm(qkv, t))
+        q, k, v = (part.view(length, batch, -1, 8) for part in projected.split([32, 8 * groups, 8 * groups], dim=-1))
+        if angles is not None:
+            q, k = _rotated(q, angles), _rotated(k, angles)
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
+        k, v = (part.repeat_interleave(4 // groups, dim=1) for part in (k, v))
         context = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         t = t + _linear(attention.proj, context.permute(2, 0, 1, 3).reshape(length, batch, hidden))
-        inner = F.gelu(F.linear(_norm(mlp, t), mlp.fc1_weight, mlp.fc1_bias), approximate="tanh")
+        inner = ACTIVATIONS[activation](F.linear(_norm(mlp, t), mlp.fc1_weight, mlp.fc1_bias))
         return t + F.linear(inner, mlp.fc2_weight, mlp.fc2_bias)
 
     parameters = list(module.parameters())
-    _assert_close(_gradients(module, x, parameters), _gradients(expected, x, parameters))
+    actual = _gradients(lambda t: module(t, rotary_pos_emb=angles), x, parameters)
+    _assert_close(actual, _gradients(expected, x, parameters))
 
 
 MODULES: dict[str, Callable[[], Any]] = {
@@ -173,7 +201,7 @@ MODULES: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", MODULES)
 def test_fp8_is_near_high_precision(name: str, recipe: str, dtype: torch.dtype) -> None:
