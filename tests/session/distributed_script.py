@@ -1,0 +1,44 @@
+"""One of two gloo processes: python distributed_script.py CASE RANK FOLDER"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+from te_precision_callbacks import reference
+
+reference.install()
+
+import torch
+import transformer_engine.pytorch as te
+
+from te_precision_callbacks.session import InspectSession
+from tests.conftest import statistics
+
+
+def main(case: str, rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2, timeout=timedelta(seconds=20)
+    )
+    groups = [torch.distributed.new_group([index]) for index in range(2)]
+    keywords = {
+        "world": {},
+        "own group": {"process_group": groups[rank]},
+        "no reduction": {"reduce": False},
+        "one fails": {},
+    }[case]
+    net = te.Linear(32, 32)
+    with InspectSession(statistics(), model=net, log_dir=folder / "log", **keywords) as session:
+        for step in range(3):
+            net((rank + 1) * torch.ones(16, 32)).sum().backward()
+            if case == "one fails" and rank == 1 and step == 2:
+                raise ValueError("bad batch")
+            if case == "no reduction" and rank == 1:
+                continue  # a collective of rank 0 would wait for this rank
+            session.step()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

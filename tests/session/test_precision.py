@@ -1,0 +1,101 @@
+"""The precision that each GEMM really ran in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from rich.console import Console
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+
+from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session.precision import GemmPrecision
+from te_precision_callbacks.summary import summary
+from tests.conftest import feature, statistics
+
+
+def audit(
+    config: Any,
+    log_dir: Path,
+    *,
+    recipe: Any = None,
+    dtype: torch.dtype = torch.float32,
+    fp8: bool = True,
+    steps: int = 2,
+) -> dict[str, str]:
+    """GEMM -> formats of its operands, of one linear layer."""
+    net = te.Linear(32, 32, params_dtype=dtype)
+    with InspectSession(config, model=net, log_dir=log_dir) as session:
+        for _ in range(steps):
+            with te.autocast(enabled=fp8, recipe=recipe):
+                out = net(torch.randn(16, 32, dtype=dtype))
+            out.sum().backward()
+            session.step()
+    assert all(entry.layer == "linear" for entry in session.precision)
+    return {entry.gemm: " ".join(entry.operands.values()) for entry in session.precision}
+
+
+QUANTIZED = {"fprop": "FP8 E4M3 FP8 E4M3", "dgrad": "FP8 E5M2 FP8 E4M3", "wgrad": "FP8 E5M2 FP8 E4M3"}
+
+
+@pytest.mark.parametrize("config", [statistics(), statistics(start_step=100), statistics(tensors=["gradient"])])
+def test_quantized(tmp_path: Path, config: Any) -> None:
+    assert audit(config, tmp_path, recipe=DelayedScaling()) == QUANTIZED
+    assert audit(config, tmp_path, recipe=Float8CurrentScaling(fp8_format=Format.HYBRID)) == QUANTIZED
+
+
+def test_high_precision(tmp_path: Path) -> None:
+    bf16 = dict.fromkeys(QUANTIZED, "BF16 BF16")
+    assert audit(statistics(), tmp_path, dtype=torch.bfloat16, fp8=False) == bf16
+    disabled = {"off": feature("DisableFP8Layer", ["linear"])}
+    assert audit(disabled, tmp_path, dtype=torch.bfloat16) == bf16
+    one = {"off": feature("DisableFP8GEMM", ["linear"], gemms=["dgrad"])}
+    assert audit(one, tmp_path) == {**QUANTIZED, "dgrad": "FP32 FP32"}
+
+
+def test_a_feature_that_modifies_tensors_is_told_by_what_it_gave(tmp_path: Path) -> None:
+    """A plan of "modify_tensor()" says nothing: FakeQuant gives plain tensors, PerTensorScaling FP8 ones."""
+    fake = {"s": feature("FakeQuant", ["linear"], gemms=["fprop"], tensors=["weight"], quant_format="FP8E4M3")}
+    assert audit(fake, tmp_path)["fprop"] == "FP32 FP32 (modified)"
+    scaled = {"s": feature("PerTensorScaling", ["linear"], gemms=["fprop"], tensors=["weight", "activation"])}
+    assert audit(scaled, tmp_path, recipe=DelayedScaling())["fprop"] == "FP8 E4M3 (modified) FP8 E4M3 (modified)"
+
+
+def test_evaluation_is_not_in_it(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        with torch.no_grad():
+            net(torch.randn(16, 32))
+        assert session.precision == ()
+        with te.autocast(enabled=True):
+            net(torch.randn(16, 32)).sum().backward()
+    assert "FP32" not in str(session.precision)
+
+
+def test_a_change_during_the_run_is_shown(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        for fp8 in (False, True):
+            with te.autocast(enabled=fp8):
+                out = net(torch.randn(16, 32))
+            out.sum().backward()
+            session.step()
+    assert session.precision[0] == GemmPrecision(
+        "linear", "fprop", {"activation": "FP32 -> FP8 E4M3", "weight": "FP32 -> FP8 E4M3"}
+    )
+
+
+def test_the_summary_fits_into_80_columns(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(te.TransformerLayer(32, 64, 2))
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        with te.autocast(enabled=True):
+            net(torch.randn(16, 2, 32)).sum().backward()
+        session.step()
+    console = Console(width=80, record=True, file=(tmp_path / "shown").open("w"))
+    console.print(summary(session))
+    text = console.export_text()
+    assert "…" not in text
+    assert text.count("FP8 E4M3 ") == 4
