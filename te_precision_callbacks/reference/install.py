@@ -122,6 +122,8 @@ def install_where_needed() -> Installation | None:
     """
     import torch
 
+    if _installed is None and COMPILED_MODULE in sys.modules:
+        return None
     if _installed is None and torch.cuda.is_available() and compiled.why_unavailable() is None:
         return None
     return install()

@@ -61,8 +61,9 @@ def checked(value: tuple[int, int]) -> tuple[int, int]:
     Raises:
         InstallError: it is neither (9, 0) nor (10, 0).
     """
-    if value in ALLOWED:
-        return value
+    for allowed in ALLOWED:
+        if value == allowed:
+            return allowed
     raise InstallError(
         f"install(capability={value!r}): the reference backend stands for {_choices('({}, {})')}. Give one of these."
     )

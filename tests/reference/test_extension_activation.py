@@ -119,3 +119,23 @@ def test_parameters_of_the_clamp() -> None:
 def test_an_odd_dimension_cannot_be_gated() -> None:
     with pytest.raises(ReferenceBackendError, match="3 is an odd number"):
         tex.swiglu(torch.zeros(2, 3), None)
+
+
+@pytest.mark.parametrize("name", ["relu", "srelu", "reglu", "sreglu", "clamped_swiglu"])
+def test_nan_and_infinity_are_what_upstreams_comparisons_make_of_them(name: str) -> None:
+    """common/util/math.h: NaN is not above 0, so it becomes 0; 0 times an infinite gradient is NaN."""
+    nan, inf = float("nan"), float("inf")
+    backward = {"clamped_swiglu": "clamped_dswiglu"}.get(name, f"d{name}")
+    gated = name.endswith("glu")
+    activated = torch.tensor([nan, -1.0, -1.0, 2.0])
+    x = torch.cat([activated, torch.ones(4)])[None] if gated else activated[None]
+    value = getattr(tex, name)(x, None)
+    grad = getattr(tex, backward)(torch.tensor([[1.0, inf, 1.0, 1.0]]), x, None)[..., :4]
+    if name == "clamped_swiglu":
+        assert value.isfinite().all(), "NaN becomes the limit"
+        assert grad[0, 0] == 0
+    else:
+        assert value[0, 0] == 0
+        assert grad[0, 0] == 0
+        assert grad[0, 1].isnan()
+        assert grad[0, 2] == 0

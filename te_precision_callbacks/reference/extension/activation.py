@@ -66,9 +66,14 @@ GELU = Activation(
     lambda grad, x: torch.ops.aten.gelu_backward(grad, x, approximate="tanh"),
 )
 QUICK_GELU = quick_gelu(QUICK_GELU_ALPHA)
-RELU = Activation(torch.relu, lambda grad, x: torch.where(x > 0, grad, torch.zeros_like(grad)))
-SQUARED_RELU = Activation(lambda x: torch.relu(x).square(), lambda grad, x: grad * 2.0 * torch.relu(x))
+# Upstream compares (common/util/math.h, TE 2.20): NaN, which is not above 0, becomes 0, unlike with torch's own relu.
+RELU = Activation(lambda x: _where_positive(x, x), lambda grad, x: grad * (x > 0))
+SQUARED_RELU = Activation(lambda x: _where_positive(x, x * x), lambda grad, x: grad * _where_positive(x, 2.0 * x))
 SILU = Activation(F.silu, lambda grad, x: torch.ops.aten.silu_backward(grad, x))
+
+
+def _where_positive(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return torch.where(x > 0, value, torch.zeros_like(value))
 
 
 def situ_gate(beta: float) -> Activation:
@@ -91,17 +96,23 @@ def situ_up(beta: float) -> Activation:
 def clamped_quick_gelu(limit: float, alpha: float) -> Activation:
     """x, at most ``limit``, through x * sigmoid(alpha * x)."""
     inner = quick_gelu(alpha)
-    return Activation(
-        lambda x: inner.value(x.clamp(max=limit)),
-        lambda grad, x: torch.where(x <= limit, inner.gradient(grad, x.clamp(max=limit)), torch.zeros_like(grad)),
-    )
+
+    def clamped(x: torch.Tensor) -> torch.Tensor:
+        return torch.fmin(x, torch.full_like(x, limit))  # NaN becomes the limit, as upstream's min makes it
+
+    def gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        slope = inner.gradient(torch.ones_like(x), clamped(x))
+        return grad * torch.where(x <= limit, slope, torch.zeros_like(slope))
+
+    return Activation(lambda x: inner.value(clamped(x)), gradient)
 
 
 def clamped_offset(limit: float, offset: float) -> Activation:
     """x, within [-limit, limit], plus ``offset``."""
     return Activation(
-        lambda x: x.clamp(-limit, limit) + offset,
-        lambda grad, x: torch.where((x <= limit) & (x >= -limit), grad, torch.zeros_like(grad)),
+        # NaN becomes -limit, as upstream's min and max make it.
+        lambda x: torch.fmin(torch.fmax(x, torch.full_like(x, -limit)), torch.full_like(x, limit)) + offset,
+        lambda grad, x: grad * ((x <= limit) & (x >= -limit)),
     )
 
 

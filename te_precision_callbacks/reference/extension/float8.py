@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
 from te_precision_callbacks.reference.extension.scaling import amax_of, scale_from_amax
 from te_precision_callbacks.reference.target import capability
@@ -109,7 +109,7 @@ class _PerTensorScaling:
     def cast(quantizer: Any, source: torch.Tensor, scale: torch.Tensor, out: Any) -> None:
         """Write data, transpose and inverse scale."""
         if out._data is None and out._transpose is not None:
-            raise NotImplementedError(
+            raise MissingFunctionError(
                 "Columnwise-only per-tensor FP8 quantization is not implemented, neither here nor in the compiled "
                 "extension: give the quantizer rowwise usage as well."
             )

@@ -21,6 +21,8 @@ from enum import Enum
 
 import torch
 
+from te_precision_callbacks.reference.errors import MissingFunctionError
+
 
 class Specials(Enum):
     """Which codes of a format are not numbers."""
@@ -121,7 +123,7 @@ class FloatFormat:
             uint8, same shape.
         """
         if self.dtype is None:
-            raise NotImplementedError(f"{self.name} has no byte of its own in torch.")
+            raise MissingFunctionError(f"{self.name} has no byte of its own in torch.")
         codes = values.clamp(-self.max, self.max).to(self.dtype).view(torch.uint8)
         negative_nan = 0x80 | (self.nan_code or 0)
         return codes.masked_fill_(codes == negative_nan, negative_nan & 0x7F) if _any_nan(values) else codes

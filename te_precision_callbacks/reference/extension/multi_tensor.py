@@ -59,11 +59,13 @@ def multi_tensor_l2norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The Euclidean norm of one list of tensors, all together and, if asked for, each.
 
+    ``noop_flag`` becomes 1 if a norm is not finite.
+
     Returns:
         float32 [1]; float32 [number of tensors], or [0].
     """
     norms = [torch.sqrt(tensor.float().square().sum()) for (tensor,) in groups(tensor_lists, (1,))]
-    return _norms(norms, tensor_lists[0][0].device, bool(per_tensor))
+    return _norms(norms, noop_flag, bool(per_tensor))
 
 
 @torch.no_grad()
@@ -79,7 +81,7 @@ def multi_tensor_unscale_l2norm(
     norms = [
         torch.sqrt((tensor.float().reshape(-1) * factor).square().sum()) for (tensor,) in groups(tensor_lists, (1,))
     ]
-    return _norms(norms, tensor_lists[0][0].device, bool(per_tensor))
+    return _norms(norms, noop_flag, bool(per_tensor))
 
 
 @torch.no_grad()
@@ -102,7 +104,8 @@ def _note_nonfinite(source: torch.Tensor, flag: torch.Tensor) -> None:
         flag.fill_(1)
 
 
-def _norms(norms: list[torch.Tensor], device: torch.device, per_tensor: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    each = torch.stack(norms)
+def _norms(norms: list[torch.Tensor], flag: torch.Tensor, per_tensor: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    each = torch.stack(norms) if norms else torch.empty(0, dtype=torch.float32, device=flag.device)
+    _note_nonfinite(each, flag)
     total = torch.sqrt(each.square().sum()).reshape(1)
-    return total, each if per_tensor else torch.empty(0, dtype=torch.float32, device=device)
+    return total, each if per_tensor else each[:0]

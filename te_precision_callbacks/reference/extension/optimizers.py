@@ -205,13 +205,18 @@ def multi_tensor_sgd(
 
 
 class _Step:
-    """The decay rates of a step, and the corrections of its moments' bias, as float32 has them."""
+    """The decay rates of a step, their complements, and the corrections of its moments' bias, as float32 has them."""
 
     def __init__(self, step: int, bias_correction: int, beta1: float, beta2: float) -> None:
-        self.beta1, self.beta2 = beta1, beta2
+        self.beta1, self.beta2 = _float32(beta1), _float32(beta2)
+        self.rest1, self.rest2 = _float32(1.0 - self.beta1), _float32(1.0 - self.beta2)
         corrected = bias_correction == 1
-        self.correction1 = 1.0 - beta1**step if corrected else 1.0
-        self.correction2 = 1.0 - beta2**step if corrected else 1.0
+        self.correction1 = _float32(1.0 - self.beta1**step) if corrected else 1.0
+        self.correction2 = _float32(1.0 - self.beta2**step) if corrected else 1.0
+
+
+def _float32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32))
 
 
 def _adam(
@@ -228,8 +233,8 @@ def _adam(
     """Update the moments in place; return the new parameter, float32."""
     if mode == L2_REGULARIZATION:
         grad = grad + weight_decay * param
-    first = step.beta1 * exp_avg.float() + (1.0 - step.beta1) * grad
-    second = step.beta2 * exp_avg_sq.float() + (1.0 - step.beta2) * grad * grad
+    first = step.beta1 * exp_avg.float() + step.rest1 * grad
+    second = step.beta2 * exp_avg_sq.float() + step.rest2 * grad * grad
     exp_avg.copy_(first)
     exp_avg_sq.copy_(second)
     update = (first / step.correction1) / ((second / step.correction2).sqrt() + epsilon)
