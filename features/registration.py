@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from nvdlfw_inspect.registry import Registry
+from nvdlfw_inspect.registry import NamespaceData, Registry
 
 NAMESPACE = "transformer_engine"
 
@@ -12,8 +12,12 @@ NAMESPACE = "transformer_engine"
 def register(classes: Iterable[type]) -> None:
     """Register feature classes in the namespace ``transformer_engine``.
 
-    Call it before nvidia-dlfw-inspect is initialized: the registration is completed when the namespace's API is loaded,
-    ahead of the features of the folders, so that a class here wins over one of the same name there.
+    Call it before nvidia-dlfw-inspect is initialized. A class wins over one of the same name in a feature folder. The
+    registry's own decorator cannot do it: once Transformer Engine's namespace API was imported, as the base class of a
+    feature does, it wants a logger that exists only after the initialization.
     """
+    data = Registry.data.setdefault(NAMESPACE, NamespaceData(NAMESPACE, None))
     for feature in classes:
-        Registry.register_feature(namespace=NAMESPACE)(feature)
+        data.features[feature.__name__] = feature()
+        if not any(feature.__name__ in names for names in data.feat_api_to_features.values()):
+            Registry._register_feature_api(NAMESPACE, feature.__name__)

@@ -11,6 +11,10 @@ class PrecisionDebugError(Exception):
     """Base class of every exception that this package raises on purpose."""
 
 
+class OptionError(PrecisionDebugError, TypeError):
+    """A keyword that does not exist, or a value that it does not take."""
+
+
 class MissingExtraError(PrecisionDebugError, ImportError):
     """A module was imported whose optional dependency is not installed.
 

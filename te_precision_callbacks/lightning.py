@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args
 from typing_extensions import Unpack
 
 from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.errors import MissingExtraError
-from te_precision_callbacks.options import OptionError, SessionKeywords, SessionOptions
+from te_precision_callbacks.errors import MissingExtraError, OptionError
+from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.records import MetricSelection, RunInfo, StepRecords
 from te_precision_callbacks.session import InspectSession, SessionError
 
@@ -79,7 +79,7 @@ class PrecisionDebugCallback(Callback):
 
     @property
     def session(self) -> InspectSession:
-        """The session of the current or last fit.
+        """The session of the current or last fit in this process; where processes are spawned, it is theirs.
 
         Raises:
             SessionError: nothing was fitted yet.
@@ -87,6 +87,12 @@ class PrecisionDebugCallback(Callback):
         if self._session is None:
             raise SessionError("The callback has no session yet: it starts one when trainer.fit() begins.")
         return self._session
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the session, and without the methods of the model that a trainer hangs on a callback: both belong to
+        this process, and a trainer that spawns others pickles the callback."""
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
+        return {**kept, "_session": None}
 
     # ------------------------------------------------------------------ start
 

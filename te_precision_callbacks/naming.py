@@ -68,7 +68,7 @@ class NamedModule:
 def snake_case(class_name: str) -> str:
     """TE's spelling of a class in names: ``LayerNormMLP`` is ``layernorm_mlp``."""
     words = class_name.replace("LayerNorm", "Layernorm").replace("MLP", "Mlp").replace("RMSNorm", "Rmsnorm")
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", words).lower()
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", words).lower()
 
 
 def named_te_modules(model: torch.nn.Module | Sequence[torch.nn.Module]) -> tuple[NamedModule, ...]:
@@ -113,8 +113,11 @@ def _paths(root: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.M
     """Each module below ``root`` once, parents first, with its path without wrapper parts."""
     seen: set[int] = set()
     root = _unwrapped(root)
-    if type(root).__module__.startswith("transformer_engine."):
-        prefix = f"{prefix}.{snake_case(type(root).__name__)}" if prefix else snake_case(type(root).__name__)
+    if any(base.__module__.startswith("transformer_engine.") for base in type(root).__mro__):
+        # fully_shard puts a class of torch before the module's own.
+        own = next(base for base in type(root).__mro__ if not base.__module__.startswith("torch."))
+        own_name = snake_case(own.__name__)
+        prefix = f"{prefix}.{own_name}" if prefix else own_name
     stack = [(prefix, root)]
     while stack:
         path, module = stack.pop()

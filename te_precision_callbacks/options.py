@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch.distributed
 from typing_extensions import TypedDict
 
 from te_precision_callbacks.config.loading import Config, ConfigSource, load_config
 from te_precision_callbacks.config.problems import suggestion
-from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.records.metrics import LogFilter, MetricSelection
 from te_precision_callbacks.records.model import Sink
 
-if TYPE_CHECKING:
-    import torch.distributed
-
 StrPath = str | os.PathLike[str]
-
-
-class OptionError(PrecisionDebugError, TypeError):
-    """A keyword that does not exist, or a value that it does not take."""
 
 
 class SessionKeywords(TypedDict, total=False):
@@ -93,30 +87,49 @@ class SessionOptions:
             if not isinstance(keywords.get(key, True), bool):
                 raise OptionError(f"{key}= is True or False, not {keywords[key]!r}.")
         start_step = keywords.get("start_step")
-        if start_step is not None and (not isinstance(start_step, int) or start_step < 0):
+        if start_step is not None and (type(start_step) is not int or start_step < 0):
             raise OptionError(f"start_step= is a step from 0 on, not {start_step!r}.")
+        if not isinstance(keywords.get("prefix", ""), str):
+            raise OptionError(f"prefix= is a text, not {keywords['prefix']!r}.")
+        group = keywords.get("process_group")
+        if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
+            raise OptionError(f"process_group= is a torch.distributed.ProcessGroup, not {group!r}.")
         log_dir = keywords.pop("log_dir", None)
         directories = keywords.pop("feature_dirs", ())
         if isinstance(directories, (str, os.PathLike)):
             directories = (directories,)
-        sinks = tuple(keywords.pop("sinks", ()))
-        for sink in sinks:
-            if not isinstance(sink, Sink):
-                raise OptionError(f"sinks= takes objects with the methods start, write and close, not {sink!r}.")
         options = cls(
             config=load_config(config),
-            log_dir=None if log_dir is None else Path(log_dir),
-            feature_dirs=tuple(_folder(directory) for directory in directories),
-            features=tuple(keywords.pop("features", ())),
-            sinks=sinks,
+            log_dir=None if log_dir is None else _path("log_dir", log_dir),
+            feature_dirs=tuple(_folder(directory) for directory in _sequence("feature_dirs", directories)),
+            features=_sequence("features", keywords.pop("features", ())),
+            sinks=_sequence("sinks", keywords.pop("sinks", ())),
             **keywords,
         )
+        for sink in options.sinks:
+            if not isinstance(sink, Sink) or isinstance(sink, type):
+                raise OptionError(f"sinks= takes objects with the methods start, write and close, not {sink!r}.")
+        for feature in options.features:
+            if not isinstance(feature, type):
+                raise OptionError(f"features= takes classes, not {feature!r}.")
         MetricSelection(options.prefix, options.log_filter)
         return options
 
 
-def _folder(directory: StrPath) -> Path:
-    path = Path(directory)
+def _sequence(key: str, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise OptionError(f"{key}= is a list, not {value!r}.")
+    return tuple(value)
+
+
+def _path(key: str, value: Any) -> Path:
+    if not isinstance(value, (str, os.PathLike)):
+        raise OptionError(f"{key}= is a path, not {value!r}.")
+    return Path(value)
+
+
+def _folder(directory: Any) -> Path:
+    path = _path("feature_dirs", directory)
     if not path.is_dir():
         raise OptionError(f"feature_dirs= names {str(path)!r}, which is not a folder.")
     return path.absolute()

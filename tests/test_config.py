@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from te_precision_callbacks import PrecisionDebugError
-from te_precision_callbacks.config import Config, ConfigError, Plan, load_config
+from te_precision_callbacks.config import Config, ConfigError, LayerSelector, Plan, load_config
 from tests.conftest import feature
 
 REGISTERED = {
@@ -112,8 +112,26 @@ def test_selectors() -> None:
     assert selected(layer_numbers=[10], layer_types=["fc1", "fc2"]) == [2]
     assert selected(layer_name_regex_pattern=r".*(fc1|self_attention).*") == [0, 1, 2]
     assert selected(layer_name_regex_pattern=r"^head$") == [4]
+    assert selected(layer_name_regex_pattern=r"^(?!model\.)|fc1") == [1, 2], (
+        "an alias does not bring back what is left out"
+    )
     assert selected(exact_layer_names=["model.head"]) == [4]
+    with pytest.raises(ConfigError, match=r"there is no layer 'model\.hea'. Did you mean 'model\.head'"):
+        selected(exact_layer_names=["model.head", "model.hea"])
     assert selected(exact_layer_names=["model.head"], layer_types=["all"]) == [4], "as upstream: the first one rules"
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("layer12.proj", 12), ("h3.fc1", 3), ("fc10", None), ("moe.gemm_0", None), ("a.7.fc1", 7), ("b2.7.fc1", 7)],
+)
+def test_the_number_of_a_layer(name: str, number: int | None) -> None:
+    hit = [
+        candidate
+        for candidate in range(20)
+        if LayerSelector.parse({"layer_numbers": [candidate]}, "here").selects(Layer(name))
+    ]
+    assert hit == ([] if number is None else [number])
 
 
 def test_a_section_without_a_layer_is_refused_with_near_names(caplog: pytest.LogCaptureFixture) -> None:
@@ -143,6 +161,8 @@ def test_unknown_features_are_refused_with_near_names() -> None:
         planned(transformer_engin={"LogTensorStats": {"enabled": True}})
     with pytest.raises(ConfigError, match=r"'FakeQuant' is a feature of 'transformer_engine'; indent it"):
         planned(FakeQuant={"enabled": True})
+    with pytest.raises(ConfigError, match=r"'enabled' of 'FakeQuant' is True or False, not 'False'"):
+        planned(transformer_engine={"FakeQuant": {"enabled": "False"}})
     with pytest.raises(ConfigError, match=r"'FakeQuant' has no 'enabled'.*Is 'enable' meant"):
         planned(transformer_engine={"FakeQuant": {"enable": True}})
     of_upstream_itself = planned(LogTensorStats={"enabled": True}).layers[0].features
@@ -156,6 +176,17 @@ def test_sections_that_meet_in_a_layer_are_merged() -> None:
     handed_over = merged.as_inspect_config()
     assert list(handed_over) == ["mlp", "mlp + ten", "ten"]
     assert set(handed_over["mlp + ten"]["transformer_engine"]) == {"FakeQuant", "LogTensorStats"}
+    sections["mlp + ten"] = feature("FakeQuant", ["head"])
+    assert len(load_config(sections).plan(LAYERS, REGISTERED).as_inspect_config()) == 4, "no name is in another's way"
+    off = {"a": feature("FakeQuant", ["fc1"]), "b": feature("FakeQuant", ["fc1"])}
+    off["b"]["transformer_engine"]["FakeQuant"]["enabled"] = False
+    assert load_config(off).plan(LAYERS, REGISTERED).layers[0].features == {
+        "transformer_engine": {"FakeQuant": {"enabled": True}}
+    }
+    spelled = feature("DisableFP8GEMM", ["fc1"])
+    spelled["transformer_engine"]["DisableFp8Gemm"] = {"enabled": True}
+    with pytest.raises(ConfigError, match="'DisableFP8GEMM' stands here twice"):
+        load_config({"s": spelled}).plan(LAYERS, REGISTERED)
     twice = {"a": feature("FakeQuant", ["fc1"]), "b": feature("FakeQuant", ["layers.10"])}
     with pytest.raises(ConfigError, match=r"section 'b'.*gives 'FakeQuant' to the layer .*10.*fc1.*section 'a'"):
         load_config(twice).plan(LAYERS, REGISTERED)

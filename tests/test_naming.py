@@ -72,6 +72,7 @@ def test_subclasses_are_found_and_selected_by_both_classes() -> None:
     class MyLinear(te.Linear):  # type: ignore[misc]
         pass
 
+    assert names(MyLinear(32, 32)) == ["my_linear"]
     (layer,) = layers(torch.nn.Sequential(MyLinear(32, 32)))
     assert {"MyLinear", "my_linear", "Linear", "linear"} <= set(layer.types)
 
@@ -107,6 +108,7 @@ def test_names_given_to_a_transformer_layer_reach_its_parts() -> None:
         ("TransformerLayer", "transformer_layer"),
         ("GroupedLinear", "grouped_linear"),
         ("MultiheadAttention", "multihead_attention"),
+        ("TEColumnParallelLinear", "te_column_parallel_linear"),
     ],
 )
 def test_snake_case_is_transformer_engines(name: str, expected: str) -> None:

@@ -88,7 +88,7 @@ def load_config(source: ConfigSource = None) -> Config:
 
 def _read_yaml(path: Path) -> tuple[Any, dict[KeyPath, int]]:
     """The content of a YAML file, and the line (1-based) of every key in it."""
-    if not str(path) or str(path) == ".":
+    if path == Path():
         raise ConfigError("The config's path is empty. Give the path of a YAML file, a mapping, or None.")
     try:
         text = path.read_text(encoding="utf-8")
@@ -107,6 +107,8 @@ def _read_yaml(path: Path) -> tuple[Any, dict[KeyPath, int]]:
         return yaml.safe_load(text), lines
     except yaml.YAMLError as error:
         raise ConfigError(f"The config file {str(path)!r} is not valid YAML: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"The config file {str(path)!r} has an anchor that contains itself.") from None
 
 
 def _similar_files(path: Path) -> str:
@@ -114,7 +116,7 @@ def _similar_files(path: Path) -> str:
         present = [entry.name for entry in path.absolute().parent.iterdir() if entry.suffix in (".yaml", ".yml")]
     except OSError:
         return " That folder does not exist either."
-    return suggestion(path.name, present).replace("Known:", "YAML files there:")
+    return suggestion(path.name, present, known_as="YAML files there")
 
 
 def _index_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], file: Path) -> None:

@@ -31,7 +31,7 @@ class Section:
 
     Attributes:
         name: its key in the config.
-        enabled: a section that is not enabled is checked, and does nothing.
+        enabled: a section that is not enabled does nothing, and its features need not exist.
         selector: the layers that it means.
         features: the rest of the section, by namespace (``transformer_engine``) or, for the features of
             nvidia-dlfw-inspect itself, by feature name.
@@ -85,14 +85,16 @@ class Plan:
         groups: dict[tuple[str, ...], list[LayerPlan]] = {}
         for entry in self.layers:
             groups.setdefault(entry.sections, []).append(entry)
-        config = {
-            " + ".join(sections): {
+        config: dict[str, Any] = {}
+        for sections, entries in groups.items():
+            name = " + ".join(sections)
+            while name in config:
+                name += " "
+            config[name] = {
                 "enabled": True,
                 "layers": {"layer_name_regex_pattern": exact_pattern(entry.layer.name for entry in entries)},
                 **entries[0].features,
             }
-            for sections, entries in groups.items()
-        }
         return config or {"no layer": {"enabled": True, "layers": {"layer_name_regex_pattern": exact_pattern(())}}}
 
 
@@ -129,8 +131,11 @@ def plan(
             merged = _merge(layer, hit, resolved)
             planned.append(LayerPlan(layer, tuple(section.name for section in hit), merged))
     unmatched = [section for section in sections if section.name not in matched] if layers else []
-    for section in unmatched:
-        message = _no_layer_message(section, layers)
+    messages = [_no_layer_message(section, layers) for section in unmatched]
+    for section in sections if layers else ():
+        if section.name in matched:
+            messages += _missing_names(section, layers)
+    for message in messages:
         if not allow_unmatched:
             raise ConfigError(f"{message} With allow_unmatched=True this is a warning.")
         logger.warning("%s", message)
@@ -138,7 +143,7 @@ def plan(
 
 
 def resolve_features(section: Section, registered: RegisteredFeatures) -> NamespacedFeatures:
-    """The features of a section by namespace, under the names that they are registered with.
+    """The enabled features of a section by namespace, under the names that they are registered with.
 
     Case does not matter: Transformer Engine's documentation writes ``DisableFp8Gemm`` where its code has
     ``DisableFP8GEMM``.
@@ -151,11 +156,28 @@ def resolve_features(section: Section, registered: RegisteredFeatures) -> Namesp
         if key in registered:
             for name, options in body.items():
                 feature = _registered_name(name, key, registered, section.place(key, name))
-                resolved.setdefault(key, {})[feature] = _options(name, options, section.place(key, name))
+                _add(resolved, key, feature, _options(name, options, section.place(key, name)), section)
         else:
             feature = _registered_name(key, "base", registered, section.place(key))
-            resolved.setdefault("base", {})[feature] = _options(key, body, section.place(key))
-    return resolved
+            _add(resolved, "base", feature, _options(key, body, section.place(key)), section)
+    return {
+        namespace: {feature: options for feature, options in features.items() if options["enabled"]}
+        for namespace, features in resolved.items()
+    }
+
+
+def _add(
+    resolved: dict[str, dict[str, FeatureOptions]],
+    namespace: str,
+    feature: str,
+    options: FeatureOptions,
+    section: Section,
+) -> None:
+    if feature in resolved.setdefault(namespace, {}):
+        raise ConfigError(
+            f"{section.place(namespace)}: {feature!r} stands here twice, in two spellings. Keep one of them."
+        )
+    resolved[namespace][feature] = options
 
 
 def _registered_name(name: str, namespace: str, registered: RegisteredFeatures, place: str) -> str:
@@ -179,6 +201,8 @@ def _options(name: str, options: Any, place: str) -> FeatureOptions:
         raise ConfigError(f"{place}: the options of {name!r} must be a mapping, not {options!r}.")
     if "enabled" not in options:
         raise ConfigError(f"{place}: {name!r} has no 'enabled'. Add 'enabled: True' below it.{_near_enabled(options)}")
+    if not isinstance(options["enabled"], bool):
+        raise ConfigError(f"{place}: 'enabled' of {name!r} is True or False, not {options['enabled']!r}.")
     return dict(options)
 
 
@@ -204,6 +228,15 @@ def _merge(
                     )
                 merged.setdefault(namespace, {})[feature] = options
     return merged
+
+
+def _missing_names(section: Section, layers: Sequence[SelectableLayer]) -> list[str]:
+    """A message for each of a section's exact names that no layer has."""
+    known = {name for layer in layers for name in (layer.name, *layer.aliases)}
+    return [
+        f"{section.selector.place}: there is no layer {name!r}.{suggestion(name, [layer.name for layer in layers])}"
+        for name in sorted((section.selector.exact_names or frozenset()) - known)
+    ]
 
 
 def _no_layer_message(section: Section, layers: Sequence[SelectableLayer]) -> str:

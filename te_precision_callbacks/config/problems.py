@@ -18,10 +18,10 @@ def nearest(word: str, known: Iterable[str], most: int = 3) -> list[str]:
     return [by_folded[match] for match in difflib.get_close_matches(word.casefold(), by_folded, n=most, cutoff=0.5)]
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
+def suggestion(word: str, known: Iterable[str], known_as: str = "Known") -> str:
     """``" Did you mean ...?"`` where something known is near, else the list of what is known."""
     known = list(known)
     close = nearest(word, known)
     if close:
         return f" Did you mean {' or '.join(repr(entry) for entry in close)}?"
-    return f" Known: {', '.join(sorted(known))}." if known else ""
+    return f" {known_as}: {', '.join(sorted(known))}." if known else ""

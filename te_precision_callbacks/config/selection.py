@@ -16,7 +16,8 @@ from te_precision_callbacks.config.problems import ConfigError, suggestion
 
 SELECTOR_KEYS = ("exact_layer_names", "layer_name_regex_pattern", "layer_numbers", "layer_types")
 
-_NUMBER = re.compile(r"(?<![A-Za-z])\d+")
+_NUMBER = re.compile(r"(?<!\d)(?<!fc)(?<!gemm_)\d+")
+_NEGATIVE = re.compile(r"\(\?<?!")
 
 
 class SelectableLayer(Protocol):
@@ -79,11 +80,17 @@ class LayerSelector:
         )
 
     def selects(self, layer: SelectableLayer) -> bool:
-        """Whether ``layer`` is meant, by its name or by one of its aliases."""
+        """Whether ``layer`` is meant, by its name or by one of its aliases.
+
+        A pattern with a negative look-around is searched in the name alone: an alias that lacks what it excludes would
+        select what the user meant to leave out.
+        """
         names = (layer.name, *layer.aliases)
         if self.exact_names is not None:
             return any(name in self.exact_names for name in names)
         if self.pattern is not None:
+            if _NEGATIVE.search(self.pattern.pattern):
+                names = (layer.name,)
             return any(self.pattern.search(name) for name in names)
         if self.numbers is not None and not self._number_matches(layer.name):
             return False
@@ -94,8 +101,8 @@ class LayerSelector:
         )
 
     def _number_matches(self, name: str) -> bool:
-        """A layer's number is the first component of its name that is a number (``fc1`` and ``gemm_0`` are none)."""
-        found = [int(part) for part in name.split(".") if part.isdigit()] or [int(n) for n in _NUMBER.findall(name)[:1]]
+        """The first part of the name that is a number, else the first number in it that is not of fc or gemm_."""
+        found = [int(part) for part in name.split(".") if part.isdigit()] or [int(n) for n in _NUMBER.findall(name)]
         return bool(found) and (not self.numbers or found[0] in self.numbers)
 
     def words(self) -> list[str]:

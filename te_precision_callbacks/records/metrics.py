@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.records.model import Row, StepRecords
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class MetricSelection:
         log_filter: which names go to the loggers. None: all, within the limit.
 
     Raises:
-        PrecisionDebugError: ``log_filter`` is neither patterns nor a function.
+        OptionError: ``log_filter`` is neither patterns nor a function.
     """
 
     def __init__(self, prefix: str = "te", log_filter: LogFilter = None) -> None:
@@ -99,7 +99,7 @@ def _predicate(log_filter: LogFilter) -> Callable[[str], bool] | None:
         return log_filter
     patterns = [log_filter] if isinstance(log_filter, str) else log_filter
     if not isinstance(patterns, (list, tuple)) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise PrecisionDebugError(
+        raise OptionError(
             "log_filter takes patterns such as ['*/activation/*'] or a function of the metric's name, not"
             f" {log_filter!r}."
         )

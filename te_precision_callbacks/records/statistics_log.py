@@ -39,7 +39,7 @@ def keep_previous(path: Path) -> None:
 
 
 def format_value(value: float) -> str:
-    """The shortest decimal that reads back as the same float64, without an exponent: tools match ``[0-9.]+``."""
+    """The shortest decimal that reads back as the same float64, without an exponent, which tools do not expect."""
     return format(Decimal(repr(value)), "f")
 
 
@@ -49,7 +49,7 @@ def statistic_label(row: Row) -> str:
 
 
 class StatisticsLog:
-    """The sink that writes the statistics log of a rank. Each step is on disk when ``write`` returns."""
+    """The sink that writes the statistics log of a rank. A step is in the file when ``write`` returns."""
 
     def __init__(self) -> None:
         self._file: TextIO | None = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -23,11 +24,15 @@ from torch.autograd.function import FunctionCtx
 
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.precision import PrecisionAudit
+from te_precision_callbacks.session.upstream import reset_schedule
 
 NO_BACKWARD = -1
 """``torch._C._current_graph_task_id()`` outside of a backward pass."""
 
 FORWARD_TENSORS = frozenset({"activation", "weight", "output"})
+
+
+_UNKNOWN = object()
 
 
 class ForwardKind(enum.Enum):
@@ -100,12 +105,14 @@ class ForwardHooks:
         self._current = threading.local()
         self._modules: dict[int, torch.nn.Module] = {}
         self._idle_in_evaluation: dict[int, int] = {}
+        self._idle_under: dict[int, object] = {}
         self._saved: list[tuple[Any, str, Any]] = []
 
     def watch(self, modules: dict[int, torch.nn.Module]) -> None:
         """Set the modules (by ``id``) that the session acts on; any other module runs as without a session."""
         self._modules = modules
         self._idle_in_evaluation.clear()
+        self._idle_under.clear()
 
     def install(self) -> None:
         """Replace the seams."""
@@ -113,11 +120,12 @@ class ForwardHooks:
         from transformer_engine.pytorch.module import base
 
         module_class = base.TransformerEngineBaseModule
-        self._replace(module_class, "is_debug_iter", self._make_is_debug_iter(module_class.is_debug_iter))
+        autocast = _autocast_reader()
+        self._replace(module_class, "is_debug_iter", self._make_is_debug_iter(module_class.is_debug_iter, autocast))
         self._replace(
             module_class,
             "no_debug_features_active",
-            self._make_no_debug_features_active(module_class.no_debug_features_active),
+            self._make_no_debug_features_active(module_class.no_debug_features_active, autocast),
         )
         quantizer = _session_quantizer(debug_quantization, self._current, self._failures, self._audit)
         self._replace(debug_quantization, "DebugQuantizer", quantizer)
@@ -132,16 +140,22 @@ class ForwardHooks:
             owner, name, value = self._saved.pop()
             setattr(owner, name, value)
         self._modules = {}
+        self._current = threading.local()
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         self._saved.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
-    def _make_is_debug_iter(self, upstream: Any) -> Any:
+    def _make_is_debug_iter(self, upstream: Any, autocast: Callable[[], object]) -> Any:
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
         def is_debug_iter(module: Any) -> bool:
-            if module.next_iter_when_debug_should_be_run is None or id(module) not in self._modules:
+            if module.next_iter_when_debug_should_be_run is None:
+                # No feature will ever act here. Only another autocast is worth a look: the audit would be out of date.
+                if self._idle_under.get(id(module), _UNKNOWN) in (_UNKNOWN, autocast()) or not module.training:
+                    return False
+                reset_schedule(module)
+            if id(module) not in self._modules:
                 return False
             kind = self._classify(module)
             self._current.kind = kind
@@ -154,13 +168,16 @@ class ForwardHooks:
 
         return is_debug_iter
 
-    def _make_no_debug_features_active(self, upstream: Any) -> Any:
+    def _make_no_debug_features_active(self, upstream: Any, autocast: Callable[[], object]) -> Any:
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
         from transformer_engine.debug.pytorch.utils import any_feature_enabled
 
         def no_debug_features_active(module: Any, quantizers: Any) -> bool:
             if self._current.kind is not ForwardKind.EVALUATION:
-                return bool(upstream(module, quantizers))
+                idle = bool(upstream(module, quantizers))
+                if module.next_iter_when_debug_should_be_run is None:
+                    self._idle_under[id(module)] = autocast()
+                return idle
             # Evaluation must not change the schedule of training: it asks for itself, once an iteration.
             idle = not any_feature_enabled(quantizers)
             if idle:
@@ -168,6 +185,16 @@ class ForwardHooks:
             return idle
 
         return no_debug_features_active
+
+
+def _autocast_reader() -> Callable[[], object]:
+    """Gives what Transformer Engine's autocast is set to: the recipe's type, False where it is off."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    def autocast() -> object:
+        return FP8GlobalStateManager.is_fp8_enabled() and type(FP8GlobalStateManager.quantization_state.fp8_recipe)
+
+    return autocast
 
 
 def _session_quantizer(

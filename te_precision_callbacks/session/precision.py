@@ -4,8 +4,9 @@
         print(entry.layer, entry.gemm, entry.operands)        # fc1 fprop {'activation': 'BF16', 'weight': 'BF16'}
 
 The log of nvidia-dlfw-inspect tells a plan ("Quantize", "High Precision", "modify_tensor()"). What counts is the type
-of the two tensors that the GEMM was handed: this is what is noted here. For a layer without any feature, which runs
-Transformer Engine's fused path, it is the quantizer of that path.
+of the two tensors that the GEMM was handed: this is what is noted here. A layer without any active feature runs
+Transformer Engine's fused path, where nothing is seen: for it, it is the format of that path's quantizers, noted in its
+first step and whenever autocast is switched or gets another recipe.
 """
 
 from __future__ import annotations
@@ -20,9 +21,6 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 
 OPERANDS = {"fprop": ("activation", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("gradient", "activation")}
 """The two tensors that each GEMM multiplies."""
-
-_QUANTIZE = "Quantize"
-_MODIFY = "modify_tensor()"
 
 _FORMATS = (
     ("NVFP4", "NVFP4"),
@@ -44,11 +42,14 @@ class GemmPrecision:
         gemm: ``fprop``, ``dgrad`` or ``wgrad``.
         operands: tensor -> its format, such as ``FP8 E4M3`` or ``BF16``; one that changed during the run has all of
             them, joined by an arrow in the order of their first appearance.
+        seen: whether the tensors themselves were seen; else the formats are those of the quantizers, also for a GEMM
+            that is never run, such as the dgrad of a model's first layer.
     """
 
     layer: str
     gemm: str
     operands: dict[str, str]
+    seen: bool
 
 
 class PrecisionAudit:
@@ -60,21 +61,25 @@ class PrecisionAudit:
 
     def planned(self, quantizer: Any, activation_dtype: torch.dtype | None) -> None:
         """Note what a DebugQuantizer is going to do; what it is seen to do later takes its place."""
+        from transformer_engine.debug.pytorch.debug_quantization import STANDARD_QUANTIZE
+
         high_precision = _HIGH_PRECISION.get(activation_dtype, str(activation_dtype)) if activation_dtype else "?"
         for gemm, plan in _plans(quantizer):
             key = (quantizer.layer_name, gemm, quantizer.tensor_name)
-            if key not in self._seen:
-                text = _format_of(quantizer.parent_quantizer) if plan == _QUANTIZE else high_precision
-                self._seen[key] = {text: None}
+            if key not in self._ran:
+                text = _format_of(quantizer.parent_quantizer) if plan == STANDARD_QUANTIZE else high_precision
+                self._seen.setdefault(key, {})[text] = None
 
     def ran(self, quantizer: Any, rowwise: Any, columnwise: Any) -> None:
         """Note the tensors that the GEMMs were handed."""
+        from transformer_engine.debug.pytorch.debug_quantization import API_CALL_MODIFY
+
         for (gemm, plan), tensor in zip(_plans(quantizer), (rowwise, columnwise), strict=False):
             if tensor is None:
                 continue
             key = (quantizer.layer_name, gemm, quantizer.tensor_name)
             text = _format_of(tensor)
-            if plan == _MODIFY:
+            if plan == API_CALL_MODIFY:
                 text += " (modified)"
             if key not in self._ran:
                 self._ran.add(key)
@@ -92,7 +97,8 @@ class PrecisionAudit:
                     if (layer, gemm, tensor) in self._seen
                 }
                 if operands:
-                    yield GemmPrecision(layer, gemm, operands)
+                    seen = all((layer, gemm, tensor) in self._ran for tensor in OPERANDS[gemm])
+                    yield GemmPrecision(layer, gemm, operands, seen)
 
 
 def _plans(quantizer: Any) -> tuple[tuple[str, str], tuple[str, str]]:

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.config.planning import Plan
-from te_precision_callbacks.naming import NamedModule, named_te_modules
+from te_precision_callbacks.naming import Layer, NamedModule, named_te_modules
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.records.model import LayerInfo, Row, RunInfo, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
@@ -90,11 +90,12 @@ class InspectSession:
         self._hooks = ForwardHooks(self._classify, self._failures, self._audit)
         self._inspector: Inspector | None = None
         self._modules: tuple[NamedModule, ...] = ()
-        self._plan = Plan((), ())
         self._layer_names: frozenset[str] = frozenset()
         self._sinks: list[Sink] = []
+        self._attached = False
         self._sinks_started = False
-        self._scalars: list[tuple[str, Any, int]] = []
+        self._scalars: list[tuple[str, Any]] = []
+        self._layers: tuple[LayerInfo, ...] = ()
         self._last: dict[tuple[str, str, str], Row] = {}
         self._final_iteration = options.start_step or 0
 
@@ -133,24 +134,9 @@ class InspectSession:
         return self._log_dir
 
     @property
-    def options(self) -> SessionOptions:
-        """What the session was made with."""
-        return self._options
-
-    @property
     def layers(self) -> tuple[LayerInfo, ...]:
         """Every layer of the model that can be observed, and what the config does with it."""
-        planned = {entry.layer.name: entry for entry in self._plan.layers}
-        return tuple(
-            LayerInfo(
-                name=layer.name,
-                module_class=layer.types[0],
-                sections=planned[layer.name].sections if layer.name in planned else (),
-                features=planned[layer.name].features if layer.name in planned else {},
-            )
-            for module in self._modules
-            for layer in module.layers
-        )
+        return self._layers
 
     @property
     def precision(self) -> tuple[GemmPrecision, ...]:
@@ -223,9 +209,9 @@ class InspectSession:
         layers = [layer for module in self._modules for layer in module.layers]
         self._layer_names = frozenset(layer.name for layer in layers)
         options = self._options
-        self._plan = options.config.plan(layers, inspector.registered, allow_unmatched=options.allow_unmatched)
-        source = str(options.config.source) if options.config.source else "a mapping"
-        inspector.configure(self._plan.as_inspect_config(), source)
+        plan = options.config.plan(layers, inspector.registered, allow_unmatched=options.allow_unmatched)
+        self._layers = _layer_infos(layers, plan)
+        inspector.configure(plan.as_inspect_config(), self._config_source)
         if not layers:
             logger.warning(
                 "The model has no Transformer Engine layer with GEMMs (Linear, LayerNormLinear, LayerNormMLP,"
@@ -235,7 +221,7 @@ class InspectSession:
             inspector.name_module(module.module, module.name)
             inspector.log(f"Assigned layer name: {module.name}")
         self._hooks.watch({id(module.module): module.module for module in self._modules})
-        self._start_sinks(source)
+        self._attached = True
 
     def step(self, logging_step: int | None = None) -> StepRecords | None:
         """End a debug iteration: after the optimizer's step, on all ranks. Statistics are reduced and handed to sinks.
@@ -252,6 +238,7 @@ class InspectSession:
         """
         inspector = self._running("step()")
         iteration = inspector.iteration
+        self._start_sinks()
         try:
             inspector.step()
         except (Exception, SystemExit) as error:
@@ -269,14 +256,17 @@ class InspectSession:
         if inspector is None:
             return
         try:
-            self._write_remainder(inspector)
+            if self._attached:
+                self._start_sinks()
+                self._write_remainder(inspector)
+                self._final_iteration = inspector.iteration
         finally:
             try:
-                self._final_iteration = inspector.iteration if self._sinks_started else self._final_iteration
                 self._close_sinks(error)
             finally:
                 self._hooks.remove()
                 self._inspector = None
+                self._modules = ()
                 inspector.stop()
                 self._failures.summarize()
 
@@ -297,8 +287,8 @@ class InspectSession:
             )
         return self._inspector
 
-    def _receive(self, name: str, value: Any, iteration: int) -> None:
-        self._scalars.append((name, value, iteration))
+    def _receive(self, name: str, value: Any) -> None:
+        self._scalars.append((name, value))
 
     def _hand_over(self, iteration: int, logging_step: int, *, local: bool = False) -> StepRecords | None:
         """Turn the received scalars into records, and give them to the sinks."""
@@ -306,8 +296,8 @@ class InspectSession:
         if not scalars:
             return None
         try:
-            values = _to_floats([value for _, value, _ in scalars])
-            rows = [self._row(name, value) for (name, _, _), value in zip(scalars, values, strict=True)]
+            values = _to_floats([value for _, value in scalars])
+            rows = [self._row(name, value) for (name, _), value in zip(scalars, values, strict=True)]
         except Exception as error:
             self._failures.report(f"reading the statistics of iteration {iteration}", error)
             return None
@@ -335,7 +325,13 @@ class InspectSession:
         except (Exception, SystemExit) as error:
             logger.error("What was gathered since the last step could not be written.", exc_info=error)
 
-    def _start_sinks(self, source: str) -> None:
+    @property
+    def _config_source(self) -> str:
+        source = self._options.config.source
+        return str(source) if source else "a mapping"
+
+    def _start_sinks(self) -> None:
+        """Before the first step, when also a resumed run knows its iteration."""
         if self._sinks_started:
             return
         self._sinks_started = True
@@ -346,7 +342,7 @@ class InspectSession:
             start_iteration=self.iteration,
             layers=self.layers,
             versions={name: importlib.metadata.version(name) for name in _VERSIONED},
-            config=source,
+            config=self._config_source,
         )
         self._each_sink("starting", lambda sink: sink.start(run))
 
@@ -366,6 +362,19 @@ class InspectSession:
                 failed.append((sink, error))
         for sink, failure in failed:
             self._failures.report(f"{doing} {type(sink).__name__}", failure)
+
+
+def _layer_infos(layers: Sequence[Layer], plan: Plan) -> tuple[LayerInfo, ...]:
+    planned = {entry.layer.name: entry for entry in plan.layers}
+    return tuple(
+        LayerInfo(
+            name=layer.name,
+            module_class=layer.types[0],
+            sections=planned[layer.name].sections if layer.name in planned else (),
+            features=planned[layer.name].features if layer.name in planned else {},
+        )
+        for layer in layers
+    )
 
 
 def _to_floats(values: Sequence[Any]) -> list[float]:

@@ -42,7 +42,7 @@ _MODULE_ATTRIBUTES = (
 _NOT_RUN_YET = {"next_iter_when_debug_should_be_run": 0}
 _MISSING = object()
 
-ScalarReceiver = Callable[[str, Any, int], None]
+ScalarReceiver = Callable[[str, Any], None]
 
 
 def import_transformer_engine() -> None:
@@ -193,7 +193,7 @@ class Inspector:
         log_dir: where its log of events goes.
         feature_dirs, features: the user's own.
         process_group, reduce: as in :class:`te_precision_callbacks.options.SessionOptions`.
-        receive: called with each scalar that a feature logs: name, value (a number or 0-d tensor), iteration.
+        receive: called with each scalar that a feature logs: name, and value (a number or a 0-d tensor).
     """
 
     def __init__(
@@ -213,6 +213,7 @@ class Inspector:
         self._reduce = reduce
         self._receive = receive
         self._snapshot: Snapshot | None = None
+        self._initialized = False
 
     def start(self, rank: int) -> None:
         """Start upstream with every feature and no config yet.
@@ -235,12 +236,16 @@ class Inspector:
             )
         self._snapshot = Snapshot()
         SingleMessageLogger.logged_messages.clear()
-        self._log_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SessionError(f"log_dir={str(self._log_dir)!r} cannot be made a folder: {error}.") from error
         keep_previous(self._log_dir / EVENTS_FOLDER / log_file_name(rank))
         with warnings.catch_warnings():
             # TE's deprecated aliases warn when they are registered, used or not; as an error it would end the process.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._initialize(debug_api)
+        self._initialized = True
         manager: Any = debug_api.DEBUG_MANAGER
         manager._tensor_reduction_group = self._process_group
         manager._namespace_apis[registration.NAMESPACE].reduce = self._reduce
@@ -255,7 +260,13 @@ class Inspector:
         from te_precision_callbacks.features import registration
 
         own, upstream = ([str(Path(module.__path__[0]))] for module in (own_features, te_features))
-        registration.register(self._features)
+        for feature in self._features:
+            try:
+                registration.register([feature])
+            except Exception as error:
+                raise FeatureLoadError(
+                    f"The feature class {feature.__name__} could not be registered: {type(error).__name__}: {error}."
+                ) from error
         try:
             debug_api.initialize(
                 config_file=_NO_LAYER,
@@ -329,7 +340,9 @@ class Inspector:
         debug_api.step()
 
     def log_local_statistics(self) -> None:
-        """Have the gathered statistics of this rank logged, without a collective."""
+        """Have the gathered statistics of this rank logged, without a collective. Nothing, if it never started."""
+        if not self._initialized:
+            return
         import nvdlfw_inspect.api as debug_api
 
         from te_precision_callbacks.features import registration
@@ -366,6 +379,6 @@ def _make_receiver(receive: ScalarReceiver) -> Any:
         """Hands scalars to the session."""
 
         def log_scalar(self, name: str, value: Any, iteration: int, **_: Any) -> None:
-            receive(name, value, iteration)
+            receive(name, value)
 
     return Receiver()

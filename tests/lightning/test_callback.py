@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import signal
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from lightning.pytorch.plugins import TransformerEnginePrecision
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
 from te_precision_callbacks import ConfigError, PrecisionDebugCallback
-from te_precision_callbacks.options import OptionError
+from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.session import SessionError
 from tests.conftest import Keeper, feature, global_state, module_state, statistics
 from tests.lightning.models import (
@@ -221,6 +222,15 @@ def test_a_fit_that_continues_the_trainers_steps_continues_the_iteration(tmp_pat
     fitted.fit_loop.max_epochs = 2
     fitted.fit(model, loader(3))
     assert keeper.iterations == [0, 1, 2, 3, 4, 5]
+    assert [run.start_iteration for run in keeper.runs] == [0, 3]
+
+
+def test_a_callback_that_was_used_can_be_pickled(tmp_path: Path) -> None:
+    callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path)
+    trainer(tmp_path, callbacks=[callback]).fit(Plain(), loader(1))
+    again = pickle.loads(pickle.dumps(callback))
+    trainer(tmp_path, callbacks=[again]).fit(Plain(), loader(2))
+    assert again.session.iteration == 2
 
 
 @pytest.mark.parametrize("error", [ValueError("bad batch"), KeyboardInterrupt(), SystemExit(1)])

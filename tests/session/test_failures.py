@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 
-from te_precision_callbacks.options import OptionError
+from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.records import StepRecords
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests.conftest import Keeper, feature, statistics
@@ -100,6 +100,15 @@ def test_an_assert_of_upstream_without_a_text_still_says_what(tmp_path: Path, ca
         ({"start_step": -1}, "start_step="),
         ({"sinks": [print]}, "start, write and close"),
         ({"feature_dirs": "not/there"}, "not a folder"),
+        ({"feature_dirs": 5}, "feature_dirs= is a list"),
+        ({"features": [5]}, "features= takes classes"),
+        ({"features": int}, "features= is a list"),
+        ({"sinks": 5}, "sinks= is a list"),
+        ({"log_dir": 5}, "log_dir= is a path"),
+        ({"prefix": 7}, "prefix= is a text"),
+        ({"start_step": True}, "start_step="),
+        ({"process_group": "world"}, "process_group="),
+        ({"log_filter": 5}, "log_filter takes"),
     ],
 )
 def test_bad_options_are_refused(keywords: dict[str, Any], message: str) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import subprocess
+import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +220,82 @@ def test_a_feature_file_that_fails_is_named_and_does_not_end_the_process(tmp_pat
 @pytest.mark.filterwarnings("error::DeprecationWarning:transformer_engine")
 def test_warnings_as_errors_do_not_end_the_process(tmp_path: Path) -> None:
     assert run(model(), statistics(), 1, tmp_path).iterations == [0]
+
+
+FEATURE_CLASS = """
+from te_precision_callbacks import reference
+reference.install()
+import sys, torch, transformer_engine.pytorch as te
+from nvdlfw_inspect.registry import api_method
+from transformer_engine.debug.features.api import TEConfigAPIMapper
+from te_precision_callbacks import InspectSession
+
+class Watcher(TEConfigAPIMapper):
+    @api_method
+    def inspect_tensor_enabled(self, config, layer_name, tensor_name, iteration):
+        return True, iteration + 1
+    @api_method
+    def inspect_tensor(self, config, layer_name, tensor_name, iteration, tensor, **_):
+        print("saw", layer_name, iteration)
+
+config = {"mine": {"enabled": True, "layers": {"layer_types": ["all"]},
+    "transformer_engine": {"Watcher": {"enabled": True, "tensors": ["activation"]}}}}
+for _ in range(2):
+    net = te.Linear(32, 32)
+    with InspectSession(config, model=net, features=[Watcher], log_dir=sys.argv[1]) as session:
+        net(torch.ones(16, 32)).sum().backward()
+        session.step()
+"""
+
+
+def test_a_users_feature_class_works_in_a_fresh_process(tmp_path: Path) -> None:
+    """Where importing its base class has registered Transformer Engine's API, and nothing has a logger yet."""
+    command = [sys.executable, "-c", FEATURE_CLASS, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.stdout.split("\n")[:2] == ["saw linear 0", "saw linear 0"], result.stderr
+
+
+def test_a_feature_class_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    class NeedsMore:
+        def __init__(self, more: int) -> None: ...
+
+    before = global_state()
+    with pytest.raises(FeatureLoadError, match="NeedsMore could not be registered: TypeError"):
+        InspectSession(statistics(), model=model(), log_dir=tmp_path, features=[NeedsMore]).start()
+    assert global_state() == before
+
+
+def test_a_session_that_cannot_start_leaves_a_running_one_alone(tmp_path: Path, keeper: Keeper) -> None:
+    net = model()
+    with InspectSession(statistics(), model=net, log_dir=tmp_path / "1", sinks=[keeper]) as session:
+        train_step(net)
+        with pytest.raises(SessionError, match="initialized already"):
+            InspectSession(statistics(), model=net, log_dir=tmp_path / "2").start()
+        train_step(net)
+        session.step()
+    assert keeper.iterations == [0]
+
+
+def test_a_log_dir_that_is_a_file_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SessionError, match="log_dir="):
+        InspectSession(statistics(), model=model(), log_dir=tmp_path / "file").start()
+    assert not caplog.records
+
+
+def test_a_session_does_not_keep_the_model_alive(tmp_path: Path) -> None:
+    net = model()
+    session = InspectSession(statistics(), log_dir=tmp_path)
+    session.start()
+    session.attach(net)
+    train_step(net)
+    session.stop()
+    alive = weakref.ref(net)
+    del net
+    gc.collect()
+    assert alive() is None
+    assert session.layers
+    assert session.precision
 
 
 def test_a_users_feature_class_is_found_in_each_session(tmp_path: Path) -> None:

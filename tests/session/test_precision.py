@@ -84,8 +84,23 @@ def test_a_change_during_the_run_is_shown(tmp_path: Path) -> None:
             out.sum().backward()
             session.step()
     assert session.precision[0] == GemmPrecision(
-        "linear", "fprop", {"activation": "FP32 -> FP8 E4M3", "weight": "FP32 -> FP8 E4M3"}
+        "linear", "fprop", {"activation": "FP32 -> FP8 E4M3", "weight": "FP32 -> FP8 E4M3"}, seen=True
     )
+
+
+def test_a_layer_without_features_is_looked_at_again_when_autocast_changes(tmp_path: Path) -> None:
+    """A warm-up in high precision, then FP8, then another recipe of it."""
+    net = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+    with InspectSession(statistics(layers=["0"]), model=net, log_dir=tmp_path) as session:
+        for recipe in (None, None, DelayedScaling(), Float8CurrentScaling(fp8_format=Format.E4M3)):
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                out = net(torch.randn(16, 32))
+            out.sum().backward()
+            session.step()
+    shown = {entry.gemm: entry for entry in session.precision if entry.layer == "1"}
+    assert shown["fprop"].operands["activation"] == "FP32 -> FP8 E4M3"
+    assert shown["dgrad"].operands["gradient"] == "FP32 -> FP8 E5M2 -> FP8 E4M3"
+    assert not shown["fprop"].seen
 
 
 def test_the_summary_fits_into_80_columns(tmp_path: Path) -> None:
