@@ -1,4 +1,4 @@
-"""The namespace API ``transformer_engine``: Transformer Engine's own, with what is wrong in it put right.
+"""The namespace API ``transformer_engine``: Transformer Engine's own, with two faults put right.
 
     debug_api.initialize(config_file="config.yaml", feature_dirs=[<TE's debug/features>, <this folder>])
 
