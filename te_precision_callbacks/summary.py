@@ -28,7 +28,7 @@ def summary(session: InspectSession) -> RenderableType:
 
 
 def precision_table(session: InspectSession) -> Table:
-    """A row a layer, a column a GEMM: the formats of its two operands."""
+    """A row a layer, a column a GEMM: the formats of its two operands, as in ``session.precision``."""
     table = Table(title="Precision that really ran", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("layer", no_wrap=True)
     for gemm in GEMMS:
@@ -38,6 +38,9 @@ def precision_table(session: InspectSession) -> Table:
         by_layer.setdefault(entry.layer, {})[entry.gemm] = entry
     for layer, gemms in by_layer.items():
         table.add_row(_two_lines(layer), *(_operands(gemms.get(gemm)) for gemm in GEMMS))
+    if not all(entry.seen for entry in session.precision):
+        table.caption = "A layer that no feature acts on runs Transformer Engine's own path: its quantizers' formats."
+        table.caption_justify = "left"
     return table
 
 
