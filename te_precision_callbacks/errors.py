@@ -15,6 +15,10 @@ class OptionError(PrecisionDebugError, TypeError):
     """A keyword that does not exist, or a value that it does not take."""
 
 
+class FeatureError(PrecisionDebugError, RuntimeError):
+    """A debug feature failed while it was called."""
+
+
 class MissingExtraError(PrecisionDebugError, ImportError):
     """A module was imported whose optional dependency is not installed.
 

@@ -75,6 +75,7 @@ class PrecisionDebugCallback(Callback):
         self._session: InspectSession | None = None
         self._restored_iteration: int | None = None
         self._last_global_step = 0
+        self._step_of_batch: int | None = None
         self._positioned = False
 
     @property
@@ -100,13 +101,16 @@ class PrecisionDebugCallback(Callback):
         """Start the session, before configure_model or a precision plugin builds modules."""
         if stage != "fit":
             return
+        self._stop(None)  # of an earlier fit, whose on_exception another callback has cut short
         self._restored_iteration = None
         self._positioned = False
+        metrics = _Metrics(MetricSelection(self._options.prefix, self._options.log_filter))
         self._session = InspectSession.from_options(self._options)
         self._session.start(
             log_dir=Path(trainer.log_dir or trainer.default_root_dir),
-            sinks=[_TrainerLoggers(trainer, MetricSelection(self._options.prefix, self._options.log_filter))],
+            sinks=[_LoggerSink(receiver, metrics) for receiver in trainer.loggers if trainer.is_global_zero],
         )
+        self._session.eval_mode_counts = False  # the trainer says when it evaluates
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Name the layers: here the model is complete, with what a precision plugin has replaced."""
@@ -117,12 +121,16 @@ class PrecisionDebugCallback(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Take the step of a resumed fit: before its first batch the trainer has not restored all of its own."""
+        self._step_of_batch = self._logging_step(trainer)
         if self._positioned:
             return
         self._positioned = True
-        self._last_global_step = trainer.global_step
         if self._restored_iteration is None and self._options.start_step is None:
-            self.session.iteration = self._logging_step(trainer)
+            self.session.iteration = self._step_of_batch
+        elif self._restored_iteration is not None and trainer.global_step > self._last_global_step:
+            # The checkpoint was written after the optimizer's step, and before this callback had counted it.
+            self.session.iteration = self._restored_iteration + 1
+        self._last_global_step = trainer.global_step
 
     # ------------------------------------------------------------------ step
 
@@ -130,12 +138,11 @@ class PrecisionDebugCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """End a debug iteration where one has ended."""
-        if self._step_on == "batch":
-            self.session.step(self._logging_step(trainer))
-        elif trainer.global_step != self._last_global_step:
-            # Counted once however many optimizers stepped: global_step counts each of them.
-            self._last_global_step = trainer.global_step
-            self.session.step(self._logging_step(trainer))
+        # Counted once however many optimizers stepped: global_step counts each of them.
+        stepped = trainer.global_step != self._last_global_step
+        self._last_global_step = trainer.global_step
+        if stepped or self._step_on == "batch":
+            self.session.step(self._step_of_batch)
 
     def _logging_step(self, trainer: Trainer) -> int:
         """The step at which the trainer logs the metrics of the current batch, or the count of batches before it."""
@@ -159,12 +166,17 @@ class PrecisionDebugCallback(Callback):
         """The debug iteration, for the checkpoint."""
         if self._session is None:
             return {}
-        return {"iteration": self._session.iteration, "step_on": self._step_on}
+        return {
+            "iteration": self._session.iteration,
+            "step_on": self._step_on,
+            "global_step": self._last_global_step,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the debug iteration from a checkpoint; one that was counted in another way is left to the trainer."""
         if state_dict.get("step_on") == self._step_on and self._options.start_step is None:
             self._restored_iteration = int(state_dict["iteration"])
+            self._last_global_step = int(state_dict["global_step"])
 
     # ------------------------------------------------------------------ end
 
@@ -178,28 +190,36 @@ class PrecisionDebugCallback(Callback):
 
     def _stop(self, error: BaseException | None) -> None:
         if self._session is not None:
-            self._session.stop(error)
+            self._session.stop(error, self._step_of_batch)
 
 
-class _TrainerLoggers:
-    """The sink that hands a step's metrics to the trainer's loggers, in one call each."""
+class _Metrics:
+    """The metrics of a step, chosen once for all loggers."""
 
-    def __init__(self, trainer: Trainer, select: MetricSelection) -> None:
-        self._trainer = trainer
+    def __init__(self, select: MetricSelection) -> None:
         self._select = select
+        self._last: tuple[StepRecords | None, dict[str, float]] = (None, {})
+
+    def __call__(self, records: StepRecords) -> dict[str, float]:
+        if self._last[0] is not records:
+            self._last = (records, self._select(records))
+        return self._last[1]
+
+
+class _LoggerSink:
+    """The sink that hands a step's metrics to one of the trainer's loggers, in one call."""
+
+    def __init__(self, receiver: Logger, metrics: _Metrics) -> None:
+        self._receiver = receiver
+        self._metrics = metrics
 
     def start(self, run: RunInfo) -> None:
         """Nothing to prepare: the trainer has set its loggers up."""
 
     def write(self, records: StepRecords) -> None:
-        """Log on rank 0."""
-        if not self._trainer.is_global_zero or not self._trainer.loggers:
-            return
-        metrics = self._select(records)
-        if not metrics:
-            return
-        for receiver in self._trainer.loggers:
-            receiver.log_metrics(_named_for(receiver, metrics), step=records.logging_step)
+        """Log, at the step of the batch's own metrics."""
+        if metrics := self._metrics(records):
+            self._receiver.log_metrics(_named_for(self._receiver, metrics), step=records.logging_step)
 
     def close(self, error: BaseException | None) -> None:
         """Nothing to close: the trainer finalizes its loggers."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-WRAPPER_CHILDREN = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
-"""Attributes under which FSDP, torch.compile and torch's checkpoint wrapper keep the module that they wrap."""
+WRAPPER_CHILDREN = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"})
+"""Attributes under which FSDP, torch.compile, torch's checkpoint wrapper and Lightning Fabric keep what they wrap."""
 
 MODULE_WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "Float16Module"})
 """Classes that keep the module that they wrap under the ordinary name ``module``."""
@@ -40,8 +40,8 @@ class Layer:
 
     Attributes:
         name: its name in logs, records and metric names.
-        aliases: other names that select it: the one that the user gave to the constructor, the path below the root's
-            first attribute, and the spellings of TE's documentation.
+        aliases: other names that select it: the one that the user gave to the constructor, the path without a
+            LightningModule's own attribute, and the spellings of TE's documentation.
         types: its class and TE base classes, as ``LayerNormLinear`` and ``layernorm_linear``.
     """
 
@@ -87,6 +87,7 @@ def named_te_modules(model: torch.nn.Module | Sequence[torch.nn.Module]) -> tupl
     found: dict[int, NamedModule] = {}
     taken: set[str] = set()
     for prefix, root in roots:
+        is_lightning = any(base.__name__ == "LightningModule" for base in type(root).__mro__)
         for path, module in _paths(root, prefix):
             if not isinstance(module, TransformerEngineBaseModule) or id(module) in found:
                 continue
@@ -94,7 +95,7 @@ def named_te_modules(model: torch.nn.Module | Sequence[torch.nn.Module]) -> tupl
             if parts is None:
                 continue
             name = _unique(path, taken)
-            layers = tuple(_layer(module, name, part, len(prefix)) for part in parts)
+            layers = tuple(_layer(module, name, part, is_lightning) for part in parts)
             found[id(module)] = NamedModule(module, name, layers)
     return tuple(found.values())
 
@@ -158,12 +159,12 @@ def _gemm_parts(module: torch.nn.Module) -> tuple[str, ...] | None:
     return ("",) if classes & {"Linear", "LayerNormLinear"} else None
 
 
-def _layer(module: torch.nn.Module, name: str, part: str, prefix_length: int) -> Layer:
+def _layer(module: torch.nn.Module, name: str, part: str, is_lightning: bool) -> Layer:
     bases = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformer_engine.pytorch")]
     classes = dict.fromkeys([type(module).__name__, *(base for base in bases if base != "TransformerEngineBaseModule")])
     given = _AUTOMATIC_NAME.sub("", str(getattr(module, "name", None) or ""))
-    below_root = name[prefix_length:].lstrip(".").partition(".")[2]
-    candidates = [alias + part for alias in (given, below_root) if alias]
+    without_attribute = name.partition(".")[2] if is_lightning else ""
+    candidates = [alias + part for alias in (given, without_attribute) if alias]
     for old, new in _OLD_SPELLINGS:
         candidates += [
             alias.replace(old, new) for alias in [name + part, *candidates] if re.search(rf"\b{old}\b", alias)

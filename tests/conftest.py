@@ -119,7 +119,9 @@ def _target(descriptor: str) -> str:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Every test leaves the process as it found it."""
-    import transformer_engine.pytorch  # noqa: F401  # its first import is not a change that a session makes
+    # The first import of these is not a change that a session makes.
+    import transformer_engine.debug.features.api
+    import transformer_engine.pytorch  # noqa: F401
 
     before = global_state()
     yield

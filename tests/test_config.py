@@ -32,6 +32,7 @@ LAYERS = [
     Layer("model.layers.10.experts.gemm_3", types=("GroupedLinear", "grouped_linear")),
     Layer("model.head", aliases=("head", "my_head")),
 ]
+AMBIGUOUS = [Layer("head"), Layer("decoder.head", aliases=("head",))]
 
 
 def plan(layers: dict[str, Any], **keywords: Any) -> Plan:
@@ -119,6 +120,13 @@ def test_selectors() -> None:
     with pytest.raises(ConfigError, match=r"there is no layer 'model\.hea'. Did you mean 'model\.head'"):
         selected(exact_layer_names=["model.head", "model.hea"])
     assert selected(exact_layer_names=["model.head"], layer_types=["all"]) == [4], "as upstream: the first one rules"
+
+
+@pytest.mark.parametrize("block", [{"exact_layer_names": ["head"]}, {"layer_name_regex_pattern": "^head$"}])
+def test_an_alias_that_is_another_layers_name_means_that_layer(block: dict[str, Any]) -> None:
+    section = {"enabled": True, "layers": block, "transformer_engine": {"FakeQuant": {"enabled": True}}}
+    planned = load_config({"s": section}).plan(AMBIGUOUS, REGISTERED)
+    assert [entry.layer.name for entry in planned.layers] == ["head"]
 
 
 @pytest.mark.parametrize(

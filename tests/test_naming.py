@@ -82,13 +82,20 @@ def test_modules_without_gemms_have_no_layer() -> None:
 
 
 def test_other_names_stay_aliases() -> None:
-    found = {layer.name: set(layer.aliases) for layer in layers(torch.nn.ModuleDict({"model": Net()}))}
+    class LightningModule(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Net()
+
+    found = {layer.name: set(layer.aliases) for layer in layers(LightningModule())}
     assert found["model.head"] == {"the_head", "head"}
     aliases = found["model.layers.1.self_attention.layernorm_qkv"]
-    assert "layers.1.self_attention.layernorm_qkv" in aliases, "the path without the root's own attribute"
+    assert "layers.1.self_attention.layernorm_qkv" in aliases, "the path without the LightningModule's own attribute"
     assert "self_attention.layernorm_linear_qkv" in aliases, "the constructor's name, without its automatic prefix"
     assert "layers.1.self_attn.layernorm_qkv" in aliases, "the spelling of the documentation"
     assert not any("Layer_" in alias for alias in aliases)
+    other_root = {layer.name: set(layer.aliases) for layer in layers(torch.nn.ModuleDict({"model": Net()}))}
+    assert other_root["model.head"] == {"the_head"}
 
 
 def test_names_given_to_a_transformer_layer_reach_its_parts() -> None:

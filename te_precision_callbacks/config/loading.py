@@ -97,7 +97,7 @@ def _read_yaml(path: Path) -> tuple[Any, dict[KeyPath, int]]:
             f"The config file {str(path)!r} does not exist (looked in {str(path.absolute().parent)!r})."
             + _similar_files(path)
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"The config file {str(path)!r} cannot be read: {error}.") from error
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -170,7 +170,7 @@ def _section(name: str, body: Any, place: Any) -> Section:
             continue
         if not isinstance(value, Mapping):
             raise ConfigError(f"{place(name, key)}: {key!r} must be a mapping of features, not {value!r}.")
-        features[str(key)] = dict(value)
+        features[str(key)] = {str(feature): options for feature, options in value.items()}
         places[(str(key),)] = place(name, key)
         for feature in value:
             places[(str(key), str(feature))] = place(name, key, feature)

@@ -124,8 +124,9 @@ def plan(
     resolved = {section.name: resolve_features(section, registered) for section in sections}
     planned = []
     matched: set[str] = set()
+    names = {layer.name for layer in layers}
     for layer in layers:
-        hit = [section for section in sections if section.selector.selects(layer)]
+        hit = [section for section in sections if section.selector.selects(layer, names)]
         if hit:
             matched.update(section.name for section in hit)
             merged = _merge(layer, hit, resolved)

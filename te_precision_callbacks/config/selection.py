@@ -8,7 +8,7 @@ applied to the model's real layers before the run, so that none can raise inside
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -79,13 +79,14 @@ class LayerSelector:
             place=place,
         )
 
-    def selects(self, layer: SelectableLayer) -> bool:
+    def selects(self, layer: SelectableLayer, names_in_use: Collection[str] = ()) -> bool:
         """Whether ``layer`` is meant, by its name or by one of its aliases.
 
+        An alias that is another layer's name (``names_in_use``) means that layer.
         A pattern with a negative look-around is searched in the name alone: an alias that lacks what it excludes would
         select what the user meant to leave out.
         """
-        names = (layer.name, *layer.aliases)
+        names = (layer.name, *(alias for alias in layer.aliases if alias not in names_in_use))
         if self.exact_names is not None:
             return any(name in self.exact_names for name in names)
         if self.pattern is not None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from datetime import datetime
 from decimal import Decimal
@@ -40,7 +41,7 @@ def keep_previous(path: Path) -> None:
 
 def format_value(value: float) -> str:
     """The shortest decimal that reads back as the same float64, without an exponent, which tools do not expect."""
-    return format(Decimal(repr(value)), "f")
+    return format(Decimal(repr(value)), "f") if math.isfinite(value) else f"{value}"
 
 
 def statistic_label(row: Row) -> str:

@@ -71,7 +71,7 @@ def checked(value: tuple[int, int]) -> tuple[int, int]:
 
 def _from_environment() -> tuple[int, int]:
     text = os.environ.get(ENVIRONMENT_VARIABLE)
-    if text is None:
+    if not text:
         return DEFAULT
     for allowed in ALLOWED:
         if text.strip() == "{}.{}".format(*allowed):

@@ -49,15 +49,18 @@ class ForwardClassifier:
 
     Attributes:
         paused: set by a front door while it evaluates.
+        eval_mode_counts: whether a module in eval mode is being evaluated. Not so where the front door says when it
+            evaluates: a model may be trained in eval mode, or left in it by a validation that failed.
     """
 
     def __init__(self, *, precision_features_in_eval: bool) -> None:
         self._evaluation = ForwardKind.EVALUATION if precision_features_in_eval else ForwardKind.UNTOUCHED
         self.paused = False
+        self.eval_mode_counts = True
 
     def __call__(self, module: torch.nn.Module) -> ForwardKind:
         """The kind of the forward of ``module`` that is being entered."""
-        if self.paused or not module.training:
+        if self.paused or (self.eval_mode_counts and not module.training):
             return self._evaluation
         if torch._C._current_graph_task_id() != NO_BACKWARD:
             # Inside a backward pass, so recomputed for an activation checkpoint. A reentrant one (an autograd Function)
@@ -152,7 +155,7 @@ class ForwardHooks:
         def is_debug_iter(module: Any) -> bool:
             if module.next_iter_when_debug_should_be_run is None:
                 # No feature will ever act here. Only another autocast is worth a look: the audit would be out of date.
-                if self._idle_under.get(id(module), _UNKNOWN) in (_UNKNOWN, autocast()) or not module.training:
+                if self._idle_under.get(id(module), _UNKNOWN) in (_UNKNOWN, autocast()) or not torch.is_grad_enabled():
                     return False
                 reset_schedule(module)
             if id(module) not in self._modules:
@@ -208,16 +211,17 @@ def _session_quantizer(
         def __init__(self, layer_name: str, tensor_name: str, *args: Any, **keywords: Any) -> None:
             self._kind = current.kind
             self._graph_task = torch._C._current_graph_task_id()
+            self._high_precision = current.module.activation_dtype
             super().__init__(layer_name, tensor_name, *args, **keywords)
             if self._kind is not ForwardKind.EVALUATION and not self.output_tensor:
-                audit.planned(self, current.module.activation_dtype)
+                audit.planned(self, self._high_precision)
 
         def get_enabled_look_at_tensors(self) -> tuple[bool, bool, bool]:
             if self._kind is ForwardKind.EVALUATION:
                 return False, False, False
             try:
                 return super().get_enabled_look_at_tensors()  # type: ignore[no-any-return]
-            except (Exception, SystemExit) as error:
+            except Exception as error:
                 failures.report(f"asking what to observe of {self.layer_name} {self.tensor_name}", error)
                 self.process_enabled_api_call((False, self.iteration + 1))  # ask again: it may be well by then
                 return False, False, False
@@ -226,7 +230,7 @@ def _session_quantizer(
             if self._kind is not ForwardKind.EVALUATION:
                 try:
                     return super().get_plans_for_output_tensors()  # type: ignore[no-any-return]
-                except (Exception, SystemExit) as error:
+                except Exception as error:
                     failures.report(f"asking what to observe of {self.layer_name} {self.tensor_name}", error)
                     self.process_enabled_api_call((False, self.iteration + 1))
             import nvdlfw_inspect.api as debug_api
@@ -241,6 +245,21 @@ def _session_quantizer(
             )
             plan = debug_quantization.API_CALL_MODIFY if modified else debug_quantization.HIGH_PRECISION
             return False, plan
+
+        def quantize(self, tensor: Any, *, out: Any = None, dtype: torch.dtype | None = None) -> Any:
+            result = super().quantize(tensor, out=out, dtype=dtype)
+            if out is None and dtype is None:
+                # Under torch's autocast the input may have another type than the GEMM's other operand. Upstream casts
+                # it on its own path, and forgets to here.
+                rowwise, columnwise = result.rowwise_gemm_tensor, result.columnwise_gemm_tensor
+                result.rowwise_gemm_tensor = self._as_operand(rowwise)
+                same = columnwise is rowwise
+                result.columnwise_gemm_tensor = result.rowwise_gemm_tensor if same else self._as_operand(columnwise)
+            return result
+
+        def _as_operand(self, tensor: Any) -> Any:
+            plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            return tensor.to(self._high_precision) if plain and self._high_precision is not None else tensor
 
         def _update_parent_quantizer_usage(self) -> None:
             super()._update_parent_quantizer_usage()
@@ -257,10 +276,10 @@ def _session_quantizer(
             if self.tensor_name in FORWARD_TENSORS and torch._C._current_graph_task_id() != self._graph_task:
                 return  # LayerNormMLP(checkpoint=True) runs its forward again inside its own backward
             if not self.output_tensor:
-                audit.ran(self, rowwise, columnwise)
+                audit.ran(self, rowwise, columnwise, self._high_precision)
             try:
                 super()._call_inspect_tensor_api(tensor, rowwise, columnwise)
-            except (Exception, SystemExit) as error:
+            except Exception as error:
                 failures.report(f"observing {self.layer_name} {self.tensor_name}", error)
 
     return DebugQuantizer

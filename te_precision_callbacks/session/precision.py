@@ -70,15 +70,15 @@ class PrecisionAudit:
                 text = _format_of(quantizer.parent_quantizer) if plan == STANDARD_QUANTIZE else high_precision
                 self._seen.setdefault(key, {})[text] = None
 
-    def ran(self, quantizer: Any, rowwise: Any, columnwise: Any) -> None:
-        """Note the tensors that the GEMMs were handed."""
+    def ran(self, quantizer: Any, rowwise: Any, columnwise: Any, activation_dtype: torch.dtype | None) -> None:
+        """Note the tensors that the GEMMs are handed; those that are not quantized, in the type of the activations."""
         from transformer_engine.debug.pytorch.debug_quantization import API_CALL_MODIFY
 
         for (gemm, plan), tensor in zip(_plans(quantizer), (rowwise, columnwise), strict=False):
             if tensor is None:
                 continue
             key = (quantizer.layer_name, gemm, quantizer.tensor_name)
-            text = _format_of(tensor)
+            text = _format_of(tensor, activation_dtype)
             if plan == API_CALL_MODIFY:
                 text += " (modified)"
             if key not in self._ran:
@@ -108,12 +108,12 @@ def _plans(quantizer: Any) -> tuple[tuple[str, str], tuple[str, str]]:
     )
 
 
-def _format_of(thing: Any) -> str:
+def _format_of(thing: Any, high_precision: torch.dtype | None = None) -> str:
     """The format of a tensor, or the one that a quantizer makes."""
     name = type(thing).__name__
     for prefix, text in _FORMATS:
         if name.startswith(prefix):
             dtype = getattr(thing, "_fp8_dtype", None) or getattr(thing, "dtype", None)
             return text.format(dtype=str(getattr(dtype, "name", dtype)).removeprefix("kFloat8"))
-    dtype = getattr(thing, "dtype", None)
+    dtype = high_precision or getattr(thing, "dtype", None)
     return _HIGH_PRECISION.get(dtype, str(dtype)) if isinstance(dtype, torch.dtype) else name

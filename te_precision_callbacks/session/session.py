@@ -6,6 +6,7 @@ import importlib.metadata
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,7 +20,7 @@ from te_precision_callbacks.naming import Layer, NamedModule, named_te_modules
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.records.model import LayerInfo, Row, RunInfo, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
-from te_precision_callbacks.session.errors import SessionError
+from te_precision_callbacks.session.errors import ObservationError, SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.forward import ForwardClassifier, ForwardHooks
 from te_precision_callbacks.session.precision import GemmPrecision, PrecisionAudit
@@ -92,6 +93,7 @@ class InspectSession:
         self._modules: tuple[NamedModule, ...] = ()
         self._layer_names: frozenset[str] = frozenset()
         self._sinks: list[Sink] = []
+        self._at_exit: Finalize | None = None
         self._attached = False
         self._sinks_started = False
         self._scalars: list[tuple[str, Any]] = []
@@ -127,6 +129,15 @@ class InspectSession:
     @observing.setter
     def observing(self, value: bool) -> None:
         self._classify.paused = not value
+
+    @property
+    def eval_mode_counts(self) -> bool:
+        """Whether modules in eval mode are taken as being evaluated. A loop that sets ``observing`` may turn it off."""
+        return self._classify.eval_mode_counts
+
+    @eval_mode_counts.setter
+    def eval_mode_counts(self, value: bool) -> None:
+        self._classify.eval_mode_counts = value
 
     @property
     def log_dir(self) -> Path:
@@ -186,6 +197,8 @@ class InspectSession:
         try:
             inspector.start(self._rank)
             self._hooks.install()
+            # Runs also at the end of a spawned process, which calls no atexit function, and whose trainer no hook.
+            self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=100)
             inspector.iteration = self._options.start_step or 0
             if model is not None:
                 self.attach(model)
@@ -204,6 +217,9 @@ class InspectSession:
             SessionError: the session is not running.
         """
         inspector = self._running("attach()")
+        chunks = [model] if isinstance(model, torch.nn.Module) else model
+        if not isinstance(chunks, (list, tuple)) or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
+            raise SessionError(f"The model is a torch.nn.Module or a list of them, not {model!r}.")
         inspector.forget_names()
         self._modules = named_te_modules(model)
         layers = [layer for module in self._modules for layer in module.layers]
@@ -212,6 +228,8 @@ class InspectSession:
         plan = options.config.plan(layers, inspector.registered, allow_unmatched=options.allow_unmatched)
         self._layers = _layer_infos(layers, plan)
         inspector.configure(plan.as_inspect_config(), self._config_source)
+        if not options.config.enabled_sections:
+            logger.warning("The config (%s) has no enabled section, so nothing is done.", self._config_source)
         if not layers:
             logger.warning(
                 "The model has no Transformer Engine layer with GEMMs (Linear, LayerNormLinear, LayerNormMLP,"
@@ -233,24 +251,30 @@ class InspectSession:
             The records of the iteration, None where there are none.
 
         Raises:
-            SessionError: the session is not running.
+            SessionError: the session is not running, or has no model.
             ObservationError: with ``strict=True``, a failure in a statistic or a sink.
         """
         inspector = self._running("step()")
+        if not self._attached:
+            raise SessionError("step(): the session has no model. Call attach(model) first, or give it model=.")
         iteration = inspector.iteration
         self._start_sinks()
+        local = False
         try:
             inspector.step()
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             self._failures.report(f"gathering the statistics of iteration {iteration}", error)
-        return self._hand_over(iteration, iteration if logging_step is None else logging_step)
+            local = self._world_size > 1
+            self._gather_local(inspector)
+        return self._hand_over(iteration, iteration if logging_step is None else logging_step, local=local)
 
-    def stop(self, error: BaseException | None = None) -> None:
+    def stop(self, error: BaseException | None = None, logging_step: int | None = None) -> None:
         """End the session and put back everything that it changed. Does nothing where it is not running.
 
         Args:
             error: what ended the run. What was gathered since the last step is written from this rank's own data in
                 any case, without a collective.
+            logging_step: the step under which that is logged; the debug iteration where None.
         """
         inspector = self._inspector
         if inspector is None:
@@ -258,12 +282,14 @@ class InspectSession:
         try:
             if self._attached:
                 self._start_sinks()
-                self._write_remainder(inspector)
+                self._write_remainder(inspector, logging_step)
                 self._final_iteration = inspector.iteration
         finally:
             try:
                 self._close_sinks(error)
             finally:
+                if self._at_exit is not None:
+                    self._at_exit.cancel()
                 self._hooks.remove()
                 self._inspector = None
                 self._modules = ()
@@ -279,6 +305,9 @@ class InspectSession:
         self.stop(error)
 
     # ------------------------------------------------------------------ inside
+
+    def _stop_at_exit(self) -> None:
+        self.stop(SessionError("The process ended while the session was running."))
 
     def _running(self, what: str) -> Inspector:
         if self._inspector is None:
@@ -318,11 +347,19 @@ class InspectSession:
                 layer = f"{layer}_{tensor}_{more}"
         return best or Row("", "", None, name, value)
 
-    def _write_remainder(self, inspector: Inspector) -> None:
+    def _gather_local(self, inspector: Inspector) -> None:
         try:
             inspector.log_local_statistics()
-            self._hand_over(inspector.iteration, inspector.iteration, local=self._world_size > 1)
-        except (Exception, SystemExit) as error:
+        except Exception as error:
+            logger.error("What was gathered since the last step cannot be had.", exc_info=error)
+
+    def _write_remainder(self, inspector: Inspector, logging_step: int | None) -> None:
+        self._gather_local(inspector)
+        iteration = inspector.iteration
+        try:
+            step = iteration if logging_step is None else logging_step
+            self._hand_over(iteration, step, local=self._world_size > 1)
+        except ObservationError as error:
             logger.error("What was gathered since the last step could not be written.", exc_info=error)
 
     @property

@@ -275,7 +275,7 @@ class Inspector:
                 log_dir=str(self._log_dir),
             )
         except SystemExit as error:
-            cause = error.__context__
+            cause = error.__context__ or error
             raise FeatureLoadError(
                 f"A feature file could not be loaded: {type(cause).__name__}: {cause}. Looked in:"
                 f" {', '.join(map(str, self._feature_dirs)) or 'the shipped features only'}."

@@ -290,6 +290,67 @@ def test_a_broken_logger_does_not_end_the_fit(tmp_path: Path, caplog: pytest.Log
     assert sorted({step for _, step in logged_lines(tmp_path)}) == [0, 1, 2], "the statistics log goes on"
 
 
+def test_a_broken_logger_does_not_silence_the_others(tmp_path: Path) -> None:
+    class Broken(CSVLogger):
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            if any(name.startswith("te/") for name in metrics):
+                raise OSError("disk is full")
+
+    loggers = [Broken(tmp_path, name="broken"), CSVLogger(tmp_path, name="csv", version="")]
+    callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path)
+    trainer(tmp_path, callbacks=[callback], logger=loggers).fit(Plain(), loader(3))
+    assert sorted(csv_scalars(tmp_path / "csv")["te/net.0/activation/max"]) == [0, 1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:Found 4 module")
+def test_a_model_in_eval_mode_that_is_trained_is_observed(tmp_path: Path) -> None:
+    """As a validation that failed leaves it, and as pretrained models come: Lightning keeps the mode."""
+    lines, _ = fit(tmp_path, statistics(), batches=2, model=Plain().eval())
+    assert sorted({step for _, step in lines}) == [0, 1]
+
+
+def test_what_is_left_at_the_end_stands_at_the_step_of_its_batch(tmp_path: Path) -> None:
+    """Manual optimization that steps in every third batch: two batches are left over."""
+    table = CSVLogger(tmp_path, name="csv", version="")
+    callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path)
+    trainer(tmp_path, callbacks=[callback], logger=table).fit(TwoOptimizers(every=3), loader(8))
+    metrics = csv_scalars(tmp_path / "csv")["te/net.0/activation/max"]
+    assert metrics == pytest.approx({2: largest(0, 1, 2), 5: largest(3, 4, 5), 7: largest(6, 7)})
+
+
+def test_a_callback_that_fails_in_on_exception_does_not_disable_the_next_fit(tmp_path: Path) -> None:
+    class Fails(L.Callback):
+        def on_exception(self, *_: Any) -> None:
+            raise RuntimeError("in on_exception")
+
+    before, model = global_state(), Plain()
+    callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path)
+    model.fail_at = {1: ValueError("bad batch")}
+    with pytest.raises(RuntimeError, match="in on_exception"):
+        trainer(tmp_path, callbacks=[Fails(), callback]).fit(model, loader(3))
+    model.fail_at = {}
+    trainer(tmp_path, callbacks=[callback]).fit(model, loader(3))
+    assert sorted({step for _, step in logged_lines(tmp_path)}) == [0, 1, 2]
+    assert {**global_state(), "te state": None} == {**before, "te state": None}
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_checkpoint_of_another_callback_resumes_at_the_right_iteration(tmp_path: Path, first: bool) -> None:
+    """Written in on_train_batch_end before or after this callback has counted the batch."""
+
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 7:
+                trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path / "first")
+    callbacks = [Saves(), callback] if first else [callback, Saves()]
+    trainer(tmp_path, callbacks=callbacks).fit(Plain(), loader(7))
+    keywords = {"max_epochs": 2, "fit_keywords": {"ckpt_path": tmp_path / "saved.ckpt"}}
+    lines, _ = fit(tmp_path, statistics(), batches=7, **keywords)
+    assert sorted({step for _, step in lines}) == list(range(7, 14))
+
+
 def test_bad_arguments_are_refused_at_construction(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         PrecisionDebugCallback(tmp_path / "missing.yaml")

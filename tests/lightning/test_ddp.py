@@ -42,9 +42,9 @@ def test_two_ranks_log_one_set_of_numbers(tmp_path: Path, strategy: str) -> None
         assert "LAYER=net.0" in events.read_text()
 
 
-@pytest.mark.parametrize("failing_rank", ["0", "1"])
-def test_a_rank_that_raises_ends_both(tmp_path: Path, failing_rank: str) -> None:
-    result, seconds = run("ddp", tmp_path, failing_rank)
+@pytest.mark.parametrize(("strategy", "failing_rank"), [("ddp", "0"), ("ddp", "1"), ("ddp_spawn", "1")])
+def test_a_rank_that_raises_ends_both(tmp_path: Path, strategy: str, failing_rank: str) -> None:
+    result, seconds = run(strategy, tmp_path, failing_rank)
     assert result.returncode != 0
     assert f"rank {failing_rank} has a bad batch" in result.stderr
     assert seconds < 90, "the process group's timeout is 30 s, and starting takes a while"

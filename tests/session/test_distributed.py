@@ -41,6 +41,10 @@ def test_reduction(tmp_path: Path, case: str, expected: list[dict[int, float]]) 
 def test_what_a_failing_rank_had_gathered_is_its_own(tmp_path: Path) -> None:
     _, failing = run("one fails", tmp_path)
     assert failing == 1
+    survivor = logged_lines(tmp_path / "log", 0)
+    assert {step: value for (name, step), value in survivor.items() if name == NAME} == {0: 2.0, 1: 2.0, 2: 1.0}, (
+        "a collective that fails leaves the rank's own numbers, under the iteration that they are of"
+    )
     lines = logged_lines(tmp_path / "log", 1)
     assert {step: value for (name, step), value in lines.items() if name == NAME} == {0: 2.0, 1: 2.0, 2: 2.0}
     assert {step: lines["linear_activation_l1_norm", step] for step in range(3)} == {0: 1536.0, 1: 1536.0, 2: 1024.0}, (

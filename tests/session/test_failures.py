@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 
-from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.errors import FeatureError, OptionError
 from te_precision_callbacks.records import StepRecords
-from te_precision_callbacks.session import InspectSession, ObservationError
+from te_precision_callbacks.session import InspectSession, ObservationError, SessionError
 from tests.conftest import Keeper, feature, statistics
 
 
@@ -90,6 +90,56 @@ def test_an_assert_of_upstream_without_a_text_still_says_what(tmp_path: Path, ca
         session.step()
     assert len(reports(caplog)) == 1
     assert "observing linear activation: AssertionError" in reports(caplog)[0]
+
+
+def broken_feature(method: str) -> type:
+    from nvdlfw_inspect.registry import api_method
+    from transformer_engine.debug.features.api import TEConfigAPIMapper
+
+    def enabled(self: Any, *_: Any, iteration: int, **__: Any) -> tuple[bool, int]:
+        return True, iteration + 1
+
+    def broken(self: Any, *_: Any, **__: Any) -> None:
+        raise AttributeError("a slip in the feature")
+
+    enabling = "modify_tensor_enabled" if method.startswith("modify") else "inspect_tensor_enabled"
+    for name, function in ((enabling, enabled), (method, broken)):
+        function.__name__ = name
+    methods = {enabling: api_method(enabled), method: api_method(broken)}
+    return type("Broken", (TEConfigAPIMapper,), methods)
+
+
+def test_an_attribute_error_in_a_feature_does_not_end_the_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = te.Linear(32, 32)
+    config = {"s": feature("Broken", ["linear"], tensors=["activation"])}
+    observing = {"model": net, "log_dir": tmp_path, "features": [broken_feature("inspect_tensor")]}
+    with InspectSession(config, **observing) as session:
+        train(session, net)
+    assert len(reports(caplog)) == 1
+    assert "a slip in the feature" in reports(caplog)[0]
+    config = {"s": feature("Broken", ["linear"], tensors=["activation"], gemms=["fprop"])}
+    modifying = {"model": net, "log_dir": tmp_path, "features": [broken_feature("modify_tensor")]}
+    with pytest.raises(FeatureError, match=r"failed in modify_tensor for the layer 'linear'.*a slip"):
+        with InspectSession(config, **modifying) as session:
+            train(session, net)
+
+
+def test_a_step_without_a_model_says_so(tmp_path: Path) -> None:
+    with pytest.raises(SessionError, match="has no model"):
+        with InspectSession(statistics(), log_dir=tmp_path) as session:
+            session.step()
+    with pytest.raises(SessionError, match=r"torch\.nn\.Module or a list"):
+        InspectSession(statistics(), model="abc", log_dir=tmp_path).start()  # type: ignore[arg-type]
+
+
+def test_a_config_that_does_nothing_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    off = {"s": {**feature("LogTensorStats", ["all"]), "enabled": False}}
+    net = te.Linear(32, 32)
+    with InspectSession(off, model=net, log_dir=tmp_path) as session:
+        train(session, net)
+    assert "no enabled section" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import subprocess
 import sys
 import weakref
@@ -17,6 +16,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks.session import FeatureLoadError, InspectSession, SessionError
+from te_precision_callbacks.session.upstream import Snapshot
 from tests.conftest import Keeper, feature, global_state, module_state, statistics
 
 
@@ -162,8 +162,7 @@ def test_two_sessions_at_once_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_session_beside_a_users_own_initialize_is_refused(tmp_path: Path) -> None:
-    from nvdlfw_inspect.registry import Registry
-
+    snapshot = Snapshot()
     debug_api.initialize({"s": feature_of_base()}, log_dir=str(tmp_path))
     try:
         with pytest.raises(SessionError, match="end_debug"):
@@ -171,17 +170,7 @@ def test_a_session_beside_a_users_own_initialize_is_refused(tmp_path: Path) -> N
         assert debug_api.DEBUG_MANAGER is not None
     finally:
         debug_api.end_debug()
-        import nvdlfw_inspect.logging as inspect_logging
-
-        inspect_logging.LOGGER = None
-        Registry.reset()
-        for name in ("nvdlfw_inspect", "Default Statistics"):
-            logger = logging.getLogger(name)
-            for handler in list(logger.handlers):
-                logger.removeHandler(handler)
-                handler.close()
-            logger.propagate = True
-            logger.setLevel(logging.NOTSET)
+        snapshot.restore()
 
 
 def feature_of_base() -> dict[str, Any]:

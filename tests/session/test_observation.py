@@ -199,6 +199,34 @@ def test_a_layer_that_recomputes_by_itself_is_observed_once(tmp_path: Path) -> N
     assert seen[True][0]
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        statistics(tensors=["activation", "gradient", "output"]),
+        {"s": feature("FakeQuant", ["all"], gemms=["fprop"], tensors=["activation"], quant_format="FP8E4M3")},
+        {"s": feature("DisableFP8GEMM", ["all"], gemms=["fprop"])},
+    ],
+)
+def test_an_input_of_another_type_than_autocasts_is_taken(tmp_path: Path, config: Any, fp8: bool) -> None:
+    """float32 weights and input under bfloat16 autocast, where upstream's debug path hands the GEMM two types."""
+    results = []
+    for inspected in (False, True):
+        te.quantization.FP8GlobalStateManager.reset()
+        net = model()
+        session = InspectSession(config, model=net, log_dir=tmp_path)
+        if inspected:
+            session.start()
+        with torch.autocast("cpu", dtype=torch.bfloat16), te.autocast(enabled=fp8):
+            out = net(batch(0).requires_grad_())
+        out.float().sum().backward()
+        session.stop()
+        results.append(out.detach())
+    assert results[0].dtype is results[1].dtype is torch.bfloat16
+    if "stats" in config:
+        assert torch.equal(*results), "observing changes nothing"
+
+
 def test_micro_batches_of_a_step_are_one_row(tmp_path: Path, keeper: Keeper) -> None:
     net = model()
     with InspectSession(statistics(tensors=["activation", "weight"]), model=net, log_dir=tmp_path, sinks=[keeper]) as s:

@@ -88,6 +88,7 @@ def test_a_change_during_the_run_is_shown(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:Recipe type changed")
 def test_a_layer_without_features_is_looked_at_again_when_autocast_changes(tmp_path: Path) -> None:
     """A warm-up in high precision, then FP8, then another recipe of it."""
     net = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
