@@ -200,9 +200,10 @@ def test_stop_may_come_twice_or_without_start(tmp_path: Path) -> None:
 
 def test_a_feature_file_that_fails_is_named_and_does_not_end_the_process(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import a_module_that_is_not_there\n")
+    net = model()
     before = global_state()
     with pytest.raises(FeatureLoadError, match="a_module_that_is_not_there"):
-        InspectSession(statistics(), model=model(), log_dir=tmp_path / "log", feature_dirs=tmp_path).start()
+        InspectSession(statistics(), model=net, log_dir=tmp_path / "log", feature_dirs=tmp_path).start()
     assert global_state() == before
 
 
@@ -248,9 +249,10 @@ def test_a_feature_class_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     class NeedsMore:
         def __init__(self, more: int) -> None: ...
 
+    net = model()
     before = global_state()
     with pytest.raises(FeatureLoadError, match="NeedsMore could not be registered: TypeError"):
-        InspectSession(statistics(), model=model(), log_dir=tmp_path, features=[NeedsMore]).start()
+        InspectSession(statistics(), model=net, log_dir=tmp_path, features=[NeedsMore]).start()
     assert global_state() == before
 
 
