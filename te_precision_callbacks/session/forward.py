@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx
 
+from te_precision_callbacks.session.errors import SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.precision import PrecisionAudit
 from te_precision_callbacks.session.upstream import reset_schedule
@@ -118,11 +119,18 @@ class ForwardHooks:
         self._idle_under.clear()
 
     def install(self) -> None:
-        """Replace the seams."""
+        """Replace the seams.
+
+        Raises:
+            SessionError: this Transformer Engine does not have them.
+        """
         from transformer_engine.debug.pytorch import debug_quantization
         from transformer_engine.pytorch.module import base
 
         module_class = base.TransformerEngineBaseModule
+        _require(module_class, "is_debug_iter", "no_debug_features_active")
+        _require(debug_quantization, "DebugQuantizer", "API_CALL_MODIFY", "HIGH_PRECISION", "STANDARD_QUANTIZE")
+        _require(debug_quantization.DebugQuantizer, *_OVERRIDDEN)
         autocast = _autocast_reader()
         self._replace(module_class, "is_debug_iter", self._make_is_debug_iter(module_class.is_debug_iter, autocast))
         self._replace(
@@ -188,6 +196,25 @@ class ForwardHooks:
             return idle
 
         return no_debug_features_active
+
+
+_OVERRIDDEN = (
+    "_call_inspect_tensor_api",
+    "_update_parent_quantizer_usage",
+    "get_enabled_look_at_tensors",
+    "get_plans_for_output_tensors",
+    "process_enabled_api_call",
+    "quantize",
+)
+
+
+def _require(owner: Any, *names: str) -> None:
+    missing = [name for name in names if not hasattr(owner, name)]
+    if missing:
+        raise SessionError(
+            f"This Transformer Engine has no {', '.join(missing)} in {owner.__name__}, on which the session relies. It"
+            " was made for Transformer Engine 2.20: install that, or a te-precision-callbacks for yours."
+        )
 
 
 def _autocast_reader() -> Callable[[], object]:

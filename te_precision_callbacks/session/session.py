@@ -281,7 +281,6 @@ class InspectSession:
             return
         try:
             if self._attached:
-                self._start_sinks()
                 self._write_remainder(inspector, logging_step)
                 self._final_iteration = inspector.iteration
         finally:
@@ -357,6 +356,7 @@ class InspectSession:
         self._gather_local(inspector)
         iteration = inspector.iteration
         try:
+            self._start_sinks()
             step = iteration if logging_step is None else logging_step
             self._hand_over(iteration, step, local=self._world_size > 1)
         except ObservationError as error:

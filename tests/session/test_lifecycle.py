@@ -150,6 +150,19 @@ def test_the_log_of_an_earlier_session_is_kept(tmp_path: Path) -> None:
     assert len({len(path.read_text().splitlines()) for path in folder.iterdir()}) == 1
 
 
+def test_another_transformer_engine_is_refused_by_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformer_engine.debug.pytorch.debug_quantization import DebugQuantizer
+
+    net = model()
+    monkeypatch.delattr(DebugQuantizer, "get_plans_for_output_tensors")
+    before = global_state()
+    with pytest.raises(SessionError, match="no get_plans_for_output_tensors in DebugQuantizer"):
+        InspectSession(statistics(), model=net, log_dir=tmp_path).start()
+    assert global_state() == before
+
+
 def test_two_sessions_at_once_are_refused(tmp_path: Path) -> None:
     net = model()
     with InspectSession(statistics(), model=net, log_dir=tmp_path / "1") as session:
