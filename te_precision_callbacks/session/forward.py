@@ -33,9 +33,6 @@ NO_BACKWARD = -1
 FORWARD_TENSORS = frozenset({"activation", "weight", "output"})
 
 
-_UNKNOWN = object()
-
-
 class ForwardKind(enum.Enum):
     """What a session does with a forward pass."""
 
@@ -109,7 +106,7 @@ class ForwardHooks:
         self._current = threading.local()
         self._modules: dict[int, torch.nn.Module] = {}
         self._idle_in_evaluation: dict[int, int] = {}
-        self._idle_under: dict[int, object] = {}
+        self._idle_under: dict[int, set[object]] = {}
         self._saved: list[tuple[Any, str, Any]] = []
 
     def watch(self, modules: dict[int, torch.nn.Module]) -> None:
@@ -162,8 +159,9 @@ class ForwardHooks:
 
         def is_debug_iter(module: Any) -> bool:
             if module.next_iter_when_debug_should_be_run is None:
-                # No feature will ever act here. Only another autocast is worth a look: the audit would be out of date.
-                if self._idle_under.get(id(module), _UNKNOWN) in (_UNKNOWN, autocast()) or not torch.is_grad_enabled():
+                # No feature will ever act here. Only a new autocast is worth a look: the audit would be out of date.
+                seen = self._idle_under.get(id(module))
+                if seen is None or autocast() in seen or not torch.is_grad_enabled():
                     return False
                 reset_schedule(module)
             if id(module) not in self._modules:
@@ -187,7 +185,7 @@ class ForwardHooks:
             if self._current.kind is not ForwardKind.EVALUATION:
                 idle = bool(upstream(module, quantizers))
                 if module.next_iter_when_debug_should_be_run is None:
-                    self._idle_under[id(module)] = autocast()
+                    self._idle_under.setdefault(id(module), set()).add(autocast())
                 return idle
             # Evaluation must not change the schedule of training: it asks for itself, once an iteration.
             idle = not any_feature_enabled(quantizers)
