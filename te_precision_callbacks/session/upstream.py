@@ -105,6 +105,11 @@ class Snapshot:
         self._timestamp = os.environ.get(_TIMESTAMP_VARIABLE)
         self._modules: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}
 
+    def detach_handlers(self) -> None:
+        """Take off the handlers that an ended run of upstream's has left, until :meth:`restore`: its files are its."""
+        for name in self._python_loggers:
+            logging.getLogger(name).handlers.clear()
+
     def remember_module(self, module: torch.nn.Module) -> None:
         """Note a module's debug attributes, unless that was done before."""
         if id(module) not in self._modules:
@@ -235,6 +240,7 @@ class Inspector:
                 " leave initialize, step and end_debug to this one."
             )
         self._snapshot = Snapshot()
+        self._snapshot.detach_handlers()
         SingleMessageLogger.logged_messages.clear()
         try:
             self._log_dir.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import subprocess
 import sys
 import weakref
@@ -324,3 +325,19 @@ def test_a_users_feature_class_is_found_in_each_session(tmp_path: Path) -> None:
     for name in ("1", "2"):
         run(net, config, 2, tmp_path / name, features=[Watcher])
     assert seen == [("1.fc1", 0), ("1.fc1", 1)] * 2
+
+
+def test_the_files_of_a_run_of_upstream_alone_stay_as_they_are(tmp_path: Path) -> None:
+    """Its ``end_debug`` leaves its handlers behind; a session writes nothing into them, and puts them back."""
+    snapshot = Snapshot()
+    debug_api.initialize({"s": feature_of_base()}, log_dir=str(tmp_path / "theirs"), default_logging_enabled=True)
+    debug_api.end_debug()
+    theirs = {path: path.read_text() for path in (tmp_path / "theirs").rglob("*.log")}
+    left = list(logging.getLogger("nvdlfw_inspect").handlers)
+    try:
+        run(model(), statistics(), 2, tmp_path / "ours")
+        assert {path: path.read_text() for path in theirs} == theirs
+        assert logging.getLogger("nvdlfw_inspect").handlers == left
+        assert left
+    finally:
+        snapshot.restore()
