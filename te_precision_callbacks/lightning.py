@@ -76,7 +76,6 @@ class PrecisionDebugCallback(Callback):
         self._restored_iteration: int | None = None
         self._last_global_step = 0
         self._step_of_batch: int | None = None
-        self._positioned = False
 
     @property
     def session(self) -> InspectSession:
@@ -103,7 +102,7 @@ class PrecisionDebugCallback(Callback):
             return
         self._stop(None)  # of an earlier fit, whose on_exception another callback has cut short
         self._restored_iteration = None
-        self._positioned = False
+        self._step_of_batch = None
         metrics = _Metrics(MetricSelection(self._options.prefix, self._options.log_filter))
         self._session = InspectSession.from_options(self._options)
         self._session.start(
@@ -121,10 +120,10 @@ class PrecisionDebugCallback(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Take the step of a resumed fit: before its first batch the trainer has not restored all of its own."""
+        first = self._step_of_batch is None
         self._step_of_batch = self._logging_step(trainer)
-        if self._positioned:
+        if not first:
             return
-        self._positioned = True
         if self._restored_iteration is None and self._options.start_step is None:
             self.session.iteration = self._step_of_batch
         elif self._restored_iteration is not None and trainer.global_step > self._last_global_step:

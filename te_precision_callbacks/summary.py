@@ -34,11 +34,12 @@ def precision_table(session: InspectSession) -> Table:
     for gemm in GEMMS:
         table.add_column(gemm)
     by_layer: dict[str, dict[str, GemmPrecision]] = {}
-    for entry in session.precision:
+    precision = session.precision
+    for entry in precision:
         by_layer.setdefault(entry.layer, {})[entry.gemm] = entry
     for layer, gemms in by_layer.items():
         table.add_row(_two_lines(layer), *(_operands(gemms.get(gemm)) for gemm in GEMMS))
-    if not all(entry.seen for entry in session.precision):
+    if not all(entry.seen for entry in precision):
         table.caption = "A layer that no feature acts on runs Transformer Engine's own path: its quantizers' formats."
         table.caption_justify = "left"
     return table

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from te_precision_callbacks.config.planning import Plan, RegisteredFeatures, Section, plan
-from te_precision_callbacks.config.problems import ConfigError, suggestion
+from te_precision_callbacks.config.problems import ConfigError, meant_for, suggestion
 from te_precision_callbacks.config.selection import LayerSelector, SelectableLayer
 
 DEFAULT_CONFIG: dict[str, Any] = {
@@ -158,9 +158,7 @@ def _section(name: str, body: Any, place: Any) -> Section:
         raise ConfigError(f"{here}: a section is a mapping with 'enabled', 'layers' and features, not {body!r}.")
     for key in _SECTION_KEYS:
         if key not in body:
-            near = [other for other in body if suggestion(key, [str(other)]).startswith(" Did")]
-            hint = f" Is {near[0]!r} meant for it?" if near else ""
-            raise ConfigError(f"{here}: the key {key!r} is missing.{hint}")
+            raise ConfigError(f"{here}: the key {key!r} is missing.{meant_for(key, body)}")
     if not isinstance(body["enabled"], bool):
         raise ConfigError(f"{place(name, 'enabled')}: 'enabled' is True or False, not {body['enabled']!r}.")
     features: dict[str, dict[str, Any]] = {}

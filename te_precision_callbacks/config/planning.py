@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from te_precision_callbacks.config.problems import ConfigError, nearest, suggestion
+from te_precision_callbacks.config.problems import ConfigError, meant_for, nearest, suggestion
 from te_precision_callbacks.config.selection import LayerSelector, SelectableLayer
 
 logger = logging.getLogger(__name__)
@@ -201,15 +201,12 @@ def _options(name: str, options: Any, place: str) -> FeatureOptions:
     if not isinstance(options, Mapping):
         raise ConfigError(f"{place}: the options of {name!r} must be a mapping, not {options!r}.")
     if "enabled" not in options:
-        raise ConfigError(f"{place}: {name!r} has no 'enabled'. Add 'enabled: True' below it.{_near_enabled(options)}")
+        raise ConfigError(
+            f"{place}: {name!r} has no 'enabled'. Add 'enabled: True' below it.{meant_for('enabled', options)}"
+        )
     if not isinstance(options["enabled"], bool):
         raise ConfigError(f"{place}: 'enabled' of {name!r} is True or False, not {options['enabled']!r}.")
     return dict(options)
-
-
-def _near_enabled(options: Mapping[str, Any]) -> str:
-    close = nearest("enabled", [str(key) for key in options], most=1)
-    return f" Is {close[0]!r} meant for it?" if close else ""
 
 
 def _merge(

@@ -18,6 +18,12 @@ def nearest(word: str, known: Iterable[str], most: int = 3) -> list[str]:
     return [by_folded[match] for match in difflib.get_close_matches(word.casefold(), by_folded, n=most, cutoff=0.5)]
 
 
+def meant_for(key: str, present: Iterable[object]) -> str:
+    """``" Is ... meant for it?"`` where a key that is there looks like one that is missing."""
+    close = nearest(key, map(str, present), most=1)
+    return f" Is {close[0]!r} meant for it?" if close else ""
+
+
 def suggestion(word: str, known: Iterable[str], known_as: str = "Known") -> str:
     """``" Did you mean ...?"`` where something known is near, else the list of what is known."""
     known = list(known)

@@ -84,8 +84,10 @@ class InspectSession:
         self._options = options
         self._model = model
         self._log_dir = options.log_dir or Path()
-        self._rank, self._world_size = 0, 1
-        self._failures = ObservationFailures(strict=options.strict, rank=0)
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._rank = torch.distributed.get_rank() if distributed else 0
+        self._world_size = torch.distributed.get_world_size() if distributed else 1
+        self._failures = ObservationFailures(strict=options.strict, rank=self._rank)
         self._audit = PrecisionAudit()
         self._classify = ForwardClassifier(precision_features_in_eval=options.precision_features_in_eval)
         self._hooks = ForwardHooks(self._classify, self._failures, self._audit)
@@ -176,13 +178,9 @@ class InspectSession:
         if self._inspector is not None:
             raise SessionError("This session is running already. Call stop() before start(), or make another one.")
         model = self._model
-        self._setup(self._options, model)
+        self._setup(self._options, model)  # afresh: with the rank of now, and nothing of an earlier run
         import_transformer_engine()
         warn_unless_supported()
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self._rank, self._world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self._failures = ObservationFailures(strict=self._options.strict, rank=self._rank)
-        self._hooks = ForwardHooks(self._classify, self._failures, self._audit)
         self._log_dir = self._options.log_dir or log_dir or Path()
         inspector = Inspector(
             log_dir=self._log_dir,

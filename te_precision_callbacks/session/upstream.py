@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.config.planning import RegisteredFeatures
+from te_precision_callbacks.config.planning import Plan, RegisteredFeatures
 from te_precision_callbacks.records.statistics_log import keep_previous, log_file_name
 from te_precision_callbacks.session.errors import FeatureLoadError, SessionError, TransformerEngineUnavailableError
 
@@ -268,14 +268,14 @@ class Inspector:
         own, upstream = ([str(Path(module.__path__[0]))] for module in (own_features, te_features))
         for feature in self._features:
             try:
-                registration.register([feature])
+                registration.register(feature)
             except Exception as error:
                 raise FeatureLoadError(
                     f"The feature class {feature.__name__} could not be registered: {type(error).__name__}: {error}."
                 ) from error
         try:
             debug_api.initialize(
-                config_file=_NO_LAYER,
+                config_file=Plan((), ()).as_inspect_config(),
                 feature_dirs=[*map(str, self._feature_dirs), *upstream, *own],
                 statistics_logger=_make_receiver(self._receive),
                 log_dir=str(self._log_dir),
@@ -373,9 +373,6 @@ def reset_schedule(module: torch.nn.Module) -> None:
     """Make a module ask its features again in its next forward, at whatever iteration that is."""
     for name in _MODULE_ATTRIBUTES[1:]:
         _set_attribute(module, name, _NOT_RUN_YET.get(name, _MISSING))
-
-
-_NO_LAYER: dict[str, Any] = {"not configured yet": {"enabled": True, "layers": {"layer_name_regex_pattern": "(?!)"}}}
 
 
 def _make_receiver(receive: ScalarReceiver) -> Any:

@@ -71,6 +71,18 @@ def _assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> N
         torch.testing.assert_close(a, b, rtol=1e-4, atol=max(1e-4 * float(b.abs().max()), 1e-7))
 
 
+def _assert_loss_falls(module: Any, optimizer: torch.optim.Optimizer, recipe: Any) -> None:
+    x, losses = torch.randn(16, 32), []
+    for _ in range(5):
+        with te.autocast(enabled=True, recipe=recipe):
+            loss = module(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
 def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
@@ -264,16 +276,7 @@ def test_fp8_parameters(recipe: str) -> None:
         module = te.Linear(32, 48)
     assert isinstance(module.weight, Float8Tensor)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    x = torch.randn(16, 32)
-    losses = []
-    for _ in range(5):
-        with te.autocast(enabled=True, recipe=chosen):
-            loss = module(x).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
+    _assert_loss_falls(module, optimizer, chosen)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
@@ -282,15 +285,7 @@ def test_fused_adam_on_fp8_parameters(recipe: str) -> None:
     with te.quantized_model_init(enabled=True, recipe=chosen):
         module = te.Linear(32, 48)
     optimizer = te.optimizers.FusedAdam(module.parameters(), lr=1e-2, master_weights=True)
-    x, losses = torch.randn(16, 32), []
-    for _ in range(5):
-        with te.autocast(enabled=True, recipe=chosen):
-            loss = module(x).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
+    _assert_loss_falls(module, optimizer, chosen)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
