@@ -7,6 +7,7 @@
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 CAPABILITY ?= 9.0
+FEATURES ?= te
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
@@ -32,7 +33,7 @@ test: lint
 	$(BIN)/python -m pytest
 
 te-suite: $(INSTALLED)
-	$(BIN)/python tests/reference/te_suite.py --te-src "$(TE_SRC)" --capability $(CAPABILITY)
+	$(BIN)/python tests/reference/te_suite.py --te-src "$(TE_SRC)" --capability $(CAPABILITY) --features $(FEATURES)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,73 +1,412 @@
-"""The namespace API ``transformer_engine``: Transformer Engine's own, with three faults put right.
+"""The namespace API ``transformer_engine``: brings the calls of Transformer Engine's modules to features.
 
-    debug_api.initialize(config_file="config.yaml", feature_dirs=[<TE's debug/features>, <this folder>])
+    debug_api.initialize(config_file="config.yaml", feature_dirs=[<this folder>])
 
-nvidia-dlfw-inspect keeps the namespace API that was registered last, so this folder stands last in ``feature_dirs``.
+It takes the place of Transformer Engine's own, also where that folder is listed too, before or after this one. Read
+from Transformer Engine 2.20.2 (``debug/features/api.py``) and nvidia-dlfw-inspect 0.2.2 (``base.py``). What is
+different:
 
-Read from Transformer Engine 2.20.2 (``debug/features/api.py``) and nvidia-dlfw-inspect 0.2.2 (``base.py``). Put right:
-
-- **Caches.** Upstream caches which feature answers ``inspect_tensor_enabled`` under a key that holds the iteration, and
-  never evicts: about 5 KB a layer and step. The feature and its options do not depend on the iteration, so here the key
-  does not hold it, and the feature is still asked in every step.
-- **Errors.** An AttributeError inside of a feature ends the process there (``sys.exit(1)``); here it is an exception.
-- **Steps without collectives.** With ``reduce = False`` a step logs each rank's own statistics. What a failed run has
-  gathered is logged in the same way, by :meth:`TransformerEngineAPI.log_local_statistics`.
+- **Schedules.** A tensor is handed to the features that asked for it in this iteration, and to no other one that
+  watches the same tensor.
+- **Answers.** A feature may answer with a plain bool: it is asked again in the next iteration, alone or beside others.
+- **Arguments.** A feature gets what its method names, and everything where it takes ``**kwargs``; what Transformer
+  Engine once passed and no longer does (``out``, the ``gemm`` of ``inspect_tensor_postquantize``) is supplied.
+- **Errors.** Whatever goes wrong in a feature is a :class:`FeatureError` with the feature, the call and the layer; no
+  warning and no AttributeError inside of a feature ends the process, and other features still get the tensor.
+- **Autocast.** A weight in float32 that a feature has quantized may be used under torch's autocast.
+- **Caches.** What is remembered of a call does not grow with the iterations.
+- **Statistics.** Those of this folder's features come from :data:`te_precision_callbacks.engine.engine.ENGINE`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import nvdlfw_inspect.api as debug_api
+import torch
+from nvdlfw_inspect.config_manager import ConfigManager
+from nvdlfw_inspect.logging import MetricLogger
 from nvdlfw_inspect.registry import Registry
+from transformer_engine.debug.features.api import TEDefaultFeatures
 from transformer_engine.debug.features.api import TransformerEngineAPI as UpstreamAPI
 from transformer_engine.debug.features.utils.stats_buffer import STATS_BUFFERS
+from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
+from te_precision_callbacks.engine.engine import ENGINE, Measurement
+from te_precision_callbacks.engine.reduction import is_distributed
+from te_precision_callbacks.engine.schedule import Schedule
 from te_precision_callbacks.errors import FeatureError
-from te_precision_callbacks.features.registration import NAMESPACE
+from te_precision_callbacks.features.base import StatisticsFeature, every_options, matching_options
+from te_precision_callbacks.features.registration import NAMESPACE, namespace
+
+_REQUIRED: Mapping[str, tuple[str, ...]] = {
+    "fp8_gemm_enabled": ("gemm",),
+    "modify_tensor_enabled": ("tensor_name", "gemm"),
+    "modify_tensor": ("tensor_name", "gemm"),
+    "inspect_tensor_enabled": ("tensor_name",),
+    "inspect_tensor": ("tensor_name",),
+    "inspect_tensor_postquantize_enabled": ("tensor_name",),
+    "inspect_tensor_postquantize": ("tensor_name",),
+}
+"""The calls that there are, and what each must say about itself."""
+
+_OPTIONAL: Mapping[str, Mapping[str, Any]] = {
+    "modify_tensor": {"tensor": None, "default_quantizer": None, "out": None, "dtype": None},
+    "inspect_tensor": {
+        "tensor": None,
+        "rowwise_quantized_tensor": None,
+        "columnwise_quantized_tensor": None,
+        "quantizer": None,
+        "tp_group": None,
+        "tp_size": 1,
+    },
+    "inspect_tensor_postquantize_enabled": {"gemm": None},
+    "inspect_tensor_postquantize": {"tensor": None, "rowwise": True, "tp_group": None, "tp_size": 1},
+}
+"""What else the calls have, and what a feature gets where Transformer Engine does not pass it."""
+
+_GEMMS = {"activation": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "gradient": ("dgrad", "wgrad")}
+"""The GEMMs that read a tensor's rowwise and its columnwise data."""
+
+_ENABLED = "_enabled"
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+Receiver = Callable[[Sequence[Measurement]], None]
+
+
+class _Call(NamedTuple):
+    """A method of a feature, for one layer, tensor and GEMM.
+
+    Attributes:
+        feature: the feature's name.
+        number: which entry of the feature's options it is for.
+        name: of the call.
+        method: what is called.
+        options: of the feature, those that hold here.
+        arguments: those that the method takes; None where it takes everything.
+    """
+
+    feature: str
+    number: int
+    name: str
+    method: Callable[..., Any]
+    options: dict[str, Any]
+    arguments: frozenset[str] | None
+
+    def __call__(self, layer: str, arguments: Mapping[str, Any]) -> Any:
+        taken = self.arguments
+        keywords = arguments if taken is None else {name: arguments[name] for name in taken if name in arguments}
+        try:
+            return self.method(self.options, layer, **keywords)
+        except Exception as error:
+            kind = "" if isinstance(error, FeatureError) else f"{type(error).__name__}: "
+            raise FeatureError(
+                f"The feature {self.feature} failed in {self.name} for the layer {layer!r}: {kind}{error}"
+            ) from error
+
+    def wrong(self, layer: str, returned: Any, expected: str) -> FeatureError:
+        """The error for an answer of a wrong type."""
+        return FeatureError(
+            f"The feature {self.feature} returned {_in_words(returned)} from {self.name} for the layer {layer!r}:"
+            f" expected {expected}."
+        )
 
 
 @Registry.register_namespace_api(namespace=NAMESPACE)
-class TransformerEngineAPI(UpstreamAPI):  # type: ignore[misc]  # upstream is untyped
+class TransformerEngineAPI(UpstreamAPI):
     """Routes the calls of Transformer Engine's modules to features.
 
     Attributes:
         reduce: whether a step reduces the statistics over ranks.
+        receiver: takes the statistics of a step; None: they go to nvidia-dlfw-inspect's loggers.
+        schedules: when statistics are due on any rank; None: as the config of nvidia-dlfw-inspect has it.
     """
+
+    is_own = True
 
     def __init__(self) -> None:
         super().__init__()
         self.reduce = True
-        for keys in self._cacheable_api_kwargs_map.values():
-            if "iteration" in keys:
-                keys.remove("iteration")
+        self.receiver: Receiver | None = None
+        self.schedules: frozenset[Schedule] | None = None
+        self._answers: dict[tuple[str, str, str | None, str | None], tuple[int, dict[tuple[str, int], bool]]] = {}
+        self._noted: set[tuple[str, str, str | None, str | None]] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _REQUIRED:
+            raise AttributeError(f"The namespace {NAMESPACE} has no call {name!r}. It has: {', '.join(_REQUIRED)}.")
+        return functools.partial(self.route_api, api_name=name)
 
     def route_api(self, layer_name: str, api_name: str, **arguments: Any) -> Any:
-        """Route a call of a layer to its features, or to the default.
+        """Bring a call to the features of a layer.
 
         Raises:
-            FeatureError: a feature raised AttributeError.
+            FeatureError: a feature failed, or answered with something else than the call expects.
         """
-        try:
-            return super().route_api(layer_name, api_name, **arguments)
-        except SystemExit as error:
-            if not isinstance(error.__context__, AttributeError):
-                raise
-            raise FeatureError(
-                f"A feature failed in {api_name} for the layer {layer_name!r}: AttributeError: {error.__context__}."
-            ) from error.__context__
+        for name in _REQUIRED[api_name]:
+            if name not in arguments:
+                raise FeatureError(f"{api_name} for the layer {layer_name!r} was called without {name}.")
+        arguments = {**_OPTIONAL.get(api_name, {}), **arguments}
+        if "iteration" not in arguments:
+            arguments["iteration"] = TEDebugState.get_iteration()
+        tensor, gemm = arguments.get("tensor_name"), arguments.get("gemm")
+        if api_name == "inspect_tensor_postquantize" and gemm is None:
+            gemm = _GEMMS.get(str(tensor), (None, None))[0 if arguments["rowwise"] else 1]
+            arguments["gemm"] = gemm
+        key = (layer_name, api_name, tensor, gemm)
+        calls = self._api_cache.get(key)
+        if calls is None:
+            calls = self._api_cache[key] = self._find(key, frozenset(arguments))
+        if api_name.endswith(_ENABLED):
+            return self._ask(calls, key, arguments)
+        if api_name == "modify_tensor":
+            return self._modify(calls, key, arguments)
+        self._inspect(calls, key, arguments)
+        return None
+
+    def _find(self, key: tuple[str, str, str | None, str | None], passed: frozenset[str]) -> list[_Call]:
+        """The features of a layer that have a call, with their options for the tensor and GEMM."""
+        layer, api_name, tensor, gemm = key
+        tensor = tensor if "tensor_name" in _REQUIRED[api_name] else None
+        gemm = gemm if "gemm" in _REQUIRED[api_name] else None
+        found: list[_Call] = []
+        for name, options in ConfigManager.get_config_for_layer(layer).get(self.name, {}).items():
+            feature = self.namespace_features.get(name)
+            method = getattr(feature, api_name, None)
+            if method is None or not _is_own_method(method, api_name):
+                continue
+            try:
+                matching = _matching(feature, options, tensor, gemm)
+                taken = _taken(method, passed)
+            except Exception as error:
+                # The feature's fault: it fails when its turn comes, and the others of the layer do not. Only the text
+                # is kept, since a traceback would keep tensors.
+                fail = functools.partial(_fail, f"{type(error).__name__}: {error}")
+                found.append(_Call(name, 0, api_name, fail, {}, frozenset()))
+                continue
+            if api_name.startswith("modify_tensor"):
+                matching = matching[:1]  # a tensor is modified once
+            found.extend(_Call(name, number, api_name, method, entry, taken) for number, entry in enumerate(matching))
+        return found
+
+    def _ask(self, calls: Sequence[_Call], key: tuple[Any, ...], arguments: dict[str, Any]) -> tuple[bool, int | None]:
+        """Merge the answers of features: whether one of them wants the call, and the next iteration to ask again."""
+        layer, api_name, tensor, gemm = key
+        vetoes = api_name == "fp8_gemm_enabled"
+        if not calls:
+            return vetoes, None
+        iteration = arguments["iteration"]
+        answers: dict[tuple[str, int], bool] = {}
+        upcoming: list[int] = []
+        for call in calls:
+            answer = call(layer, arguments)
+            if type(answer) is bool:
+                answer = (answer, iteration + 1)
+            if not _is_answer(answer):
+                raise call.wrong(layer, answer, "a bool, or a tuple of a bool and the next iteration (None: never)")
+            answers[call.feature, call.number] = answer[0]
+            if answer[1] is not None:
+                upcoming.append(answer[1])
+        self._answers[layer, api_name.removesuffix(_ENABLED), tensor, gemm] = (iteration, answers)
+        # Every feature must allow quantization; one that wants a tensor is enough.
+        decided = all(answers.values()) if vetoes else any(answers.values())
+        return decided, min(upcoming, default=None)
+
+    def _due(self, calls: Sequence[_Call], key: tuple[Any, ...], iteration: Any) -> Iterable[_Call]:
+        """The features that asked for this call in this iteration; all, where none of them was asked."""
+        asked = self._answers.get(key) or self._answers.get((*key[:3], None))
+        if asked is None or asked[0] != iteration:
+            return calls
+        return [call for call in calls if asked[1].get((call.feature, call.number), False)]
+
+    def _inspect(self, calls: Sequence[_Call], key: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+        layer = key[0]
+        failures: list[FeatureError] = []
+        for call in self._due(calls, key, arguments["iteration"]):
+            try:
+                returned = call(layer, arguments)
+                if returned is not None:
+                    raise call.wrong(layer, returned, "nothing")
+                self._note_once(call, key)
+            except FeatureError as error:  # the others of the tensor get it all the same
+                failures.append(error)
+        ENGINE.measure()
+        if failures:
+            raise failures[0]
+
+    def _modify(self, calls: Sequence[_Call], key: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
+        layer, _, tensor, gemm = key
+        due = list(self._due(calls, key, arguments["iteration"]))
+        if len(due) != 1:
+            names = " and ".join(call.feature for call in due) or "no feature"
+            raise FeatureError(f"{names} would modify {tensor} of {layer!r} in {gemm}: it must be exactly one.")
+        call = due[0]
+        returned = call(layer, arguments)
+        self._note_once(call, key)
+        if arguments["out"] is not None:
+            if returned is not None:
+                raise call.wrong(layer, returned, "None, after writing into 'out'")
+            return None
+        if not isinstance(returned, torch.Tensor) and not hasattr(returned, "dequantize"):
+            raise call.wrong(layer, returned, "a tensor or a quantized tensor")
+        dtype = arguments["dtype"]
+        if dtype is None or getattr(returned, "dtype", dtype) == dtype:
+            return returned
+        if not hasattr(returned, "to_dtype"):
+            raise call.wrong(layer, returned, f"a tensor of {dtype}")
+        # Quantized from a weight in float32, under torch's autocast: its dtype is only what it would dequantize to.
+        return returned.to_dtype(dtype)
+
+    def _note_once(self, call: _Call, key: tuple[Any, ...]) -> None:
+        """A line in the log of events, the first time."""
+        if (call.feature, *key) not in self._noted:
+            self._noted.add((call.feature, *key))
+            layer, api_name, tensor, gemm = key
+            what = f"{gemm}, {tensor}" if api_name == "modify_tensor" else tensor
+            debug_api.log_message(f"Feature={call.feature}, API={api_name}: {what}", layer, extra_cachable_args=(key,))
+
+    def set_features(self, features: Any) -> None:
+        """Called when nvidia-dlfw-inspect starts."""
+        super().set_features(features)
+        ENGINE.reset()
+        # Whoever asks Transformer Engine's buffers for the statistics of a step gets those of the engine too.
+        STATS_BUFFERS.log_stats = self._log_statistics_by_name
 
     def step(self) -> None:
-        """Log what was gathered since the last step."""
+        """Hand over the statistics since the last step; on all ranks alike, where statistics are reduced."""
         if self.reduce:
-            super().step()
+            self._log_statistics()
         else:
             self.log_local_statistics()
 
+    def _log_statistics(self) -> tuple[list[Measurement], int, dict[tuple[str, str, str, int], torch.Tensor]]:
+        """Hand over the statistics of the engine and of Transformer Engine's buffers, and return them."""
+        group = debug_api.get_tensor_reduction_group()
+        iteration = TEDebugState.get_iteration() - 1  # it counts before it calls
+        found: list[Measurement] = []
+        # Whether to reduce must be decided alike on all ranks: by the config, and not by what this rank has run.
+        reduce = is_distributed(group) and self._is_due(iteration)
+        if reduce or ENGINE.has_news:
+            iteration = ENGINE.iteration if ENGINE.has_news else iteration
+            found = ENGINE.flush(reduce=reduce, group=group)
+            self._hand_over(found, iteration)
+        return found, iteration, type(STATS_BUFFERS).log_stats(STATS_BUFFERS)
+
+    def _log_statistics_by_name(self) -> dict[tuple[str, str, str, int], torch.Tensor]:
+        found, iteration, of_buffers = self._log_statistics()
+        by_name = {(m.layer, m.tensor, m.statistic, iteration): torch.tensor(m.value) for m in found}
+        return {**of_buffers, **by_name}
+
     def log_local_statistics(self) -> None:
-        """Log what this rank has gathered since the last step, without a collective."""
+        """Hand over what this rank has gathered since the last step, without a collective."""
+        if ENGINE.has_news:
+            iteration = ENGINE.iteration
+            self._hand_over(ENGINE.flush(reduce=False), iteration)
         buffer: Any
-        for buffer in STATS_BUFFERS.buffers.values():
+        for buffer in STATS_BUFFERS.buffers.values():  # of features that use Transformer Engine's own
             if buffer.modified[0]:
                 buffer.skip_reduction = True
                 buffer.log()
         STATS_BUFFERS.at_least_one_layer_fed = False
+
+    def end_debug(self) -> None:
+        """Forget everything of the run."""
+        super().end_debug()
+        ENGINE.reset()
+        vars(STATS_BUFFERS).pop("log_stats", None)
+
+    def _hand_over(self, measurements: Sequence[Measurement], iteration: int) -> None:
+        if self.receiver is not None:
+            self.receiver(measurements)
+            return
+        for measurement in measurements:
+            if isinstance(measurement.value, float):  # a histogram is no scalar
+                label = f"{measurement.layer}_{measurement.tensor}_{measurement.statistic}"
+                MetricLogger.log_scalar(label, measurement.value, iteration)
+
+    def _is_due(self, iteration: int) -> bool:
+        if self.schedules is None:
+            self.schedules = self.schedules_of(
+                config.extension_config.get(NAMESPACE, {}) for config in ConfigManager.configs
+            )
+        return any(schedule.at(iteration)[0] for schedule in self.schedules)
+
+    def schedules_of(self, sections: Iterable[Mapping[str, Any]]) -> frozenset[Schedule]:
+        """When statistics of the features of a config's sections are due."""
+        return frozenset(
+            Schedule.of(entry)
+            for features in sections
+            for name, options in features.items()
+            if isinstance(self.namespace_features.get(name), StatisticsFeature) and options.get("enabled", False)
+            for entry in every_options(options)
+        )
+
+
+def _is_answer(answer: Any) -> bool:
+    return (
+        isinstance(answer, tuple)
+        and len(answer) == 2
+        and isinstance(answer[0], bool)
+        and (answer[1] is None or type(answer[1]) is int)
+    )
+
+
+def _in_words(returned: Any) -> str:
+    """What a feature returned, without the numbers in a tensor."""
+    if isinstance(returned, torch.Tensor):
+        return f"a {type(returned).__name__} of {returned.dtype} and shape {tuple(returned.shape)}"
+    if isinstance(returned, (tuple, list)):
+        return f"a {type(returned).__name__} ({', '.join(map(_in_words, returned))})"
+    plain = returned is None or isinstance(returned, (bool, int, float, str))
+    return repr(returned) if plain else f"a {type(returned).__name__}"
+
+
+def _fail(text: str, options: Mapping[str, Any], layer: str) -> None:
+    raise FeatureError(text)
+
+
+def _is_own_method(method: Any, api_name: str) -> bool:
+    """Whether a feature has a method of its own, not the default that it inherits."""
+    return getattr(method, "__func__", method) is not getattr(TEDefaultFeatures, api_name)
+
+
+def _matching(feature: Any, options: Any, tensor: str | None, gemm: str | None) -> list[dict[str, Any]]:
+    """The options of a feature that hold for a call."""
+    if not isinstance(options, Mapping) or "enabled" not in options:
+        raise ValueError("the config has no 'enabled' for it")
+    if not options["enabled"]:
+        return []
+    if hasattr(feature, "options_for"):
+        found: list[dict[str, Any]] = feature.options_for(options, tensor, gemm)
+        return found
+    if hasattr(feature, "parse_config_and_api"):
+        call = {name: value for name, value in (("tensor_name", tensor), ("gemm", gemm)) if value is not None}
+        matches, parsed = feature.parse_config_and_api(
+            options, gemm_parsing=gemm is not None, tensor_parsing=tensor is not None, **call
+        )
+        return [dict(parsed or options)] if matches else []
+    matching: list[dict[str, Any]] = matching_options(options, tensor=tensor, gemm=gemm)
+    return matching
+
+
+def _taken(method: Any, passed: frozenset[str]) -> frozenset[str] | None:
+    """The arguments that a method takes, after the two that are passed by position; None where it takes everything.
+
+    Raises:
+        TypeError: it cannot do without an argument that the call does not have.
+    """
+    parameters = list(inspect.signature(method).parameters.values())
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    by_position = [parameter for parameter in parameters if parameter.kind in _POSITIONAL]
+    named = [*by_position[2:], *(parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)]
+    for parameter in named:
+        if parameter.default is parameter.empty and parameter.name not in passed:
+            raise TypeError(f"it asks for {parameter.name!r}, and the call has only {', '.join(sorted(passed))}")
+    return frozenset(parameter.name for parameter in named)
+
+
+namespace()

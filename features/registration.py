@@ -1,20 +1,87 @@
-"""Registers a user's own feature class."""
+"""Registers features in nvidia-dlfw-inspect's namespace ``transformer_engine``.
+
+Read from nvidia-dlfw-inspect 0.2.2 (``registry.py``): the registry keeps the first feature of a name and the last
+namespace API, so that the order of ``feature_dirs`` decides. Here it does not: this project's features take the place
+of Transformer Engine's of the same name, and its namespace API stays when Transformer Engine's comes after it.
+"""
 
 from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
 
 from nvdlfw_inspect.registry import NamespaceData, Registry
 
 NAMESPACE = "transformer_engine"
 
 
-def register(feature: type) -> None:
-    """Register a feature class in the namespace ``transformer_engine``.
+class _Namespace(NamespaceData):
+    """The registry's entry of the namespace, which keeps this project's API."""
 
-    Call it before nvidia-dlfw-inspect is initialized. The class wins over one of the same name in a feature folder. The
-    registry's own decorator cannot do it: once Transformer Engine's namespace API was imported, as the base class of a
-    feature does, it wants a logger that exists only after the initialization.
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "api" and getattr(self.__dict__.get("api"), "is_own", False) and _is_upstream(type(value)):
+            return
+        super().__setattr__(name, value)
+
+
+def namespace() -> Any:
+    """The registry's entry of the namespace, made where there is none."""
+    entry = Registry.data.get(NAMESPACE)
+    if not isinstance(entry, _Namespace):
+        own = _Namespace(NAMESPACE, None)
+        if entry is not None:
+            own.__dict__.update(entry.__dict__)
+        Registry.data[NAMESPACE] = own
+    return Registry.data[NAMESPACE]
+
+
+def register(feature: type) -> None:
+    """Register a user's own feature class; it wins over every feature of its name.
+
+    Call it before nvidia-dlfw-inspect is initialized. The registry's own decorator cannot do it: once Transformer
+    Engine's namespace API was imported, as the base class of a feature does, it wants a logger that exists only after
+    the initialization.
     """
-    data = Registry.data.setdefault(NAMESPACE, NamespaceData(NAMESPACE, None))
-    data.features[feature.__name__] = feature()
-    if not any(feature.__name__ in names for names in data.feat_api_to_features.values()):
-        Registry._register_feature_api(NAMESPACE, feature.__name__)
+    _put(feature.__name__, feature())
+
+
+def own_feature(*names: str) -> Any:
+    """A class decorator: registers a feature of this project under its own name and under other spellings of it.
+
+    A feature of a user's own of the same name, registered before, stays.
+    """
+
+    def decorate(feature: type) -> type:
+        data = namespace()
+        for name in (feature.__name__, *names):
+            # A class that came before any namespace API is not registered yet, but waits.
+            present = [waiting for waiting in data.deferred_features if waiting.__name__ == name]
+            if name in data.features:
+                present.append(type(data.features[name]))
+            if all(map(_is_upstream, present)):
+                _put(name, feature())
+        return feature
+
+    return decorate
+
+
+def _put(name: str, instance: Any) -> None:
+    data = namespace()
+    for registered in data.feat_api_to_features.values():
+        if name in registered:
+            registered.remove(name)
+    data.features[name] = instance
+    # A class that came before any namespace API waits to be registered: no longer.
+    data.deferred_features[:] = [waiting for waiting in data.deferred_features if waiting.__name__ != name]
+    Registry._register_feature_api(NAMESPACE, name)
+
+
+def _is_upstream(kind: type) -> bool:
+    """Whether a class was defined in Transformer Engine's folder of features, however it was executed."""
+    spec = importlib.util.find_spec("transformer_engine")
+    if spec is None or not spec.submodule_search_locations:
+        return False
+    folders = [str(Path(place, "debug", "features")) for place in spec.submodule_search_locations]
+    codes = [getattr(getattr(member, "__func__", member), "__code__", None) for member in vars(kind).values()]
+    return any(code is not None and code.co_filename.startswith(tuple(folders)) for code in codes)

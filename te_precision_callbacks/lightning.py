@@ -8,6 +8,7 @@ trainer = L.Trainer(callbacks=[PrecisionDebugCallback("config.yaml")])
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -21,7 +22,7 @@ from te_precision_callbacks.session import InspectSession, SessionError
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.loggers import Logger, MLFlowLogger
+    from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 except ImportError as error:
     raise MissingExtraError("te_precision_callbacks.lightning", "lightning") from error
 
@@ -197,6 +198,7 @@ class _Metrics:
 
     def __init__(self, select: MetricSelection) -> None:
         self._select = select
+        self.histograms = select.histograms
         self._last: tuple[StepRecords | None, dict[str, float]] = (None, {})
 
     def __call__(self, records: StepRecords) -> dict[str, float]:
@@ -219,9 +221,36 @@ class _LoggerSink:
         """Log, at the step of the batch's own metrics."""
         if metrics := self._metrics(records):
             self._receiver.log_metrics(_named_for(self._receiver, metrics), step=records.logging_step)
+        for name, counts in self._metrics.histograms(records).items():
+            _log_histogram(self._receiver, name, counts, records.logging_step)
 
     def close(self, error: BaseException | None) -> None:
         """Nothing to close: the trainer finalizes its loggers."""
+
+
+def _log_histogram(receiver: Logger, name: str, counts: Sequence[float], step: int) -> None:
+    """Log an exponent histogram to a logger that takes histograms: over the exponents, not over the values."""
+    if isinstance(receiver, TensorBoardLogger):
+        exponents = [index - 127.0 for index in range(len(counts))]
+        total = sum(counts)
+        filled = [exponent for exponent, count in zip(exponents, counts, strict=True) if count] or [0.0]
+        receiver.experiment.add_histogram_raw(
+            name,
+            min=min(filled),
+            max=max(filled) + 1,
+            num=total,
+            sum=sum(exponent * count for exponent, count in zip(exponents, counts, strict=True)),
+            sum_squares=sum(exponent**2 * count for exponent, count in zip(exponents, counts, strict=True)),
+            bucket_limits=[exponent + 1 for exponent in exponents],
+            bucket_counts=list(counts),
+            global_step=step,
+        )
+    elif isinstance(receiver, WandbLogger):
+        import wandb
+
+        edges = [index - 127.0 for index in range(len(counts) + 1)]
+        histogram = wandb.Histogram(np_histogram=(list(counts), edges))
+        receiver.experiment.log({name: histogram, "trainer/global_step": step})
 
 
 def _named_for(receiver: Logger, metrics: dict[str, float]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from te_precision_callbacks.config import Config, ConfigError, LayerSelector, Pl
 from tests.conftest import feature
 
 REGISTERED = {
-    "transformer_engine": ("LogTensorStats", "DisableFP8GEMM", "FakeQuant"),
+    "transformer_engine": ("LogTensorStats", "DisableFP8GEMM", "DisableFP8Layer"),
     "base": ("LogTensorStats",),
 }
 
@@ -36,7 +36,7 @@ AMBIGUOUS = [Layer("head"), Layer("decoder.head", aliases=("head",))]
 
 
 def plan(layers: dict[str, Any], **keywords: Any) -> Plan:
-    section = {"enabled": True, "layers": layers, "transformer_engine": {"FakeQuant": {"enabled": True}}}
+    section = {"enabled": True, "layers": layers, "transformer_engine": {"DisableFP8Layer": {"enabled": True}}}
     return load_config({"section": section}).plan(LAYERS, REGISTERED, **keywords)
 
 
@@ -89,7 +89,7 @@ def test_a_missing_file_is_refused_with_what_is_there(tmp_path: Path) -> None:
 
 
 def test_a_loaded_config_a_mapping_and_none_are_taken(tmp_path: Path) -> None:
-    config = load_config({"s": feature("FakeQuant", ["fc1"])})
+    config = load_config({"s": feature("DisableFP8Layer", ["fc1"])})
     assert load_config(config) is config
     assert config.source is None
     (tmp_path / "config.yaml").write_text("s:\n  enabled: True\n  layers: {layer_types: [fc1]}\n")
@@ -124,7 +124,7 @@ def test_selectors() -> None:
 
 @pytest.mark.parametrize("block", [{"exact_layer_names": ["head"]}, {"layer_name_regex_pattern": "^head$"}])
 def test_an_alias_that_is_another_layers_name_means_that_layer(block: dict[str, Any]) -> None:
-    section = {"enabled": True, "layers": block, "transformer_engine": {"FakeQuant": {"enabled": True}}}
+    section = {"enabled": True, "layers": block, "transformer_engine": {"DisableFP8Layer": {"enabled": True}}}
     planned = load_config({"s": section}).plan(AMBIGUOUS, REGISTERED)
     assert [entry.layer.name for entry in planned.layers] == ["head"]
 
@@ -151,7 +151,7 @@ def test_a_section_without_a_layer_is_refused_with_near_names(caplog: pytest.Log
         plan({"layer_types": ["zzzzz"]})
     assert plan({"layer_types": ["fc11"]}, allow_unmatched=True).unmatched == ("section",)
     assert "matches none" in caplog.text
-    off = {**feature("FakeQuant", ["zzzzz"]), "enabled": False}
+    off = {**feature("DisableFP8Layer", ["zzzzz"]), "enabled": False}
     assert load_config({"off": off}).plan(LAYERS, REGISTERED).unmatched == ()
 
 
@@ -160,43 +160,47 @@ def test_unknown_features_are_refused_with_near_names() -> None:
         section = {"enabled": True, "layers": {"layer_types": ["all"]}, **body}
         return load_config({"s": section}).plan(LAYERS, REGISTERED)
 
-    assert planned(transformer_engine={"DisableFp8Gemm": {"enabled": True}}).layers[0].features == {
-        "transformer_engine": {"DisableFP8GEMM": {"enabled": True}}
+    gemms = {"enabled": True, "gemms": ["fprop"]}
+    assert planned(transformer_engine={"DisableFp8Gemm": gemms}).layers[0].features == {
+        "transformer_engine": {"DisableFP8GEMM": gemms}
     }, "the spelling of the documentation"
     with pytest.raises(ConfigError, match=r"no feature 'LogTensorStat' in 'transformer_engine'.*'LogTensorStats'"):
         planned(transformer_engine={"LogTensorStat": {"enabled": True}})
     with pytest.raises(ConfigError, match=r"'transformer_engin' is neither.*Did you mean 'transformer_engine'"):
         planned(transformer_engin={"LogTensorStats": {"enabled": True}})
-    with pytest.raises(ConfigError, match=r"'FakeQuant' is a feature of 'transformer_engine'; indent it"):
-        planned(FakeQuant={"enabled": True})
-    with pytest.raises(ConfigError, match=r"'enabled' of 'FakeQuant' is True or False, not 'False'"):
-        planned(transformer_engine={"FakeQuant": {"enabled": "False"}})
-    with pytest.raises(ConfigError, match=r"'FakeQuant' has no 'enabled'.*Is 'enable' meant"):
-        planned(transformer_engine={"FakeQuant": {"enable": True}})
+    with pytest.raises(ConfigError, match=r"'DisableFP8Layer' is a feature of 'transformer_engine'; indent it"):
+        planned(DisableFP8Layer={"enabled": True})
+    with pytest.raises(ConfigError, match=r"'enabled' of 'DisableFP8Layer' is True or False, not 'False'"):
+        planned(transformer_engine={"DisableFP8Layer": {"enabled": "False"}})
+    with pytest.raises(ConfigError, match=r"'DisableFP8Layer' has no 'enabled'.*Is 'enable' meant"):
+        planned(transformer_engine={"DisableFP8Layer": {"enable": True}})
     of_upstream_itself = planned(LogTensorStats={"enabled": True}).layers[0].features
     assert of_upstream_itself == {"base": {"LogTensorStats": {"enabled": True}}}
 
 
 def test_sections_that_meet_in_a_layer_are_merged() -> None:
-    sections = {"mlp": feature("FakeQuant", ["layernorm_mlp"]), "ten": feature("LogTensorStats", ["layers.10"])}
+    sections = {
+        "mlp": feature("DisableFP8Layer", ["layernorm_mlp"]),
+        "ten": feature("DisableFP8GEMM", ["layers.10"], gemms=["fprop"]),
+    }
     merged = load_config(sections).plan(LAYERS, REGISTERED)
     assert [entry.sections for entry in merged.layers] == [("mlp",), ("mlp", "ten"), ("ten",)]
     handed_over = merged.as_inspect_config()
     assert list(handed_over) == ["mlp", "mlp + ten", "ten"]
-    assert set(handed_over["mlp + ten"]["transformer_engine"]) == {"FakeQuant", "LogTensorStats"}
-    sections["mlp + ten"] = feature("FakeQuant", ["head"])
+    assert set(handed_over["mlp + ten"]["transformer_engine"]) == {"DisableFP8Layer", "DisableFP8GEMM"}
+    sections["mlp + ten"] = feature("DisableFP8Layer", ["head"])
     assert len(load_config(sections).plan(LAYERS, REGISTERED).as_inspect_config()) == 4, "no name is in another's way"
-    off = {"a": feature("FakeQuant", ["fc1"]), "b": feature("FakeQuant", ["fc1"])}
-    off["b"]["transformer_engine"]["FakeQuant"]["enabled"] = False
+    off = {"a": feature("DisableFP8Layer", ["fc1"]), "b": feature("DisableFP8Layer", ["fc1"])}
+    off["b"]["transformer_engine"]["DisableFP8Layer"]["enabled"] = False
     assert load_config(off).plan(LAYERS, REGISTERED).layers[0].features == {
-        "transformer_engine": {"FakeQuant": {"enabled": True}}
+        "transformer_engine": {"DisableFP8Layer": {"enabled": True}}
     }
-    spelled = feature("DisableFP8GEMM", ["fc1"])
-    spelled["transformer_engine"]["DisableFp8Gemm"] = {"enabled": True}
-    with pytest.raises(ConfigError, match="'DisableFP8GEMM' stands here twice"):
+    spelled = feature("DisableFP8Layer", ["fc1"])
+    spelled["transformer_engine"]["DisableFp8Layer"] = {"enabled": True}
+    with pytest.raises(ConfigError, match="'DisableFP8Layer' stands here twice"):
         load_config({"s": spelled}).plan(LAYERS, REGISTERED)
-    twice = {"a": feature("FakeQuant", ["fc1"]), "b": feature("FakeQuant", ["layers.10"])}
-    with pytest.raises(ConfigError, match=r"section 'b'.*gives 'FakeQuant' to the layer .*10.*fc1.*section 'a'"):
+    twice = {"a": feature("DisableFP8Layer", ["fc1"]), "b": feature("DisableFP8Layer", ["layers.10"])}
+    with pytest.raises(ConfigError, match=r"section 'b'.*gives 'DisableFP8Layer' to the layer .*10.*fc1.*section 'a'"):
         load_config(twice).plan(LAYERS, REGISTERED)
 
 
@@ -206,7 +210,7 @@ def test_upstream_finds_in_the_plan_exactly_the_layers_that_were_planned() -> No
 
     names = ["a.fc1", "a.fc10", "b.a.fc1", "a_fc1", "a.fc1.x", "a.fc1 "]
     layers = [Layer(name) for name in names]
-    config = load_config({"s": {**feature("FakeQuant", []), "layers": {"exact_layer_names": ["a.fc1"]}}})
+    config = load_config({"s": {**feature("DisableFP8Layer", []), "layers": {"exact_layer_names": ["a.fc1"]}}})
     (section,) = config.plan(layers, REGISTERED).as_inspect_config().values()
     spec = ConfigSpec()
     spec.initialize(section)

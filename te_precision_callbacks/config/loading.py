@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from te_precision_callbacks.config.planning import Plan, RegisteredFeatures, Section, plan
+from te_precision_callbacks.config.planning import (
+    NAMESPACE,
+    Plan,
+    RegisteredFeatures,
+    Section,
+    plan,
+    refuse_shared_tensors,
+)
 from te_precision_callbacks.config.problems import ConfigError, meant_for, suggestion
 from te_precision_callbacks.config.selection import LayerSelector, SelectableLayer
 
@@ -33,6 +40,9 @@ DEFAULT_CONFIG: dict[str, Any] = {
 _SECTION_KEYS = ("enabled", "layers")
 
 KeyPath = tuple[str | int, ...]
+
+Place = Callable[..., str]
+"""Says where the key at a path stands; a key without a line of its own, by the nearest key above it."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,9 @@ def load_config(source: ConfigSource = None) -> Config:
 
     Raises:
         ConfigError: the file is missing or unreadable, is not YAML, is not a mapping of sections, or a section is
-            malformed. Features and their keys are checked when a session starts, against the features found there.
+            malformed; an enabled feature of Transformer Engine has a key or a value that its schema does not take; two
+            features of a section modify one tensor. Whether a feature exists is checked when a session starts, against
+            the features found there.
     """
     if isinstance(source, Config):
         return source
@@ -144,15 +156,15 @@ def _checked(data: Any, lines: dict[KeyPath, int], name: str, source: Path | Non
             " features."
         )
 
-    def place(*keys: str) -> str:
-        line = lines.get(keys)
+    def place(*keys: str | int) -> str:
+        line = next((lines[keys[:end]] for end in range(len(keys), 0, -1) if keys[:end] in lines), None)
         where = f"{name}, line {line}" if line else name
         return f"{where} (section {keys[0]!r})"
 
     return Config(tuple(_section(str(key), value, place) for key, value in data.items()), source)
 
 
-def _section(name: str, body: Any, place: Any) -> Section:
+def _section(name: str, body: Any, place: Place) -> Section:
     here = place(name)
     if not isinstance(body, Mapping):
         raise ConfigError(f"{here}: a section is a mapping with 'enabled', 'layers' and features, not {body!r}.")
@@ -172,10 +184,26 @@ def _section(name: str, body: Any, place: Any) -> Section:
         places[(str(key),)] = place(name, key)
         for feature in value:
             places[(str(key), str(feature))] = place(name, key, feature)
-    return Section(
+    section = Section(
         name=name,
         enabled=body["enabled"],
         selector=LayerSelector.parse(body["layers"], place(name, "layers")),
         features=features,
         places=places,
     )
+    return _with_checked_features(section, place) if section.enabled and NAMESPACE in features else section
+
+
+def _with_checked_features(section: Section, place: Place) -> Section:
+    # Not above: the schemas import pydantic and numpy, and `python -m` wants to run them as their only copy.
+    from te_precision_callbacks.config.checking import check_features
+
+    features = section.features[NAMESPACE]
+    checked = check_features(features, lambda *keys: place(section.name, NAMESPACE, *keys))
+    section = replace(
+        section,
+        features={**section.features, NAMESPACE: {**features, **checked.options}},
+        modifies=checked.modifies,
+    )
+    refuse_shared_tensors([section], f"the layers of {section.name!r}")
+    return section

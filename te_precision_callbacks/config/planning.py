@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from te_precision_callbacks.config.problems import ConfigError, meant_for, nearest, suggestion
@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 RegisteredFeatures = Mapping[str, Collection[str]]
 """The features that a session found: namespace -> feature names. ``base`` is nvidia-dlfw-inspect's own namespace."""
+
+NAMESPACE = "transformer_engine"
+"""The namespace whose features have schemas."""
 
 FeatureOptions = Mapping[str, Any]
 NamespacedFeatures = Mapping[str, Mapping[str, FeatureOptions]]
@@ -36,6 +39,8 @@ class Section:
         features: the rest of the section, by namespace (``transformer_engine``) or, for the features of
             nvidia-dlfw-inspect itself, by feature name.
         places: where each feature stands, for messages.
+        modifies: for each enabled feature of Transformer Engine, as written, the tensors that it replaces, each as the
+            GEMM that gets it and its name.
     """
 
     name: str
@@ -43,6 +48,7 @@ class Section:
     selector: LayerSelector
     features: Mapping[str, Mapping[str, Any]]
     places: Mapping[tuple[str, ...], str]
+    modifies: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
 
     def place(self, *keys: str) -> str:
         """Where a key of this section stands, such as ``config.yaml, line 7 (section 'stats')``."""
@@ -119,7 +125,8 @@ def plan(
         allow_unmatched: warn about a section that hits no layer, instead of raising.
 
     Raises:
-        ConfigError: an unknown feature, a section that hits no layer, two sections with one feature for one layer.
+        ConfigError: an unknown feature, a section that hits no layer, two sections with one feature for one layer, two
+            features that modify one tensor.
     """
     resolved = {section.name: resolve_features(section, registered) for section in sections}
     planned = []
@@ -157,10 +164,10 @@ def resolve_features(section: Section, registered: RegisteredFeatures) -> Namesp
         if key in registered:
             for name, options in body.items():
                 feature = _registered_name(name, key, registered, section.place(key, name))
-                _add(resolved, key, feature, _options(name, options, section.place(key, name)), section)
+                _add(resolved, key, feature, feature_options(name, options, section.place(key, name)), section)
         else:
             feature = _registered_name(key, "base", registered, section.place(key))
-            _add(resolved, "base", feature, _options(key, body, section.place(key)), section)
+            _add(resolved, "base", feature, feature_options(key, body, section.place(key)), section)
     return {
         namespace: {feature: options for feature, options in features.items() if options["enabled"]}
         for namespace, features in resolved.items()
@@ -197,7 +204,12 @@ def _registered_name(name: str, namespace: str, registered: RegisteredFeatures, 
     raise ConfigError(f"{place}: {what}.{suggestion(name, known)}")
 
 
-def _options(name: str, options: Any, place: str) -> FeatureOptions:
+def feature_options(name: str, options: Any, place: str) -> FeatureOptions:
+    """A feature's options, which say whether it is enabled.
+
+    Raises:
+        ConfigError: they are not a mapping, or do not say it.
+    """
     if not isinstance(options, Mapping):
         raise ConfigError(f"{place}: the options of {name!r} must be a mapping, not {options!r}.")
     if "enabled" not in options:
@@ -225,7 +237,32 @@ def _merge(
                         " their layers differ."
                     )
                 merged.setdefault(namespace, {})[feature] = options
+    refuse_shared_tensors(hit, f"the layer {layer.name!r}")
     return merged
+
+
+def refuse_shared_tensors(sections: Iterable[Section], layers: str) -> None:
+    """Refuse two features that modify one tensor of one GEMM: upstream calls only one of them.
+
+    Args:
+        sections: what meets in some layers.
+        layers: these layers, for the message.
+
+    Raises:
+        ConfigError: two features modify one tensor.
+    """
+    first: dict[tuple[str, str], tuple[str, Section]] = {}
+    for section in sections:
+        for feature, pairs in section.modifies.items():
+            for pair in pairs:
+                other, owner = first.setdefault(pair, (feature, section))
+                if owner is not section or other != feature:
+                    gemm, tensor = pair
+                    raise ConfigError(
+                        f"{section.place(NAMESPACE, feature)}: {feature!r} modifies the tensor {tensor!r} of the GEMM"
+                        f" {gemm!r} in {layers}, and so does {other!r} in {owner.place(NAMESPACE, other)}. Only one of"
+                        " them can: take the tensor or the GEMM out of the other, or make their layers differ."
+                    )
 
 
 def _missing_names(section: Section, layers: Sequence[SelectableLayer]) -> list[str]:

@@ -78,6 +78,14 @@ class MetricSelection:
             )
         return self._worst(named)
 
+    def histograms(self, records: StepRecords) -> dict[str, tuple[float, ...]]:
+        """The exponent histograms of a step that go to the loggers: name -> counts."""
+        named = {
+            metric_name(self._prefix, Row(layer, tensor, None, statistic, 0.0)): counts
+            for (layer, tensor, statistic), counts in records.vectors.items()
+        }
+        return {name: counts for name, counts in named.items() if self._wanted is None or self._wanted(name)}
+
     def _worst(self, named: Iterable[tuple[str, Row]]) -> dict[str, float]:
         groups: dict[tuple[str, str | None, str], list[tuple[str, Row]]] = {}
         for name, row in named:

@@ -52,7 +52,15 @@ class StepRecords:
     local: bool = False
 
     @classmethod
-    def from_rows(cls, iteration: int, logging_step: int, rows: Iterable[Row], *, local: bool = False) -> StepRecords:
+    def from_rows(
+        cls,
+        iteration: int,
+        logging_step: int,
+        rows: Iterable[Row],
+        *,
+        vectors: Mapping[tuple[str, str, str], tuple[float, ...]] | None = None,
+        local: bool = False,
+    ) -> StepRecords:
         """Put rows into columns, in their order."""
         rows = list(rows)
         return cls(
@@ -63,6 +71,7 @@ class StepRecords:
             gemms=tuple(row.gemm for row in rows),
             statistics=tuple(row.statistic for row in rows),
             values=array("d", (row.value for row in rows)),
+            vectors=vectors or {},
             local=local,
         )
 

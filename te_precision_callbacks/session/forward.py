@@ -12,7 +12,9 @@ recomputation. Two seams are replaced while a session is live, both read from Tr
 
 from __future__ import annotations
 
+import copy
 import enum
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -93,6 +95,10 @@ def _innermost_autograd_frame() -> str | None:
 class ForwardHooks:
     """Puts the session's decision into Transformer Engine, and takes it out again.
 
+    A module is *armed* in the iterations in which a feature may act on it. In all others, and where it has no feature,
+    it *rests*: it runs Transformer Engine's own methods, and nothing of the session is called in its forward and
+    backward.
+
     Args:
         classify: decides the kind of a forward.
         failures: receives what goes wrong in observation.
@@ -104,16 +110,49 @@ class ForwardHooks:
         self._failures = failures
         self._audit = audit
         self._current = threading.local()
+        self._own_is_debug_iter: Callable[[Any], bool] = bool
         self._modules: dict[int, torch.nn.Module] = {}
+        self._armed: dict[int, torch.nn.Module] = {}
+        self._waiting: dict[int, list[torch.nn.Module]] = {}
+        self._without_feature: dict[int, torch.nn.Module] = {}
         self._idle_in_evaluation: dict[int, int] = {}
         self._idle_under: dict[int, set[object]] = {}
         self._saved: list[tuple[Any, str, Any]] = []
 
     def watch(self, modules: dict[int, torch.nn.Module]) -> None:
         """Set the modules (by ``id``) that the session acts on; any other module runs as without a session."""
+        self._release()
         self._modules = modules
         self._idle_in_evaluation.clear()
         self._idle_under.clear()
+        self.arm()
+
+    def arm(self) -> None:
+        """Arm every module: all features are asked again in the next forward."""
+        self._waiting.clear()
+        self._without_feature.clear()
+        for module in self._modules.values():
+            reset_schedule(module)
+            self._arm(module)
+
+    def begin(self, iteration: int) -> None:
+        """Arm the modules on which a feature may act in an iteration, and let the others rest."""
+        for module in list(self._armed.values()):
+            upcoming = module.__dict__["next_iter_when_debug_should_be_run"]
+            if upcoming is None:
+                self._rest(module)
+                self._without_feature[id(module)] = module
+            elif upcoming > iteration:
+                self._rest(module)
+                self._waiting.setdefault(upcoming, []).append(module)
+        for module in self._waiting.pop(iteration, ()):
+            self._arm(module)
+        for key, module in list(self._without_feature.items()):
+            if _autocast_of(module) not in self._idle_under.get(key, ()):
+                # No feature acts here, but what the audit says of the layer is out of date.
+                del self._without_feature[key]
+                reset_schedule(module)
+                self._arm(module)
 
     def install(self) -> None:
         """Replace the seams.
@@ -128,12 +167,12 @@ class ForwardHooks:
         _require(module_class, "is_debug_iter", "no_debug_features_active")
         _require(debug_quantization, "DebugQuantizer", "API_CALL_MODIFY", "HIGH_PRECISION", "STANDARD_QUANTIZE")
         _require(debug_quantization.DebugQuantizer, *_OVERRIDDEN)
-        autocast = _autocast_reader()
-        self._replace(module_class, "is_debug_iter", self._make_is_debug_iter(module_class.is_debug_iter, autocast))
+        self._own_is_debug_iter = module_class.is_debug_iter
+        self._replace(module_class, "is_debug_iter", lambda module: False)  # for modules that are not watched
         self._replace(
             module_class,
             "no_debug_features_active",
-            self._make_no_debug_features_active(module_class.no_debug_features_active, autocast),
+            self._make_no_debug_features_active(module_class.no_debug_features_active),
         )
         quantizer = _session_quantizer(debug_quantization, self._current, self._failures, self._audit)
         self._replace(debug_quantization, "DebugQuantizer", quantizer)
@@ -144,6 +183,7 @@ class ForwardHooks:
 
     def remove(self) -> None:
         """Put Transformer Engine's own back."""
+        self._release()
         while self._saved:
             owner, name, value = self._saved.pop()
             setattr(owner, name, value)
@@ -154,30 +194,35 @@ class ForwardHooks:
         self._saved.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
-    def _make_is_debug_iter(self, upstream: Any, autocast: Callable[[], object]) -> Any:
+    def _release(self) -> None:
+        for module in self._modules.values():
+            module.__dict__.pop("is_debug_iter", None)
+        self._armed.clear()
+        self._waiting.clear()
+        self._without_feature.clear()
+
+    def _arm(self, module: torch.nn.Module) -> None:
+        self._armed[id(module)] = module
+        module.__dict__["is_debug_iter"] = _OfOneModule(self._is_debug_iter, module)
+
+    def _rest(self, module: torch.nn.Module) -> None:
+        del self._armed[id(module)]
+        module.__dict__["is_debug_iter"] = _OfOneModule(self._own_is_debug_iter, module)
+
+    def _is_debug_iter(self, module: Any) -> bool:
+        """What an armed module asks first in each forward."""
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-        def is_debug_iter(module: Any) -> bool:
-            if module.next_iter_when_debug_should_be_run is None:
-                # No feature will ever act here. Only a new autocast is worth a look: the audit would be out of date.
-                seen = self._idle_under.get(id(module))
-                if seen is None or autocast() in seen or not torch.is_grad_enabled():
-                    return False
-                reset_schedule(module)
-            if id(module) not in self._modules:
-                return False
-            kind = self._classify(module)
-            self._current.kind = kind
-            self._current.module = module
-            if kind is ForwardKind.UNTOUCHED:
-                return False
-            if kind is ForwardKind.EVALUATION:
-                return self._idle_in_evaluation.get(id(module)) != int(TEDebugState.get_iteration())
-            return bool(upstream(module))
+        kind = self._classify(module)
+        self._current.kind = kind
+        self._current.module = module
+        if kind is ForwardKind.UNTOUCHED:
+            return False
+        if kind is ForwardKind.EVALUATION:
+            return self._idle_in_evaluation.get(id(module)) != int(TEDebugState.get_iteration())
+        return bool(self._own_is_debug_iter(module))
 
-        return is_debug_iter
-
-    def _make_no_debug_features_active(self, upstream: Any, autocast: Callable[[], object]) -> Any:
+    def _make_no_debug_features_active(self, upstream: Any) -> Any:
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
         from transformer_engine.debug.pytorch.utils import any_feature_enabled
 
@@ -185,7 +230,7 @@ class ForwardHooks:
             if self._current.kind is not ForwardKind.EVALUATION:
                 idle = bool(upstream(module, quantizers))
                 if module.next_iter_when_debug_should_be_run is None:
-                    self._idle_under.setdefault(id(module), set()).add(autocast())
+                    self._idle_under.setdefault(id(module), set()).add(_autocast_of(module))
                 return idle
             # Evaluation must not change the schedule of training: it asks for itself, once an iteration.
             idle = not any_feature_enabled(quantizers)
@@ -196,12 +241,29 @@ class ForwardHooks:
         return no_debug_features_active
 
 
+class _OfOneModule(functools.partial):  # type: ignore[type-arg]
+    """The ``is_debug_iter`` of a watched module, called as fast as a method. A copy of the module is not watched."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> functools.partial[bool]:
+        return functools.partial(_as_its_class, copy.deepcopy(self.args[0], memo))
+
+
+def _as_its_class(module: Any) -> bool:
+    return bool(type(module).is_debug_iter(module))
+
+
+def _autocast_of(module: Any) -> object:
+    """What a module's last forward ran under: the type of the recipe, False without FP8."""
+    return bool(module.fp8) and type(module.fp8_meta.get("recipe"))
+
+
 _OVERRIDDEN = (
     "_call_inspect_tensor_api",
     "_update_parent_quantizer_usage",
     "get_enabled_look_at_tensors",
     "get_plans_for_output_tensors",
     "process_enabled_api_call",
+    "process_gemm_output",
     "quantize",
 )
 
@@ -213,16 +275,6 @@ def _require(owner: Any, *names: str) -> None:
             f"This Transformer Engine has no {', '.join(missing)} in {owner.__name__}, on which the session relies. It"
             " was made for Transformer Engine 2.20: install that, or a te-precision-callbacks for yours."
         )
-
-
-def _autocast_reader() -> Callable[[], object]:
-    """Gives what Transformer Engine's autocast is set to: the recipe's type, False where it is off."""
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    def autocast() -> object:
-        return FP8GlobalStateManager.is_fp8_enabled() and type(FP8GlobalStateManager.quantization_state.fp8_recipe)
-
-    return autocast
 
 
 def _session_quantizer(
@@ -237,9 +289,24 @@ def _session_quantizer(
             self._kind = current.kind
             self._graph_task = torch._C._current_graph_task_id()
             self._high_precision = current.module.activation_dtype
+            self._shown_first: DebugQuantizer | None = None
             super().__init__(layer_name, tensor_name, *args, **keywords)
+            if tensor_name == "dgrad":
+                self._pair_dgrads_of_mlp()
             if self._kind is not ForwardKind.EVALUATION and not self.output_tensor:
                 audit.planned(self, self._high_precision)
+
+        def _pair_dgrads_of_mlp(self) -> None:
+            """LayerNormMLP 2.20.2 shows fc2's dgrad, which its backward computes first, as that of fc1."""
+            before = getattr(current, "dgrad", None)
+            current.dgrad = self
+            if before is not None and self.layer_name == f"{before.layer_name.removesuffix('.fc1')}.fc2":
+                before._shown_first = self
+
+        def process_gemm_output(self, tensor: torch.Tensor) -> torch.Tensor:
+            owner, self._shown_first = self._shown_first, None
+            shown = super() if owner is None else owner
+            return shown.process_gemm_output(tensor)  # type: ignore[union-attr]
 
         def get_enabled_look_at_tensors(self) -> tuple[bool, bool, bool]:
             if self._kind is ForwardKind.EVALUATION:

@@ -15,7 +15,8 @@ import torch
 from typing_extensions import Unpack
 
 from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.config.planning import Plan
+from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, resolve_features
+from te_precision_callbacks.engine.engine import Measurement
 from te_precision_callbacks.naming import Layer, NamedModule, named_te_modules
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.records.model import LayerInfo, Row, RunInfo, Sink, StepRecords
@@ -23,11 +24,11 @@ from te_precision_callbacks.records.statistics_log import StatisticsLog
 from te_precision_callbacks.session.errors import ObservationError, SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.forward import ForwardClassifier, ForwardHooks
+from te_precision_callbacks.session.parallel import Ranks, placements
 from te_precision_callbacks.session.precision import GemmPrecision, PrecisionAudit
 from te_precision_callbacks.session.upstream import (
     Inspector,
     import_transformer_engine,
-    reset_schedule,
     warn_unless_supported,
 )
 
@@ -99,6 +100,7 @@ class InspectSession:
         self._attached = False
         self._sinks_started = False
         self._scalars: list[tuple[str, Any]] = []
+        self._measurements: list[Measurement] = []
         self._layers: tuple[LayerInfo, ...] = ()
         self._last: dict[tuple[str, str, str], Row] = {}
         self._final_iteration = options.start_step or 0
@@ -119,8 +121,7 @@ class InspectSession:
     def iteration(self, value: int) -> None:
         inspector = self._running("iteration")
         inspector.iteration = value
-        for module in self._modules:
-            reset_schedule(module.module)
+        self._hooks.arm()
 
     @property
     def observing(self) -> bool:
@@ -189,6 +190,7 @@ class InspectSession:
             process_group=self._options.process_group,
             reduce=self._options.reduce,
             receive=self._receive,
+            receive_statistics=self._receive_statistics,
         )
         self._inspector = inspector
         self._sinks = [StatisticsLog(), *sinks, *self._options.sinks]
@@ -208,27 +210,26 @@ class InspectSession:
     def attach(self, model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
         """Name the Transformer Engine modules of ``model`` and begin to observe them.
 
-        Call it when the model is complete, and again if modules were replaced since.
+        Call it when the model is complete, and again if modules were replaced since; where statistics are reduced, on
+        all ranks. They may have different layers, and a section must match one on any of them.
 
         Raises:
-            ConfigError: a section that matches no layer, an unknown feature, one feature from two sections in a layer.
-            SessionError: the session is not running.
+            ConfigError: a section that matches no layer, an unknown feature, one feature from two sections in a layer;
+                on all ranks, if on one.
+            SessionError: the session is not running, or attaching failed on another rank.
         """
         inspector = self._running("attach()")
-        chunks = [model] if isinstance(model, torch.nn.Module) else model
-        if not isinstance(chunks, (list, tuple)) or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
-            raise SessionError(f"The model is a torch.nn.Module or a list of them, not {model!r}.")
-        inspector.forget_names()
-        self._modules = named_te_modules(model)
-        layers = [layer for module in self._modules for layer in module.layers]
-        self._layer_names = frozenset(layer.name for layer in layers)
         options = self._options
-        plan = options.config.plan(layers, inspector.registered, allow_unmatched=options.allow_unmatched)
+        ranks = Ranks(options.process_group, reduce=options.reduce)
+        layers = ranks.together(lambda: self._find_layers(inspector, model))
+        layers_of_all = ranks.pool(layers)
+        plan, sections = ranks.together(lambda: self._plan(inspector, layers, layers_of_all))
         self._layers = _layer_infos(layers, plan)
-        inspector.configure(plan.as_inspect_config(), self._config_source)
+        inspector.configure(plan.as_inspect_config(), self._config_source, sections)
+        inspector.place(placements(self._modules, options.process_group), self._failures.report)
         if not options.config.enabled_sections:
             logger.warning("The config (%s) has no enabled section, so nothing is done.", self._config_source)
-        if not layers:
+        if not layers_of_all:
             logger.warning(
                 "The model has no Transformer Engine layer with GEMMs (Linear, LayerNormLinear, LayerNormMLP,"
                 " GroupedLinear), so there is nothing to observe. Training goes on without precision debugging."
@@ -264,6 +265,7 @@ class InspectSession:
             self._failures.report(f"gathering the statistics of iteration {iteration}", error)
             local = self._world_size > 1
             self._gather_local(inspector)
+        self._hooks.begin(inspector.iteration)
         return self._hand_over(iteration, iteration if logging_step is None else logging_step, local=local)
 
     def stop(self, error: BaseException | None = None, logging_step: int | None = None) -> None:
@@ -313,22 +315,48 @@ class InspectSession:
             )
         return self._inspector
 
+    def _find_layers(self, inspector: Inspector, model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[Layer]:
+        chunks = [model] if isinstance(model, torch.nn.Module) else model
+        if not isinstance(chunks, (list, tuple)) or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
+            raise SessionError(f"The model is a torch.nn.Module or a list of them, not {model!r}.")
+        inspector.forget_names()
+        self._modules = named_te_modules(model)
+        layers = [layer for module in self._modules for layer in module.layers]
+        self._layer_names = frozenset(layer.name for layer in layers)
+        return layers
+
+    def _plan(
+        self, inspector: Inspector, layers: Sequence[Layer], layers_of_all: Sequence[Layer]
+    ) -> tuple[Plan, list[NamespacedFeatures]]:
+        """What happens in this rank's layers, and the features of all sections."""
+        config, registered = self._options.config, inspector.registered
+        plan = config.plan(layers_of_all, registered, allow_unmatched=self._options.allow_unmatched)
+        planned = {entry.layer: entry for entry in plan.layers}
+        sections = [resolve_features(section, registered) for section in config.enabled_sections]
+        return Plan(tuple(planned[layer] for layer in layers if layer in planned), plan.unmatched), sections
+
     def _receive(self, name: str, value: Any) -> None:
         self._scalars.append((name, value))
 
+    def _receive_statistics(self, measurements: Sequence[Measurement]) -> None:
+        self._measurements.extend(measurements)
+
     def _hand_over(self, iteration: int, logging_step: int, *, local: bool = False) -> StepRecords | None:
-        """Turn the received scalars into records, and give them to the sinks."""
+        """Turn what was received into records, and give them to the sinks."""
         scalars, self._scalars = self._scalars, []
-        if not scalars:
+        measurements, self._measurements = self._measurements, []
+        if not scalars and not measurements:
             return None
         try:
             values = _to_floats([value for _, value in scalars])
-            rows = [self._row(name, value) for (name, _), value in zip(scalars, values, strict=True)]
+            rows = [Row(m.layer, m.tensor, None, m.statistic, m.value) for m in measurements if type(m.value) is float]
+            rows += [self._row(name, value) for (name, _), value in zip(scalars, values, strict=True)]
+            vectors = {(m.layer, m.tensor, m.statistic): m.value for m in measurements if isinstance(m.value, tuple)}
         except Exception as error:
             self._failures.report(f"reading the statistics of iteration {iteration}", error)
             return None
         self._last.update(((row.layer, row.tensor, row.statistic), row) for row in rows)
-        records = StepRecords.from_rows(iteration, logging_step, rows, local=local)
+        records = StepRecords.from_rows(iteration, logging_step, rows, vectors=vectors, local=local)
         self._each_sink("writing records to", lambda sink: sink.write(records))
         return records
 

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.config.planning import Plan, RegisteredFeatures
+from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, RegisteredFeatures
+from te_precision_callbacks.engine.engine import ENGINE, Measurement, Placement
 from te_precision_callbacks.records.statistics_log import keep_previous, log_file_name
 from te_precision_callbacks.session.errors import FeatureLoadError, SessionError, TransformerEngineUnavailableError
 
@@ -198,7 +199,8 @@ class Inspector:
         log_dir: where its log of events goes.
         feature_dirs, features: the user's own.
         process_group, reduce: as in :class:`te_precision_callbacks.options.SessionOptions`.
-        receive: called with each scalar that a feature logs: name, and value (a number or a 0-d tensor).
+        receive: called with each scalar that a user's feature logs: name, and value (a number or a 0-d tensor).
+        receive_statistics: called with the statistics of a step.
     """
 
     def __init__(
@@ -210,7 +212,9 @@ class Inspector:
         process_group: Any,
         reduce: bool,
         receive: ScalarReceiver,
+        receive_statistics: Callable[[Sequence[Measurement]], None],
     ) -> None:
+        self._receive_statistics = receive_statistics
         self._log_dir = log_dir
         self._feature_dirs = feature_dirs
         self._features = features
@@ -230,8 +234,6 @@ class Inspector:
         import nvdlfw_inspect.api as debug_api
         from nvdlfw_inspect.utils import SingleMessageLogger
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
-
-        from te_precision_callbacks.features import registration
 
         if debug_api.DEBUG_MANAGER is not None:
             raise SessionError(
@@ -254,7 +256,8 @@ class Inspector:
         self._initialized = True
         manager: Any = debug_api.DEBUG_MANAGER
         manager._tensor_reduction_group = self._process_group
-        manager._namespace_apis[registration.NAMESPACE].reduce = self._reduce
+        self._api.reduce = self._reduce
+        self._api.receiver = self._receive_statistics
         # Modules that are built from here on must not take the session for one that came too late; those that were
         # built before take part all the same, since the state is the class's.
         TEDebugState.debug_enabled = True
@@ -276,7 +279,7 @@ class Inspector:
         try:
             debug_api.initialize(
                 config_file=Plan((), ()).as_inspect_config(),
-                feature_dirs=[*map(str, self._feature_dirs), *upstream, *own],
+                feature_dirs=[*map(str, self._feature_dirs), *own, *upstream],
                 statistics_logger=_make_receiver(self._receive),
                 log_dir=str(self._log_dir),
             )
@@ -296,8 +299,25 @@ class Inspector:
 
         return {namespace: tuple(data.features) for namespace, data in Registry.data.items()}
 
-    def configure(self, config: Mapping[str, Any], source: str) -> None:
-        """Replace the config by ``config``, a plan with exact layer names."""
+    @property
+    def _api(self) -> Any:
+        """The namespace API."""
+        import nvdlfw_inspect.api as debug_api
+
+        from te_precision_callbacks.features import registration
+
+        manager: Any = debug_api.DEBUG_MANAGER
+        return manager._namespace_apis[registration.NAMESPACE]
+
+    def configure(self, config: Mapping[str, Any], source: str, sections: Sequence[NamespacedFeatures]) -> None:
+        """Replace the config.
+
+        Args:
+            config: a plan with exact layer names, of this rank's layers.
+            source: where it comes from.
+            sections: the features of all sections, also of those that hit no layer of this rank: all ranks must know
+                when a statistic is due on one of them.
+        """
         from nvdlfw_inspect.config_manager import ConfigManager
         from nvdlfw_inspect.registry import Registry
 
@@ -305,6 +325,7 @@ class Inspector:
         ConfigManager._load_config(dict(config), Registry.data)
         for data in Registry.data.values():
             data.api._api_cache.clear()
+        self._api.schedules = self._api.schedules_of(section.get(self._api.name, {}) for section in sections)
         self.log(f"Reading config from {source}.")
 
     def log(self, message: str) -> None:
@@ -320,6 +341,11 @@ class Inspector:
         self._snapshot.remember_module(module)
         module.__dict__["name"] = name
         reset_schedule(module)
+
+    def place(self, placements: Mapping[str, Placement], on_failure: Callable[[str, Exception], None]) -> None:
+        """Tell the engine how the layers are split over ranks, and who is told what goes wrong in it."""
+        ENGINE.placements = placements
+        ENGINE.on_failure = on_failure
 
     def forget_names(self) -> None:
         """Give all modules their own names back, to look at the model again."""
@@ -349,11 +375,7 @@ class Inspector:
         """Have the gathered statistics of this rank logged, without a collective. Nothing, if it never started."""
         if not self._initialized:
             return
-        import nvdlfw_inspect.api as debug_api
-
-        from te_precision_callbacks.features import registration
-
-        debug_api.DEBUG_MANAGER._namespace_apis[registration.NAMESPACE].log_local_statistics()
+        self._api.log_local_statistics()
 
     def stop(self) -> None:
         """End upstream and put everything back. Does nothing where it was not started."""

@@ -2,11 +2,13 @@
 
 Usage::
 
-    python tests/reference/te_suite.py --te-src CHECKOUT [--capability 9.0]
+    python tests/reference/te_suite.py --te-src CHECKOUT [--capability 9.0] [--features te]
 
 CHECKOUT is a checkout of NVIDIA/TransformerEngine at the version in use, outside this repository. Its tests run
 unmodified, through the pytest plugin, one process a file, as in its own ``qa/L0_pytorch_debug_unittest/test.sh``.
-``te_suite.toml`` beside this file says what is expected of each file, and why a test that fails does so.
+``te_suite.toml`` beside this file says what is expected of each file, and why a test that fails does so. With this
+project's features before or after Transformer Engine's (``--features ours,te`` or ``te,ours``) no test may fail that
+does not fail in the table.
 
 Exits with 0 if everything is as in the table, 1 if not, 2 on wrong use.
 """
@@ -51,6 +53,12 @@ def main() -> int:
         "--te-src", type=Path, required=True, metavar="CHECKOUT", help="a checkout of TransformerEngine"
     )
     parser.add_argument("--capability", default="9.0", choices=["9.0", "10.0"], help="compute capability to stand for")
+    parser.add_argument(
+        "--features",
+        default="te",
+        choices=["te", "ours,te", "te,ours"],
+        help="the folders of features, in order: Transformer Engine's alone, or with this project's",
+    )
     options = parser.parse_args()
     checkout = options.te_src.resolve()
     if not (checkout / FOLDER).is_dir():
@@ -59,9 +67,9 @@ def main() -> int:
     expected = read_table(options.capability)
     differences = 0
     for file, wanted in expected.items():
-        found = run(checkout, file, options.capability)
+        found = run(checkout, file, options.capability, options.features.split(","))
         print(f"{file:<22} {options.capability:>5}  {found}", flush=True)
-        if found != wanted:
+        if (found != wanted) if options.features == "te" else (found.failed - wanted.failed):
             differences += 1
             report(wanted, found)
     print("as expected" if differences == 0 else f"{differences} files differ from {TABLE.name}")
@@ -79,23 +87,25 @@ def read_table(capability: str) -> dict[str, Result]:
     return results
 
 
-def run(checkout: Path, file: str, capability: str) -> Result:
+def run(checkout: Path, file: str, capability: str, features: list[str]) -> Result:
     """Run one file of the checkout's tests in a process of its own, in a folder of its own."""
     environment = os.environ | {"TE_PRECISION_REFERENCE_CAPABILITY": capability, "PYTHONDONTWRITEBYTECODE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder, "junit.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
         command += ["-p", "te_precision_callbacks.reference.pytest_plugin", f"--junitxml={junit}"]
-        command += [f"--feature_dirs={feature_folder()}", f"--configs_dir={checkout / FOLDER / 'test_configs'}{os.sep}"]
-        command += [str(checkout / FOLDER / file)]
+        command += [str(checkout / FOLDER / file), f"--configs_dir={checkout / FOLDER / 'test_configs'}{os.sep}"]
+        command += ["--feature_dirs", *(str(feature_folder(whose)) for whose in features)]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         if not junit.is_file():
             return Result(0, {"(pytest did not run)"}, 0, done.stdout + done.stderr)
         return read_junit(junit, done.stdout)
 
 
-def feature_folder() -> Path:
-    """The folder of the installed Transformer Engine's debug features."""
+def feature_folder(whose: str) -> Path:
+    """The folder of debug features of this project (``ours``) or of the installed Transformer Engine (``te``)."""
+    if whose == "ours":
+        return Path(__file__).parents[2] / "features"
     spec = importlib.util.find_spec("transformer_engine")
     if spec is None or spec.origin is None:
         raise SystemExit("Transformer Engine is not installed")

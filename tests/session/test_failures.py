@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
 
 from te_precision_callbacks.errors import FeatureError, OptionError
 from te_precision_callbacks.records import StepRecords
@@ -50,80 +51,80 @@ def test_a_broken_sink_ends_a_strict_run(tmp_path: Path) -> None:
     assert not session.running
 
 
+def broken_feature(method: str) -> type:
+    """A feature that raises in this call, and says in the one before it that it is wanted."""
+
+    def enabled(self: Any, config: Any, layer_name: str, iteration: int) -> tuple[bool, int]:
+        return True, iteration + 1
+
+    def broken(self: Any, config: Any, layer_name: str, iteration: int) -> None:
+        raise AttributeError("a slip in the feature")
+
+    return type("Broken", (), {f"{method.removesuffix('_enabled')}_enabled": enabled, method: broken})
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("method", "tensor"),
     [
-        {"stats": ["no such statistic"]},
-        {"freq": 0},
-        {"stats": ["max"], "end_step": "soon"},
-        {"freq": 0, "tensors": ["output"]},
+        ("inspect_tensor_enabled", "activation"),
+        ("inspect_tensor_enabled", "output"),
+        ("inspect_tensor", "activation"),
+        ("inspect_tensor", "gradient"),
+        ("inspect_tensor", "output"),
+        ("inspect_tensor_postquantize_enabled", "weight"),
+        ("inspect_tensor_postquantize", "weight"),
     ],
 )
 def test_a_broken_feature_is_reported_once(
-    tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, method: str, tensor: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = statistics(**options)
+    config = {"s": feature("Broken", ["linear"], tensors=[tensor])}
     net = te.Linear(32, 32)
-    with InspectSession(config, model=net, log_dir=tmp_path / "a") as session:
-        train(session, net)
-    assert len(reports(caplog)) == 1
-    tensor = options.get("tensors", ["activation"])[0]
-    assert f"linear {tensor}" in reports(caplog)[0]
-    assert "Precision debugging failed 3 times" in caplog.text
-    with pytest.raises(ObservationError, match=f"linear {tensor}"):
-        with InspectSession(config, model=net, log_dir=tmp_path / "b", strict=True) as session:
+    features = [broken_feature(method)]
+    with te.autocast(enabled=True, recipe=DelayedScaling()):
+        with InspectSession(config, model=net, log_dir=tmp_path / "a", features=features) as session:
             train(session, net)
+        assert len(reports(caplog)) == 1
+        assert f"linear {tensor}: FeatureError: The feature Broken failed in {method}" in reports(caplog)[0]
+        assert "a slip in the feature" in reports(caplog)[0]
+        assert "Precision debugging failed 3 times" in caplog.text
+        with pytest.raises(ObservationError, match=f"linear {tensor}.*failed in {method}"):
+            with InspectSession(config, model=net, log_dir=tmp_path / "b", features=features, strict=True) as session:
+                train(session, net)
 
 
-def test_an_assert_of_upstream_without_a_text_still_says_what(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """LogFp8TensorStats beside a GEMM in high precision: a bare AssertionError in Transformer Engine 2.20.2."""
-    config = {
-        "s": {
-            **feature("LogFp8TensorStats", ["linear"], tensors=["activation"], stats=["underflows%"]),
-        }
-    }
+@pytest.mark.parametrize("method", ["modify_tensor_enabled", "modify_tensor", "fp8_gemm_enabled"])
+def test_a_failure_in_a_precision_call_ends_the_run(tmp_path: Path, method: str) -> None:
+    """What runs in another precision than the config says is not the run that was asked for."""
+    config = {"s": feature("Broken", ["linear"], tensors=["activation"], gemms=["fprop"])}
+    net = te.Linear(32, 32)
+    with te.autocast(enabled=True, recipe=DelayedScaling()):
+        with pytest.raises(FeatureError, match=f"failed in {method} for the layer 'linear'.*a slip"):
+            with InspectSession(config, model=net, log_dir=tmp_path, features=[broken_feature(method)]) as session:
+                train(session, net)
+    assert not session.running
+
+
+def test_statistics_of_quantization_beside_a_gemm_in_high_precision(
+    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In Transformer Engine 2.20.2 a bare AssertionError: the two GEMMs of the activation read different tensors."""
+    config = {"s": feature("LogFp8TensorStats", ["linear"], tensors=["activation"], stats=["underflows%", "mse"])}
     config["s"]["transformer_engine"]["DisableFP8GEMM"] = {"enabled": True, "gemms": ["wgrad"]}
     net = te.Linear(32, 32)
-    with InspectSession(config, model=net, log_dir=tmp_path) as session:
-        with te.autocast(enabled=True):
-            net(torch.randn(16, 32)).sum().backward()
-        session.step()
-    assert len(reports(caplog)) == 1
-    assert "observing linear activation: AssertionError" in reports(caplog)[0]
-
-
-def broken_feature(method: str) -> type:
-    from nvdlfw_inspect.registry import api_method
-    from transformer_engine.debug.features.api import TEConfigAPIMapper
-
-    def enabled(self: Any, *_: Any, iteration: int, **__: Any) -> tuple[bool, int]:
-        return True, iteration + 1
-
-    def broken(self: Any, *_: Any, **__: Any) -> None:
-        raise AttributeError("a slip in the feature")
-
-    enabling = "modify_tensor_enabled" if method.startswith("modify") else "inspect_tensor_enabled"
-    for name, function in ((enabling, enabled), (method, broken)):
-        function.__name__ = name
-    methods = {enabling: api_method(enabled), method: api_method(broken)}
-    return type("Broken", (TEConfigAPIMapper,), methods)
-
-
-def test_an_attribute_error_in_a_feature_does_not_end_the_process(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    net = te.Linear(32, 32)
-    config = {"s": feature("Broken", ["linear"], tensors=["activation"])}
-    observing = {"model": net, "log_dir": tmp_path, "features": [broken_feature("inspect_tensor")]}
-    with InspectSession(config, **observing) as session:
-        train(session, net)
-    assert len(reports(caplog)) == 1
-    assert "a slip in the feature" in reports(caplog)[0]
-    config = {"s": feature("Broken", ["linear"], tensors=["activation"], gemms=["fprop"])}
-    modifying = {"model": net, "log_dir": tmp_path, "features": [broken_feature("modify_tensor")]}
-    with pytest.raises(FeatureError, match=r"failed in modify_tensor for the layer 'linear'.*a slip"):
-        with InspectSession(config, **modifying) as session:
-            train(session, net)
+    inputs = torch.linspace(-3, 3, 16 * 32).reshape(16, 32)
+    inputs[0, 0] = 1e-9
+    with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+        for _ in range(2):  # the second one has a scale from the amax of the first
+            with te.autocast(enabled=True, recipe=DelayedScaling()):
+                net(inputs).sum().backward()
+            session.step()
+    assert not reports(caplog)
+    scale = 448.0 / inputs.abs().max()
+    codes = (inputs * scale).to(torch.float8_e4m3fn)
+    errors = (codes.double() / scale.double() - inputs.double()).square()
+    assert keeper.values("underflows%")[1] == pytest.approx(100 / inputs.numel())
+    assert keeper.values("mse")[1] == pytest.approx(errors.mean().item(), rel=1e-5)
 
 
 def test_a_step_without_a_model_says_so(tmp_path: Path) -> None:

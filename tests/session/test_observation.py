@@ -268,3 +268,21 @@ def test_a_layer_without_features_runs_transformer_engines_own_path(tmp_path: Pa
         session.stop()
     for plain, inspected in zip(outputs[:3], outputs[3:], strict=True):
         assert torch.equal(plain, inspected)
+
+
+def test_the_dgrads_of_an_mlp_are_told_apart(tmp_path: Path, keeper: Keeper) -> None:
+    """Transformer Engine 2.20.2 shows both as fc1's."""
+    torch.manual_seed(0)
+    net = te.LayerNormMLP(32, 128)
+    x = torch.randn(16, 32, requires_grad=True)
+    config = statistics(tensors=["dgrad"], stats=["numel", "l1_norm"])
+    with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+        for _ in range(2):
+            for _ in range(2):
+                net(x).sum().backward()
+            session.step()
+    for layer, width in (("fc1", 32), ("fc2", 128)):
+        assert keeper.values("numel", f"layernorm_mlp.{layer}", "dgrad") == dict.fromkeys((0, 1), 2 * 16 * width)
+    of_fc2 = torch.ones(16, 32) @ net.fc2_weight.detach()
+    found = keeper.values("l1_norm", "layernorm_mlp.fc2", "dgrad")[0]
+    assert found == pytest.approx(2 * of_fc2.abs().sum().item(), rel=1e-5)

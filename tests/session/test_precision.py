@@ -90,10 +90,11 @@ def test_a_change_during_the_run_is_shown(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Recipe type changed")
 def test_a_layer_without_features_is_looked_at_again_when_autocast_changes(tmp_path: Path) -> None:
-    """A warm-up in high precision, then FP8, then another recipe of it."""
+    """A warm-up in high precision, then FP8, then another recipe of it: each is seen in the step after it began."""
     net = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
     with InspectSession(statistics(layers=["0"]), model=net, log_dir=tmp_path) as session:
-        for recipe in (None, None, DelayedScaling(), Float8CurrentScaling(fp8_format=Format.E4M3)):
+        current = Float8CurrentScaling(fp8_format=Format.E4M3)
+        for recipe in (None, None, DelayedScaling(), DelayedScaling(), current, current):
             with te.autocast(enabled=recipe is not None, recipe=recipe):
                 out = net(torch.randn(16, 32))
             out.sum().backward()

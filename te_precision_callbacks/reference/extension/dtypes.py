@@ -15,9 +15,9 @@ from typing import SupportsInt
 
 import torch
 
+from te_precision_callbacks.formats import E4M3, E5M2, FloatFormat
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.enums import DType
-from te_precision_callbacks.reference.extension.formats import E4M3, E5M2, FloatFormat
 
 _TORCH: dict[int, torch.dtype] = {
     DType.kByte: torch.uint8,

@@ -2,7 +2,7 @@
 
 Usage::
 
-    from te_precision_callbacks.reference.extension.formats import E4M3
+    from te_precision_callbacks.formats import E4M3
 
     E4M3.max  # 448.0
     codes = E4M3.encode(torch.tensor([1.0, 1e6, float("nan")]))  # uint8: 0x38, 0x7E, 0x7F
@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
-
-from te_precision_callbacks.reference.errors import MissingFunctionError
 
 
 class Specials(Enum):
@@ -101,7 +99,8 @@ class FloatFormat:
         """
         magnitude = code & (2 ** (self.exponent_bits + self.mantissa_bits) - 1)
         sign = -1.0 if magnitude != code else 1.0
-        exponent, mantissa = divmod(magnitude, 2**self.mantissa_bits)
+        # Not divmod, which torch.compile does not know.
+        exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & (2**self.mantissa_bits - 1)
         if magnitude > self.max_code:
             infinite = self.specials is Specials.IEEE and mantissa == 0
             return sign * float("inf") if infinite else float("nan")
@@ -123,10 +122,27 @@ class FloatFormat:
             uint8, same shape.
         """
         if self.dtype is None:
-            raise MissingFunctionError(f"{self.name} has no byte of its own in torch.")
+            raise ValueError(f"{self.name} has no byte of its own in torch.")
         codes = values.clamp(-self.max, self.max).to(self.dtype).view(torch.uint8)
         negative_nan = 0x80 | (self.nan_code or 0)
         return codes.masked_fill_(codes == negative_nan, negative_nan & 0x7F) if _any_nan(values) else codes
+
+    def round(self, values: torch.Tensor) -> torch.Tensor:
+        """The nearest numbers of a signed format: as :meth:`encode`, for formats without a byte of their own too.
+
+        Only arithmetic on whole tensors, so that it can be compiled into a larger pass.
+
+        Args:
+            values: float32, any shape.
+
+        Returns:
+            float32, same shape.
+        """
+        clamped = values.clamp(-self.max, self.max)
+        # The power of two below the magnitude: the float32 without its sign and mantissa.
+        binade = (clamped.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=self.min_normal)
+        step = binade * 2.0**-self.mantissa_bits
+        return torch.round(clamped / step) * step
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """The numbers that codes stand for, exactly.

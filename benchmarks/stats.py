@@ -1,0 +1,235 @@
+"""Statistics of one tensor: the engine of this project beside Transformer Engine 2.20's functions, in one process.
+
+    python benchmarks/stats.py [--json] [--size 4096] [--repeats 7] [--device cpu|cuda]
+
+What is counted:
+  ours_ms       what a step spends on the tensor: ENGINE.note for each feature and ENGINE.measure, not only the kernel;
+                flush_ms, once a step for all tensors, is told beside it.
+  te_ms         the functions that Transformer Engine's buffer calls for these statistics (those of their
+                DEPENDENCIES), each once. Its buffer calls each of them twice in the first micro-batch of a step, and
+                copies, waits and logs around them: none of that is counted here (step.py counts all of it).
+                Its torch.compile is on or off, whichever is faster (te_mode); both are warmed up.
+                The quantized tensor of the FP8 cases is made before, by Transformer Engine's own quantizer.
+  read_once_ms  x.sum(): the time to read the high-precision tensor once.
+All are the best of the repeats, each of which runs everything once in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from measuring import (
+    FP8_STATISTICS,
+    MODES,
+    TENSOR_STATISTICS,
+    Timed,
+    arguments,
+    best_of,
+    device_milliseconds,
+    machine,
+    milliseconds,
+    progress,
+    report,
+    upstream_functions,
+)
+
+from te_precision_callbacks import reference
+from te_precision_callbacks.engine import kernels
+from te_precision_callbacks.engine.engine import ENGINE, Watched
+from te_precision_callbacks.engine.kernels import eager
+from te_precision_callbacks.engine.statistics import Request, quantized_request, tensor_request
+
+COLUMNS = ("case", "path", "ours_ms", "te_ms", "te_mode", "ratio", "read_once_ms", "flush_ms")
+ON_GPU = ("pass_ms", "bandwidth_share")
+CURRENT, DELAYED = "current scaling", "delayed scaling"
+
+_COPIES_BYTES = 512 * 2**20
+"""Larger than the cache of any GPU."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured.
+
+    Attributes:
+        dtype: of the tensor.
+        tensor: statistics of the tensor itself.
+        quantized: statistics of its quantized form.
+        recipe: of the quantized form.
+        eager: whether our pass is the one of plain torch operations, as without a compiler or Triton.
+    """
+
+    dtype: torch.dtype
+    tensor: Sequence[str] = ()
+    quantized: Sequence[str] = ()
+    recipe: str = ""
+    eager: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [f"{len(self.tensor)} of the tensor"] if self.tensor else []
+        parts += [f"{len(self.quantized)} of FP8 {self.recipe}"] if self.quantized else []
+        return f"{' + '.join(parts)}, {str(self.dtype).removeprefix('torch.')}{', plain torch' * self.eager}"
+
+
+def _cases() -> Iterator[Case]:
+    delayed = (*FP8_STATISTICS, "overflows%")
+    yield Case(torch.float32, TENSOR_STATISTICS)
+    yield Case(torch.float32, TENSOR_STATISTICS, eager=True)
+    yield Case(torch.bfloat16, TENSOR_STATISTICS)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield Case(dtype, (), FP8_STATISTICS, CURRENT)
+        yield Case(dtype, (), delayed, DELAYED)
+        yield Case(dtype, TENSOR_STATISTICS, delayed, DELAYED)
+
+
+class Measured:
+    """A case with its tensors.
+
+    Args:
+        case: what is measured.
+        size: of the square tensor.
+        device: where it lies.
+    """
+
+    def __init__(self, case: Case, size: int, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.case = case
+        self.device = device
+        self.values = torch.randn(size, size, generator=generator).to(device, case.dtype)
+        self.quantizer = _quantizer(case.recipe, self.values) if case.quantized else None
+        self.quantized = self.quantizer(self.values) if self.quantizer is not None else None
+        self._watched = Watched(
+            "benchmark", "activation", 0, self.values, self.quantized, self.quantized, self.quantizer
+        )
+        notes = [[tensor_request(name) for name in case.tensor], [quantized_request(name) for name in case.quantized]]
+        self._notes: list[list[Request]] = [requests for requests in notes if requests]
+
+    def ours(self) -> None:
+        """What a session does when a layer computes with the tensor: a note for each feature, then one pass."""
+        for requests in self._notes:
+            ENGINE.note(self._watched, requests)
+        ENGINE.measure()
+
+    def upstream(self) -> None:
+        """What Transformer Engine's buffers compute for one tensor: a buffer for each feature, each function once."""
+        from transformer_engine.debug.features.utils.stats_computation import DEPENDENCIES, STATS
+
+        found = {"": self.quantized}
+        for statistics in (self.case.tensor, self.case.quantized):
+            for name in set().union(*(DEPENDENCIES[statistic] for statistic in statistics)):
+                STATS[name][0](self.values, found)
+
+    def run(self, repeats: int) -> dict[str, Any]:
+        """The numbers of the case."""
+        with _plain_torch() if self.case.eager else contextlib.nullcontext():
+            ENGINE.reset()
+            ENGINE.on_failure = _fail
+            self.ours()
+            found = len(ENGINE.flush(reduce=False))
+            if found != sum(map(len, self._notes)):
+                raise RuntimeError(f"{self.case.name}: the engine gave {found} statistics of {self._notes}")
+            timed = {"ours": Timed(self.ours), "read": Timed(self.values.sum)}
+            for mode in MODES if self.case.tensor else MODES[:1]:  # nothing of the FP8 statistics is ever compiled
+                timed[mode] = Timed(self.upstream, functools.partial(upstream_functions, mode))
+            times = best_of(timed, repeats, self.device)
+            flush = min(self._flush() for _ in range(repeats))
+            mode = min((mode for mode in MODES if mode in times), key=lambda mode: times[mode])
+            result = {
+                "case": self.case.name,
+                "path": kernels._pass_for(self.values).__module__.rpartition(".")[2].removesuffix("_kernel"),
+                "dtype": str(self.case.dtype).removeprefix("torch."),
+                "shape": list(self.values.shape),
+                "statistics": [*self.case.tensor, *self.case.quantized],
+                "ours_ms": times["ours"],
+                "flush_ms": flush,
+                "te_ms": times[mode],
+                "te_mode": mode,
+                "te_eager_ms": times["eager"],
+                "te_compile_ms": times.get("torch.compile"),
+                "ratio": times[mode] / times["ours"],
+                "read_once_ms": times["read"],
+                "read_once": "x.sum()",
+            }
+            if self.device.type == "cuda" and not self.case.eager:
+                result |= self._bandwidth()
+        return result
+
+    def _flush(self) -> float:
+        self.ours()
+        return milliseconds(lambda: ENGINE.flush(reduce=False), self.device)
+
+    def _bandwidth(self) -> dict[str, float]:
+        """How near our pass comes to the rate at which the same GPU copies and sums."""
+        tensors = [self.values] if self.quantized is None else [self.values, self.quantized._data]
+        read = sum(tensor.nbytes for tensor in tensors)
+        copies = [[tensor.clone() for tensor in tensors] for _ in range(max(2, -(-_COPIES_BYTES // read)))]
+        scale = () if self.quantized is None else (self.quantized._scale_inv,)
+        ms = device_milliseconds([functools.partial(kernels.measure, *copy, *scale) for copy in copies])
+        # Not `values`, whose sum may not be bound by memory in every dtype.
+        large = torch.ones(_COPIES_BYTES // 4, device=self.device)
+        rates = [2 * large.nbytes / device_milliseconds([large.clone]), large.nbytes / device_milliseconds([large.sum])]
+        peak = max(rates)
+        return {"pass_ms": ms, "peak_gb_per_s": peak / 1e6, "bandwidth_share": read / ms / peak}
+
+
+@contextlib.contextmanager
+def _plain_torch() -> Iterator[None]:
+    """Our pass as it is without a compiler and without Triton."""
+    with mock.patch.object(kernels, "_pass_for", return_value=eager.measure):
+        yield
+
+
+def _quantizer(recipe: str, values: torch.Tensor) -> Any:
+    from transformer_engine.pytorch import DType
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+
+    if recipe == CURRENT:
+        return Float8CurrentScalingQuantizer(DType.kFloat8E4M3, values.device, columnwise=False)
+    amax = values.abs().amax().float().reshape(1)
+    scale = 2 * 448.0 / amax  # twice too large: as if the amaxes before had been half of it, so that some overflow
+    return Float8Quantizer(scale, amax.clone(), DType.kFloat8E4M3, columnwise=False)
+
+
+def _fail(what: str, error: Exception) -> None:
+    raise RuntimeError(f"the engine could not give {what}") from error
+
+
+def main(given: list[str] | None = None) -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--size", type=int, default=4096, help="rows and columns of the tensor (default: 4096)")
+    parser.add_argument("--repeats", type=int, default=7, help="of which the best counts (default: 7)")
+    device_of = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=device_of, help=f"default here: {device_of}")
+    options = parser.parse_args(given)
+    reference.install_where_needed()
+    import transformer_engine.pytorch  # noqa: F401
+
+    device = torch.device(options.device)
+    progress(machine(device)) if options.json else print(machine(device), end="\n\n")
+    cases = []
+    for case in _cases():
+        progress(case.name)
+        cases.append({**Measured(case, options.size, device).run(options.repeats), "machine": machine(device)})
+    columns = COLUMNS + (ON_GPU if device.type == "cuda" else ())
+    notes = (
+        "ours_ms: ENGINE.note and ENGINE.measure; flush_ms comes once a step, for all tensors together. te_ms: each"
+        " function\nthat Transformer Engine's buffer needs, called once, in the faster mode. read_once_ms: x.sum()."
+        " All: best of the repeats."
+    )
+    if device.type == "cuda":
+        notes += (
+            "\npass_ms: our pass on the device alone, on tensors that are not in its cache. bandwidth_share: of the"
+            " larger of the rates\nof a copy and of a sum, measured in this run."
+        )
+    report(cases, columns, notes, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""What debugging adds to a training step: this project's session beside Transformer Engine's own features.
+
+    python benchmarks/step.py [--json] [--layers 4 --hidden 256 --sequence 256 --batch 8] [--steps 8]
+
+The model of examples/byte_lm.py trains in FP8, with all of its Transformer Engine layers and all six tensors of each
+watched in every step. What is counted:
+  none       the step without debugging.
+  ours       the step in an InspectSession, from the forward to the end of session.step().
+  te         the step with the same YAML under plain nvidia-dlfw-inspect and Transformer Engine's feature folder, to the
+             end of debug_api.step(); its torch.compile on or off, whichever is faster (te_mode). Both write their
+             statistics to a file.
+  *_added_ms what that is above the step without: one process and one model, in blocks of steps after a warm-up, each
+             beside a block of `none`. The fastest step of all blocks less the fastest of the blocks of `none` beside
+             them: other programs only ever make a step slower.
+  *_ns_per_element  what was added, over the elements of the watched high-precision tensors of a step.
+Two cases have nothing to compute: a session in which nothing is due in these steps, and one without any feature.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import logging
+import math
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from measuring import (
+    FP8_STATISTICS,
+    MODES,
+    TENSOR_STATISTICS,
+    Mode,
+    arguments,
+    machine,
+    milliseconds,
+    progress,
+    report,
+    upstream_functions,
+)
+
+from te_precision_callbacks import reference
+
+TENSORS = ["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
+QUANTIZED_TENSORS = TENSORS[:3]
+QUIET = ("nothing due", "layers without features")
+COLUMNS = (
+    "case",
+    "none_ms",
+    "ours_added_ms",
+    "te_added_ms",
+    "te_mode",
+    "ratio",
+    "ours_ns_per_element",
+    "te_ns_per_element",
+    "ours_added_percent",
+)
+
+_BLOCK = 2
+"""Timed steps of a block, after one that warms up."""
+
+_PAIRS = 4
+"""Pairs of blocks in a round where next to nothing is added."""
+
+_EXAMPLE = Path(__file__).parent.parent / "examples" / "byte_lm.py"
+
+Config = dict[str, Any]
+EndOfStep = Callable[[], object]
+Run = Callable[[], AbstractContextManager[EndOfStep]]
+
+
+def config(*, fp8: bool = False, **schedule: int) -> Config:
+    """The statistics of all tensors of all layers."""
+    features: Config = {"LogTensorStats": {"tensors": TENSORS, "stats": list(TENSOR_STATISTICS)}}
+    if fp8:
+        features["LogFp8TensorStats"] = {"tensors": QUANTIZED_TENSORS, "stats": [*FP8_STATISTICS, "overflows%"]}
+    return {
+        "statistics": {
+            "enabled": True,
+            "layers": {"layer_name_regex_pattern": ".*"},
+            "transformer_engine": {name: {"enabled": True, **keys, **schedule} for name, keys in features.items()},
+        }
+    }
+
+
+class Training:
+    """The model of the example, trained by a plain loop.
+
+    Args:
+        layers, hidden, sequence, batch: the sizes.
+        device: where it trains.
+    """
+
+    def __init__(self, layers: int, hidden: int, sequence: int, batch: int, device: torch.device) -> None:
+        example = _example()
+        torch.manual_seed(0)
+        self.device = device
+        self.model = example.ByteLanguageModel(layers=layers, hidden=hidden, window=sequence).to(device)
+        self.model.configure_model()
+        self._optimizer = self.model.configure_optimizers()
+        data = example.StandardLibraryBytes(window=sequence, count=16 * batch)
+        self._batches = list(torch.utils.data.DataLoader(data, batch_size=batch))
+        self._next = 0
+
+    def step(self, end: EndOfStep) -> None:
+        """One optimizer step, and what comes at its end."""
+        batch = self._batches[self._next % len(self._batches)].to(self.device)
+        self._next += 1
+        logits = self.model(batch[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        end()
+
+    def block(self, run: Run) -> float:
+        """The fastest step of a block, in milliseconds."""
+        with run() as end:
+            self.step(end)
+            return min(milliseconds(lambda: self.step(end), self.device) for _ in range(_BLOCK))
+
+
+def _example() -> Any:
+    spec = importlib.util.spec_from_file_location("byte_lm", _EXAMPLE)
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(_EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- the ways to run -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def without() -> Iterator[EndOfStep]:
+    """No debugging at all."""
+    yield lambda: None
+
+
+@contextlib.contextmanager
+def with_ours(model: torch.nn.Module, path: Path) -> Iterator[EndOfStep]:
+    """A session of this project."""
+    from te_precision_callbacks.session import InspectSession
+
+    with tempfile.TemporaryDirectory() as log_dir, InspectSession(path, model=model, log_dir=log_dir) as session:
+        yield session.step
+
+
+@contextlib.contextmanager
+def with_upstream(model: torch.nn.Module, path: Path, mode: Mode) -> Iterator[EndOfStep]:
+    """Plain nvidia-dlfw-inspect with Transformer Engine's own features, in a state as if nothing had run before."""
+    import nvdlfw_inspect.api as debug_api
+    import transformer_engine.debug.features as upstream_features
+    from nvdlfw_inspect.registry import Registry
+    from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+    from te_precision_callbacks.naming import named_te_modules
+    from te_precision_callbacks.session.upstream import Snapshot, reset_schedule
+
+    snapshot = Snapshot()
+    snapshot.detach_handlers()
+    modules = named_te_modules(model)
+    with tempfile.TemporaryDirectory() as log_dir, upstream_functions(mode):
+        try:
+            Registry.data.clear()  # this project's features among them
+            debug_api.initialize(str(path), feature_dirs=[str(upstream_features.__path__[0])], log_dir=log_dir)
+            if any(type(feature).__module__.startswith("te_precision_callbacks") for feature in _features(debug_api)):
+                raise RuntimeError("Transformer Engine's side runs with features of this project.")
+            TEDebugState.debug_enabled = None
+            TEDebugState.initialize()
+            for named in modules:
+                # infer_and_assign_layer_names gives all layers one name: their layer_number is 1.
+                snapshot.remember_module(named.module)
+                named.module.__dict__["name"] = named.name
+                reset_schedule(named.module)
+            yield debug_api.step
+        finally:
+            debug_api.end_debug()
+            snapshot.restore()
+
+
+def _features(debug_api: Any) -> list[Any]:
+    api = debug_api.DEBUG_MANAGER._namespace_apis["transformer_engine"]
+    return [api, *api.namespace_features.values()]
+
+
+def watched_elements(training: Training, folder: Path) -> int:
+    """The elements of the tensors that are watched in a step, counted by a statistic of this project."""
+    from te_precision_callbacks.session import InspectSession
+
+    counting = config()
+    counting["statistics"]["transformer_engine"]["LogTensorStats"]["stats"] = ["numel"]
+    with InspectSession(counting, model=training.model, log_dir=folder) as session:
+        training.step(lambda: None)
+        records = session.step()
+    return round(sum(row.value for row in records or ()))
+
+
+# --- the measurement -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Fastest:
+    """The fastest step of a way to run, and of the blocks of none beside it, in milliseconds."""
+
+    step: float = math.inf
+    none: float = math.inf
+
+    @property
+    def added(self) -> float:
+        return self.step - self.none
+
+
+def measure(training: Training, runs: dict[str, Run], steps: int) -> dict[str, Fastest]:
+    """Run all ways in alternating blocks, until each has had its steps."""
+    found = {name: Fastest() for name in runs}
+    rounds = max(1, -(-steps // _BLOCK))
+    for number in range(1, rounds + 1):
+        for name, run in runs.items():
+            one = found[name]
+            for _ in range(_PAIRS if name in QUIET else 1):
+                one.none = min(one.none, training.block(without))
+                one.step = min(one.step, training.block(run))
+            progress(f"round {number} of {rounds}, {name}: {one.step:.0f} ms a step, none {one.none:.0f} ms")
+    return found
+
+
+def _compared(key: str, times: dict[str, Fastest], elements: int) -> dict[str, Any]:
+    """A case with both sides."""
+    ours = times[f"ours, {key}"]
+    by_mode = {mode: times[f"te, {key}, {mode}"] for mode in MODES}
+    mode = min(MODES, key=lambda mode: by_mode[mode].added)
+    te = by_mode[mode]
+    return {
+        **_alone(key, ours),
+        "te_ms": te.step,
+        "te_added_ms": te.added,
+        "te_mode": mode,
+        "te_eager_added_ms": by_mode["eager"].added,
+        "te_compile_added_ms": by_mode["torch.compile"].added,
+        "ratio": te.added / ours.added,
+        "watched_elements": elements,
+        "ours_ns_per_element": 1e6 * ours.added / elements,
+        "te_ns_per_element": 1e6 * te.added / elements,
+    }
+
+
+def _alone(name: str, ours: Fastest) -> dict[str, Any]:
+    """A case of ours beside none."""
+    return {
+        "case": name,
+        "none_ms": ours.none,
+        "ours_ms": ours.step,
+        "ours_added_ms": ours.added,
+        "ours_added_percent": 100 * ours.added / ours.none,
+    }
+
+
+def run_all(training: Training, steps: int, folder: Path) -> list[dict[str, Any]]:
+    """All cases."""
+    disabled = config()
+    disabled["statistics"]["enabled"] = False
+    configs = {
+        "tensor statistics": config(),
+        "tensor and FP8 statistics": config(fp8=True),
+        QUIET[0]: config(fp8=True, start_step=10**9),
+        QUIET[1]: disabled,
+    }
+    model = training.model
+    runs: dict[str, Run] = {}
+    for key, sections in configs.items():
+        path = folder / f"{key.replace(' ', '_')}.yaml"
+        path.write_text(yaml.safe_dump(sections))
+        runs[key if key in QUIET else f"ours, {key}"] = functools.partial(with_ours, model, path)
+        for mode in () if key in QUIET else MODES:
+            runs[f"te, {key}, {mode}"] = functools.partial(with_upstream, model, path, mode)
+    elements = watched_elements(training, folder)
+    progress(f"{elements:,} elements of watched tensors a step")
+    times = measure(training, runs, steps)
+    return [
+        *(_compared(key, times, elements) for key in configs if key not in QUIET),
+        *(_alone(key, times[key]) for key in QUIET),
+    ]
+
+
+def _options(given: list[str] | None) -> argparse.Namespace:
+    parser = arguments(__doc__)
+    parser.add_argument("--layers", type=int, default=4, help="Transformer layers (default: 4)")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 64 (default: 256)")
+    parser.add_argument("--sequence", type=int, default=256, help="tokens of a sequence (default: 256)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a batch (default: 8)")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of each way to run (default: 8)")
+    return parser.parse_args(given)
+
+
+def main(given: list[str] | None = None) -> None:
+    options = _options(given)
+    reference.install_where_needed()
+    import transformer_engine.pytorch  # noqa: F401
+
+    # What a session without features says, and what Lightning says of a model that it does not train.
+    logging.getLogger("te_precision_callbacks").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    described = machine(device)
+    progress(described) if options.json else print(described, end="\n\n")
+    training = Training(options.layers, options.hidden, options.sequence, options.batch, device)
+    with tempfile.TemporaryDirectory() as folder:
+        cases = run_all(training, options.steps, Path(folder))
+    sizes = {name: getattr(options, name) for name in ("layers", "hidden", "sequence", "batch")}
+    cases = [{**case, **sizes, "machine": described} for case in cases]
+    notes = (
+        f"{cases[0]['watched_elements']:,} elements of watched tensors a step. Added: the fastest step less the fastest"
+        " without debugging,\nin alternating blocks. te: the faster of its two modes."
+    )
+    report(cases, COLUMNS, notes, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

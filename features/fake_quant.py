@@ -1,0 +1,67 @@
+"""FakeQuant: chosen tensors are rounded to a format, and the GEMM runs in high precision."""
+
+from __future__ import annotations
+
+import torch
+from nvdlfw_inspect.registry import api_method
+from transformer_engine.pytorch import DType
+from transformer_engine.pytorch.quantization import _default_sf_compute
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+from te_precision_callbacks.engine.quantization import round_to_mxfp8
+from te_precision_callbacks.features.base import Feature, Options
+from te_precision_callbacks.features.registration import own_feature
+from te_precision_callbacks.formats import E4M3, E5M2
+
+_COLUMNWISE = frozenset({("weight", "dgrad"), ("activation", "wgrad"), ("gradient", "wgrad")})
+"""The tensors and GEMMs whose contraction runs down the columns, and with it the blocks of MXFP8."""
+
+
+@own_feature()
+class FakeQuant(Feature):
+    """Rounds chosen tensors to FP8 (with a scale from their amax) or MXFP8 and back; their GEMMs run in high precision.
+
+    Keys: ``quant_format`` (FP8E4M3, FP8E5M2, MXFP8E4M3, MXFP8E5M2), ``gemms`` or ``gemms_struct``, ``tensors`` or
+    ``tensors_struct``, ``margin`` (0; FP8 only): the amax is multiplied by 2^margin before the scale is taken.
+    """
+
+    @api_method
+    def fp8_gemm_enabled(self, config: Options, layer_name: str, gemm: str, iteration: int) -> tuple[bool, int | None]:
+        """No: both operands must be in high precision."""
+        return False, iteration + 1
+
+    @api_method
+    def modify_tensor_enabled(
+        self, config: Options, layer_name: str, tensor_name: str, gemm: str, iteration: int
+    ) -> tuple[bool, int | None]:
+        """Yes, and so in the next iteration."""
+        return True, iteration + 1
+
+    @api_method
+    def modify_tensor(
+        self,
+        config: Options,
+        layer_name: str,
+        gemm: str,
+        tensor_name: str,
+        tensor: torch.Tensor,
+        out: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor | None:
+        """The rounded tensor, in ``dtype`` or its own; None where it was written into ``out``."""
+        rounded = self._rounded(config, tensor, columnwise=(tensor_name, gemm) in _COLUMNWISE)
+        if out is not None:
+            out.copy_(rounded)
+            return None
+        return rounded if dtype is None else rounded.to(dtype)
+
+    def _rounded(self, config: Options, tensor: torch.Tensor, *, columnwise: bool) -> torch.Tensor:
+        e5m2 = config["quant_format"].endswith("E5M2")
+        if config["quant_format"].startswith("MX"):
+            return round_to_mxfp8(tensor, e5m2=e5m2, columnwise=columnwise).to(tensor.dtype)
+        amax = tensor.abs().amax().float()
+        one = torch.ones(1, device=tensor.device)
+        scale = _default_sf_compute(amax, one, E5M2.max if e5m2 else E4M3.max, int(config.get("margin", 0)))
+        quantizer = Float8Quantizer(scale, amax, DType.kFloat8E5M2 if e5m2 else DType.kFloat8E4M3)
+        rounded: torch.Tensor = quantizer(tensor).dequantize()
+        return rounded

@@ -1,0 +1,22 @@
+"""LogFp8TensorStats: what quantization makes of tensors, and what other recipes would make of them."""
+
+from __future__ import annotations
+
+from te_precision_callbacks.engine.statistics import Request, quantized_request
+from te_precision_callbacks.features.base import StatisticsFeature
+from te_precision_callbacks.features.registration import own_feature
+
+
+@own_feature()
+class LogFp8TensorStats(StatisticsFeature):
+    """Logs statistics of the quantized activations, weights and gradients.
+
+    A statistic is ``[<recipe>_]<name>[_columnwise]``. With a recipe that the layer does not run, also where it runs
+    none, it is what that recipe would give; without one it is of the layer's own.
+
+    Keys: as LogTensorStats.
+    """
+
+    def request(self, entry: object, tensor_name: str) -> Request:
+        """One of the statistics of a quantized tensor."""
+        return quantized_request(entry)

@@ -1,0 +1,69 @@
+"""PerTensorScaling: chosen tensors of a delayed-scaling layer are cast with a scale from their own amax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from nvdlfw_inspect.registry import api_method
+from transformer_engine.pytorch.quantization import _default_sf_compute
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+
+from te_precision_callbacks.errors import FeatureError
+from te_precision_callbacks.features.base import Feature, Options
+from te_precision_callbacks.features.registration import own_feature
+from te_precision_callbacks.formats import E4M3, E5M2
+
+
+@own_feature()
+class PerTensorScaling(Feature):
+    """Casts chosen tensors to FP8 with current scaling, in a layer whose recipe is delayed scaling.
+
+    Keys: ``gemms`` or ``gemms_struct``, ``tensors`` or ``tensors_struct``, ``margin`` (0): the amax is multiplied by
+    2^margin before the scale is taken, scale = fp8_max / (amax * 2^margin).
+    """
+
+    @api_method
+    def modify_tensor_enabled(
+        self, config: Options, layer_name: str, tensor_name: str, gemm: str, iteration: int
+    ) -> tuple[bool, int | None]:
+        """Yes, and so in the next iteration."""
+        return True, iteration + 1
+
+    @api_method
+    def modify_tensor(
+        self,
+        config: Options,
+        layer_name: str,
+        gemm: str,
+        tensor_name: str,
+        tensor: torch.Tensor,
+        default_quantizer: Any,
+        out: Any = None,
+    ) -> Any:
+        """The tensor in the FP8 format that the recipe has for it; None where it was written into ``out``.
+
+        Raises:
+            FeatureError: the layer's recipe is not delayed scaling.
+        """
+        if not isinstance(default_quantizer, Float8Quantizer):
+            runs = "no FP8 recipe" if default_quantizer is None else type(default_quantizer).__name__
+            raise FeatureError(
+                f"PerTensorScaling on {tensor_name} of {layer_name!r} needs the recipe DelayedScaling, and the layer"
+                f" runs {runs}. Under current scaling every tensor has its own scale already."
+            )
+        values = tensor.contiguous()
+        quantizer = _quantizer(values, default_quantizer.dtype, int(config.get("margin", 0)))
+        if out is not None:
+            quantizer.update_quantized(values, out)
+            return None
+        return quantizer(values)
+
+
+def _quantizer(values: torch.Tensor, dtype: Any, margin: int) -> Any:
+    """Transformer Engine's current scaling; with a margin, its delayed scaling handed the scale."""
+    if margin == 0:
+        return Float8CurrentScalingQuantizer(dtype, device=values.device)
+    largest = E5M2.max if dtype.name == "kFloat8E5M2" else E4M3.max
+    amax = values.abs().amax().float().reshape(1)
+    return Float8Quantizer(_default_sf_compute(amax, torch.ones_like(amax), largest, margin), amax, dtype)

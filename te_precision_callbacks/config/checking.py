@@ -1,0 +1,172 @@
+"""The options of a section's features, held against their schemas, and what does not fit said in this project's words.
+
+checked = check_features({"FakeQuant": {...}}, place)     # raises ConfigError
+checked.options["FakeQuant"]                              # as written, a bare name as a list
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from te_precision_callbacks.config.fields import item_of, names, words
+from te_precision_callbacks.config.levels import FeatureSchema, Keys, Misfit, Pair, levels
+from te_precision_callbacks.config.planning import feature_options
+from te_precision_callbacks.config.problems import ConfigError, meant_for, suggestion
+from te_precision_callbacks.config.schemas import schema_of
+
+
+class Place(Protocol):
+    """Says where a key stands: ``config.yaml, line 7 (section 'stats')``."""
+
+    def __call__(self, *keys: str | int) -> str:
+        """Where the key at this path below the features stands."""
+
+
+@dataclass(frozen=True)
+class CheckedFeatures:
+    """The enabled features of a section that have a schema.
+
+    Attributes:
+        options: feature, as written -> its options, as written; what the schema takes as a bare name is a list.
+        modifies: feature, as written -> the tensors that it replaces, each with its GEMM.
+    """
+
+    options: Mapping[str, Mapping[str, Any]]
+    modifies: Mapping[str, tuple[Pair, ...]]
+
+
+def check_features(features: Mapping[str, Any], place: Place) -> CheckedFeatures:
+    """Check the features of one section.
+
+    Args:
+        features: feature -> options. A feature without a schema is a user's own, and is not looked at.
+        place: where a key stands.
+
+    Raises:
+        ConfigError: what a schema does not take.
+    """
+    options: dict[str, Mapping[str, Any]] = {}
+    modifies: dict[str, tuple[Pair, ...]] = {}
+    for name, written in features.items():
+        schema = schema_of(name)
+        if schema is None:
+            continue
+        given = feature_options(name, written, place(name))
+        if given["enabled"]:
+            model = _validated(schema, name, given, place)
+            options[name] = model.model_dump(exclude_unset=True)
+            modifies[name] = model.modifies()
+    return CheckedFeatures(options, modifies)
+
+
+def _validated(schema: type[FeatureSchema], name: str, options: Mapping[str, Any], place: Place) -> FeatureSchema:
+    try:
+        return schema.model_validate(dict(options))
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+    problems = [_Problem(schema, name, options, place, details) for details in found]
+    first = min(problems, key=lambda problem: problem.order)
+    raise ConfigError(str(first))
+
+
+class _Problem:
+    """One of pydantic's errors.
+
+    Args:
+        schema: the feature's schema.
+        feature: the feature's name, as written.
+        options: its options, as written.
+        place: where a key stands.
+        details: pydantic's description of the error.
+    """
+
+    def __init__(
+        self, schema: type[FeatureSchema], feature: str, options: Mapping[str, Any], place: Place, details: Any
+    ) -> None:
+        cause = details.get("ctx", {}).get("error")
+        self.kind = details["type"]
+        self.value = details["input"]
+        self.cause = cause
+        self.keys: Keys = (*details["loc"], *(cause.keys if isinstance(cause, Misfit) else ()))
+        if self.kind == "invalid_key":  # not a text: its place in `loc` is not to be told from that of a list's entry
+            self.keys = (*self.keys[:-1], str(self.value))
+        self.feature = feature
+        self.options = options
+        self.place = place(feature, *self.keys)
+        self.levels = levels(schema)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Where it stands among the others; what is missing stands at the end of the mapping that lacks it."""
+        positions: list[int] = []
+        inside: Any = self.options
+        for key in self.keys:
+            siblings: Sequence[Any] = list(inside) if isinstance(inside, Mapping) else range(len(inside))
+            if key not in siblings:
+                return (*positions, len(siblings))
+            positions.append(siblings.index(key))
+            inside = inside[key]
+        return tuple(positions)
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self._sentence()}"
+
+    def _sentence(self) -> str:
+        *around, last = self.keys or ("",)
+        if self.kind in ("extra_forbidden", "invalid_key"):
+            return f"{self._subject(tuple(around))} has no key {last!r}{self._given()}.{self._elsewhere(last)}"
+        if self.kind == "missing":
+            subject = self._subject(tuple(around))
+            return f"{subject} has no {last!r}, {words(self._field())}.{meant_for(str(last), self.value)}"
+        if self.kind == "value_error":
+            return f"{self._subject(self._named())} {self.cause}"
+        return f"{self._subject(self._named())} {self._refusal()}"
+
+    def _named(self) -> Keys:
+        """The keys down to the last one with a name, or to an item that is a mapping with a schema."""
+        in_list = bool(self.keys) and isinstance(self.keys[-1], int)
+        is_item = in_list and self.kind == "value_error" and item_of(self._field()) is not None
+        return self.keys[:-1] if in_list and not is_item else self.keys
+
+    def _refusal(self) -> str:
+        field = self._field()
+        hint = suggestion(self.value, names(field)) if isinstance(self.value, str) and names(field) else ""
+        hint = hint if "Did you mean" in hint else ""
+        if isinstance(self.keys[-1], int):
+            return f"is {words(field)}; {self.value!r} is none of them.{hint}"
+        return f"is {words(field)}, not {self.value!r}.{hint}"
+
+    def _given(self) -> str:
+        return f" (given: {self.value!r})" if self.kind == "extra_forbidden" else ""
+
+    def _elsewhere(self, key: Any) -> str:
+        """Where an unknown key belongs, and which key was meant instead."""
+        here = self._level(self.keys[:-1])
+        others = [path for path, level in self.levels.items() if key in level.model_fields]
+        near = suggestion(str(key), self.levels[here].model_fields, known_as="Its keys are")
+        if not others:
+            return near
+        where = f"in the items of {others[0][-1]!r}" if others[0] else f"to {self.feature!r} itself"
+        return f" It belongs {where}.{near}"
+
+    def _level(self, keys: Keys) -> tuple[str, ...]:
+        return tuple(key for key in keys if isinstance(key, str))
+
+    def _field(self) -> FieldInfo:
+        *around, last = self._level(self.keys)
+        return self.levels[tuple(around)].model_fields[last]
+
+    def _subject(self, keys: Keys) -> str:
+        """``'freq' in item 2 of 'tensors_struct' of 'LogTensorStats'``."""
+        subject = repr(self.feature)
+        for key in keys:
+            if isinstance(key, int):
+                subject = f"item {key + 1} of {subject}"
+            else:
+                subject = f"{key!r} {'in' if subject.startswith('item') else 'of'} {subject}"
+        return subject

@@ -1,0 +1,217 @@
+"""What a key of a feature may hold: types of values for the schemas, and what each of them takes, in words.
+
+    freq: StrictInt = Field(1, ge=1)         # words(field): "an integer from 1 on"
+    tensors: ListOf[Operand]                 # words(field): "a list of activation, weight, gradient"
+
+What a validator here raises continues a sentence that starts with the key: "has the pair [5, 2], which ends before it
+starts."
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Strict
+from pydantic.fields import FieldInfo
+
+from te_precision_callbacks.config.problems import nearest, suggestion
+from te_precision_callbacks.engine.statistics import (
+    BLOCKWISE,
+    OWN_RECIPE,
+    QUANTIZED_STATISTICS,
+    RECIPES,
+    TENSOR_STATISTICS,
+    Request,
+    UnknownStatisticError,
+    quantized_request,
+    tensor_request,
+)
+
+Gemm = Literal["fprop", "dgrad", "wgrad"]
+Operand = Literal["activation", "weight", "gradient"]
+Tensor = Literal["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
+QuantFormat = Literal["FP8E4M3", "FP8E5M2", "MXFP8E4M3", "MXFP8E5M2"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a field takes, where its type does not say it."""
+
+    text: str
+
+
+def _listed(value: Any) -> Any:
+    """One bare name is a list of one: upstream compares letters with it, or parts of it."""
+    if isinstance(value, str):
+        return [value]
+    return list(value) if isinstance(value, tuple) else value
+
+
+ListOf = Annotated[list[T], Strict(), BeforeValidator(_listed), Field(min_length=1)]
+
+
+def _refused(entry: object, error: UnknownStatisticError, names: Sequence[str], known: Sequence[str]) -> ValueError:
+    """The error about an entry of ``stats``, with the nearest of ``names``, else with all that is ``known``."""
+    reason = str(error).removeprefix(f"{entry!r}: ")
+    near = isinstance(entry, str) and nearest(entry, names)
+    hint = suggestion(str(entry), names if near else known, known_as="The statistics are")
+    return ValueError(f"has {entry!r}: {reason}.{'' if isinstance(entry, Mapping) else hint}")
+
+
+def _tensor_statistic(entry: Any) -> Any:
+    try:
+        tensor_request(entry)
+    except UnknownStatisticError as error:
+        known = (*TENSOR_STATISTICS, BLOCKWISE)
+        raise _refused(entry, error, known, known) from error
+    return entry
+
+
+def _quantized(entry: Any, default_recipe: str = OWN_RECIPE) -> Request:
+    try:
+        return quantized_request(entry, default_recipe)
+    except UnknownStatisticError as error:
+        recipes = (default_recipe,) if default_recipe else RECIPES
+        raise _refused(entry, error, _quantized_names(recipes), QUANTIZED_STATISTICS) from error
+
+
+def _quantized_names(recipes: Sequence[str]) -> list[str]:
+    """Each name that LogFp8TensorStats takes with one of these recipes, or without a recipe."""
+    prefixes = ["", *(f"{recipe}_" for recipe in recipes)]
+    found = (prefix + name + end for prefix in prefixes for name in QUANTIZED_STATISTICS for end in ("", "_columnwise"))
+    return [name for name in found if _is_quantized_name(name)]
+
+
+def _is_quantized_name(name: str) -> bool:
+    try:
+        quantized_request(name)
+    except UnknownStatisticError:
+        return False
+    return True
+
+
+def _fp8_statistic(entry: Any) -> Any:
+    _quantized(entry)
+    return entry
+
+
+def _nvfp4_statistic(entry: Any) -> Any:
+    request = _quantized(entry, default_recipe="nvfp4")
+    if request.recipe != "nvfp4":
+        raise ValueError(
+            f"has {entry!r}, a statistic of {request.recipe}; this feature has those of nvfp4 only. LogFp8TensorStats"
+            " has the others."
+        )
+    return entry
+
+
+_STATISTICS = f"statistics: {', '.join(TENSOR_STATISTICS)}, {{{BLOCKWISE}: {{block_size: 32, dims: 1}}}}"
+_QUANTIZED = f"STATISTIC being one of {', '.join(QUANTIZED_STATISTICS)}"
+TensorStatistic = Annotated[Any, AfterValidator(_tensor_statistic), Words(_STATISTICS)]
+Fp8Statistic = Annotated[
+    Any,
+    AfterValidator(_fp8_statistic),
+    Words(f"[RECIPE_]STATISTIC[_columnwise], {_QUANTIZED}, and RECIPE one of {', '.join(RECIPES)}"),
+]
+Nvfp4Statistic = Annotated[
+    Any, AfterValidator(_nvfp4_statistic), Words(f"[nvfp4_]STATISTIC[_columnwise], {_QUANTIZED}")
+]
+
+
+def _is_step(value: object, lowest: int = 0) -> bool:
+    return type(value) is int and value >= lowest
+
+
+def _intervals(pairs: list[Any]) -> list[Any]:
+    before: Any = None
+    for pair in pairs:
+        if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and _is_step(pair[0]) and _is_step(pair[1], -1)):
+            raise ValueError(
+                f"has {pair!r}, which is not a [start, end] pair of steps from 0 on. Write for example"
+                " start_end_list: [[0, 20], [80, -1]], where -1 is no end."
+            )
+        if -1 < pair[1] < pair[0]:
+            raise ValueError(f"has the pair {list(pair)}, which ends before it starts.")
+        if before is not None:
+            _check_order(before, pair)
+        before = pair
+    return [list(pair) for pair in pairs]
+
+
+def _check_order(before: Sequence[int], pair: Sequence[int]) -> None:
+    both = f"has {list(before)} and then {list(pair)}"
+    if pair[0] < before[0]:
+        raise ValueError(f"{both}, which are not in increasing order.")
+    if before[1] == -1:
+        raise ValueError(f"{both}; an end of -1 is no end, and stands in the last pair only.")
+    if pair[0] <= before[1]:
+        raise ValueError(f"{both}, which overlap: step {pair[0]} is in both, for ends are inclusive.")
+
+
+Intervals = Annotated[
+    list[Any],
+    Strict(),
+    BeforeValidator(_listed),
+    Field(min_length=1),
+    AfterValidator(_intervals),
+    Words("a list of [start, end] pairs of steps, in increasing order and not overlapping"),
+]
+
+
+def names(field: FieldInfo) -> tuple[str, ...]:
+    """The names that a field takes, alone or in a list; none where it takes other things."""
+    kind = _one(field.annotation)
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def item_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The model of the items of a field that is a list of mappings."""
+    kind = _one(field.annotation)
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def words(field: FieldInfo) -> str:
+    """What a field takes: "an integer from 1 on"."""
+    kind, metadata = _plain(field.annotation)
+    metadata = [*field.metadata, *metadata]
+    found = next((entry.text for entry in metadata if isinstance(entry, Words)), None)
+    if found:
+        return found
+    if get_origin(kind) is list:
+        return f"a list of {_entries(field, get_args(kind)[0])}"
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    return "True or False" if kind is bool else _integers(metadata)
+
+
+def _entries(field: FieldInfo, entry: Any) -> str:
+    item = item_of(field)
+    if item is not None:
+        return f"mappings with {next(key for key, found in item.model_fields.items() if found.is_required())!r}"
+    found = next((part.text for part in _plain(entry)[1] if isinstance(part, Words)), None)
+    return found or ", ".join(names(field))
+
+
+def _integers(metadata: Sequence[Any]) -> str:
+    low = next(entry.ge for entry in metadata if hasattr(entry, "ge"))
+    high = next((entry.le for entry in metadata if hasattr(entry, "le")), None)
+    return f"an integer from {low} on" if high is None else f"an integer from {low} to {high}"
+
+
+def _plain(annotation: Any) -> tuple[Any, list[Any]]:
+    """An annotation without None and without metadata, and the metadata."""
+    if type(None) in get_args(annotation):
+        annotation = next(part for part in get_args(annotation) if part is not type(None))
+    if get_origin(annotation) is Annotated:
+        return get_args(annotation)[0], list(get_args(annotation)[1:])
+    return annotation, []
+
+
+def _one(annotation: Any) -> Any:
+    """What a field holds, or what its entries are where it is a list."""
+    kind = _plain(annotation)[0]
+    return get_args(kind)[0] if get_origin(kind) is list else kind

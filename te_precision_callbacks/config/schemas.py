@@ -1,0 +1,385 @@
+"""What each feature of the namespace ``transformer_engine`` takes: one pydantic model a feature.
+
+    FEATURES["DisableFP8GEMM"].model_validate({"enabled": True, "gemms": ["fprop"]})
+    schema_of("DisableFp8Gemm")                                    # case does not matter
+    keys_of(FEATURES["FakeQuant"])                                 # name, levels, values, default, meaning
+    python -m te_precision_callbacks.config.schemas > docs/features.md
+
+A config is checked with these models (:mod:`te_precision_callbacks.config.checking`), and docs/features.md is made from
+them: from the fields' types, limits, defaults and descriptions, and from the models' docstrings and examples.
+Upstream's keys: Transformer Engine 2.20.2, ``debug/features/*.py``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pydantic.fields import FieldInfo
+
+from te_precision_callbacks.config.fields import Operand, Tensor, words
+from te_precision_callbacks.config.levels import (
+    Dumped,
+    FeatureSchema,
+    Fp8Statistics,
+    GemmChoice,
+    Margin,
+    Misfit,
+    ModifyingFeature,
+    Nvfp4Statistics,
+    ObservingFeature,
+    OneGemm,
+    OneTensor,
+    Quantization,
+    Schedule,
+    Scope,
+    TensorChoice,
+    TensorStatistics,
+    levels,
+)
+
+
+class LogTensorStatsItem(Schedule, TensorStatistics, OneTensor[Tensor]):
+    """One tensor of LogTensorStats."""
+
+
+class LogTensorStats(Schedule, TensorStatistics, ObservingFeature[Tensor, LogTensorStatsItem]):
+    """Logs statistics of tensors as they are before quantization, over all micro-batches and ranks of a step."""
+
+    example = """
+tensor_statistics:
+  enabled: True
+  layers:
+    layer_types: [layernorm_mlp]
+  transformer_engine:
+    LogTensorStats:
+      enabled: True
+      stats: [min, max, std]
+      freq: 10
+      tensors_struct:
+        - tensor: activation
+        - tensor: gradient
+          stats: [cur_amax, dynamic_range, max_blockwise_dynamic_range: {block_size: 32, dims: 2}]
+          start_end_list: [[0, 200], [1000, -1]]
+"""
+
+
+class LogFp8TensorStatsItem(Schedule, Fp8Statistics, OneTensor[Operand]):
+    """One tensor of LogFp8TensorStats."""
+
+
+class LogFp8TensorStats(Schedule, Fp8Statistics, ObservingFeature[Operand, LogFp8TensorStatsItem]):
+    """Logs what quantization does to the operands of the GEMMs: what is lost below and above, the error, the scales.
+
+    It can also tell what another recipe than the layer's own would do to the same tensors.
+    """
+
+    example = """
+quantization_statistics:
+  enabled: True
+  layers:
+    layer_name_regex_pattern: .*self_attention.*
+  transformer_engine:
+    LogFp8TensorStats:
+      enabled: True
+      tensors: [activation, gradient]
+      stats: [underflows%, scale_inv_max, mxfp8_mse, mxfp8_mse_columnwise]
+      freq: 100
+"""
+
+
+class LogNvfp4TensorStatsItem(Schedule, Nvfp4Statistics, OneTensor[Operand]):
+    """One tensor of LogNvfp4TensorStats."""
+
+
+class LogNvfp4TensorStats(Schedule, Nvfp4Statistics, ObservingFeature[Operand, LogNvfp4TensorStatsItem]):
+    """Logs what quantization to NVFP4 does to the operands of the GEMMs."""
+
+    example = """
+nvfp4_statistics:
+  enabled: True
+  layers:
+    layer_types: [all]
+  transformer_engine:
+    LogNvfp4TensorStats:
+      enabled: True
+      tensors: [activation, weight]
+      stats: [underflows%, mse]
+      freq: 50
+      end_step: 1000
+"""
+
+
+class DisableQuantizationGemmItem(OneGemm):
+    """One GEMM of DisableQuantizationGEMM."""
+
+
+class DisableQuantizationGEMM(GemmChoice[DisableQuantizationGemmItem], FeatureSchema):
+    """Runs the listed GEMMs in high precision, whatever the recipe says. It acts in every step."""
+
+    example = """
+backward_in_high_precision:
+  enabled: True
+  layers:
+    layer_types: [fc1]
+  transformer_engine:
+    DisableQuantizationGEMM:
+      enabled: True
+      gemms: [dgrad, wgrad]
+"""
+
+    def check(self) -> None:
+        """Check that there is a GEMM, and none twice."""
+        list(self.gemm_scopes())
+
+
+class DisableFP8GEMM(DisableQuantizationGEMM):
+    """The older name of DisableQuantizationGEMM; it does the same, for every recipe."""
+
+    example = """
+forward_in_high_precision:
+  enabled: True
+  layers:
+    layer_types: [fc1, fc2]
+  transformer_engine:
+    DisableFP8GEMM:
+      enabled: True
+      gemms: fprop
+"""
+
+
+class DisableQuantizationLayer(FeatureSchema):
+    """Runs all GEMMs of the layer in high precision, whatever the recipe says. It acts in every step."""
+
+    example = """
+last_layer_in_high_precision:
+  enabled: True
+  layers:
+    layer_numbers: [31]
+  transformer_engine:
+    DisableQuantizationLayer:
+      enabled: True
+"""
+
+
+class DisableFP8Layer(DisableQuantizationLayer):
+    """The older name of DisableQuantizationLayer; it does the same, for every recipe."""
+
+    example = """
+fc2_in_high_precision:
+  enabled: True
+  layers:
+    layer_types: [fc2]
+  transformer_engine:
+    DisableFP8Layer:
+      enabled: True
+"""
+
+
+class PerTensorScalingTensorItem(Margin, OneTensor[Operand]):
+    """One tensor of PerTensorScaling."""
+
+
+class PerTensorScalingGemmItem(Margin, TensorChoice[Operand, PerTensorScalingTensorItem], OneGemm):
+    """One GEMM of PerTensorScaling."""
+
+
+class PerTensorScaling(Margin, ModifyingFeature[Operand, PerTensorScalingTensorItem, PerTensorScalingGemmItem]):
+    """Scales tensors by their amax of this step, in layers whose recipe is delayed scaling, which takes earlier amaxes.
+
+    It needs that recipe, and acts in every step. Only one feature can change a tensor of a GEMM.
+    """
+
+    example = """
+scale_by_current_amax:
+  enabled: True
+  layers:
+    layer_types: [layernorm_qkv]
+  transformer_engine:
+    PerTensorScaling:
+      enabled: True
+      gemms: [fprop, dgrad]
+      tensors: [activation, weight, gradient]
+      margin: 1
+"""
+
+
+class FakeQuantTensorItem(Quantization, OneTensor[Tensor]):
+    """One tensor of FakeQuant."""
+
+
+class FakeQuantGemmItem(Quantization, TensorChoice[Tensor, FakeQuantTensorItem], OneGemm):
+    """One GEMM of FakeQuant."""
+
+
+class FakeQuant(Quantization, ModifyingFeature[Tensor, FakeQuantTensorItem, FakeQuantGemmItem]):
+    """Rounds tensors to a format and back, and runs the GEMM in high precision.
+
+    So each tensor's part in the loss of precision can be seen alone, and formats can be tried that the GPU does not
+    have. It acts in every step. Only one feature can change a tensor of a GEMM.
+    """
+
+    example = """
+what_if_gradients_were_e5m2:
+  enabled: True
+  layers:
+    layer_types: [fc1]
+  transformer_engine:
+    FakeQuant:
+      enabled: True
+      quant_format: MXFP8E4M3
+      gemms_struct:
+        - gemm: fprop
+          tensors: [activation, weight]
+        - gemm: dgrad
+          tensors_struct:
+            - tensor: gradient
+              quant_format: FP8E5M2
+              margin: 1
+            - tensor: weight
+"""
+
+    def check_target(self, scope: Scope) -> None:
+        """Check that there is a format, and no margin where the format's blocks give the scales."""
+        quant_format, margin = scope.get("quant_format"), scope.get("margin")
+        if quant_format is None:
+            raise Misfit(scope.here, f"has no 'quant_format', {words(FakeQuant.model_fields['quant_format'])}.")
+        if quant_format.startswith("MXFP8") and margin:
+            raise Misfit(
+                scope.path("margin"),
+                f"is {margin}, but {quant_format} takes its scales from its blocks, without a margin. Leave 'margin'"
+                " out, or take FP8E4M3 or FP8E5M2.",
+            )
+
+
+class DumpTensorsItem(Schedule, Dumped, OneTensor[Tensor]):
+    """One tensor of DumpTensors."""
+
+
+class DumpTensors(Schedule, Dumped, ObservingFeature[Tensor, DumpTensorsItem]):
+    """Writes tensors to files, a file for each rank, step, layer and tensor."""
+
+    example = """
+dump_what_overflows:
+  enabled: True
+  layers:
+    exact_layer_names: [model.layers.0.layernorm_mlp.fc2]
+  transformer_engine:
+    DumpTensors:
+      enabled: True
+      tensors: [activation, gradient]
+      high_precision_tensor: True
+      quantized_tensor: True
+      start_end_list: [[120, 125]]
+"""
+
+    def check_tensor(self, scope: Scope) -> None:
+        """Check that something is written."""
+        if not scope.get("high_precision_tensor") and not scope.get("quantized_tensor"):
+            raise Misfit(scope.here, "would write nothing. Set 'high_precision_tensor' or 'quantized_tensor' to True.")
+
+
+FEATURES: Mapping[str, type[FeatureSchema]] = {
+    model.__name__: model
+    for model in (
+        LogTensorStats,
+        LogFp8TensorStats,
+        LogNvfp4TensorStats,
+        DisableQuantizationGEMM,
+        DisableQuantizationLayer,
+        DisableFP8GEMM,
+        DisableFP8Layer,
+        PerTensorScaling,
+        FakeQuant,
+        DumpTensors,
+    )
+}
+
+
+def schema_of(feature: str) -> type[FeatureSchema] | None:
+    """The schema of a feature, whatever the case of its name; None for one that is not known here."""
+    found = (model for name, model in FEATURES.items() if name.casefold() == feature.casefold())
+    return next(found, None)
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a feature.
+
+    Attributes:
+        name: as in a config.
+        where: the levels that it may stand at, outermost first.
+        values: what it takes, in words.
+        default: what holds without it; empty where there is none.
+        meaning: what it does.
+    """
+
+    name: str
+    where: tuple[tuple[str, ...], ...]
+    values: str
+    default: str
+    meaning: str
+
+
+def keys_of(model: type[FeatureSchema]) -> tuple[Key, ...]:
+    """The keys of a feature, those of its items included."""
+    found: dict[str, Key] = {}
+    for path, level in levels(model).items():
+        for name, field in level.model_fields.items():
+            known = found.get(name) or Key(name, (), words(field), _default(field), field.description or "")
+            found[name] = replace(known, where=(*known.where, path))
+    return tuple(found.values())
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "must be given"
+    default = field.get_default(call_default_factory=True)
+    return "" if default in (None, []) else str(default)
+
+
+def purpose(model: type[FeatureSchema]) -> str:
+    """What a feature is for: one paragraph."""
+    return " ".join((inspect.getdoc(model) or "").split())
+
+
+def _where(key: Key) -> str:
+    places = dict.fromkeys(f"items of `{path[-1]}`" if path else "feature" for path in key.where)
+    return ", ".join(places)
+
+
+def _section(name: str, model: type[FeatureSchema]) -> str:
+    rows = "\n".join(
+        f"| `{key.name}` | {_where(key)} | {key.values} | {key.default} | {key.meaning} |" for key in keys_of(model)
+    )
+    head = "| key | where | takes | default | meaning |\n|---|---|---|---|---|"
+    return f"## {name}\n\n{purpose(model)}\n\n{head}\n{rows}\n\n```yaml\n{model.example.strip()}\n```\n"
+
+
+_INTRODUCTION = """\
+# Features
+
+What stands below `transformer_engine:` in a section of a config. This page is made from the schemas that configs are
+checked with: `python -m te_precision_callbacks.config.schemas > docs/features.md`.
+
+- The case of a feature's name does not matter: `DisableFp8Gemm` is `DisableFP8GEMM`.
+- A key that may stand at the feature and in its items may stand at both: an item's value wins. The item of a tensor
+  wins over that of a GEMM.
+- Tensors: `fprop` multiplies `activation` and `weight` to `output`; `dgrad` multiplies `gradient` and `weight` to
+  `dgrad`; `wgrad` multiplies `activation` and `gradient` to `wgrad`.
+- Where a feature has schedules, a tensor may stand in several items of `tensors_struct`, and all of them act. Where it
+  has GEMMs, a GEMM stands in one item, and a tensor in one item of that.
+- Features of your own, registered by folder or class, take what they like: their keys are not checked.
+"""
+
+
+def as_markdown() -> str:
+    """docs/features.md."""
+    return "\n".join([_INTRODUCTION, *(_section(name, model) for name, model in FEATURES.items())])
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(as_markdown())

@@ -1,0 +1,444 @@
+"""The statistics engine: takes tensors during a step, and gives their statistics at its end.
+
+    ENGINE.note(Watched(...), requests)       # what a feature wants to know of a tensor
+    ENGINE.measure()                          # one pass for all notes of that tensor; nothing waits for the device
+    measurements = ENGINE.flush(reduce=True)  # at the end of the step, on all ranks
+
+There is one engine in a process, :data:`ENGINE`, since features are executed anew by each start of nvidia-dlfw-inspect
+and keep no state of their own. It knows neither trainers nor the registry of features.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from te_precision_callbacks.engine import kernels
+from te_precision_callbacks.engine.blockwise import largest_range
+from te_precision_callbacks.engine.kernels import eager
+from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, EXPONENT_BINS, MAXIMA, MOMENT_SUMS
+from te_precision_callbacks.engine.quantization import (
+    SCALE_MAXIMA,
+    SCALE_SUMS,
+    SIMULATED,
+    Expanded,
+    PerTensor,
+    QuantizationError,
+    is_e5m2,
+    is_quantized,
+    read,
+    recipe_of,
+    scale_columns,
+    simulate,
+)
+from te_precision_callbacks.engine.reduction import Reduction, Table
+from te_precision_callbacks.engine.slots import Segment, SegmentKey, Slots
+from te_precision_callbacks.engine.statistics import OWN_RECIPE, STATISTICS, Blocks, Of, Request, Statistic
+
+logger = logging.getLogger(__name__)
+
+_WEIGHT = "weight"
+
+
+class Measurement(NamedTuple):
+    """One statistic of one tensor in one step.
+
+    Attributes:
+        layer, tensor: what was watched.
+        statistic: the label that was asked for.
+        value: float; a tuple of floats for a histogram.
+    """
+
+    layer: str
+    tensor: str
+    statistic: str
+    value: float | tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A tensor in the moment that a layer computes with it.
+
+    Attributes:
+        layer, tensor: the layer's name and the tensor's: activation, weight, gradient, output, wgrad, dgrad.
+        iteration: the debug iteration.
+        values: in high precision; None for a weight that exists in its quantized form only.
+        rowwise, columnwise: what the two GEMMs that read it get: quantized tensors, or plain ones.
+        quantizer: Transformer Engine's quantizer of the tensor, None where the recipe has none.
+        tp_group: the tensor-parallel group, None without tensor parallelism.
+    """
+
+    layer: str
+    tensor: str
+    iteration: int
+    values: torch.Tensor | None
+    rowwise: Any = None
+    columnwise: Any = None
+    quantizer: Any = None
+    tp_group: dist.ProcessGroup | None = None
+
+    @property
+    def quantized(self) -> Any:
+        """The quantized tensor that a GEMM reads, None where none does."""
+        for tensor in (self.rowwise, self.columnwise):
+            if is_quantized(tensor):
+                return tensor
+        return None
+
+
+class Placement(NamedTuple):
+    """How a layer is split over its tensor-parallel group, and what of its tensors Transformer Engine shows.
+
+    Read from TE 2.20.2 (``pytorch/module/{linear,layernorm_linear,layernorm_mlp,base}.py`` and
+    ``distributed.py: gather_along_first_dim``). *Parts*: each rank has another part of the tensor, and all count.
+    *Alike*: each has the whole tensor, and the first rank's counts. *Terms*: each has a matrix of the whole size, which
+    TE adds up only after showing it; all count, as the products that were computed, so that these are not the
+    statistics of the sum. wgrad is besides that a term of each data-parallel rank and each micro-batch.
+
+    =================  ==================  =====================  =======================
+    tensor             column-parallel     row-parallel           neither (all is copied)
+    =================  ==================  =====================  =======================
+    activation         alike, ``s`` parts  parts                  alike, ``s`` parts
+    weight             parts               parts                  alike
+    output             parts               terms                  alike, ``s`` parts
+    gradient           parts               alike, also with ``s``  alike, ``s`` parts
+    wgrad              parts               parts                  alike, ``s`` terms
+    dgrad              terms               parts                  alike, ``s`` parts
+    =================  ==================  =====================  =======================
+
+    ``s``: with sequence parallelism. A column-parallel layer then shows its input before it is gathered; a row-parallel
+    one shows the gradient of its output after it was gathered. With ``return_layernorm_output_gathered`` TE shows the
+    input before and after: each of its elements counts once more for each rank.
+
+    Attributes:
+        rank: in the group.
+        first: whether no lower rank of the group reduces its statistics together with this one.
+        mode: ``column``, ``row`` or None, as Transformer Engine's ``parallel_mode``.
+        sequence_parallel: whether activations are split along the sequence outside of the GEMMs.
+    """
+
+    rank: int
+    first: bool
+    mode: str | None
+    sequence_parallel: bool
+
+    @property
+    def shard(self) -> int:
+        """Which part of the weight this rank has."""
+        return 0 if self.mode is None else self.rank
+
+    def contributes(self, tensor: str) -> bool:
+        """Whether what this rank sees of a tensor counts, or the first one has the same."""
+        if self.mode == "column":
+            alike = tensor == "activation" and not self.sequence_parallel
+        elif self.mode == "row":
+            alike = tensor == "gradient"
+        else:
+            alike = tensor != _WEIGHT and not self.sequence_parallel
+        return self.first or not alike
+
+
+class StatisticsEngine:
+    """See the module's description.
+
+    Attributes:
+        placements: layer -> how it is split over its tensor-parallel group; a layer that is not in it is taken as not
+            split, but for its weight.
+        has_news: whether anything was watched since the last flush.
+        iteration: of what was watched last.
+        on_failure: called with what was tried and the exception where a statistic cannot be had. The others of the
+            tensor are measured all the same.
+    """
+
+    def __init__(self) -> None:
+        self.on_failure: Callable[[str, Exception], None] = _log_failure_once()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.placements: Mapping[str, Placement] = {}
+        self.on_failure = _log_failure_once()
+        self.has_news = False
+        self.iteration = 0
+        self._slots = Slots()
+        self._reduction = Reduction()
+        self._noted: tuple[Watched, list[Request]] | None = None
+        self._weights_seen: set[SegmentKey] = set()
+
+    def note(self, watched: Watched, requests: Sequence[Request]) -> None:
+        """Note what is wanted of a tensor; :meth:`measure` does it, in one pass for all notes of the tensor."""
+        if self._noted is not None and self._noted[0].values is watched.values:
+            self._noted[1].extend(requests)
+        else:
+            self.measure()
+            self._noted = (watched, list(requests))
+
+    def measure(self) -> None:
+        """Measure what was noted."""
+        if self._noted is not None:
+            (watched, requests), self._noted = self._noted, None
+            self.has_news, self.iteration = True, watched.iteration
+            # Not in inference mode, in which a validation may run: what is made there cannot be changed later.
+            with torch.inference_mode(False), torch.no_grad():
+                self._measure(watched, requests)
+
+    def _measure(self, watched: Watched, requests: Sequence[Request]) -> None:
+        measuring = _Measuring(self, watched)
+        wanted: dict[_Kind, list[Request]] = {}
+        for request in map(measuring.resolved, requests):
+            wanted.setdefault(_Kind.of_request(request), []).append(request)
+        measuring.run(wanted)
+
+    def flush(self, *, reduce: bool, group: dist.ProcessGroup | None = None) -> list[Measurement]:
+        """The statistics since the last flush, and a fresh start.
+
+        Args:
+            reduce: whether over the ranks of ``group``, all of which must call it alike.
+            group: None for all ranks.
+        """
+        if reduce and self._reduction.group is not group:
+            self._reduction = Reduction(group)
+        with torch.inference_mode(False), torch.no_grad():
+            tables = self._reduction.collect(self._slots, reduce=reduce)  # where it fails, everything stays as it was
+            self._slots.reset()
+        self.has_news = False
+        self._weights_seen.clear()
+        return [measurement for table in tables for measurement in _measurements(table)]
+
+
+def _log_failure_once() -> Callable[[str, Exception], None]:
+    said: set[str] = set()
+
+    def log(what: str, error: Exception) -> None:
+        if what not in said:
+            said.add(what)
+            logger.warning("%s: %s: %s. Training goes on without it.", what, type(error).__name__, error)
+
+    return log
+
+
+def _measurements(table: Table) -> Iterator[Measurement]:
+    rows_of: dict[str, list[int]] = {}
+    for row, outputs in enumerate(table.outputs):
+        for statistic in dict.fromkeys(statistic for _, statistic in outputs):
+            rows_of.setdefault(statistic, []).append(row)
+    values = {name: _values(STATISTICS[name], table, rows) for name, rows in rows_of.items()}
+    for row, (key, outputs) in enumerate(zip(table.keys, table.outputs, strict=True)):
+        for label, statistic in outputs:
+            yield Measurement(key.layer, key.tensor, label, values[statistic][row])
+
+
+def _values(statistic: Statistic, table: Table, rows: Sequence[int]) -> dict[int, float | tuple[float, ...]]:
+    if statistic.value is None:
+        return {row: tuple(float(column[row]) for column in table.columns.values()) for row in rows}
+    picked = {name: column[rows] for name, column in table.columns.items()}
+    return dict(zip(rows, statistic.value(picked).tolist(), strict=True))
+
+
+_COLUMNS: Mapping[Of, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    Of.TENSOR: (MOMENT_SUMS, MAXIMA),
+    Of.EXPONENTS: (tuple(f"bin_{number}" for number in range(EXPONENT_BINS)), ()),
+    Of.BLOCKS: ((), ("block_range",)),
+    Of.QUANTIZED: (COMPARISON_SUMS, ()),
+    Of.SCALES: (SCALE_SUMS, SCALE_MAXIMA),
+}
+"""What a statistic is computed from -> the columns that are added, and those of which the maximum is kept."""
+
+
+class _Kind(NamedTuple):
+    """What must be measured for a statistic: all requests of one kind share a segment."""
+
+    of: Of
+    recipe: str | None = None
+    columnwise: bool = False
+    blocks: Blocks | None = None
+
+    @classmethod
+    def of_request(cls, request: Request) -> _Kind:
+        return cls(request.statistic.of, request.recipe, request.columnwise, request.blocks)
+
+    @property
+    def name(self) -> str:
+        """The same on every rank."""
+        parts = [self.of.name]
+        if self.recipe is not None:
+            parts += [self.recipe or "OWN", "columnwise" if self.columnwise else "rowwise"]
+        if self.blocks is not None:
+            parts += [str(self.blocks.size), str(self.blocks.dims), str(self.blocks.both)]
+        return " ".join(parts)
+
+
+_MOMENTS = _Kind(Of.TENSOR)
+_EXPONENTS = _Kind(Of.EXPONENTS)
+
+_Columns = tuple[torch.Tensor | None, torch.Tensor | None]
+"""The columns that are added, and those of which the maximum is kept."""
+
+
+class _Measuring:
+    """The measurement of one tensor.
+
+    Args:
+        engine: whose slots take the result.
+        watched: the tensor.
+    """
+
+    def __init__(self, engine: StatisticsEngine, watched: Watched) -> None:
+        self._engine = engine
+        self._watched = watched
+        self._quantized = watched.quantized
+        self._recipe = recipe_of(watched.quantizer)
+        if watched.values is None and self._quantized is not None:
+            self._values = self._quantized.dequantize().detach()
+        else:
+            self._values = torch.empty(0) if watched.values is None else watched.values.detach()
+        placement = engine.placements.get(watched.layer)
+        self._contributes = placement is None or placement.contributes(watched.tensor)
+        self._shard: int | None = None
+        if watched.tensor == _WEIGHT:
+            self._shard = _rank_in(watched.tp_group) if placement is None else placement.shard
+        self._wanted: Mapping[_Kind, Sequence[Request]] = {}
+
+    def resolved(self, request: Request) -> Request:
+        """Where the layer runs no recipe, what one would give: its quantizer's if it has one, else current scaling."""
+        if request.recipe != OWN_RECIPE or self._quantized is not None:
+            return request
+        return request.under(self._recipe if self._recipe in SIMULATED else "fp8_current_scaling")
+
+    def run(self, wanted: Mapping[_Kind, Sequence[Request]]) -> None:
+        """Measure what is wanted, and merge it into the slots."""
+        slots, seen = self._engine._slots, self._engine._weights_seen
+        self._wanted = {}
+        for kind, requests in wanted.items():
+            segment = self._segment(kind)
+            if segment.key in seen or not self._values.numel():
+                slots.ask(segment, requests, self._watched.iteration)
+            else:
+                self._wanted[kind] = requests
+        if self._wanted:
+            self._run()
+
+    def _run(self) -> None:
+        held: dict[tuple[str, bool], PerTensor | Expanded | None] = {}
+        for recipe, columnwise in dict.fromkeys(
+            (kind.recipe, kind.columnwise) for kind in self._wanted if kind.recipe is not None
+        ):
+            try:
+                held[recipe, columnwise] = self._held(recipe, columnwise)
+            except QuantizationError as error:
+                self._failed(recipe, columnwise, error)
+        codes = next((found for found in held.values() if isinstance(found, PerTensor)), None)
+        if self._watched.values is None:
+            codes = None  # there is nothing to compare them with
+        compared = amax = None
+        if _MOMENTS in self._wanted or _EXPONENTS in self._wanted or codes is not None or None in held.values():
+            sums, maxima = kernels.measure(
+                self._values,
+                None if codes is None else codes.codes,
+                None if codes is None else codes.scale_inv,
+                e5m2=codes is not None and codes.e5m2,
+                histogram=_EXPONENTS in self._wanted,
+            )
+            amax = maxima[:2].amax()
+            middle = len(MOMENT_SUMS) + (0 if codes is None else len(COMPARISON_SUMS))
+            compared = sums[len(MOMENT_SUMS) : middle]
+            self._merge(_MOMENTS, (sums[: len(MOMENT_SUMS)], maxima))
+            self._merge(_EXPONENTS, (sums[middle:], None))
+        for kind in self._wanted:
+            if kind.blocks is not None:
+                self._merge(kind, (None, largest_range(self._values, kind.blocks)))
+        for (recipe, columnwise), found in held.items():
+            try:
+                comparison, scales = self._compare(recipe, columnwise, found, compared, amax)
+            except Exception as error:
+                self._failed(recipe, columnwise, error)
+                continue
+            self._merge(_Kind(Of.SCALES, recipe, columnwise), scales)
+            if comparison is not None:
+                self._merge(_Kind(Of.QUANTIZED, recipe, columnwise), (comparison, None))
+            elif _Kind(Of.QUANTIZED, recipe, columnwise) in self._wanted:
+                self._failed(recipe, columnwise, QuantizationError("the tensor exists in its quantized form only"))
+
+    def _held(self, recipe: str, columnwise: bool) -> PerTensor | Expanded | None:
+        """What the layer holds of a recipe; None where that must be simulated."""
+        if self._quantized is None or recipe not in (OWN_RECIPE, self._recipe):
+            return None
+        try:
+            return read(self._quantized, columnwise=columnwise)
+        except QuantizationError:
+            if recipe == OWN_RECIPE and self._recipe is None:
+                raise
+            return None
+
+    def _compare(
+        self,
+        recipe: str,
+        columnwise: bool,
+        found: PerTensor | Expanded | None,
+        compared: torch.Tensor | None,
+        amax: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, _Columns]:
+        """The columns of a comparison (None where there is nothing to compare with), and those of the scales."""
+        available = self._watched.values is not None
+        wants_scales = _Kind(Of.SCALES, recipe, columnwise) in self._wanted
+        if isinstance(found, PerTensor):
+            return compared if available else None, scale_columns(found.scale_inv) if wants_scales else (None, None)
+        if isinstance(found, Expanded):
+            comparison = eager.compare(self._values, found.values, found.limit) if available else None
+            return comparison, scale_columns(found.scales) if wants_scales else (None, None)
+        if not available or amax is None:
+            raise QuantizationError("the tensor exists in its quantized form only")
+        comparison, *scales = simulate(
+            recipe or self._recipe or "",
+            self._values,
+            amax,
+            e5m2=self._would_be_e5m2(recipe),
+            weight=self._watched.tensor == _WEIGHT,
+            columnwise=columnwise,
+        )
+        return comparison, (scales[0], scales[1])
+
+    def _would_be_e5m2(self, recipe: str) -> bool:
+        """The format that a recipe has for the tensor: that of the layer's own FP8 quantizer, else the recipe's
+        default.
+
+        By default current scaling casts gradients to E5M2 (``Format.HYBRID``), and the block-scaled ones all to E4M3.
+        """
+        if self._recipe is not None and self._recipe.startswith("fp8"):
+            return is_e5m2(self._watched.quantizer)
+        return recipe == "fp8_current_scaling" and self._watched.tensor == "gradient"
+
+    def _segment(self, kind: _Kind) -> Segment:
+        key = SegmentKey(self._watched.layer, self._watched.tensor, kind.name, self._shard)
+        return self._engine._slots.segment(key, *_COLUMNS[kind.of], self._values.device, contributes=self._contributes)
+
+    def _merge(self, kind: _Kind, columns: _Columns) -> None:
+        if kind not in self._wanted:
+            return
+        segment = self._segment(kind)
+        self._engine._slots.merge(segment, *columns)
+        self._engine._slots.ask(segment, self._wanted[kind], self._watched.iteration)
+        if self._watched.tensor == _WEIGHT:  # every micro-batch of a step has the same weight
+            self._engine._weights_seen.add(segment.key)
+
+    def _failed(self, recipe: str, columnwise: bool, error: Exception) -> None:
+        labels = [
+            request.label
+            for kind, requests in self._wanted.items()
+            if (kind.recipe, kind.columnwise) == (recipe, columnwise)
+            for request in requests
+        ]
+        self._engine.on_failure(f"{', '.join(labels)} of {self._watched.layer} {self._watched.tensor}", error)
+
+
+def _rank_in(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_rank(group)
+
+
+ENGINE = StatisticsEngine()
+"""The engine of this process."""

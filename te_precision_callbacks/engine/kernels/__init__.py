@@ -1,0 +1,80 @@
+"""One pass over a tensor, in three ways: a Triton kernel on a GPU, a compiled one on a CPU, blocks of plain torch.
+
+    sums, maxima = measure(tensor)                                                  # MOMENT_SUMS, MAXIMA
+    sums, maxima = measure(tensor, codes, scale_inv, e5m2=False, histogram=True)    # and COMPARISON_SUMS, EXPONENT_BINS
+
+All give the columns of :mod:`te_precision_callbacks.engine.kernels.columns`, on the tensor's device, and none waits for
+it. Which one is taken follows from the tensor: see :func:`measure`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+
+import torch
+
+from te_precision_callbacks.engine.kernels import compiled, eager
+from te_precision_callbacks.engine.kernels.columns import (
+    COMPARISON_SUMS,
+    EXPONENT_BINS,
+    MAXIMA,
+    MOMENT_SUMS,
+    NOTHING,
+)
+
+__all__ = ["COMPARISON_SUMS", "EXPONENT_BINS", "MAXIMA", "MOMENT_SUMS", "NOTHING", "measure"]
+
+logger = logging.getLogger(__name__)
+
+Pass = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+_on_gpu: Pass | None = None
+
+
+def measure(
+    values: torch.Tensor,
+    codes: torch.Tensor | None = None,
+    scale_inv: torch.Tensor | None = None,
+    *,
+    e5m2: bool = False,
+    histogram: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Measure a tensor, and what quantization made of it, in one pass.
+
+    Args:
+        values: any shape and strides; float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
+        codes: uint8, the shape of ``values``: the FP8 codes of the quantized tensor.
+        scale_inv: float32, one element: the quantized values are the decoded codes times it.
+        e5m2: whether the codes are E5M2, not E4M3.
+        histogram: whether the exponents are counted.
+
+    Returns:
+        sums: float64, 1-D: MOMENT_SUMS, then COMPARISON_SUMS with codes, then EXPONENT_BINS counts with histogram.
+        maxima: float64, 1-D: MAXIMA.
+    """
+    with torch.no_grad():
+        return _pass_for(values)(values.detach(), codes, scale_inv, e5m2=e5m2, histogram=histogram)
+
+
+def _pass_for(values: torch.Tensor) -> Pass:
+    if values.device.type == "cuda":
+        return _gpu_pass()
+    return compiled.measure if compiled.takes(values) else eager.measure
+
+
+def _gpu_pass() -> Pass:
+    global _on_gpu
+    if _on_gpu is None:
+        if importlib.util.find_spec("triton") is None:
+            logger.warning(
+                "Triton is not installed, so statistics are computed by plain torch operations: slower, equally exact."
+                " Install it with: pip install triton"
+            )
+            _on_gpu = eager.measure
+        else:
+            from te_precision_callbacks.engine.kernels import triton_kernel
+
+            _on_gpu = triton_kernel.measure
+    return _on_gpu

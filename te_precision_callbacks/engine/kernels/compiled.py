@@ -1,0 +1,182 @@
+"""The pass on a CPU, compiled at first use by ``torch.compile``: each input is read once, in registers and cache.
+
+A kernel for each combination of dtypes is compiled when the first tensor of at least :data:`SMALLEST` elements comes
+(some seconds each, kept on disk by Inductor); smaller tensors are cheaper in plain torch. Where there is no C++
+compiler everything is done in plain torch, and that is said once.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from te_precision_callbacks.engine.kernels import eager
+from te_precision_callbacks.engine.kernels.columns import EXPONENT_BINS
+from te_precision_callbacks.formats import E4M3, E5M2
+
+logger = logging.getLogger(__name__)
+
+SMALLEST = 16_384
+"""Elements from which the compiled pass is taken."""
+
+_PIECE = 2**22
+"""Elements that a compiled kernel is given together: where torch runs it as plain operations after all, under
+``torch.compiler.set_stance("force_eager")`` for one, their temporaries stay within 200 MiB."""
+
+_ROW = 4096
+_SHORTEST_ROW = 256
+
+_Function = Callable[..., Any]
+
+_kernels: dict[tuple[_Function, tuple[torch.dtype, ...]], _Function] = {}
+_failed = False
+
+
+def takes(values: torch.Tensor) -> bool:
+    """Whether the compiled pass is taken for a tensor: it is on the CPU and large enough, and nothing has failed.
+
+    And it is of no class of its own, which dynamo may not know; and no dispatch mode is active: torch compiles nothing
+    then, and never again what it was asked for meanwhile.
+    """
+    if _failed or type(values) is not torch.Tensor or values.device.type != "cpu" or values.numel() < SMALLEST:
+        return False
+    return _get_current_dispatch_mode() is None and _has_compiler()
+
+
+@functools.cache
+def _has_compiler() -> bool:
+    from torch._inductor import cpp_builder
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except Exception as error:
+        _say(error, "A C++ compiler such as g++ makes it possible.")
+        return False
+    return True
+
+
+def _say(error: Exception, advice: str) -> None:
+    logger.warning(
+        "Statistics on the CPU are computed by plain torch operations, up to thirty times slower and equally exact: the"
+        " compiled pass cannot be made (%s: %s). %s",
+        type(error).__name__,
+        str(error).strip().splitlines()[0] if str(error).strip() else "no message",
+        advice,
+    )
+
+
+def measure(
+    values: torch.Tensor,
+    codes: torch.Tensor | None = None,
+    scale_inv: torch.Tensor | None = None,
+    *,
+    e5m2: bool = False,
+    histogram: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`te_precision_callbacks.engine.kernels.measure`."""
+    # Contiguous, since a kernel is compiled anew for other strides.
+    flat = (eager.flattened(values) if codes is None else values.reshape(-1)).contiguous()
+    flat_codes = None if codes is None else codes.reshape(-1).contiguous()
+    row = math.gcd(flat.numel(), _ROW)
+    row = row if row >= _SHORTEST_ROW else min(_ROW, flat.numel())
+    main = flat.numel() - flat.numel() % row
+    values_in_pieces = pieces(flat[:main].view(-1, row))
+    if flat_codes is None or scale_inv is None:
+        found = [run(_moments, piece) for piece in values_in_pieces]
+    else:
+        function, scale = _moments_and_comparison(e5m2), scale_inv.reshape(())
+        both = zip(values_in_pieces, pieces(flat_codes[:main].view(-1, row)), strict=True)
+        found = [run(function, piece, piece_codes, scale) for piece, piece_codes in both]
+    if main < flat.numel():
+        rest = None if flat_codes is None else flat_codes[main:]
+        found.append(eager.measure(flat[main:], rest, scale_inv, e5m2=e5m2))
+    sums = torch.stack([sums for sums, _ in found]).sum(0)
+    maxima = torch.stack([maxima for _, maxima in found]).amax(0)
+    return torch.cat([sums, _histogram(flat)]) if histogram else sums, maxima
+
+
+def _histogram(flat: torch.Tensor) -> torch.Tensor:
+    """The exponents are counted by torch's own bincount: a scattered add gains nothing from being compiled."""
+    counts = torch.zeros(EXPONENT_BINS, dtype=torch.float64, device=flat.device)
+    for piece in _split(flat, eager.PIECE):
+        counts += eager.exponents(piece)
+    return counts
+
+
+def _moments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    sums, maxima = eager.moments(values)
+    return sums.sum(1), maxima.amax(1)
+
+
+@functools.cache
+def _moments_and_comparison(e5m2: bool) -> _Function:
+    dtype, largest = (torch.float8_e5m2, E5M2.max) if e5m2 else (torch.float8_e4m3fn, E4M3.max)
+
+    def moments_and_comparison(
+        values: torch.Tensor, codes: torch.Tensor, scale_inv: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        sums, maxima = eager.moments(values)
+        quantized = codes.view(dtype).to(torch.float32) * scale_inv
+        compared = eager.comparison(values, quantized, largest * scale_inv)
+        return torch.cat([sums.sum(1), compared.sum(1)]), maxima.amax(1)
+
+    return moments_and_comparison
+
+
+def pieces(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A matrix in pieces of rows, each of a size that :func:`run` does well."""
+    size = _PIECE if takes(rows) else eager.piece_size(rows)
+    return _split(rows, max(1, size // rows.shape[1]))
+
+
+def _split(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
+    found: tuple[torch.Tensor, ...] = torch.split(tensor, size)
+    return found
+
+
+def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:
+    """``function(rows, *others)``, compiled if :func:`takes` says so of ``rows``; as it is where that fails, and of one
+    row, for which torch would compile anew.
+
+    Args:
+        function: of whole tensors, without branches on their values. One object for all calls, as it is compiled once
+            for each combination of dtypes.
+        rows: a matrix, whose shape may differ from call to call.
+        others: further tensors.
+    """
+    if takes(rows) and rows.shape[0] > 1:
+        dtypes = tuple(tensor.dtype for tensor in (rows, *others))
+        kernel = _kernels.get((function, dtypes))
+        try:
+            if kernel is None:
+                kernel = _kernels[function, dtypes] = _compiled(function)
+            # torch compiles anew where the modes differ that it guards on; so the caller's have no say.
+            with torch.no_grad(), torch.autocast("cpu", enabled=False, cache_enabled=True):
+                return kernel(rows, *others)
+        except Exception as error:
+            _give_up(error)
+    return function(rows, *others)
+
+
+def _compiled(function: Any) -> _Function:
+    """The function, compiled, with code of its own: torch allows 8 compilations of one code object, then gives up.
+
+    Those 8 are for what remains of the caller's modes: inference mode, number of threads, default dtype.
+    """
+    code = function.__code__.replace(co_name=f"{function.__name__}_{len(_kernels)}")
+    own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    return torch.compile(own, dynamic=True)
+
+
+def _give_up(error: Exception) -> None:
+    global _failed
+    if not _failed:
+        _failed = True
+        _say(error, "TORCH_LOGS=dynamo,inductor tells more.")

@@ -1,0 +1,180 @@
+"""The pass in plain torch, piece by piece, so that the temporaries of a piece stay in the cache of a CPU.
+
+For any device, and where no compiler is there. The arithmetic of :func:`moments` and :func:`comparison` is shared with
+the compiled pass. Squares and sums are taken in float64: the square of a float32 is exact there and cannot overflow,
+and a sum of raw squares still tells a spread of a hundred-thousandth of the mean.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from te_precision_callbacks.engine.kernels.columns import (
+    COMPARISON_SUMS,
+    EXPONENT_BINS,
+    MAXIMA,
+    MOMENT_SUMS,
+    NOTHING,
+)
+from te_precision_callbacks.formats import E4M3, E5M2
+
+PIECE = 65_536
+"""Elements of a piece on a CPU: a float64 temporary of one is 512 KiB. Larger ones were several times slower, since
+their temporaries leave the cache and are mapped anew each time."""
+
+PIECE_ELSEWHERE = 2**22
+"""Elements of a piece on another device, where a piece costs the launch of some 30 kernels."""
+
+
+def piece_size(values: torch.Tensor) -> int:
+    """How many elements of a tensor are looked at together."""
+    return PIECE if values.device.type == "cpu" else PIECE_ELSEWHERE
+
+
+def flattened(values: torch.Tensor) -> torch.Tensor:
+    """All elements in one dimension, in any order; no copy where they lie in memory without gaps, as a transpose."""
+    if not values.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(values):
+        return values.as_strided((values.numel(),), (1,))
+    return values.reshape(-1)
+
+
+def moments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """MOMENT_SUMS and MAXIMA of rows.
+
+    Args:
+        values: [rows, columns], any float dtype; at most 2^24 columns.
+
+    Returns:
+        float64, [6, rows] and [3, rows].
+    """
+    x = values.to(torch.float32)
+    magnitude = x.abs()
+    finite = magnitude < math.inf
+    zeroed = torch.where(finite, x, 0.0)
+    magnitude = zeroed.abs()
+    nonzero = magnitude > 0
+    wide = zeroed.to(torch.float64)
+    # Counts in float32, which vectorises best and is exact to 2^24.
+    number = finite.sum(1, dtype=torch.float32)
+    nonzeros = nonzero.sum(1, dtype=torch.float32)
+    sums = torch.stack(
+        [
+            number.to(torch.float64),
+            (values.shape[1] - number).to(torch.float64),
+            (number - nonzeros).to(torch.float64),
+            wide.sum(1),
+            (wide * wide).sum(1),
+            wide.abs().sum(1),
+        ]
+    )
+    maxima = torch.stack(
+        [
+            torch.where(finite, x, NOTHING).amax(1),
+            torch.where(finite, -x, NOTHING).amax(1),
+            torch.where(nonzero, -magnitude, NOTHING).amax(1),
+        ]
+    )
+    return sums, maxima.to(torch.float64)
+
+
+def comparison(values: torch.Tensor, quantized: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    """COMPARISON_SUMS of rows.
+
+    Args:
+        values: [rows, columns], any float dtype; at most 2^24 columns.
+        quantized: float32, the same shape: what quantization made of them.
+        limit: float32, to be broadcast: the largest magnitude that it could hold.
+
+    Returns:
+        float64, [5, rows].
+    """
+    x = values.to(torch.float32)
+    magnitude = x.abs()
+    finite = magnitude < math.inf
+    signal = torch.where(finite, x, 0.0).to(torch.float64)
+    error = torch.where(finite, x.to(torch.float64) - quantized.to(torch.float64), 0.0)
+    underflow = finite & (magnitude > 0) & (quantized == 0)
+    return torch.stack(
+        [
+            finite.sum(1, dtype=torch.float32).to(torch.float64),
+            underflow.sum(1, dtype=torch.float32).to(torch.float64),
+            (finite & (magnitude > limit)).sum(1, dtype=torch.float32).to(torch.float64),
+            (error * error).sum(1),
+            (signal * signal).sum(1),
+        ]
+    )
+
+
+def exponents(values: torch.Tensor) -> torch.Tensor:
+    """EXPONENT_BINS counts.
+
+    Args:
+        values: any shape, any float dtype.
+
+    Returns:
+        float64, [256].
+    """
+    bits = values.reshape(-1).to(torch.float32).view(torch.int32) & 0x7FFFFFFF
+    counted = (bits > 0) & (bits < 0x7F800000)
+    # What is not counted goes to one more bin, which is cut off.
+    bins = torch.where(counted, bits >> 23, EXPONENT_BINS)
+    counts = torch.zeros(EXPONENT_BINS + 1, dtype=torch.float64, device=values.device)
+    if values.device.type == "cpu":
+        counts += torch.bincount(bins, minlength=EXPONENT_BINS + 1)
+    else:  # bincount would wait for the device to learn the largest bin
+        counts.index_add_(0, bins, torch.ones_like(bins, dtype=torch.float64))
+    return counts[:EXPONENT_BINS]
+
+
+def measure(
+    values: torch.Tensor,
+    codes: torch.Tensor | None = None,
+    scale_inv: torch.Tensor | None = None,
+    *,
+    e5m2: bool = False,
+    histogram: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`te_precision_callbacks.engine.kernels.measure`."""
+    flat = flattened(values) if codes is None else values.reshape(-1)
+    count = len(MOMENT_SUMS) + (len(COMPARISON_SUMS) if codes is not None else 0) + EXPONENT_BINS * histogram
+    sums = torch.zeros(count, dtype=torch.float64, device=values.device)
+    maxima = torch.full((len(MAXIMA),), NOTHING, dtype=torch.float64, device=values.device)
+    number_format = E5M2 if e5m2 else E4M3
+    flat_codes = None if codes is None else codes.reshape(-1)
+    scale = None if scale_inv is None else scale_inv.reshape(())
+    step = piece_size(flat)
+    for start in range(0, flat.numel(), step):
+        piece = flat[start : start + step].unsqueeze(0)
+        piece_sums, piece_maxima = moments(piece)
+        parts = [piece_sums[:, 0]]
+        if flat_codes is not None and scale is not None:
+            decoded = number_format.decode(flat_codes[start : start + step].unsqueeze(0))
+            parts.append(comparison(piece, decoded * scale, number_format.max * scale)[:, 0])
+        if histogram:
+            parts.append(exponents(piece))
+        sums += torch.cat(parts)
+        torch.maximum(maxima, piece_maxima[:, 0], out=maxima)
+    return sums, maxima
+
+
+def compare(values: torch.Tensor, quantized: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    """COMPARISON_SUMS of a tensor and its quantized values, piece by piece.
+
+    Args:
+        values: any shape, any float dtype.
+        quantized: float32, as many elements in the same order.
+        limit: float32, one element or as many.
+
+    Returns:
+        float64, [5].
+    """
+    flat, flat_quantized, flat_limit = values.reshape(-1), quantized.reshape(-1), limit.reshape(-1)
+    sums = torch.zeros(len(COMPARISON_SUMS), dtype=torch.float64, device=values.device)
+    step = piece_size(flat)
+    for start in range(0, flat.numel(), step):
+        piece = slice(start, start + step)
+        bound = flat_limit if flat_limit.numel() == 1 else flat_limit[piece]
+        sums += comparison(flat[piece].unsqueeze(0), flat_quantized[piece].unsqueeze(0), bound)[:, 0]
+    return sums

@@ -1,0 +1,383 @@
+"""The columns of :mod:`~te_precision_callbacks.engine.kernels.columns` from one pass over a tensor, in Triton.
+
+Usage::
+
+    from te_precision_callbacks.engine.kernels import triton_kernel
+
+    sums, maxima = triton_kernel.measure(activation, histogram=True)
+    sums, maxima = triton_kernel.measure(gradient, codes, scale_inv, e5m2=True)  # and how well the codes represent it
+
+It runs on a GPU, and on CPU tensors where ``TRITON_INTERPRET=1`` was set before triton was imported. The host never
+waits for the device. All sums are float64 from the first addition on, element by element: only float64 has the range
+for the squares of float32 values and the digits for a variance that is a millionth of the mean's square. A shift by
+each block's mean in float32 would have the digits but not the range, and needs a second look at the block. Data centre
+GPUs (P100, V100, A100, H100, H200) do float64 at half their float32 rate, which is near what their memory delivers
+here; others do a 32nd or less, and are limited by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from te_precision_callbacks.engine.kernels.columns import (
+    COMPARISON_SUMS,
+    EXPONENT_BINS,
+    MAXIMA,
+    MOMENT_SUMS,
+    NOTHING,
+)
+
+# dtype -> name in the kernel, integers of the same size to load in its place, and a value that is not finite. Only
+# float32 and float16 are loaded as such: the kernel decodes the others by their bits, which is exact on every GPU.
+_FORMATS: dict[torch.dtype, tuple[str, torch.dtype | None, float | int]] = {
+    torch.float32: ("float32", None, math.inf),
+    torch.float16: ("float16", None, math.inf),
+    torch.bfloat16: ("bfloat16", torch.int16, 0x7FC0),
+    torch.float8_e4m3fn: ("e4m3", torch.uint8, 0x7F),
+    torch.float8_e5m2: ("e5m2", torch.uint8, 0x7F),
+}
+_CODE_FORMATS = {False: ("e4m3", 448.0), True: ("e5m2", 57344.0)}  # e5m2? -> name in the kernel, largest number
+
+_MAX_DIMENSIONS = 5
+_THREADS = 128
+_BYTES_PER_LOAD = 16
+# Of one tile, without codes and with them: enough loads in flight to hide the latency of memory, and few enough for the
+# registers of the programs that share a processor.
+_ELEMENTS_PER_THREAD = {False: 32, True: 16}
+_PROGRAMS_PER_PROCESSOR = 4
+_PROGRAMS_OF_INTERPRETER = 4
+
+# triton has no types: this keeps the module typed.
+_jit: Callable[[Callable[..., Any]], Any] = triton.jit
+
+
+def measure(
+    values: torch.Tensor,
+    codes: torch.Tensor | None = None,
+    scale_inv: torch.Tensor | None = None,
+    *,
+    e5m2: bool = False,
+    histogram: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Measure a tensor, and its quantized values if there are any.
+
+    The result is the same bits for the same input, strides and device. A quantized value that is inf or NaN makes
+    ``error_square_sum`` inf or NaN, unless its element is not finite either.
+
+    Args:
+        values: any shape and strides; float32, float16, bfloat16, float8_e4m3fn or float8_e5m2. More than 5 dimensions
+            that cannot be seen as fewer cost a contiguous copy.
+        codes: uint8, the shape of ``values``, any strides: the FP8 codes of the quantized values.
+        scale_inv: float32, one element: a quantized value is its decoded code times this, in float32. An element
+            overflows if its magnitude is above the largest number of the format times this.
+        e5m2: whether the codes are E5M2 (largest number 57344); E4M3 (448) otherwise.
+        histogram: whether to count exponents.
+
+    Returns:
+        Sums: ``MOMENT_SUMS``, then ``COMPARISON_SUMS`` if there are codes, then ``EXPONENT_BINS`` counts if asked for.
+        Maxima: ``MAXIMA``. Both float64 on the device of ``values``, one dimension.
+
+    Raises:
+        TypeError: a tensor has a dtype other than these.
+        ValueError: codes and values differ in shape or device, there are codes without ``scale_inv``, or that has not
+            one element.
+    """
+    _check(values, codes, scale_inv)
+    numel = values.numel()
+    columns = len(MOMENT_SUMS) + (0 if codes is None else len(COMPARISON_SUMS)) + (EXPONENT_BINS if histogram else 0)
+    if numel == 0:
+        return (
+            torch.zeros(columns, dtype=torch.float64, device=values.device),
+            torch.full((len(MAXIMA),), NOTHING, dtype=torch.float64, device=values.device),
+        )
+
+    name, integers, not_finite = _FORMATS[values.dtype]
+    elements = values.detach() if integers is None else values.detach().view(integers)
+    dimensions = _collapse(elements, codes)
+    if len(dimensions) > _MAX_DIMENSIONS:
+        elements = elements.contiguous()
+        codes = None if codes is None else codes.contiguous()
+        dimensions = _collapse(elements, codes)
+    outer, *inner = dimensions
+    inner = [*reversed(inner), *[(1, 0, 0)] * (_MAX_DIMENSIONS - 1 - len(inner))]
+
+    vector = _BYTES_PER_LOAD // elements.element_size()
+    run = _THREADS * vector
+    rows = _ELEMENTS_PER_THREAD[codes is not None] // vector
+    programs = min(_programs(values.device), -(-numel // (rows * run)))
+    partials = torch.empty((programs, columns + len(MAXIMA)), dtype=torch.float64, device=values.device)
+    code_name, largest = _CODE_FORMATS[e5m2]
+    with torch.cuda.device(values.get_device()):
+        _measure[(programs,)](
+            elements,
+            codes,
+            scale_inv,
+            partials,
+            numel,
+            *[size for size, _, _ in inner],
+            *[stride for _, stride, _ in [*inner, outer]],
+            *[stride for _, _, stride in [*inner, outer]],
+            FORMAT=name,
+            NOT_FINITE=not_finite,
+            CODES="" if codes is None else code_name,
+            LARGEST=largest,
+            HISTOGRAM=histogram,
+            WHOLE_RUNS=len(dimensions) > 1 and inner[0][0] % run == 0,
+            SMALL=numel < 2**31,
+            ROWS=rows,
+            THREADS=_THREADS,
+            VECTOR=vector,
+            COLUMNS=columns,
+            num_warps=_THREADS // 32,
+            enable_fp_fusion=True,  # the default, which later versions of Triton change
+        )
+    return partials[:, :columns].sum(dim=0), partials[:, columns:].amax(dim=0)
+
+
+def _check(values: torch.Tensor, codes: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
+    if values.dtype not in _FORMATS:
+        known = ", ".join(str(dtype) for dtype in _FORMATS)
+        raise TypeError(f"values: the dtype is {values.dtype}, must be one of {known}.")
+    if codes is None:
+        return
+    if scale_inv is None:
+        raise ValueError("scale_inv: must be given with codes.")
+    for argument, tensor, dtype in (("codes", codes, torch.uint8), ("scale_inv", scale_inv, torch.float32)):
+        if tensor.dtype != dtype:
+            raise TypeError(f"{argument}: the dtype is {tensor.dtype}, must be {dtype}.")
+        if tensor.device != values.device:
+            raise ValueError(f"{argument}: is on {tensor.device}, must be where the values are, on {values.device}.")
+    if codes.shape != values.shape:
+        raise ValueError(
+            f"codes: the shape is {tuple(codes.shape)}, must be that of the values, {tuple(values.shape)}."
+        )
+    if scale_inv.numel() != 1:
+        raise ValueError(f"scale_inv: has {scale_inv.numel()} elements, must have 1.")
+
+
+def _collapse(values: torch.Tensor, codes: torch.Tensor | None) -> list[tuple[int, int, int]]:
+    """As few (size, stride of values, stride of codes) as reach the same pairs of elements, outermost first.
+
+    The order of elements does not matter, only which belong together, so dimensions are sorted by stride first: every
+    dense tensor, transposed or not, becomes one dimension of stride 1.
+    """
+    code_strides: Sequence[int] = [0] * values.dim() if codes is None else codes.stride()
+    found = [found for found in zip(values.shape, values.stride(), code_strides, strict=True) if found[0] != 1]
+    found.sort(key=lambda dimension: dimension[1] or math.inf, reverse=True)
+    collapsed: list[tuple[int, int, int]] = []
+    for size, stride, code_stride in found:
+        if collapsed and collapsed[-1][1:] == (stride * size, code_stride * size):
+            size *= collapsed.pop()[0]
+        collapsed.append((size, stride, code_stride))
+    return collapsed or [(1, 1, 1)]
+
+
+def _programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _PROGRAMS_OF_INTERPRETER
+    processors: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return processors * _PROGRAMS_PER_PROCESSOR
+
+
+@_jit
+def _measure(
+    values: tl.tensor,
+    codes: tl.tensor,
+    scale_inv: tl.tensor,
+    partials: tl.tensor,
+    numel: tl.tensor,
+    # Sizes and strides from the innermost dimension on; the last of 5 needs no size, absent ones have 1 and 0.
+    size0: tl.tensor,
+    size1: tl.tensor,
+    size2: tl.tensor,
+    size3: tl.tensor,
+    stride0: tl.tensor,
+    stride1: tl.tensor,
+    stride2: tl.tensor,
+    stride3: tl.tensor,
+    stride4: tl.tensor,
+    code_stride0: tl.tensor,
+    code_stride1: tl.tensor,
+    code_stride2: tl.tensor,
+    code_stride3: tl.tensor,
+    code_stride4: tl.tensor,
+    FORMAT: tl.constexpr,
+    NOT_FINITE: tl.constexpr,
+    CODES: tl.constexpr,  # "" without codes
+    LARGEST: tl.constexpr,
+    HISTOGRAM: tl.constexpr,
+    WHOLE_RUNS: tl.constexpr,  # the innermost size is a multiple of THREADS * VECTOR
+    SMALL: tl.constexpr,  # every index fits int32
+    ROWS: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Write row ``program_id`` of ``partials``: ``COLUMNS`` sums and counts, then the maxima.
+
+    A program reads tiles of [ROWS, THREADS, VECTOR] elements. Each thread has the elements of one index THREADS: a
+    tile is reduced to [THREADS] in registers, and only the end of the program brings threads together.
+    """
+    run: tl.constexpr = THREADS * VECTOR
+    row = (tl.arange(0, ROWS) * run)[:, None, None].to(tl.int64)
+    lane = (tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :])[None, :, :]
+
+    # int32 is enough for what one thread counts: 2^31 elements a thread would be 2^38 a program.
+    finite_count = tl.full([THREADS], 0, tl.int32)
+    nonzero_count = tl.full([THREADS], 0, tl.int32)
+    total = tl.full([THREADS], 0, tl.float64)
+    square_sum = tl.full([THREADS], 0, tl.float64)
+    abs_sum = tl.full([THREADS], 0, tl.float64)
+    maximum = tl.full([THREADS], float("-inf"), tl.float32)
+    negated_min = tl.full([THREADS], float("-inf"), tl.float32)
+    negated_min_nonzero = tl.full([THREADS], float("-inf"), tl.float32)
+    underflow_count = tl.full([THREADS], 0, tl.int32)
+    overflow_count = tl.full([THREADS], 0, tl.int32)
+    error_square_sum = tl.full([THREADS], 0, tl.float64)
+    histogram = tl.full([256], 0, tl.int64)
+    if CODES != "":
+        scale = tl.load(scale_inv)
+        largest = scale * LARGEST
+
+    tile: tl.constexpr = ROWS * run
+    seen = tl.full([], 0, tl.int64)
+    for first in range(tl.program_id(0).to(tl.int64) * tile, numel, tl.num_programs(0).to(tl.int64) * tile):
+        seen += tl.minimum(numel - first, tile)
+        index = first + row + lane
+        mask = index < numel
+        # Divisions are the cost of more than one dimension: a run within one row of the tensor needs one for all.
+        divided = first + row if WHOLE_RUNS else index
+        if SMALL:
+            divided = divided.to(tl.int32)
+        offset = _offset(divided, size0, size1, size2, size3, stride0, stride1, stride2, stride3, stride4)
+        if WHOLE_RUNS:
+            offset += lane.to(tl.int64) * stride0
+
+        # What lies beyond the end is not finite, so what excludes inf and NaN excludes it too.
+        x = _decode(tl.load(values + offset, mask=mask, other=NOT_FINITE), FORMAT)
+        magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        finite = magnitude < 0x7F800000
+        nonzero = finite & (magnitude != 0)
+        wide = tl.where(finite, x, 0.0).to(tl.float64)
+
+        finite_count += _sum(finite.to(tl.int32))
+        nonzero_count += _sum(nonzero.to(tl.int32))
+        total += _sum(wide)
+        square_sum += _sum(wide * wide)
+        abs_sum += _sum(tl.abs(wide))
+        maximum = tl.maximum(maximum, _max(tl.where(finite, x, float("-inf"))))
+        negated_min = tl.maximum(negated_min, _max(tl.where(finite, -x, float("-inf"))))
+        negated_min_nonzero = tl.maximum(negated_min_nonzero, _max(tl.where(nonzero, -tl.abs(x), float("-inf"))))
+
+        if CODES != "":
+            offset = _offset(
+                divided,
+                size0,
+                size1,
+                size2,
+                size3,
+                code_stride0,
+                code_stride1,
+                code_stride2,
+                code_stride3,
+                code_stride4,
+            )
+            if WHOLE_RUNS:
+                offset += lane.to(tl.int64) * code_stride0
+            y = _decode(tl.load(codes + offset, mask=mask, other=0), CODES) * scale
+            underflow_count += _sum((nonzero & (y == 0.0)).to(tl.int32))
+            overflow_count += _sum((finite & (tl.abs(x) > largest)).to(tl.int32))
+            error = tl.where(finite, wide - y.to(tl.float64), 0.0)
+            error_square_sum += _sum(error * error)
+
+        if HISTOGRAM:
+            # A mask of tl.histogram is younger than Triton 3.2; no finite number has the exponent 255.
+            exponent = tl.where(nonzero, magnitude >> 23, 255)
+            histogram += tl.histogram(tl.reshape(exponent, [tile]), 256)
+
+    # The order is that of the module columns.
+    sums = partials + tl.program_id(0).to(tl.int64) * (COLUMNS + 3)
+    finite_total = _total(finite_count)
+    square_total = _total(square_sum)
+    tl.store(sums + 0, finite_total)
+    tl.store(sums + 1, seen.to(tl.float64) - finite_total)
+    tl.store(sums + 2, finite_total - _total(nonzero_count))
+    tl.store(sums + 3, _total(total))
+    tl.store(sums + 4, square_total)
+    tl.store(sums + 5, _total(abs_sum))
+    if CODES != "":
+        tl.store(sums + 6, finite_total)
+        tl.store(sums + 7, _total(underflow_count))
+        tl.store(sums + 8, _total(overflow_count))
+        tl.store(sums + 9, _total(error_square_sum))
+        tl.store(sums + 10, square_total)
+    maxima = sums + COLUMNS
+    if HISTOGRAM:
+        bins = tl.arange(0, 256)
+        tl.store(maxima - 256 + bins, tl.where(bins == 255, 0, histogram).to(tl.float64))
+    tl.store(maxima + 0, tl.max(maximum, 0).to(tl.float64))
+    tl.store(maxima + 1, tl.max(negated_min, 0).to(tl.float64))
+    tl.store(maxima + 2, tl.max(negated_min_nonzero, 0).to(tl.float64))
+
+
+@_jit
+def _offset(
+    index: tl.tensor,
+    size0: tl.tensor,
+    size1: tl.tensor,
+    size2: tl.tensor,
+    size3: tl.tensor,
+    stride0: tl.tensor,
+    stride1: tl.tensor,
+    stride2: tl.tensor,
+    stride3: tl.tensor,
+    stride4: tl.tensor,
+) -> tl.tensor:
+    """Where the element number ``index`` lies. A size of 1 is a constant to Triton, which drops its division."""
+    offset = (index % size0).to(tl.int64) * stride0
+    index = index // size0
+    offset += (index % size1).to(tl.int64) * stride1
+    index = index // size1
+    offset += (index % size2).to(tl.int64) * stride2
+    index = index // size2
+    offset += (index % size3).to(tl.int64) * stride3
+    return offset + (index // size3).to(tl.int64) * stride4
+
+
+@_jit
+def _decode(loaded: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
+    """The float32 of what was loaded, exactly."""
+    if FORMAT == "bfloat16":
+        x = (loaded.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif FORMAT == "e5m2":
+        # The upper byte of a float16.
+        x = (loaded.to(tl.int32) << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif FORMAT == "e4m3":
+        # The bits of a float16 that has 2^-8 of the value: its exponent has one bit more and a bias of 15, not 7.
+        code = loaded.to(tl.int32)
+        half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+        x = tl.where((code & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+    else:
+        x = loaded.to(tl.float32)
+    return x
+
+
+@_jit
+def _sum(tile: tl.tensor) -> tl.tensor:
+    return tl.sum(tl.sum(tile, 2), 0)
+
+
+@_jit
+def _max(tile: tl.tensor) -> tl.tensor:
+    return tl.max(tl.max(tile, 2), 0)
+
+
+@_jit
+def _total(column: tl.tensor) -> tl.tensor:
+    return tl.sum(column.to(tl.float64), 0)

@@ -1,0 +1,367 @@
+"""Brings a step's measurements to the host, merged over ranks: two collectives and one copy, however many there are.
+
+Ranks are matched by the names of segments, never by the order in which they came up, so that they may hold different
+layers, and a layer may rest on some of them for a step. They agree on a common layout when a segment comes up that no
+rank had before: then, and only then, names are exchanged. Each rank tells in the vector of maxima whether it has one,
+so that no further message is needed to find out.
+
+What every rank has a different part of is added. What replicas hold alike (the weights of a data-parallel group) is
+merged by the maximum, which is the value of any of them, also where some did not run the layer; the shards of tensor
+parallelism are kept apart in the message and added on the host. Replicas that are none, such as different experts under
+one name, give a mixture: a process group must keep them apart.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from te_precision_callbacks.engine.kernels.columns import NOTHING
+from te_precision_callbacks.engine.slots import Segment, SegmentKey, Slots
+from te_precision_callbacks.errors import PrecisionDebugError
+
+Values = npt.NDArray[np.float64]
+Entry = TypeVar("Entry", bound=Hashable)
+
+
+class ReductionError(PrecisionDebugError, RuntimeError):
+    """Statistics cannot be reduced any more, since an earlier reduction failed."""
+
+
+class Described(NamedTuple):
+    """What ranks tell one another of a segment; ``outputs`` are pairs of label and statistic."""
+
+    key: SegmentKey
+    sums: tuple[str, ...]
+    maxima: tuple[str, ...]
+    outputs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Segments of one kind after the reduction, one a row.
+
+    Attributes:
+        keys: the segments.
+        columns: column name -> values.
+        outputs: for each row the labels that are due, with their statistics.
+    """
+
+    keys: Sequence[SegmentKey]
+    columns: Mapping[str, Values]
+    outputs: Sequence[Sequence[tuple[str, str]]]
+
+
+def is_distributed(group: dist.ProcessGroup | None) -> bool:
+    """Whether there is more than one rank to reduce over."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def pooled(own: Iterable[Entry], group: dist.ProcessGroup | None) -> list[Entry]:
+    """The entries of all ranks, each once, in the same order everywhere; all ranks must call it alike.
+
+    Again and again, the lowest rank with an entry that was not sent yet sends all that it has of those. So every entry
+    travels once, and the number of messages grows with how many different lists there are (pipeline stages times
+    tensor-parallel shards), not with how many ranks.
+
+    Args:
+        own: this rank's; they must survive pickling.
+        group: the process group; None for all ranks.
+    """
+    missing = list(dict.fromkeys(own))
+    found: dict[Entry, None] = {}
+    device = _message_device(group)
+    rank, nobody = dist.get_rank(group), dist.get_world_size(group)
+    while True:
+        lowest = torch.tensor([rank if missing else nobody], device=device)
+        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
+        sender = int(lowest.item())
+        if sender == nobody:
+            return list(found)
+        sent: list[Any] = [missing]
+        source = sender if group is None else dist.get_global_rank(group, sender)
+        dist.broadcast_object_list(sent, src=source, group=group, device=device)
+        found.update(dict.fromkeys(sent[0]))
+        missing = [entry for entry in missing if entry not in found]
+
+
+class Reduction:
+    """Collects :class:`Slots` over a process group.
+
+    Args:
+        group: the process group; None for all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self._agreed: dict[SegmentKey, Described] = {}
+        self._layout: _Layout | None = None
+        self._layout_version = -1
+        self._own_layout: _Layout | None = None
+        self._own_version = -1
+        self._failed = False
+
+    def collect(self, slots: Slots, *, reduce: bool) -> list[Table]:
+        """The measurements since the last time, merged; with ``reduce`` all ranks of the group must call it alike.
+
+        Args:
+            slots: this rank's segments.
+            reduce: whether over ranks. False takes this rank's own, without a collective.
+
+        Raises:
+            ReductionError: an earlier reduction failed. The other ranks may be in another step since then, so that a
+                further one would wait for them, or mix the steps.
+        """
+        if not reduce or not is_distributed(self.group):
+            return self._collect_own(slots)
+        if self._failed:
+            raise ReductionError("An earlier reduction over ranks failed: from there on each rank has its own numbers.")
+        try:
+            return self._reduce(slots)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _collect_own(self, slots: Slots) -> list[Table]:
+        if self._own_layout is None or self._own_version != slots.version:
+            described = map(_describe, slots.segments.values())
+            self._own_layout = _Layout(described, slots, device=_home(slots), all_of_them=True)
+            self._own_version = slots.version
+        layout = self._own_layout
+        return layout.unpack(_to_host(layout.pack(slots, changed=False)))
+
+    def _reduce(self, slots: Slots) -> list[Table]:
+        while True:
+            news = () if self._layout_version == slots.version else self._news(slots)
+            if self._layout is not None:
+                if self._layout_version != slots.version and not news:
+                    self._lay_out(slots)  # new here, but known from other ranks
+                merged = self._exchange(self._layout, self._layout.pack(slots, changed=bool(news)))
+                if not self._layout.has_changed(merged):
+                    return self._layout.unpack(merged)
+            for entry in pooled(news, self.group):
+                known = self._agreed.get(entry.key)
+                outputs = dict.fromkeys([*(known.outputs if known else ()), *entry.outputs])
+                self._agreed[entry.key] = entry._replace(outputs=tuple(outputs))
+            self._lay_out(slots)
+
+    def _news(self, slots: Slots) -> list[Described]:
+        """What the other ranks have not heard of."""
+        news: list[Described] = []
+        for described in map(_describe, slots.segments.values()):
+            known = self._agreed.get(described.key)
+            if known is None or not set(described.outputs) <= set(known.outputs):
+                news.append(described)
+        return news
+
+    def _lay_out(self, slots: Slots) -> None:
+        home = _message_device(self.group)
+        described = sorted(self._agreed.values(), key=_order)
+        self._layout = _Layout(described, slots, device=_home(slots) if home.type == "cpu" else home, all_of_them=False)
+        self._layout_version = slots.version
+
+    def _exchange(self, layout: _Layout, message: torch.Tensor) -> Values:
+        """The messages of all ranks merged."""
+        message = message.to(_message_device(self.group))
+        sums, maxima = layout.parts(message)
+        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.group)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.group)
+        return _to_host(message)
+
+
+def _describe(segment: Segment) -> Described:
+    return Described(segment.key, segment.sums, segment.maxima, tuple(segment.outputs.items()))
+
+
+def _order(described: Described) -> tuple[str, str, str, int]:
+    layer, tensor, kind, shard = described.key
+    return layer, tensor, kind, -1 if shard is None else shard
+
+
+def _home(slots: Slots) -> torch.device:
+    """Where this rank's measurements are, or the first of them."""
+    return next((on for on, _, _ in slots.vectors()), torch.device("cpu"))
+
+
+def _message_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the group takes tensors, the same kind of device on all ranks: the GPU if NCCL takes part in it."""
+    if "nccl" in dist.get_backend_config(group) and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _to_host(message: torch.Tensor) -> Values:
+    values: Values = message.cpu().numpy()
+    return values
+
+
+class _Layout:
+    """Where each column of each segment stands in the message, and in this rank's vectors.
+
+    The first part of the message is summed: for each output of each segment the number of ranks on which it is due;
+    then the columns that are added. Of the second part the maximum is taken: the columns of maxima, and all columns of
+    replicas; then one flag, set by a rank that has segments which are not in the layout.
+
+    Args:
+        described: the segments of all ranks.
+        slots: this rank's.
+        device: where the message is put together.
+        all_of_them: also those that do not contribute.
+    """
+
+    def __init__(
+        self, described: Iterable[Described], slots: Slots, *, device: torch.device, all_of_them: bool
+    ) -> None:
+        self._device = device
+        entries = list(described)
+        self._due = sum(len(entry.outputs) for entry in entries)
+        self._split = self._due + sum(len(entry.sums) for entry in entries if entry.key.shard is None)
+        self._pieces: list[_Piece] = []
+        self._blocks: dict[tuple[tuple[str, ...], tuple[str, ...]], _Block] = {}
+        moves: dict[tuple[torch.device, str], tuple[list[int], list[int]]] = {}
+        due, added, largest = 0, self._due, self._split
+        for entry in entries:
+            segment = slots.segments.get(entry.key)
+            if segment is not None and not (segment.contributes or all_of_them):
+                segment = None
+            replicated = entry.key.shard is not None
+            sums_at = largest if replicated else added
+            if replicated:
+                largest += len(entry.sums)
+            else:
+                added += len(entry.sums)
+            piece = _Piece(entry, segment, due, sums_at, largest)
+            due += len(entry.outputs)
+            largest += len(entry.maxima)
+            self._pieces.append(piece)
+            self._blocks.setdefault((entry.sums, entry.maxima), _Block()).add(piece)
+            if segment is not None:
+                _extend(moves, segment.device, "sums", segment.sum_start, sums_at, len(entry.sums))
+                _extend(moves, segment.device, "maxima", segment.maximum_start, piece.maxima_at, len(entry.maxima))
+        self._length = largest + 1
+        self._moves = [
+            (on, of, torch.tensor(source, device=on), torch.tensor(target, device=device))
+            for (on, of), (source, target) in moves.items()
+            if source
+        ]
+
+    def parts(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is summed of a message, and of what the maximum is taken."""
+        return message[: self._split], message[self._split :]
+
+    def has_changed(self, merged: Values) -> bool:
+        """Whether some rank has segments that are not in the layout."""
+        return bool(merged[-1] > 0)
+
+    def pack(self, slots: Slots, *, changed: bool) -> torch.Tensor:
+        """The message of this rank, float64; neutral where it has nothing."""
+        message = torch.full((self._length,), NOTHING, dtype=torch.float64, device=self._device)
+        message[: self._split] = 0.0
+        due: list[float] = []
+        resting: list[int] = []
+        for entry, segment, _, sums_at, _ in self._pieces:
+            asked = segment.due if segment is not None else ()
+            due.extend(label in asked for label, _ in entry.outputs)
+            if segment is not None and not segment.measured and entry.key.shard is not None:
+                resting.extend(range(sums_at, sums_at + len(entry.sums)))
+        vectors = {on: {"sums": sums, "maxima": maxima} for on, sums, maxima in slots.vectors()}
+        for on, of, source, target in self._moves:
+            message.index_copy_(0, target, vectors[on][of].index_select(0, source).to(self._device))
+        if resting:  # a sum of nothing is 0, which would win over a negative one of another replica
+            message.index_fill_(0, torch.tensor(resting).to(self._device, non_blocking=True), NOTHING)
+        flags = torch.tensor([*due, changed], dtype=torch.float64).to(self._device, non_blocking=True)
+        message[: self._due] = flags[:-1]
+        message[-1:] = flags[-1:]
+        return message
+
+    def unpack(self, values: Values) -> list[Table]:
+        """The segments with an output that is due on some rank, the shards of replicas added up."""
+        due = (values[: self._due] > 0).tolist()
+        tables = (block.table(*columns, values, due) for columns, block in self._blocks.items())
+        return [table for table in tables if table.keys]
+
+
+class _Piece(NamedTuple):
+    """Where a segment stands in the message; ``segment`` is this rank's, None where it has nothing to send."""
+
+    entry: Described
+    segment: Segment | None
+    due_at: int
+    sums_at: int
+    maxima_at: int
+
+
+@dataclass
+class _Block:
+    """The segments with the same columns; ``rows`` has a number for each tensor, which its shards share."""
+
+    pieces: list[tuple[_Piece, int]] = field(default_factory=list)
+    rows: dict[SegmentKey, int] = field(default_factory=dict)
+
+    def add(self, piece: _Piece) -> None:
+        self.pieces.append((piece, self.rows.setdefault(piece.entry.key._replace(shard=None), len(self.rows))))
+
+    @functools.cached_property
+    def _cells(self) -> npt.NDArray[np.intp]:
+        """[segments, columns]: where each stands in the message."""
+        return np.array(
+            [
+                [
+                    *range(piece.sums_at, piece.sums_at + len(piece.entry.sums)),
+                    *range(piece.maxima_at, piece.maxima_at + len(piece.entry.maxima)),
+                ]
+                for piece, _ in self.pieces
+            ],
+            dtype=np.intp,
+        )
+
+    def table(self, sums: tuple[str, ...], maxima: tuple[str, ...], values: Values, due: Sequence[bool]) -> Table:
+        """What is due of them, one row for all shards of a tensor."""
+        outputs: dict[int, Sequence[tuple[str, str]]] = {}
+        chosen: list[int] = []
+        for index, ((entry, _, due_at, _, _), row) in enumerate(self.pieces):
+            wanted = due[due_at : due_at + len(entry.outputs)]
+            if not any(wanted):
+                continue
+            asked: Sequence[tuple[str, str]] = entry.outputs
+            if not all(wanted):
+                asked = [output for output, is_due in zip(asked, wanted, strict=True) if is_due]
+            outputs[row] = asked if row not in outputs else tuple(dict.fromkeys([*outputs[row], *asked]))
+            chosen.append(index)
+        if not chosen:
+            return Table((), {}, ())
+        cells = values[self._cells[chosen]]
+        row_of = [self.pieces[index][1] for index in chosen]
+        matrix = np.full((len(self.rows), cells.shape[1]), NOTHING)
+        matrix[:, : len(sums)] = 0.0
+        # A replica of which nothing was measured anywhere has sent no sum at all.
+        added = np.where(cells[:, : len(sums)] == NOTHING, 0.0, cells[:, : len(sums)])
+        np.add.at(matrix[:, : len(sums)], row_of, added)
+        np.maximum.at(matrix[:, len(sums) :], row_of, cells[:, len(sums) :])
+        keys = list(self.rows)
+        columns = matrix[list(outputs)].T
+        return Table(
+            [keys[row] for row in outputs],
+            dict(zip((*sums, *maxima), columns, strict=True)),
+            list(outputs.values()),
+        )
+
+
+def _extend(
+    moves: dict[tuple[torch.device, str], tuple[list[int], list[int]]],
+    on: torch.device,
+    of: str,
+    start: int,
+    target: int,
+    width: int,
+) -> None:
+    source_list, target_list = moves.setdefault((on, of), ([], []))
+    source_list.extend(range(start, start + width))
+    target_list.extend(range(target, target + width))

@@ -1,0 +1,167 @@
+"""Where a step's statistics gather: ranges of two float64 vectors on each device.
+
+Every watched tensor has segments: its moments, its exponents, one for each recipe that it is compared with, and so on.
+A segment has some columns that are added and some of which the maximum is kept; micro-batches merge in place, and
+nothing is copied to the host before the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from te_precision_callbacks.engine.kernels.columns import NOTHING
+from te_precision_callbacks.engine.statistics import Request
+
+_FIRST_CAPACITY = 1024
+
+
+class SegmentKey(NamedTuple):
+    """Names a segment, alike on every rank.
+
+    Attributes:
+        layer, tensor: what is watched.
+        kind: what is measured: ``TENSOR``, ``EXPONENTS``, ``QUANTIZED mxfp8 rowwise``, ...
+        shard: for what replicas of a shard hold alike (a weight), which shard; None where every rank's part differs.
+    """
+
+    layer: str
+    tensor: str
+    kind: str
+    shard: int | None = None
+
+
+@dataclass
+class Segment:
+    """A range of the vectors.
+
+    Attributes:
+        key: its name.
+        sums, maxima: names of the columns that are added, and of those of which the maximum is kept.
+        sum_start, maximum_start: where they begin in the vectors of ``device``.
+        contributes: whether this rank's part counts, or another rank has the same.
+        outputs: label -> name of the statistic, for all that was ever asked of it.
+        due: the labels that were asked of it since the last flush.
+        measured: whether anything was merged into it since the last flush.
+        iteration: of the last measurement.
+    """
+
+    key: SegmentKey
+    sums: tuple[str, ...]
+    maxima: tuple[str, ...]
+    device: torch.device
+    sum_start: int
+    maximum_start: int
+    contributes: bool = True
+    outputs: dict[str, str] = field(default_factory=dict)
+    due: set[str] = field(default_factory=set)
+    measured: bool = False
+    iteration: int = 0
+
+
+class _Vector:
+    """A growing float64 vector with a neutral value."""
+
+    def __init__(self, device: torch.device, neutral: float) -> None:
+        self._neutral = neutral
+        self._storage = torch.full((_FIRST_CAPACITY,), neutral, dtype=torch.float64, device=device)
+        self.used = 0
+
+    def reserve(self, width: int) -> int:
+        start, self.used = self.used, self.used + width
+        if self.used > len(self._storage):
+            larger = self._storage.new_full((2 * self.used,), self._neutral)
+            larger[:start] = self._storage[:start]
+            self._storage = larger
+        return start
+
+    @property
+    def content(self) -> torch.Tensor:
+        return self._storage[: self.used]
+
+    def part(self, start: int, width: int) -> torch.Tensor:
+        return self._storage.narrow(0, start, width)
+
+    def reset(self) -> None:
+        self.content.fill_(self._neutral)
+
+
+@dataclass
+class _Device:
+    sums: _Vector
+    maxima: _Vector
+
+
+@dataclass
+class Slots:
+    """All segments of this rank.
+
+    Attributes:
+        segments: by name, in the order of their first use.
+        version: grows with each new segment, each new output of one, and each change of who contributes.
+    """
+
+    segments: dict[SegmentKey, Segment] = field(default_factory=dict)
+    version: int = 0
+    _devices: dict[torch.device, _Device] = field(default_factory=dict)
+
+    def segment(
+        self,
+        key: SegmentKey,
+        sums: tuple[str, ...],
+        maxima: tuple[str, ...],
+        device: torch.device,
+        *,
+        contributes: bool,
+    ) -> Segment:
+        """The segment of a name, made at its first use."""
+        found = self.segments.get(key)
+        if found is None:
+            on = self._devices.get(device)
+            if on is None:
+                on = self._devices[device] = _Device(_Vector(device, 0.0), _Vector(device, NOTHING))
+            found = Segment(
+                key, sums, maxima, device, on.sums.reserve(len(sums)), on.maxima.reserve(len(maxima)), contributes
+            )
+            self.segments[key] = found
+            self.version += 1
+        elif found.contributes != contributes:
+            found.contributes = contributes
+            self.version += 1
+        return found
+
+    def ask(self, segment: Segment, requests: Iterable[Request], iteration: int) -> None:
+        """Note that statistics of a segment are wanted at the next flush."""
+        for request in requests:
+            if request.label not in segment.outputs:
+                segment.outputs[request.label] = request.statistic.name
+                self.version += 1
+            segment.due.add(request.label)
+        segment.iteration = iteration
+
+    def merge(self, segment: Segment, sums: torch.Tensor | None, maxima: torch.Tensor | None) -> None:
+        """Add a measurement to a segment. Tensors on another device are moved to the segment's."""
+        on = self._devices[segment.device]
+        segment.measured = True
+        if sums is not None:
+            on.sums.part(segment.sum_start, len(segment.sums)).add_(sums.to(segment.device))
+        if maxima is not None:
+            kept = on.maxima.part(segment.maximum_start, len(segment.maxima))
+            torch.maximum(kept, maxima.to(segment.device), out=kept)
+
+    def vectors(self) -> Iterator[tuple[torch.device, torch.Tensor, torch.Tensor]]:
+        """Device, sums and maxima of each device."""
+        for device, on in self._devices.items():
+            yield device, on.sums.content, on.maxima.content
+
+    def reset(self) -> None:
+        """Make everything neutral again, for the next step."""
+        for on in self._devices.values():
+            on.sums.reset()
+            on.maxima.reset()
+        for segment in self.segments.values():
+            segment.due.clear()
+            segment.measured = False

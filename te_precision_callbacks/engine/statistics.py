@@ -1,0 +1,351 @@
+"""Every statistic, defined once: its name, its formula, its unit, and how it follows from what a pass measured.
+
+    request = tensor_request("std")                        # of a tensor itself: LogTensorStats
+    request = quantized_request("mxfp8_mse_columnwise")    # of its quantized form: LogFp8TensorStats
+    request.statistic.value(columns)                       # float64, one for each row of the columns
+
+The table of docs/statistics.md is made from :data:`STATISTICS` (``python -m
+te_precision_callbacks.engine.statistics``). Upstream's names and formulas: Transformer Engine 2.20.2,
+``debug/features/utils/stats_computation.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from te_precision_callbacks.errors import PrecisionDebugError
+
+Values = npt.NDArray[np.float64]
+Columns = Mapping[str, Values]
+"""Column name (see :mod:`te_precision_callbacks.engine.kernels.columns`) -> values, float64, one a row."""
+
+RECIPES = ("fp8_delayed_scaling", "fp8_current_scaling", "mxfp8", "fp8_block_scaling", "nvfp4")
+"""The recipes that a statistic's name can start with."""
+
+_ALIASES = {
+    "delayed_scaling": "fp8_delayed_scaling",
+    "current_scaling": "fp8_current_scaling",
+    "block_scaling": "fp8_block_scaling",
+}
+"""Spellings of Transformer Engine's documentation that its code refuses."""
+
+_PER_TENSOR = ("fp8_delayed_scaling", "fp8_current_scaling")
+_COLUMNWISE = "_columnwise"
+BLOCKWISE = "max_blockwise_dynamic_range"
+OWN_RECIPE = ""
+"""Stands for the recipe that the layer runs."""
+
+
+class UnknownStatisticError(PrecisionDebugError, ValueError):
+    """A statistic that does not exist, or parameters that it does not take."""
+
+
+class Of(Enum):
+    """What a statistic is computed from."""
+
+    TENSOR = "the high-precision tensor"
+    QUANTIZED = "the tensor and its quantized form"
+    SCALES = "the scales of the quantized form"
+    BLOCKS = "blocks of the tensor"
+    EXPONENTS = "the exponents of the tensor"
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One row of the table.
+
+    Attributes:
+        name: as in a config, without recipe and direction.
+        of: what it is computed from.
+        formula: in words and symbols; sums are over the finite elements of all micro-batches and ranks.
+        merge: how micro-batches and ranks are merged.
+        unit: of the value.
+        upstream: whether Transformer Engine 2.20 has it.
+        value: the value, from merged columns. None for a vector, which is the columns themselves.
+    """
+
+    name: str
+    of: Of
+    formula: str
+    merge: str
+    unit: str
+    upstream: bool
+    value: Callable[[Columns], Values] | None
+
+
+def _or_zero(condition: npt.NDArray[np.bool_], values: Values) -> Values:
+    return np.where(condition, values, 0.0)
+
+
+def _ratio(numerator: Values, denominator: Values) -> Values:
+    """numerator / denominator, and 0 where there is nothing to divide by."""
+    return np.divide(numerator, denominator, out=np.zeros_like(numerator), where=denominator > 0)
+
+
+def _amax(columns: Columns) -> Values:
+    return np.maximum(columns["max"], columns["negated_min"])
+
+
+def _mean(columns: Columns) -> Values:
+    return _ratio(columns["sum"], columns["finite"])
+
+
+def _spread(total: Values, squares: Values, count: Values) -> Values:
+    """The sample standard deviation from raw moments, 0 for fewer than two elements.
+
+    What cancels leaves a relative error of some 2^-53 (mean / std)^2, 10^-7 at |mean| = 10^4 std. A spread
+    that is within the rounding of the moments is 0, as of equal elements.
+    """
+    centred = squares - _ratio(total * total, count)
+    return np.sqrt(_ratio(np.where(centred > squares * 2.0**-50, centred, 0.0), count - 1))
+
+
+def _std(columns: Columns) -> Values:
+    return _spread(columns["sum"], columns["square_sum"], columns["finite"])
+
+
+def _dynamic_range(columns: Columns) -> Values:
+    nonzero = np.isfinite(columns["negated_min_nonzero"])
+    smallest = np.where(nonzero, -columns["negated_min_nonzero"], 1.0)
+    return np.log2(np.where(nonzero, _amax(columns), 1.0)) - np.log2(smallest)
+
+
+def _sqnr(columns: Columns) -> Values:
+    signal, error = columns["signal_square_sum"], columns["error_square_sum"]
+    decibels = 10 * np.log10(np.maximum(_ratio(signal, error), 1e-300))
+    return np.where(error == 0, np.inf, np.where(np.isnan(error), np.nan, decibels))
+
+
+_ADD, _EXTREME = "counts and sums added", "the extreme of all"
+
+
+def _statistics() -> Iterable[Statistic]:
+    def tensor(
+        name: str, formula: str, merge: str, unit: str, value: Callable[[Columns], Values], upstream: bool = True
+    ) -> Statistic:
+        return Statistic(name, Of.TENSOR, formula, merge, unit, upstream, value)
+
+    def quantized(
+        name: str, formula: str, unit: str, value: Callable[[Columns], Values], upstream: bool = True
+    ) -> Statistic:
+        return Statistic(name, Of.QUANTIZED, formula, _ADD, unit, upstream, value)
+
+    def scales(name: str, formula: str, merge: str, value: Callable[[Columns], Values], upstream: bool) -> Statistic:
+        return Statistic(name, Of.SCALES, formula, merge, "of the tensor", upstream, value)
+
+    element, count = "of the tensor", "elements"
+    yield tensor("min", "min(x)", _EXTREME, element, lambda c: _or_zero(c["finite"] > 0, -c["negated_min"]))
+    yield tensor("max", "max(x)", _EXTREME, element, lambda c: _or_zero(c["finite"] > 0, c["max"]))
+    yield tensor("mean", "sum(x) / n", _ADD, element, _mean)
+    yield tensor("std", "sqrt((sum(x^2) - sum(x)^2 / n) / (n - 1))", _ADD, element, _std)
+    yield tensor("l1_norm", "sum(|x|)", _ADD, element, lambda c: c["abs_sum"])
+    yield tensor("l2_norm", "sqrt(sum(x^2))", _ADD, element, lambda c: np.sqrt(c["square_sum"]))
+    yield tensor("cur_amax", "max(|x|)", _EXTREME, element, lambda c: _or_zero(c["finite"] > 0, _amax(c)))
+    yield tensor(
+        "dynamic_range", "log2(max(|x|)) - log2(min(|x|) over x != 0)", _EXTREME, "powers of two", _dynamic_range
+    )
+    yield tensor(
+        "numel", "number of elements, finite or not", _ADD, count, lambda c: c["finite"] + c["nonfinite"], False
+    )
+    yield tensor(
+        "zeros%", "100 * (number of x = 0) / n", _ADD, "%", lambda c: 100 * _ratio(c["zeros"], c["finite"]), False
+    )
+    yield tensor("nonfinite_num", "number of inf and nan", _ADD, count, lambda c: c["nonfinite"], False)
+    yield Statistic(
+        BLOCKWISE,
+        Of.BLOCKS,
+        "max over blocks of log2(max(|x|)) - log2(min(|x|) over x != 0); a block has `block_size` elements of a row"
+        " (`dims: 1`) or `block_size` x `block_size` (`dims: 2`); activations and weights: the larger of it and of the"
+        " transposed tensor's",
+        _EXTREME,
+        "powers of two",
+        True,
+        lambda c: np.maximum(c["block_range"], 0.0),
+    )
+    yield Statistic(
+        "exponent_histogram",
+        Of.EXPONENTS,
+        "for each e from 0 to 255 the number of x with 2^(e - 127) <= |x| < 2^(e - 126); e = 0 has the x != 0 below"
+        " 2^-126",
+        _ADD,
+        count,
+        False,
+        None,
+    )
+
+    def share(column: str) -> Callable[[Columns], Values]:
+        return lambda c: 100 * _ratio(c[column], c["compared"])
+
+    yield quantized("underflows%", "100 * (number of x != 0 with y = 0) / n", "%", share("underflows"))
+    yield quantized("overflows%", "100 * (number of |x| > largest code * its factor) / n", "%", share("overflows"))
+    yield quantized(
+        "mse", "sum((x - y)^2) / n", "square of the tensor's", lambda c: _ratio(c["error_square_sum"], c["compared"])
+    )
+    yield quantized(
+        "sqnr_db", "10 * log10(sum(x^2) / sum((x - y)^2)); inf where y equals x", "dB", _sqnr, upstream=False
+    )
+    yield scales(
+        "scale_inv_min",
+        "smallest factor",
+        _EXTREME,
+        lambda c: _or_zero(c["scales"] > 0, -c["negated_scale_min"]),
+        True,
+    )
+    yield scales(
+        "scale_inv_max",
+        "largest factor",
+        _EXTREME,
+        lambda c: _or_zero(c["scales"] > 0, c["scale_max"]),
+        True,
+    )
+    yield scales(
+        "scale_inv_std",
+        "sample standard deviation of the factors",
+        _ADD,
+        lambda c: _spread(c["scale_sum"], c["scale_square_sum"], c["scales"]),
+        False,
+    )
+
+
+STATISTICS: Mapping[str, Statistic] = {statistic.name: statistic for statistic in _statistics()}
+
+TENSOR_STATISTICS = tuple(name for name, s in STATISTICS.items() if s.of in (Of.TENSOR, Of.EXPONENTS))
+"""What LogTensorStats takes as a plain name."""
+
+QUANTIZED_STATISTICS = tuple(name for name, s in STATISTICS.items() if s.of in (Of.QUANTIZED, Of.SCALES))
+"""What LogFp8TensorStats and LogNvfp4TensorStats take, with a recipe before and ``_columnwise`` after it or not."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of ``max_blockwise_dynamic_range``.
+
+    Attributes:
+        size: elements along a side.
+        dims: 1 for pieces of a row, 2 for square tiles.
+        both: whether the transposed tensor is looked at too.
+    """
+
+    size: int = 32
+    dims: int = 1
+    both: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """One number that is asked for.
+
+    Attributes:
+        label: the statistic's name in logs.
+        statistic: its row of the table.
+        recipe: None for a statistic of the tensor itself; :data:`OWN_RECIPE`; or one of :data:`RECIPES`, and where the
+            layer runs another one, what that recipe would give.
+        columnwise: whether the columnwise data are meant.
+        blocks: the blocks, of :data:`BLOCKWISE` only.
+    """
+
+    label: str
+    statistic: Statistic
+    recipe: str | None = None
+    columnwise: bool = False
+    blocks: Blocks | None = None
+
+    def under(self, recipe: str) -> Request:
+        """This request of a layer that runs no recipe: what ``recipe`` would give, and called that."""
+        return replace(self, label=f"{recipe}_{self.label}", recipe=recipe)
+
+
+def tensor_request(entry: object, tensor_name: str = "") -> Request:
+    """What an entry of ``stats`` of LogTensorStats asks for.
+
+    Args:
+        entry: a name of :data:`TENSOR_STATISTICS`, or ``{"max_blockwise_dynamic_range": {"block_size": 32, "dims":
+        1}}``. tensor_name: the tensor that it is asked of; decides whether blocks of the transposed tensor are looked
+        at.
+
+    Raises:
+        UnknownStatisticError: there is no such statistic.
+    """
+    if isinstance(entry, Mapping):
+        return _blockwise_request(entry, tensor_name)
+    if not isinstance(entry, str) or entry not in (*TENSOR_STATISTICS, BLOCKWISE):
+        raise UnknownStatisticError(f"there is no statistic {entry!r} of a tensor")
+    if entry == BLOCKWISE:
+        return _blockwise_request({BLOCKWISE: {}}, tensor_name)
+    return Request(entry, STATISTICS[entry])
+
+
+def _blockwise_request(entry: Mapping[Any, Any], tensor_name: str) -> Request:
+    if list(entry) != [BLOCKWISE]:
+        raise UnknownStatisticError(f"only {BLOCKWISE!r} takes parameters, not {', '.join(map(repr, entry))}")
+    parameters = entry[BLOCKWISE] if entry[BLOCKWISE] is not None else {}
+    if not isinstance(parameters, Mapping):
+        raise UnknownStatisticError(f"the parameters of {BLOCKWISE!r} are block_size and dims, not {parameters!r}")
+    for key in parameters:
+        if key not in ("block_size", "dims"):
+            raise UnknownStatisticError(f"{BLOCKWISE!r} takes block_size and dims, not {key!r}")
+    size, dims = parameters.get("block_size", 32), parameters.get("dims", 1)
+    if type(size) is not int or size < 1:
+        raise UnknownStatisticError(f"block_size of {BLOCKWISE!r} is a number of elements above 0, not {size!r}")
+    if type(dims) is not int or dims not in (1, 2):
+        raise UnknownStatisticError(f"dims of {BLOCKWISE!r} is 1 or 2, not {dims!r}")
+    blocks = Blocks(size, dims, tensor_name in ("activation", "weight"))
+    suffix = "_max_over_orientations" if blocks.both else ""
+    return Request(f"{BLOCKWISE}_block_size_{size}_dims_{dims}{suffix}", STATISTICS[BLOCKWISE], blocks=blocks)
+
+
+def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Request:
+    """What an entry of ``stats`` of LogFp8TensorStats asks for: ``[<recipe>_]<statistic>[_columnwise]``.
+
+    Args:
+        entry: the name.
+        default_recipe: the recipe of a name without one. Other than :data:`OWN_RECIPE`, the label gets it as a prefix.
+
+    Raises:
+        UnknownStatisticError: there is no such statistic.
+    """
+    if not isinstance(entry, str):
+        raise UnknownStatisticError(f"a statistic of a quantized tensor is a name, not {entry!r}")
+    columnwise = entry.endswith(_COLUMNWISE)
+    name = entry.removesuffix(_COLUMNWISE)
+    recipe = default_recipe
+    prefixes = sorted([*RECIPES, *_ALIASES], key=len, reverse=True)
+    prefix = next((prefix for prefix in prefixes if name.startswith(f"{prefix}_")), None)
+    if prefix is not None:
+        name = name.removeprefix(f"{prefix}_")
+        recipe = _ALIASES.get(prefix, prefix)
+    if name not in QUANTIZED_STATISTICS:
+        raise UnknownStatisticError(f"there is no statistic {name!r} of a quantized tensor")
+    if columnwise and recipe in _PER_TENSOR:
+        raise UnknownStatisticError(
+            f"{entry!r}: {recipe} has one scale for the whole tensor, so its columnwise data are its rowwise data;"
+            f" leave {_COLUMNWISE!r} out"
+        )
+    label = entry if prefix is not None or not recipe else f"{recipe}_{entry}"
+    return Request(label, STATISTICS[name], recipe, columnwise)
+
+
+def table() -> str:
+    """The table of docs/statistics.md, in Markdown."""
+    lines = ["| statistic | of | formula | merged by | unit | in TE 2.20 |", "|---|---|---|---|---|---|"]
+    lines += [
+        "| "
+        + " | ".join(
+            (f"`{s.name}`", s.of.value, s.formula.replace("|", "\\|"), s.merge, s.unit, "yes" if s.upstream else "")
+        )
+        + " |"
+        for s in STATISTICS.values()
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(table() + "\n")

@@ -1,0 +1,95 @@
+"""How the layers of a model are split over ranks, and what ranks must decide together.
+
+Read from Transformer Engine 2.20.2: the attributes ``tp_group``, ``tp_size``, ``parallel_mode`` and
+``sequence_parallel`` of the modules in ``pytorch/module``. What it is not told stays unknown: experts that differ from
+rank to rank under one name (expert parallelism) are taken as copies, unless ``process_group`` keeps them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar
+
+import torch.distributed
+
+from te_precision_callbacks.config.problems import ConfigError
+from te_precision_callbacks.engine.engine import Placement
+from te_precision_callbacks.engine.reduction import is_distributed, pooled
+from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.naming import NamedModule
+from te_precision_callbacks.session.errors import SessionError
+
+Entry = TypeVar("Entry", bound=Hashable)
+Result = TypeVar("Result")
+
+_MLP_MODES = {"fc1": "column", "fc2": "row"}
+"""The halves of a LayerNormMLP: its weights are split so in any case, ``set_parallel_mode`` only adds communication."""
+
+
+def placements(
+    modules: Iterable[NamedModule], reduced_over: torch.distributed.ProcessGroup | None
+) -> dict[str, Placement]:
+    """Layer name -> placement, for the layers that have a tensor-parallel group of several ranks.
+
+    Args:
+        modules: the modules of this rank.
+        reduced_over: the group over which statistics are reduced; None for all ranks.
+    """
+    found: dict[str, Placement] = {}
+    ranks_of = torch.distributed.get_process_group_ranks
+    for named in modules:
+        module: Any = named.module
+        group = getattr(module, "tp_group", None)
+        if getattr(module, "tp_size", 1) < 2 or group is None:
+            continue
+        rank = torch.distributed.get_rank(group)
+        lower = ranks_of(group)[:rank]
+        first = not lower if reduced_over is None else set(lower).isdisjoint(ranks_of(reduced_over))
+        # GroupedLinear communicates nothing, and shows what its GEMMs get: what was gathered before it.
+        gathers = getattr(module, "num_gemms", None) is None
+        sequence_parallel = gathers and bool(getattr(module, "sequence_parallel", False))
+        for layer in named.layers:
+            mode = getattr(module, "parallel_mode", None)
+            if hasattr(module, "set_parallel_mode"):
+                mode = _MLP_MODES.get(layer.name.rpartition(".")[2])
+            found[layer.name] = Placement(rank, first, mode, sequence_parallel)
+    return found
+
+
+class Ranks:
+    """The ranks that reduce their statistics together, or this one alone.
+
+    Args:
+        group: the process group; None for all ranks.
+        reduce: whether statistics are reduced at all.
+    """
+
+    def __init__(self, group: torch.distributed.ProcessGroup | None, *, reduce: bool) -> None:
+        self._group = group
+        self._several = reduce and is_distributed(group)
+
+    def pool(self, entries: Iterable[Entry]) -> list[Entry]:
+        """The entries of all ranks, each once."""
+        return pooled(entries, self._group) if self._several else list(entries)
+
+    def together(self, compute: Callable[[], Result]) -> Result:
+        """What ``compute`` gives on this rank. Where it fails on any rank, all raise, and none waits for another.
+
+        Raises:
+            ConfigError: the config cannot be used on another rank.
+            SessionError: another failure on another rank.
+        """
+        if not self._several:
+            return compute()
+        failures: list[tuple[type[ConfigError] | type[SessionError], str]] = []
+        try:
+            result = compute()
+        except Exception as error:
+            kind = ConfigError if isinstance(error, ConfigError) else SessionError
+            known = isinstance(error, PrecisionDebugError)
+            failures.append((kind, str(error) if known else f"{type(error).__name__}: {error}"))
+            self.pool(failures)
+            raise
+        for kind, text in self.pool(failures):
+            raise kind(f"On another rank: {text}")
+        return result

@@ -1,0 +1,101 @@
+"""The columns of a pass in float64, from numpy: what the passes and the engine are tested against."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from te_precision_callbacks.engine.kernels import COMPARISON_SUMS, EXPONENT_BINS, MAXIMA, MOMENT_SUMS
+
+Array = npt.NDArray[np.float64]
+Columns = dict[str, Any]
+
+FLOAT8 = {False: (torch.float8_e4m3fn, 448.0), True: (torch.float8_e5m2, 57344.0)}  # e5m2? -> torch's dtype, largest
+
+
+def as_array(values: torch.Tensor) -> Array:
+    """All elements, in the order of the shape."""
+    array: Array = values.detach().float().double().reshape(-1).numpy()
+    return array
+
+
+def moments(x: Array) -> Columns:
+    kept = x[np.isfinite(x)]
+    nonzero = np.abs(kept[kept != 0])
+    return {
+        "finite": len(kept),
+        "nonfinite": len(x) - len(kept),
+        "zeros": len(kept) - len(nonzero),
+        "sum": math.fsum(kept),
+        "square_sum": math.fsum(kept**2),
+        "abs_sum": math.fsum(nonzero),
+        "max": kept.max(initial=-math.inf),
+        "negated_min": (-kept).max(initial=-math.inf),
+        "negated_min_nonzero": (-nonzero).max(initial=-math.inf),
+    }
+
+
+def comparison(x: Array, y: Array, limit: float | Array) -> Columns:
+    finite = np.isfinite(x)
+    x, y = x[finite], y[finite]
+    limit = limit if isinstance(limit, float) else limit[finite]
+    return {
+        "compared": len(x),
+        "underflows": ((x != 0) & (y == 0)).sum(),
+        "overflows": (np.abs(x) > limit).sum(),
+        "error_square_sum": math.fsum((x - y) ** 2),
+        "signal_square_sum": math.fsum(x**2),
+    }
+
+
+def histogram(x: Array) -> list[int]:
+    nonzero = x[np.isfinite(x) & (x != 0)]
+    bins = np.maximum(np.frexp(nonzero)[1] + 126, 0)  # frexp: 0.5 <= mantissa < 1
+    return [int(count) for count in np.bincount(bins, minlength=EXPONENT_BINS)]
+
+
+def columns(
+    values: torch.Tensor,
+    codes: torch.Tensor | None = None,
+    scale_inv: torch.Tensor | None = None,
+    *,
+    e5m2: bool = False,
+    histogram_too: bool = False,
+) -> Columns:
+    """All columns of a pass, those of the histogram as a list."""
+    x = as_array(values)
+    found = moments(x)
+    if codes is not None and scale_inv is not None:
+        dtype, largest = FLOAT8[e5m2]
+        y = codes.contiguous().view(dtype).float() * scale_inv
+        found |= comparison(x, as_array(y), float(torch.tensor(largest) * scale_inv))
+    if histogram_too:
+        found["histogram"] = histogram(x)
+    return found
+
+
+def named(sums: torch.Tensor, maxima: torch.Tensor, *, compared: bool = False, histogram_too: bool = False) -> Columns:
+    """The result of a pass by the names of its columns."""
+    assert (sums.dtype, sums.dim(), maxima.dtype, maxima.dim()) == (torch.float64, 1, torch.float64, 1)
+    names = [*MOMENT_SUMS, *(COMPARISON_SUMS if compared else ())]
+    assert len(sums) == len(names) + EXPONENT_BINS * histogram_too
+    found: Columns = dict(zip(names, sums.tolist(), strict=False))
+    if histogram_too:
+        found["histogram"] = sums[len(names) :].tolist()
+    return found | dict(zip(MAXIMA, maxima.tolist(), strict=True))
+
+
+def assert_same(found: Columns, expected: Columns, *, rel: float = 1e-13) -> None:
+    """Counts and extremes are exact; sums are as good as float64 can add."""
+    assert found.keys() == expected.keys()
+    sums = {name for name in found if name.endswith("sum")}
+    for name in sums:
+        size = expected["abs_sum"] if name == "sum" else expected[name]
+        assert found[name] == pytest.approx(expected[name], rel=rel, abs=rel * size, nan_ok=True), name
+    rest = found.keys() - sums
+    assert {name: found[name] for name in rest} == {name: expected[name] for name in rest}

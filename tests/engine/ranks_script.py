@@ -1,0 +1,617 @@
+"""One of several gloo processes: python ranks_script.py RANK WORLD FOLDER
+
+It runs all cases for that number of processes, one after another, and writes what they return to FOLDER/RANK.json. The
+models and data are here too, for the single process that the test compares with: see tests/engine/test_ranks.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import te_precision_callbacks
+from te_precision_callbacks import reference
+
+if not torch.cuda.is_available():
+    reference.install()  # before anything imports Transformer Engine
+
+import transformer_engine.pytorch as te
+from torch.nn.functional import gelu
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformer_engine.common.recipe import Float8CurrentScaling
+
+from te_precision_callbacks.engine.engine import StatisticsEngine, Watched
+from te_precision_callbacks.engine.statistics import tensor_request
+from te_precision_callbacks.session import InspectSession
+from tests.conftest import Keeper, feature
+
+TENSORS = ["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
+STATISTICS = ["l1_norm", "numel", "std", "mean", "max", "nonfinite_num"]
+HIDDEN, FFN, ROWS = 32, 64, 32
+
+Values = dict[str, float]
+"""``"<layer> <tensor> <statistic>"`` -> value."""
+
+CASES: dict[int, dict[str, Callable[[Path], Any]]] = {2: {}, 4: {}}
+
+
+def case(*worlds: int) -> Callable[[Callable[[Path], Any]], Callable[[Path], Any]]:
+    """A case for these numbers of processes."""
+
+    def register(run: Callable[[Path], Any]) -> Callable[[Path], Any]:
+        for world in worlds:
+            CASES[world][run.__name__] = run
+        return run
+
+    return register
+
+
+# ---------------------------------------------------------------------- what is observed, and where it ends
+
+
+def config(layers: Sequence[str] = ("all",), **sections: Sequence[str]) -> dict[str, Any]:
+    """All statistics of all tensors, of ``layers``, or a section for each keyword."""
+    options = {"tensors": TENSORS, "stats": STATISTICS, "freq": 1}
+    chosen = sections or {"all": layers}
+    return {name: feature("LogTensorStats", list(types), **options) for name, types in chosen.items()}
+
+
+@contextmanager
+def session(model: torch.nn.Module, folder: Path, **keywords: Any) -> Iterator[tuple[InspectSession, Keeper]]:
+    keeper = Keeper()
+    options = {"config": config(), "strict": True, **keywords}
+    with InspectSession(model=model, log_dir=folder / "log", sinks=[keeper], **options) as running:
+        yield running, keeper
+
+
+def steps(keeper: Keeper) -> list[Values]:
+    """The statistics of each step."""
+    return [{f"{row.layer} {row.tensor} {row.statistic}": row.value for row in records} for records in keeper.steps]
+
+
+def normal(seed: int | str, *shape: int) -> torch.Tensor:
+    number = seed if isinstance(seed, int) else sum(ord(letter) * 31**i for i, letter in enumerate(seed)) % 2**31
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(number))
+
+
+# ---------------------------------------------------------------------- layers that ranks run or do not run
+
+Calls = Sequence[tuple[str, int]]
+"""The layers that are run in a step, each with the seed of its batch."""
+
+PROGRAMS: dict[str, list[list[Calls]]] = {
+    # rank -> step -> calls
+    "data parallel, two micro-batches": [
+        [[("a", 0), ("b", 1), ("a", 2), ("b", 3)]],
+        [[("a", 4), ("b", 5), ("a", 6), ("b", 7)]],
+    ],
+    "pipeline stages": [[[("a", 0), ("b", 1)], [("a", 2), ("b", 3)]], [[("c", 4), ("d", 5)], [("c", 6), ("d", 7)]]],
+    "a rank without layers": [[[("a", 0)], [("a", 1)]], [[], []]],
+    "another order": [[[("a", 0), ("b", 1)]], [[("b", 2), ("a", 3)]]],
+    "a layer rests on a rank": [
+        [[("a", 0), ("b", 1)], [("a", 2), ("b", 3)], [("a", 4), ("b", 5)]],
+        [[("a", 6), ("b", 7)], [("a", 8)], [("a", 9), ("b", 1)]],
+    ],
+    "a layer never runs on a rank": [[[("a", 0), ("b", 1)], [("a", 2), ("b", 3)]], [[("a", 4)], [("a", 5)]]],
+    "no layer runs on a rank": [[[("a", 0)], [("a", 1)], [("a", 2)]], [[("a", 3)], [], [("a", 4)]]],
+    "a layer comes up late": [
+        [[("a", 0)], [("a", 1)], [("a", 2)], [("a", 3)], [("a", 4), ("b", 5)]],
+        [[("a", 6)], [("a", 7)], [("a", 8)], [("a", 9), ("b", 9)], [("a", 1), ("b", 2)]],
+    ],
+}
+
+
+class Layers(torch.nn.Module):
+    """Independent layers with the same weights wherever they are. The weights of each have a negative sum."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleDict({name: te.Linear(16, 16, bias=False) for name in names})
+        self.plain = torch.nn.Linear(16, 16)
+        with torch.no_grad():
+            for name, layer in self.layers.items():
+                layer.weight.copy_(normal(name, 16, 16) - 0.5)
+
+    def run(self, calls: Calls) -> None:
+        for name, seed in calls:
+            x = (normal(seed, 16, 16) + seed).requires_grad_()
+            (self.layers[name](x) * normal(seed + 100, 16, 16)).sum().backward()
+
+
+def owned(name: str, rank: int) -> list[str]:
+    """The layers that a rank has: all where the case is about running them."""
+    ranks = range(2) if "layer" in name and "without" not in name else [rank]
+    return sorted({layer for other in ranks for calls in PROGRAMS[name][other] for layer, _ in calls})
+
+
+# ---------------------------------------------------------------------- layers that are split over ranks
+
+
+class Split(torch.nn.Module):
+    """All kinds of layers of a tensor-parallel group; the whole of each without one."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self.sequence_parallel = sequence_parallel
+        keywords: dict[str, Any] = {"bias": False}
+        if group is not None:
+            keywords |= {"tp_group": group, "tp_size": self.size, "sequence_parallel": sequence_parallel}
+        self.copied = te.Linear(HIDDEN, HIDDEN, **keywords)
+        self.column = te.Linear(HIDDEN, FFN, parallel_mode="column", **keywords)
+        self.row = te.Linear(FFN, HIDDEN, parallel_mode="row", **keywords)
+        self.norm_column = te.LayerNormLinear(HIDDEN, FFN, parallel_mode="column", **keywords)
+        self.second_row = te.Linear(FFN, HIDDEN, parallel_mode="row", **keywords)
+        self.mlp = te.LayerNormMLP(HIDDEN, FFN, set_parallel_mode=True, **keywords)
+        with torch.no_grad():
+            self._load("copied.weight", HIDDEN, HIDDEN)
+            self._load("column.weight", FFN, HIDDEN, split=0)
+            self._load("row.weight", HIDDEN, FFN, split=1)
+            self._load("norm_column.weight", FFN, HIDDEN, split=0)
+            self._load("second_row.weight", HIDDEN, FFN, split=1)
+            self._load("mlp.fc1_weight", FFN, HIDDEN, split=0)
+            self._load("mlp.fc2_weight", HIDDEN, FFN, split=1)
+
+    def _load(self, name: str, *shape: int, split: int | None = None) -> None:
+        whole = normal(name, *shape) / 8
+        self.get_parameter(name).copy_(whole if split is None else whole.chunk(self.size, split)[self.rank])
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank has of a sequence."""
+        return whole.chunk(self.size, 0)[self.rank] if self.sequence_parallel else whole
+
+    def run(self, seed: int) -> None:
+        """Forward and backward of one batch."""
+        x = self.part(normal(seed, ROWS, HIDDEN)).clone().requires_grad_()
+        x = self.row(gelu(self.column(self.copied(x))))
+        x = self.mlp(self.second_row(self.norm_column(x)))
+        (x * self.part(normal(seed + 100, ROWS, HIDDEN))).sum().backward()
+
+
+def wide(seed: int, columns: int) -> torch.Tensor:
+    """Numbers over seven decades, some of which E4M3 cannot hold beside the largest."""
+    return normal(seed, ROWS, columns) * 10 ** (
+        7 * torch.rand(ROWS, columns, generator=torch.Generator().manual_seed(seed)) - 7
+    )
+
+
+def quantized_statistics(folder: Path, group: dist.ProcessGroup | None, *, sequence_parallel: bool = False) -> Values:
+    """Layers that all get the same input, under FP8 current scaling."""
+    split = Split(group, sequence_parallel=sequence_parallel)
+    x = split.part(wide(0, HIDDEN)).clone().requires_grad_()
+    halves = wide(1, FFN).chunk(split.size, 1)[split.rank].clone().requires_grad_()
+    statistics = {"tensors": ["activation"], "stats": ["underflows%", "mse"], "freq": 1}
+    chosen = {"fp8": feature("LogFp8TensorStats", ["all"], **statistics)}
+    with session(split, folder, config=chosen) as (running, keeper):
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            outputs = [split.column(x), split.norm_column(x), split.mlp(x), split.row(halves)]
+        sum(output.sum() for output in outputs).backward()
+        running.step()
+    return steps(keeper)[0]
+
+
+# ---------------------------------------------------------------------- counting
+
+
+_PACKAGE = str(Path(te_precision_callbacks.__file__).parent)
+_REFERENCE = str(Path(_PACKAGE, "reference"))
+_FORMATS = str(Path(_PACKAGE, "formats.py"))
+"""Of use to both; who called it counts."""
+
+
+class Counted(TorchDispatchMode):
+    """Counts collectives with their elements, and what makes the host wait for a device, where some code asks for it.
+
+    Every call counts, wherever the tensor is: on a machine without a GPU a copy to the host is no copy.
+
+    Args:
+        code: the folders of the code; this project's own where there are none. What the reference backend does, in the
+            place of a GPU's kernels, does not count.
+    """
+
+    _WAITING_OPS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "bincount")
+    _WAITING_METHODS = ("item", "cpu", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__")
+
+    def __init__(self, *code: str) -> None:
+        super().__init__()
+        self._code = code or (_PACKAGE, str(Path(_PACKAGE).parent / "features"))
+        self.collectives: list[tuple[str, int]] = []
+        self.waits: Counter[str] = Counter()
+        self._patches: list[Any] = []
+        self._inside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "c10d":
+            tensors = [
+                t for arg in args[:2] for t in torch.utils._pytree.tree_leaves(arg) if isinstance(t, torch.Tensor)
+            ]
+            self.collectives.append((name.rstrip("_"), sum(tensor.numel() for tensor in tensors)))
+        elif name in self._WAITING_OPS and not self._inside and self._asks():
+            self.waits[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> Counted:
+        for name in self._WAITING_METHODS:
+            self._patches.append(mock.patch.object(torch.Tensor, name, self._counting(name)))
+            self._patches[-1].start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        while self._patches:
+            self._patches.pop().stop()
+
+    def _counting(self, name: str) -> Callable[..., Any]:
+        original = getattr(torch.Tensor, name)
+
+        def call(tensor: torch.Tensor, *args: Any, **keywords: Any) -> Any:
+            if self._inside or not self._asks():
+                return original(tensor, *args, **keywords)
+            self.waits[name] += 1
+            self._inside = True
+            try:
+                return original(tensor, *args, **keywords)
+            finally:
+                self._inside = False
+
+        return call
+
+    def _asks(self) -> bool:
+        """Whether the innermost frame that is known is of the code in question."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if name.startswith(_REFERENCE):
+                return False
+            if name.startswith(self._code) and name != _FORMATS:
+                return True
+            frame = frame.f_back
+        return False
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """How many collectives of each kind."""
+        return dict(Counter(name for name, _ in self.collectives))
+
+
+# ---------------------------------------------------------------------- the cases
+
+
+@case(2)
+def upstream_costs(folder: Path) -> dict[str, Any]:
+    """The same counts for Transformer Engine's own feature. First, since a module that was built before is refused."""
+    import nvdlfw_inspect.api as debug_api
+    import transformer_engine.debug.features as te_features
+
+    from te_precision_callbacks.session.upstream import Snapshot
+
+    found: dict[str, Any] = {}
+    for name, layers, tensors, stats in (
+        ("two layers, three tensors", "ab", ["activation", "weight", "gradient"], ["mean"]),
+        ("one tensor, four statistics", "a", ["activation"], ["min", "max", "mean", "std"]),
+    ):
+        snapshot = Snapshot()
+        chosen = {"all": feature("LogTensorStats", ["all"], tensors=tensors, stats=stats, freq=1)}
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        path = folder / name / f"config-{dist.get_rank()}.yaml"
+        path.write_text(json.dumps(chosen))
+        debug_api.initialize(config_file=str(path), feature_dirs=list(te_features.__path__), log_dir=str(folder / name))
+        try:
+            model = Layers(layers)
+            debug_api.infer_and_assign_layer_names(model)
+            with Counted(str(Path(te_features.__path__[0]).parent)) as counted:
+                model.run([(layer, 0) for layer in layers])
+                debug_api.step()
+        finally:
+            debug_api.end_debug()
+            snapshot.restore()
+        found[name] = {"collectives": counted.kinds, "waits": counted.waits.total()}
+    return found
+
+
+@case(2)
+def programs(folder: Path) -> dict[str, Any]:
+    """The statistics of each step of each program, and the collectives of its steps."""
+    found = {}
+    for name, program in PROGRAMS.items():
+        names = owned(name, dist.get_rank())
+        counts = []
+        model = Layers(names)
+        with session(model, folder / name) as (running, keeper):
+            for calls in program[dist.get_rank()]:
+                model.run(calls)
+                with Counted() as counted:
+                    running.step()
+                counts.append(counted.kinds)
+        found[name] = {"steps": steps(keeper), "collectives": counts}
+    return found
+
+
+@case(2)
+def tensor_parallel(folder: Path) -> dict[str, Values]:
+    """One batch that both ranks compute together, with and without sequence parallelism."""
+    found = {}
+    for name, sequence_parallel in {"tp": False, "sp": True}.items():
+        model = Split(dist.group.WORLD, sequence_parallel=sequence_parallel)
+        with session(model, folder / name) as (running, keeper):
+            model.run(0)
+            running.step()
+        (found[name],) = steps(keeper)
+    return found
+
+
+@case(2)
+def tensor_parallel_in_fp8(folder: Path) -> dict[str, Values]:
+    return {
+        name: quantized_statistics(folder / name, dist.group.WORLD, sequence_parallel=name == "sp")
+        for name in ("tp", "sp")
+    }
+
+
+@case(4)
+def data_and_tensor_parallel(folder: Path) -> dict[str, Values]:
+    """Two batches in two tensor-parallel groups; in the second step one of the data-parallel replicas rests."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    found = {}
+    for name, sequence_parallel in {"tp": False, "sp": True}.items():
+        model = Split(groups[rank // 2], sequence_parallel=sequence_parallel)
+        with session(model, folder / name) as (running, keeper):
+            model.run(rank // 2)
+            running.step()
+            if rank < 2:
+                model.run(2)
+            running.step()
+        found[name] = steps(keeper)
+    return found
+
+
+@case(4)
+def stages_of_tensor_parallel_layers(folder: Path) -> list[Values]:
+    """Two pipeline stages of two tensor-parallel ranks each, whose layers have different names."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = Split(groups[rank // 2])
+    with session(torch.nn.ModuleDict({f"stage{rank // 2}": model}), folder) as (running, keeper):
+        model.run(rank // 2)
+        running.step()
+    return steps(keeper)
+
+
+@case(4)
+def own_groups(folder: Path) -> dict[str, Any]:
+    """Statistics over ranks 0 and 2, and over ranks 1 and 3: neither is the world, and one has no global rank 0."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model = Layers("a")
+    with session(model, folder, process_group=groups[rank % 2]) as (running, keeper):
+        for step in range(2):
+            model.run([("a", 10 * step + rank)])
+            running.step()
+    return {"steps": steps(keeper)}
+
+
+@case(4)
+def groups_across_tensor_parallel_groups(folder: Path) -> list[Values]:
+    """Statistics over the first ranks of two tensor-parallel groups, and over the second ones."""
+    rank = dist.get_rank()
+    parallel = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    reduced = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model = Split(parallel[rank // 2])
+    with session(model, folder, process_group=reduced[rank % 2]) as (running, keeper):
+        model.run(rank // 2)
+        running.step()
+    return steps(keeper)
+
+
+@case(2)
+def schedules(folder: Path) -> list[dict[str, int]]:
+    """The collectives of six steps where each rank has a layer of its own, one due every 2 and one every 3 steps."""
+    both = config(even=["layers.a"], third=["layers.b"])
+    both["third"]["transformer_engine"]["LogTensorStats"]["freq"] = 3
+    both["even"]["transformer_engine"]["LogTensorStats"]["freq"] = 2
+    name = "ab"[dist.get_rank()]
+    model = Layers(name)
+    counts = []
+    with session(model, folder, config=both) as (running, _):
+        for step in range(6):
+            if step != 2:  # the one that is due in this step rests
+                model.run([(name, step)])
+            with Counted() as counted:
+                running.step()
+            counts.append(counted.kinds)
+    return counts
+
+
+@case(2)
+def no_reduction(folder: Path) -> dict[str, Any]:
+    model = Layers("a")
+    with Counted() as counted, session(model, folder, reduce=False) as (running, keeper):
+        model.run([("a", dist.get_rank())])
+        running.step()
+    return {"steps": steps(keeper), "collectives": counted.kinds}
+
+
+@case(2)
+def sharded_by_fsdp2(folder: Path) -> list[Values]:
+    """Parameters are sharded between the forwards and gathered in them; each rank has a batch of its own."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = Layers("ab")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers.values():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with session(model, folder) as (running, keeper):
+        for step in range(2):
+            model.run([("a", 10 * dist.get_rank() + step), ("b", 10 * dist.get_rank() + step + 5)])
+            running.step()
+    return steps(keeper)
+
+
+@case(2)
+def rows_that_differ(folder: Path) -> list[dict[str, Any]]:
+    """Replicas without elements, and statistics that are due on one rank only, given to the engine by hand."""
+    engine = StatisticsEngine()
+    rank = dist.get_rank()
+    empty, negative = torch.empty(0, 4), torch.full((2, 4), -3.0)
+
+    def watch(layer: str, tensor: str, values: torch.Tensor, *statistics: str) -> None:
+        engine.note(Watched(layer, tensor, 0, values), [tensor_request(name) for name in statistics])
+        engine.measure()
+
+    found: list[dict[str, Any]] = []
+    for step in range(2):
+        watch("empty on rank 0", "weight", negative if rank else empty, "mean", "max", "numel")
+        watch("empty on both", "weight", empty, "mean", "max", "numel")
+        watch("more on rank 1", "activation", negative, *(("min", "max") if rank else ("max",)))
+        if rank == step:
+            watch("in turns", "activation", negative, "numel" if step else "max")
+        watch("histogram", "gradient", 2.0 ** torch.arange(rank, rank + 3), "exponent_histogram")
+        measured = engine.flush(reduce=True)
+        found.append({f"{m.layer} {m.tensor} {m.statistic}": m.value for m in measured})
+    return found
+
+
+@case(2)
+def not_finite(folder: Path) -> list[Values]:
+    """Two micro-batches a rank, with inf and nan in the second one of rank 1 only."""
+    model = Layers("a")
+    with session(model, folder) as (running, keeper):
+        for micro_batch in range(2):
+            x = normal(10 * dist.get_rank() + micro_batch, 8, 16)
+            if dist.get_rank() == micro_batch == 1:
+                x[0, 0], x[1, 1], x[2, 2] = torch.inf, -torch.inf, torch.nan
+            model.layers["a"](x).sum().backward()
+        running.step()
+    return steps(keeper)
+
+
+@case(2)
+def costs(folder: Path) -> dict[str, Any]:
+    """Collectives and waits in a step and at its end, for 6 and for 504 watched tensors."""
+    found = {}
+    for tensors in (6, 504):
+        names = [f"layer{number}" for number in range(tensors // len(TENSORS))]
+        model = Layers(names)
+        with session(model, folder / str(tensors)) as (running, keeper):
+            for step in range(2):  # the ranks agree on a layout at the end of the first
+                with Counted() as inside:
+                    model.run([(name, step) for name in names])
+                with Counted() as at_end:
+                    running.step()
+        watched = {tuple(key.split()[:2]) for key in steps(keeper)[-1]}
+        found[tensors] = {
+            "watched": len(watched),
+            "inside": [inside.kinds, dict(inside.waits)],
+            "at the end": [at_end.kinds, dict(at_end.waits)],
+        }
+    return found
+
+
+@case(2, 4)
+def messages(folder: Path) -> list[list[tuple[str, int]]]:
+    """The collectives of each step with the number of their elements; a second layer comes up in step 1."""
+    model = Layers("ab")
+    found = []
+    with session(model, folder) as (running, _):
+        for calls in ([("a", 0)], [("a", 1), ("b", 2)], [("a", 3), ("b", 4)]):
+            model.run(calls)
+            with Counted() as counted:
+                running.step()
+            found.append(counted.collectives)
+    return found
+
+
+@case(2)
+def attaching(folder: Path) -> dict[str, Any]:
+    """Models of which each rank has one layer, and configs that each rank can use, that none can, that one cannot."""
+    rank = dist.get_rank()
+    model = torch.nn.ModuleDict({f"stage{rank}": te.Linear(16, 16)})
+    wrong = {"wrong": feature("NoSuchFeature", ["all"])}
+    attempts: dict[str, Callable[[], dict[str, Any]]] = {
+        "a section for each stage": lambda: {"config": config(first=["stage0"], second=["stage1"])},
+        "exact names": lambda: {"config": exactly("stage0", "stage1")},
+        "an exact name that no rank has": lambda: {"config": exactly("stage0", "stage7")},
+        "a section for no stage": lambda: {"config": config(first=["stage0"], third=["stage2"])},
+        "allowed": lambda: {"config": config(first=["stage0"], third=["stage2"]), "allow_unmatched": True},
+        "one rank's config is wrong": lambda: {"config": wrong if rank == 1 else config()},
+        "one rank's model is wrong": lambda: {"config": config(), "model": "no model" if rank == 1 else model},
+        "no reduction": lambda: {"config": config(first=["stage0"]), "reduce": False},
+    }
+    found: dict[str, Any] = {}
+    for name, make in attempts.items():
+        keywords = {"model": model, **make()}
+        running = InspectSession(log_dir=folder / name, **{k: v for k, v in keywords.items() if k != "model"})
+        try:
+            running.start()
+            running.attach(keywords["model"])
+            found[name] = {layer.name: list(layer.sections) for layer in running.layers}
+        except Exception as error:
+            found[name] = [type(error).__name__, str(error)]
+        finally:
+            running.stop()
+    return found
+
+
+def exactly(*names: str) -> dict[str, Any]:
+    chosen = config()
+    chosen["all"]["layers"] = {"exact_layer_names": list(names)}
+    return chosen
+
+
+@case(2)
+def a_rank_leaves(folder: Path) -> dict[str, Any]:
+    """Rank 1 ends in step 1. The last case: nothing can be reduced after it."""
+    model = Layers("a")
+    counts = []
+    with session(model, folder, strict=False, process_group=dist.new_group([0, 1])) as (running, keeper):
+        for step in range(4):
+            model.run([("a", 10 * dist.get_rank() + step)])
+            if step == 1 and dist.get_rank() == 1:
+                break
+            with Counted() as counted:
+                running.step()
+            counts.append(len(counted.collectives))
+    local = [records.local for records in keeper.steps]
+    return {"steps": steps(keeper), "collectives": counts, "local": local}
+
+
+def main(rank: int, world: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'rendezvous'}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=90),
+    )
+    found: dict[str, Any] = {}
+    try:
+        for name in CASES[world]:
+            torch.manual_seed(0)
+            found[name] = CASES[world][name](folder / name)
+    except BaseException:
+        found["error"] = f"rank {rank}, {name}: {traceback.format_exc()}"
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    sys.stdout.flush()
+    os._exit("error" in found)  # without waiting for what other ranks do
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,343 @@
+"""The passes in plain torch and compiled for the CPU, against float64; and what they do not let themselves in for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from te_precision_callbacks.engine import kernels
+from te_precision_callbacks.engine.kernels import compiled, eager
+from tests.engine import exact
+
+INF, NAN = math.inf, math.nan
+WIDE = [torch.float32, torch.bfloat16, torch.float16]
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+PRIME = 20_011  # not a multiple of anything, and large enough for the compiled pass
+BYTES = torch.arange(256, dtype=torch.uint8)
+
+Measure = Callable[..., exact.Columns]
+
+
+@pytest.fixture(params=["eager", "compiled"])
+def measure(request: pytest.FixtureRequest) -> Measure:
+    """The pass, with its columns by name. Compiled, if it would be taken for a tensor of that size."""
+
+    def measure(values: torch.Tensor, codes: torch.Tensor | None = None, *args: Any, **options: Any) -> exact.Columns:
+        if request.param == "compiled":
+            assert kernels._pass_for(values) is (compiled if values.numel() >= compiled.SMALLEST else eager).measure
+            sums, maxima = kernels.measure(values, codes, *args, **options)
+            assert not compiled._failed
+        else:
+            sums, maxima = eager.measure(values, codes, *args, **options)
+        return exact.named(sums, maxima, compared=codes is not None, histogram_too=options.get("histogram", False))
+
+    return measure
+
+
+@pytest.fixture(autouse=True)
+def nothing_failed() -> None:
+    assert compiled._has_compiler()
+    assert not compiled._failed
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- moments ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*WIDE, *FP8], ids=str)
+def test_moments_of_every_dtype(measure: Measure, dtype: torch.dtype) -> None:
+    values = (normal(PRIME) * 3 + 0.5).to(dtype)
+    exact.assert_same(measure(values), exact.columns(values))
+
+
+@pytest.mark.parametrize("dtype", [*WIDE, *FP8], ids=str)
+def test_every_bit_pattern(measure: Measure, dtype: torch.dtype) -> None:
+    """Subnormals, both zeros, infinities and every NaN; of float32 those that bfloat16 has."""
+    if dtype in FP8:
+        values = BYTES.repeat(80).view(dtype)
+    else:
+        bits = torch.arange(2**16, dtype=torch.int32)
+        values = (bits << 16).view(dtype) if dtype == torch.float32 else bits.to(torch.int16).view(dtype)
+    exact.assert_same(measure(values, histogram=True), exact.columns(values, histogram_too=True))
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda x: x.view(163, -1).t(),
+    "permuted": lambda x: x.view(2, 326, -1).permute(2, 0, 1),
+    "every other": lambda x: x[::2],
+    "columns": lambda x: x.view(163, -1)[:, 3:150],
+    "expanded": lambda x: x[:200].unsqueeze(1).expand(200, 97),
+    "with an offset": lambda x: x[1:],
+    "0-d": lambda x: x[5],
+    "one element": lambda x: x[5:6],
+    "short": lambda x: x[:77],
+    "whole rows": lambda x: x[:32768],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(measure: Measure, layout: str) -> None:
+    values = LAYOUTS[layout](normal(163 * 300))
+    exact.assert_same(measure(values, histogram=True), exact.columns(values, histogram_too=True))
+
+
+def special(*values: float) -> torch.Tensor:
+    """Normal numbers with these among them, also in the last places, which no whole row has."""
+    x = normal(PRIME)
+    at = torch.tensor([0, 1, 4095, 4096, 8191, 16_383, 16_384, PRIME - 2, PRIME - 1])
+    x[at] = torch.tensor(values).repeat(9)[: len(at)]
+    return x
+
+
+SPECIAL = {
+    "zeros": torch.zeros(PRIME),
+    "negative zeros": torch.full((PRIME,), -0.0),
+    "nan": torch.full((PRIME,), NAN),
+    "infinite": torch.full((PRIME,), -INF),
+    "mixed": special(INF, -INF, NAN, 0.0),
+    "a row of nan": torch.cat([torch.full((4096,), NAN), normal(PRIME)]),
+    "subnormal": normal(PRIME) * 1e-40,
+    "the smallest number": special(1.4e-45, -1.4e-45),
+    "1e20": normal(PRIME) * 1e20,
+    "1e-30": normal(PRIME) * 1e-30,
+    "the largest number": special(torch.finfo(torch.float32).max, torch.finfo(torch.float32).min),
+    "both ends": torch.cat([normal(PRIME) * 1e30, normal(PRIME) * 1e-30]),
+    "negative": -normal(PRIME).abs() - 1,
+    "float16 subnormals": (normal(PRIME) * 1e-6).half(),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_special_values(measure: Measure, name: str) -> None:
+    values = SPECIAL[name]
+    exact.assert_same(measure(values, histogram=True), exact.columns(values, histogram_too=True))
+
+
+def test_nothing() -> None:
+    for values in (torch.empty(0), torch.empty(3, 0, 2), torch.empty(0, dtype=torch.bfloat16)):
+        sums, maxima = kernels.measure(values, histogram=True)
+        assert not sums.any()
+        assert maxima.tolist() == [-INF] * 3
+
+
+def test_moments_of_a_mean_that_is_1000_standard_deviations(measure: Measure) -> None:
+    values = normal(2 * PRIME, seed=1) * 0.01 + 10
+    parts = [measure(values[:PRIME]), measure(values[PRIME:])]
+    count, total, squares = (sum(part[name] for part in parts) for name in ("finite", "sum", "square_sum"))
+    std = math.sqrt((squares - total**2 / count) / (count - 1))
+    assert std == pytest.approx(exact.as_array(values).std(ddof=1), rel=1e-7)
+
+
+def test_a_piece_is_counted_exactly_in_float32() -> None:
+    assert max(eager.PIECE, eager.PIECE_ELSEWHERE) <= 2**24
+
+
+def test_a_tensor_of_many_pieces(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_PIECE", 5 * 4096)
+    monkeypatch.setattr(eager, "PIECE", 1000)
+    values = normal(13 * 4096 + 5)
+    codes, scale_inv = quantized(values, 0.01, e5m2=True)
+    found = measure(values, codes, scale_inv, e5m2=True, histogram=True)
+    exact.assert_same(found, exact.columns(values, codes, scale_inv, e5m2=True, histogram_too=True))
+
+
+# --- comparison with codes --------------------------------------------------------------------------------------------
+
+
+def quantized(values: torch.Tensor, scale_inv: float, *, e5m2: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes by torch's own cast, saturating, and ``scale_inv``."""
+    dtype, largest = exact.FLOAT8[e5m2]
+    scaled = (values.float() / scale_inv).clamp(-largest, largest)
+    return scaled.to(dtype).view(torch.uint8), torch.tensor([scale_inv])
+
+
+@pytest.mark.parametrize(("dtype", "e5m2"), [(torch.bfloat16, False), (torch.float32, True)], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize("scale_inv", [0.003, 7.5, 1e-9])
+def test_comparison(measure: Measure, dtype: torch.dtype, e5m2: bool, scale_inv: float) -> None:
+    """Nothing is lost; most underflows; most overflows."""
+    values = special(0.0, INF, NAN).to(dtype)
+    codes, factor = quantized(values, scale_inv, e5m2=e5m2)
+    expected = exact.columns(values, codes, factor, e5m2=e5m2)
+    exact.assert_same(measure(values, codes, factor, e5m2=e5m2), expected)
+    if not e5m2:
+        assert expected["underflows"] > 0 or expected["overflows"] > 0
+
+
+@pytest.mark.parametrize("e5m2", [False, True], ids=["E4M3", "E5M2"])
+def test_every_code_is_decoded_as_torch_does(measure: Measure, e5m2: bool) -> None:
+    codes = BYTES.repeat(100)
+    decoded = codes.view(exact.FLOAT8[e5m2][0]).float()
+    for finite in (decoded.isfinite(), torch.ones(len(codes), dtype=torch.bool)):  # with codes of NaN: an error of nan
+        values = normal(len(codes)).to(torch.float32 if e5m2 else torch.bfloat16)
+        found = measure(values[finite], codes[finite], torch.tensor([0.7]), e5m2=e5m2)
+        exact.assert_same(found, exact.columns(values[finite], codes[finite], torch.tensor([0.7]), e5m2=e5m2))
+
+
+def test_codes_of_another_layout(measure: Measure) -> None:
+    """A quantized tensor that has only its transpose."""
+    values = normal(163, 201)
+    codes, scale_inv = quantized(values, 0.01, e5m2=True)
+    transposed = codes.t().contiguous().t()
+    expected = exact.columns(values, codes, scale_inv, e5m2=True)
+    exact.assert_same(measure(values, transposed, scale_inv, e5m2=True), expected)
+    exact.assert_same(measure(values.t().contiguous().t(), codes, scale_inv.reshape(()), e5m2=True), expected)
+
+
+def test_a_quantized_tensor_that_is_compared_in_pieces() -> None:
+    values = normal(3, 70_001)
+    codes, scale_inv = quantized(values, 0.004)
+    decoded = codes.view(torch.float8_e4m3fn).float() * scale_inv
+    found = eager.compare(values, decoded, 448 * scale_inv)
+    expected = exact.comparison(exact.as_array(values), exact.as_array(decoded), float(448 * scale_inv))
+    exact.assert_same(dict(zip(kernels.COMPARISON_SUMS, found.tolist(), strict=True)), expected)
+
+
+# --- when nothing can be compiled -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a new process, in which nothing is known of a compiler."""
+    monkeypatch.setattr(compiled, "_kernels", {})
+    monkeypatch.setattr(compiled, "_failed", False)
+    compiled._has_compiler.cache_clear()
+    yield
+    compiled._has_compiler.cache_clear()
+
+
+def measured_twice_with_one_warning(caplog: pytest.LogCaptureFixture) -> str:
+    values = normal(PRIME)
+    for _ in range(2):
+        sums, maxima = kernels.measure(values)
+        exact.assert_same(exact.named(sums, maxima), exact.columns(values))
+    (record,) = (record for record in caplog.records if record.name == compiled.__name__)
+    assert record.levelname == "WARNING"
+    return record.getMessage()
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", ("/no/such/compiler",))
+    assert "C++ compiler" in measured_twice_with_one_warning(caplog)
+    assert kernels._pass_for(normal(PRIME)) is eager.measure
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_where_compiling_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("no space left on device\nand more")
+
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: fail)
+    message = measured_twice_with_one_warning(caplog)
+    assert "RuntimeError: no space left on device)" in message
+    assert kernels._pass_for(normal(PRIME)) is eager.measure
+
+
+# --- what surrounds a call --------------------------------------------------------------------------------------------
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_one_compilation_serves_all_shapes() -> None:
+    """A kernel that was compiled before, by another test, is made anew here: torch counts by code object."""
+    before = graphs()
+    for number in range(20):
+        values = normal(compiled.SMALLEST + 1023 * number**2)
+        exact.assert_same(exact.named(*kernels.measure(values)), exact.columns(values), rel=1e-12)
+    assert graphs() == before + 1
+
+
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_the_modes_of_the_caller_have_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They neither change a number nor use up the compilations that torch allows."""
+    monkeypatch.setenv("NVTE_TORCH_COMPILE", "0")
+    values = normal(PRIME)
+    expected = exact.columns(values)
+    before = graphs()
+
+    def check(tensor: torch.Tensor) -> None:
+        exact.assert_same(exact.named(*kernels.measure(tensor)), expected)
+
+    check(values)
+    check(values.clone().requires_grad_())
+    check(torch.nn.Parameter(values.clone()))
+    with torch.no_grad():
+        check(values)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            check(values)
+        with torch.autocast("cpu", dtype, cache_enabled=False):
+            check(values)
+    check(values.as_subclass(type("Subclass", (torch.Tensor,), {})))
+    assert graphs() == before + 1
+    with torch.device("meta"):  # as torch.set_default_device
+        sums, maxima = kernels.measure(values, histogram=True)
+        exact.assert_same(exact.named(sums, maxima, histogram_too=True), exact.columns(values, histogram_too=True))
+    with torch.inference_mode():
+        check(values)
+        of_inference = values.clone()
+        check(of_inference)
+    check(of_inference)
+    with torch.compiler.set_stance("force_eager"):
+        check(values)
+    assert graphs() <= before + 6
+    assert not compiled._failed
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_mode_at_the_first_call_does_not_stay() -> None:
+    """Under a dispatch mode, such as one that counts operations, torch would mark the kernel as not to be compiled."""
+    values, before = normal(PRIME), graphs()
+    for surroundings in (Seen(), torch.compiler.set_stance("force_eager")):
+        with surroundings:
+            exact.assert_same(exact.named(*kernels.measure(values)), exact.columns(values))
+        assert graphs() == before
+    kernels.measure(values)
+    assert graphs() == before + 1
+
+
+def test_within_a_compiled_model_and_its_backward_pass() -> None:
+    """As Transformer Engine's modules are: dynamo leaves their forward alone."""
+    found = []
+
+    class Watch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            found.append((x.detach().clone(), kernels.measure(x)))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            found.append((gradient.detach().clone(), kernels.measure(gradient)))
+            return gradient
+
+    class Watching(torch.nn.Linear):
+        @torch._dynamo.disable
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Watch.apply(super().forward(x))  # type: ignore[no-any-return]
+
+    model = torch.compile(torch.nn.Sequential(torch.nn.Linear(8, 8), Watching(8, 160)), backend="eager")
+    model(normal(130, 8)).square().mean().backward()
+    assert len(found) == 2
+    for values, (sums, maxima) in found:
+        exact.assert_same(exact.named(sums, maxima), exact.columns(values))
+    assert not compiled._failed

@@ -1,0 +1,731 @@
+"""What quantized tensors hold and what recipes would make of tensors, against numpy and the formats' definitions."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from te_precision_callbacks.engine import kernels
+from te_precision_callbacks.engine.engine import StatisticsEngine, Watched
+from te_precision_callbacks.engine.kernels import compiled
+from te_precision_callbacks.engine.quantization import (
+    SIMULATED,
+    Expanded,
+    PerTensor,
+    QuantizationError,
+    is_e5m2,
+    is_quantized,
+    read,
+    recipe_of,
+    round_to_mxfp8,
+    scale_columns,
+    simulate,
+)
+from te_precision_callbacks.engine.statistics import QUANTIZED_STATISTICS, quantized_request
+from te_precision_callbacks.formats import E2M1, E4M3, E5M2, FloatFormat
+from tests.engine import exact
+
+INF, NAN = math.inf, math.nan
+COMPILED_FROM = compiled.SMALLEST
+FLOAT32_MAX = np.finfo(np.float32).max
+Matrix = npt.NDArray[np.float32]
+Codes = npt.NDArray[np.uint8]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where a test says so: it takes some seconds each."""
+    monkeypatch.setattr(compiled, "SMALLEST", sys.maxsize)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- the recipes in numpy ---------------------------------------------------------------------------------------------
+
+
+class Format(NamedTuple):
+    """A format by its definition: its numbers from 0 on, whose places are their codes."""
+
+    table: npt.NDArray[np.float64]
+    sign: int
+
+    @classmethod
+    def of(cls, exponent_bits: int, mantissa_bits: int, largest: float) -> Format:
+        bias, fractions = 2 ** (exponent_bits - 1) - 1, np.arange(2**mantissa_bits) / 2**mantissa_bits
+        normal = [(1 + fractions) * 2.0 ** (exponent - bias) for exponent in range(1, 2**exponent_bits)]
+        table = np.concatenate([fractions * 2.0 ** (1 - bias), *normal])
+        return cls(table[table <= largest], 2 ** (exponent_bits + mantissa_bits))
+
+    @property
+    def largest(self) -> np.float32:
+        return np.float32(self.table[-1])
+
+    def codes(self, x: Matrix) -> Codes:
+        """Of the nearest numbers: of two at the same distance the one with the even code."""
+        middles = (self.table[1:] + self.table[:-1]) / 2
+        magnitude = np.abs(x.astype(np.float64))
+        code = np.searchsorted(middles, magnitude)  # of the lower number, where it lies in the middle of two
+        tie = np.append(middles, NAN)[code] == magnitude
+        return (code + (tie & (code % 2 == 1)) + self.sign * np.signbit(x)).astype(np.uint8)
+
+    def numbers(self, codes: Codes) -> Matrix:
+        return np.concatenate([self.table, np.zeros(self.sign - len(self.table)), -self.table])[codes].astype(
+            np.float32
+        )
+
+
+FP8 = {False: Format.of(4, 3, 448), True: Format.of(5, 2, 57344)}  # e5m2?
+FP4 = Format.of(2, 1, 6)
+BLOCKS = {  # recipe -> block of a tensor, of a weight
+    "fp8_current_scaling": (None, None),
+    "mxfp8": ((1, 32), (1, 32)),
+    "fp8_block_scaling": ((1, 128), (128, 128)),
+    "nvfp4": ((1, 16), (16, 16)),
+}
+RECIPES = list(BLOCKS)
+
+
+class Block(NamedTuple):
+    """A block: where it lies, its codes, and how its scale is stored; a quantized value is its number times factor."""
+
+    where: tuple[slice, slice]
+    codes: Codes
+    stored_scale: int | np.float32
+    factor: np.float32
+
+
+class Quantized(NamedTuple):
+    """A matrix, quantized by numpy."""
+
+    number_format: Format
+    blocks: list[Block]
+    shape: tuple[int, int]
+    tensor_amax: np.float32
+
+    def over(self, of_block: Sequence[Any], dtype: Any = np.float32) -> npt.NDArray[Any]:
+        """A matrix from something of each block."""
+        matrix = np.empty(self.shape, dtype)
+        for block, value in zip(self.blocks, of_block, strict=True):
+            matrix[block.where] = value
+        return matrix
+
+    @property
+    def values(self) -> Matrix:
+        return self.over([self.number_format.numbers(block.codes) * block.factor for block in self.blocks])
+
+    @property
+    def codes(self) -> Codes:
+        return self.over([block.codes for block in self.blocks], np.uint8)
+
+    @property
+    def limits(self) -> Matrix:
+        with np.errstate(over="ignore"):
+            limits = [block.factor * self.number_format.largest if block.factor else INF for block in self.blocks]
+        return self.over(limits)
+
+
+@np.errstate(over="ignore", divide="ignore")
+def quantize(
+    recipe: str, x: Matrix, *, e5m2: bool = False, weight: bool = False, columnwise: bool = False
+) -> Quantized:
+    """As the recipe is defined; inf and nan become 0 and do not count."""
+    x = np.where(np.isfinite(x), x, np.float32(0))
+    number_format = FP4 if recipe == "nvfp4" else FP8[e5m2]
+    size = BLOCKS[recipe][weight] or x.shape
+    height, width = size[::-1] if columnwise and BLOCKS[recipe][0] else size
+    tensor_amax = np.abs(x).max(initial=np.float32(0))
+    blocks = []
+    for top in range(0, x.shape[0], height):
+        for left in range(0, x.shape[1], width):
+            where = slice(top, top + height), slice(left, left + width)
+            multiplier, stored, factor = scale_of(recipe, np.abs(x[where]).max(), tensor_amax, number_format.largest)
+            blocks.append(Block(where, number_format.codes(x[where] * multiplier), stored, factor))
+    return Quantized(number_format, blocks, (x.shape[0], x.shape[1]), tensor_amax)
+
+
+def scale_of(
+    recipe: str, amax: np.float32, tensor_amax: np.float32, largest: np.float32
+) -> tuple[np.float32, Any, np.float32]:
+    """What elements are multiplied by, how the scale is stored, and what codes are multiplied by."""
+    one = np.float32(1)
+    if recipe == "nvfp4":  # the scale of a block is E4M3, in units of a factor of the whole tensor
+        encode = min(np.float32(448 * 6) / tensor_amax, FLOAT32_MAX) if tensor_amax else one
+        stored = FP8[False].codes(np.array([amax * (encode * (one / np.float32(6)))]))
+        scale = FP8[False].numbers(stored)[0]
+        multiplier = min(one / (scale * (one / encode)), FLOAT32_MAX)
+        return multiplier, stored[0], scale * (tensor_amax * np.float32(1 / (448 * 6)))
+    if recipe == "mxfp8":  # the smallest power of two by which no element overflows; 2^-127 is E8M0's smallest
+        mantissa, exponent = math.frexp(float(amax) / float(largest))
+        exponent = max(exponent - (mantissa == 0.5), -127) if amax else -127
+        return np.float32(2.0**-exponent), exponent + 127, np.float32(2.0**exponent)
+    scale = min(largest / amax, FLOAT32_MAX) if amax else one
+    if recipe == "fp8_block_scaling":  # the largest power of two
+        scale = np.float32(2.0 ** (math.frexp(scale)[1] - 1))
+    return scale, one / scale, one / scale
+
+
+def assert_simulated(recipe: str, x: torch.Tensor, **options: bool) -> dict[str, Any]:
+    """What simulate() finds of a tensor is what numpy finds; returns numpy's columns."""
+    e5m2, weight, columnwise = (options.get(name, False) for name in ("e5m2", "weight", "columnwise"))
+    matrix = x.float().reshape(-1, x.shape[-1] if x.ndim else 1).numpy()
+    quantized = quantize(recipe, matrix, e5m2=e5m2, weight=weight, columnwise=columnwise)
+    flat = [array.astype(np.float64).reshape(-1) for array in (matrix, quantized.values, quantized.limits)]
+    expected = exact.comparison(*flat)
+    scales = np.array([block.factor for block in quantized.blocks], np.float64)
+    scales = scales[scales > 0]
+
+    amax = kernels.measure(x)[1][:2].amax()
+    compared, sums, maxima = simulate(recipe, x, amax, e5m2=e5m2, weight=weight, columnwise=columnwise)
+    exact.assert_same(dict(zip(kernels.COMPARISON_SUMS, compared.tolist(), strict=True)), expected)
+    assert sums.tolist() == pytest.approx([len(scales), math.fsum(scales), math.fsum(scales**2)], rel=1e-13)
+    assert maxima.tolist() == [scales.max(initial=-INF), (-scales).max(initial=-INF)]
+    return expected
+
+
+def special(*values: float) -> torch.Tensor:
+    x = normal(37, 150)
+    x.view(-1)[:: 5550 // 13] = torch.tensor(values).repeat(14)[: len(x.view(-1)[:: 5550 // 13])]
+    return x
+
+
+TENSORS = {
+    "normal": normal(37, 150),
+    "bfloat16": normal(64, 96).bfloat16(),
+    "float16": (normal(64, 96) * 1e-3).half(),
+    "of many magnitudes": normal(37, 150) * torch.exp(12 * normal(37, 150, seed=1)),
+    "with zero blocks": normal(37, 150).where(torch.arange(37).view(-1, 1) % 3 > 0, 0).where(torch.arange(150) > 31, 0),
+    "not finite": special(INF, -INF, NAN),
+    "a block that is not finite": normal(37, 150).where(torch.arange(150) > 31, NAN),
+    "subnormal": normal(37, 150) * 1e-40,
+    "huge": normal(37, 150).clamp(-3, 3) * 1e38,
+    "an outlier": special(0.0, 3e7),
+    "zeros": torch.zeros(5, 40),
+    "nan": torch.full((5, 40), NAN),
+    "3-D": normal(3, 11, 50),
+    "1-D": normal(77),
+    "0-d": torch.tensor(3.5),
+    "transposed": normal(40, 70).t(),
+    "one column": normal(200, 1),
+}
+
+
+@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
+@pytest.mark.parametrize("weight", [False, True], ids=["activation", "weight"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", TENSORS)
+def test_simulated_recipes(recipe: str, name: str, weight: bool, columnwise: bool) -> None:
+    assert_simulated(recipe, TENSORS[name], weight=weight, columnwise=columnwise)
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:3])
+@pytest.mark.parametrize("name", ["normal", "of many magnitudes", "subnormal", "huge"])
+def test_simulated_recipes_in_e5m2(recipe: str, name: str) -> None:
+    assert_simulated(recipe, TENSORS[name], e5m2=True)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current_scaling", "mxfp8", "nvfp4"])
+def test_simulated_recipes_compiled(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more elements the same, and in pieces."""
+    monkeypatch.setattr(compiled, "SMALLEST", COMPILED_FROM)
+    x = normal(150, 137) * torch.exp(3 * normal(150, 137, seed=1))
+    before = len(compiled._kernels)
+    assert_simulated(recipe, x)
+    monkeypatch.setattr(compiled, "_PIECE", 17_000)
+    assert_simulated(recipe, x, columnwise=True)
+    assert not compiled._failed
+    assert len(compiled._kernels) > before
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_nothing_is_simulated(recipe: str) -> None:
+    for x in (torch.empty(0), torch.empty(4, 0), torch.empty(0, 64)):
+        compared, _, _ = simulate(recipe, x, torch.tensor(-INF), e5m2=False, weight=False, columnwise=True)
+        assert compared.tolist() == [0.0] * 5
+
+
+def test_a_block_whose_scale_underflows_is_lost_below_not_above() -> None:
+    """The scales of NVFP4 reach 2^-9 / 448 of the largest: what is smaller has a factor of 0."""
+    x = torch.full((1, 32), 1e-3)
+    x[0, 16] = 448 * 6 * 512
+    expected = assert_simulated("nvfp4", x)
+    assert (expected["underflows"], expected["overflows"]) == (31, 0)
+
+
+def test_delayed_scaling_is_not_simulated() -> None:
+    with pytest.raises(QuantizationError, match="its scale comes from the amaxes of earlier steps"):
+        simulate("fp8_delayed_scaling", torch.ones(3), torch.ones(1), e5m2=False, weight=False, columnwise=False)
+
+
+@pytest.mark.parametrize("exponent", [-140, -127, -60, 0, 17, 118])
+def test_the_scale_of_mxfp8_at_a_power_of_two(exponent: int) -> None:
+    """amax = 448 * 2^e still has the scale 2^e; the next number above may have it, as upstream's product rounds."""
+    amax = torch.tensor([448.0 * 2.0**exponent])
+    for x, scales in ((amax, [exponent]), (torch.nextafter(amax, torch.tensor(INF)), [exponent, exponent + 1])):
+        _, _, maxima = simulate("mxfp8", x, x, e5m2=False, weight=False, columnwise=False)
+        assert maxima[0].item() in [2.0 ** max(scale, -127) for scale in scales]
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (32, 160), (48, 16)])
+@pytest.mark.parametrize("tile", [(1, 16), (16, 16)], ids=["activation", "weight"])
+@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
+def test_nvfp4_is_that_of_transformer_engines_reference(
+    shape: tuple[int, int], tile: tuple[int, int], columnwise: bool
+) -> None:
+    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef, cast_from_fp4x2
+    from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
+
+    for seed in range(4):
+        x = (normal(*shape, seed=seed) * torch.exp(2 * normal(*shape, seed=seed + 9))).bfloat16()
+        result = NVFP4QuantizerRef(dtype=Fp4Formats.E2M1, quant_tile_shape=tile).quantize(x)
+        data, scale = (result.data_t, result.scale_t) if columnwise else (result.data, result.scale)
+        factors = scale.float() * (result.global_amax_row * np.float32(1 / 2688))
+        values = cast_from_fp4x2(data, torch.float32) * factors.repeat_interleave(16, 1)
+        values = values.t() if columnwise else values
+        limits = factors.repeat_interleave(16, 1).t() * 6 if columnwise else factors.repeat_interleave(16, 1) * 6
+        expected = exact.comparison(*(exact.as_array(tensor) for tensor in (x, values, limits)))
+        compared, _, maxima = simulate(
+            "nvfp4", x, x.abs().max(), e5m2=False, weight=tile == (16, 16), columnwise=columnwise
+        )
+        exact.assert_same(dict(zip(kernels.COMPARISON_SUMS, compared.tolist(), strict=True)), expected)
+        assert maxima.tolist() == [factors.max().item(), -factors.min().item()]
+
+
+@pytest.fixture
+def blockwise_reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Of Transformer Engine's own tests, which are in its repository only."""
+    folder = Path(os.environ.get("TE_SRC", "/no/such/folder"), "tests", "pytorch")
+    if not (folder / "references").is_dir():
+        pytest.skip("TE_SRC does not name a checkout of Transformer Engine")
+    monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module("references.blockwise_quantizer_reference")
+    for name in [name for name in sys.modules if name.split(".")[0] == "references"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("e5m2", [False, True], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize("weight", [False, True], ids=["activation", "weight"])
+def test_fp8_blocks_are_those_of_transformer_engines_reference(
+    blockwise_reference: ModuleType, weight: bool, e5m2: bool
+) -> None:
+    dtype, largest = exact.FLOAT8[e5m2]
+    for shape in [(128, 256), (300, 200), (5, 129)]:
+        x = normal(*shape) * torch.exp(3 * normal(*shape, seed=1))
+        x[:, :128] = 0
+        result = blockwise_reference.BlockwiseQuantizerReference().quantize(
+            x, dtype, return_transpose=True, pow_2_scales=True, quant_tile_shape=BLOCKS["fp8_block_scaling"][weight],
+            munge_scale_shapes=False,
+        )  # fmt: skip
+        for columnwise in (False, True):
+            codes, scales = (result.data_t, result.scale_t) if columnwise else (result.data, result.scale)
+            spread = scales.repeat_interleave(128, 1)[:, : codes.shape[1]]
+            spread = spread.repeat_interleave(128, 0)[: codes.shape[0]] if weight else spread
+            values, limits = codes.float() * spread, spread * largest
+            pair = (values.t(), limits.t()) if columnwise else (values, limits)
+            expected = exact.comparison(*(exact.as_array(tensor) for tensor in (x, *pair)))
+            compared, sums, _ = simulate(
+                "fp8_block_scaling", x, x.abs().max(), e5m2=e5m2, weight=weight, columnwise=columnwise
+            )
+            exact.assert_same(dict(zip(kernels.COMPARISON_SUMS, compared.tolist(), strict=True)), expected)
+            factors = exact.as_array(scales)
+            assert sums.tolist() == pytest.approx([len(factors), factors.sum(), (factors**2).sum()], rel=1e-13)
+
+
+def test_a_layer_in_high_precision_is_told_what_recipes_would_give() -> None:
+    """Over micro-batches; gradients in the format of the recipe's default."""
+    batches = [normal(20, 70), 100 * normal(9, 70, seed=1)]
+    names = ["mse", "mxfp8_mse_columnwise", "nvfp4_scale_inv_max", "fp8_delayed_scaling_mse"]
+    engine, failures = StatisticsEngine(), []
+    engine.on_failure = lambda what, error: failures.append((what, str(error)))
+    for x in batches:
+        engine.note(Watched("layer", "gradient", 0, x), [quantized_request(name) for name in names])
+        engine.measure()
+    found = {one.statistic: one.value for one in engine.flush(reduce=False)}
+
+    current = [quantize("fp8_current_scaling", x.numpy(), e5m2=True) for x in batches]
+    mxfp8 = [quantize("mxfp8", x.numpy(), columnwise=True) for x in batches]
+    nvfp4 = [quantize("nvfp4", x.numpy()) for x in batches]
+
+    def mse(quantized: list[Quantized]) -> float:
+        pairs = zip(batches, quantized, strict=True)
+        return sum(((x.double().numpy() - y.values) ** 2).sum() for x, y in pairs) / sum(x.numel() for x in batches)
+
+    assert found == pytest.approx(
+        {
+            "fp8_current_scaling_mse": mse(current),
+            "mxfp8_mse_columnwise": mse(mxfp8),
+            "nvfp4_scale_inv_max": max(block.factor for quantized in nvfp4 for block in quantized.blocks),
+        },
+        rel=1e-12,
+    )
+    assert {what for what, _ in failures} == {"fp8_delayed_scaling_mse of layer gradient"}
+
+
+# --- rounding to a format ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number_format", "table"), [(E2M1, FP4), (E4M3, FP8[False]), (E5M2, FP8[True])], ids=["E2M1", "E4M3", "E5M2"]
+)
+def test_rounding_takes_the_nearest_number(number_format: FloatFormat, table: Format) -> None:
+    middles = torch.from_numpy((table.table[1:] + table.table[:-1]) / 2).float()
+    numbers = torch.from_numpy(table.table).float()
+    beside = [torch.nextafter(middles, torch.tensor(to)) for to in (0.0, INF)]
+    beyond = torch.tensor([numbers[-1] * 1.01, 1e38, FLOAT32_MAX, INF, 1e-38, 1e-45])
+    values = torch.cat([numbers, middles, *beside, beyond, normal(5000), normal(5000) * 1e-3, normal(5000) * 1e4])
+    values = torch.cat([values, -values])
+    rounded = number_format.round(values)
+    expected = torch.from_numpy(table.numbers(table.codes(values.numpy())))
+    assert rounded.dtype == torch.float32
+    assert torch.equal(rounded, expected)
+    assert torch.equal(torch.signbit(rounded), torch.signbit(values))
+    assert number_format.round(torch.tensor(NAN)).isnan()
+
+
+@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
+@pytest.mark.parametrize("e5m2", [False, True], ids=["E4M3", "E5M2"])
+def test_a_tensor_rounded_to_mxfp8(e5m2: bool, columnwise: bool) -> None:
+    for x in (normal(37, 150), normal(2, 5, 70).bfloat16(), TENSORS["subnormal"], torch.zeros(3, 3), torch.empty(2, 0)):
+        found = round_to_mxfp8(x, e5m2=e5m2, columnwise=columnwise)
+        matrix = x.float().reshape(-1, x.shape[-1] or 1).numpy()
+        expected = quantize("mxfp8", matrix, e5m2=e5m2, columnwise=columnwise).values
+        assert torch.equal(found, torch.from_numpy(expected).view(x.shape))
+    assert round_to_mxfp8(torch.tensor([1.0, INF, NAN]), e5m2=False, columnwise=False)[0] == 1.0
+
+
+# --- scales -----------------------------------------------------------------------------------------------------------
+
+
+def test_scales_leave_out_what_is_no_scale() -> None:
+    sums, maxima = scale_columns(torch.tensor([[0.0, 0.25, 2.0], [NAN, INF, 0.5]]))
+    assert sums.tolist() == [3, 2.75, 4.3125]
+    assert maxima.tolist() == [2.0, -0.25]
+    for none in (torch.empty(0), torch.zeros(3)):
+        sums, maxima = scale_columns(none)
+        assert sums.tolist() == [0, 0, 0]
+        assert maxima.tolist() == [-INF, -INF]
+
+
+# --- Transformer Engine's per-tensor FP8 ------------------------------------------------------------------------------
+
+
+def te() -> Any:
+    import transformer_engine.pytorch
+
+    return transformer_engine.pytorch
+
+
+def quantizer(recipe: str, *, e5m2: bool, scale: float = 1.0, **usages: bool) -> Any:
+    """One of Transformer Engine's own."""
+    dtype = te().DType.kFloat8E5M2 if e5m2 else te().DType.kFloat8E4M3
+    if recipe == "fp8_delayed_scaling":
+        return te().Float8Quantizer(torch.tensor([scale]), torch.zeros(1), dtype, **usages)
+    return te().Float8CurrentScalingQuantizer(dtype, device=torch.device("cpu"), **usages)
+
+
+PER_TENSOR = [("fp8_current_scaling", 1.0), ("fp8_delayed_scaling", 1.0), ("fp8_delayed_scaling", 900.0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("e5m2", [False, True], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize(("recipe", "scale"), PER_TENSOR)
+def test_statistics_of_real_quantized_tensors(recipe: str, scale: float, e5m2: bool, dtype: torch.dtype) -> None:
+    """Beside float64 of torch's own cast, and beside what Transformer Engine's own functions say."""
+    x = (normal(40, 96) * torch.exp(4 * normal(40, 96, seed=1))).to(dtype)
+    x[3] = 0
+    real = quantizer(recipe, e5m2=e5m2, scale=scale)(x)
+    found = statistics_of(x, real, quantizer(recipe, e5m2=e5m2))
+
+    float8, largest = exact.FLOAT8[e5m2]
+    scale_inv = real._scale_inv.item()
+    factor = torch.tensor(largest) / x.float().abs().max() if recipe == "fp8_current_scaling" else torch.tensor(scale)
+    y = (x.float() * factor).clamp(-largest, largest).to(float8).float() * scale_inv
+    columns = exact.comparison(exact.as_array(x), exact.as_array(y), float(np.float32(largest) * np.float32(scale_inv)))
+    assert found == pytest.approx(
+        {
+            "underflows%": 100 * columns["underflows"] / x.numel(),
+            "overflows%": 100 * columns["overflows"] / x.numel(),
+            "mse": columns["error_square_sum"] / x.numel(),
+            "sqnr_db": 10 * math.log10(columns["signal_square_sum"] / columns["error_square_sum"]),
+            "scale_inv_min": scale_inv,
+            "scale_inv_max": scale_inv,
+            "scale_inv_std": 0.0,
+        },
+        rel=1e-12,
+    )
+    theirs = upstream(x, real, ["underflows%", "overflows%", "scale_inv_min", "scale_inv_max"])
+    assert {name: found[name] for name in theirs} == pytest.approx(theirs, rel=1e-6)
+    if dtype == torch.float32:  # of bfloat16 theirs is rounded to it before and after
+        assert found["mse"] == pytest.approx(upstream(x, real, ["mse"])["mse"], rel=1e-6)
+
+
+def statistics_of(x: torch.Tensor, quantized: Any, of_quantizer: Any) -> dict[str, Any]:
+    """All statistics of the layer's own recipe, through the engine."""
+    engine = StatisticsEngine()
+    watched = Watched("layer", "activation", 0, x, rowwise=quantized, columnwise=quantized, quantizer=of_quantizer)
+    engine.note(watched, [quantized_request(name) for name in QUANTIZED_STATISTICS])
+    engine.measure()
+    return {found.statistic: found.value for found in engine.flush(reduce=False)}
+
+
+def upstream(x: torch.Tensor, quantized: Any, names: list[str]) -> dict[str, float]:
+    """What Transformer Engine's own functions give for the recipe that the layer runs."""
+    from transformer_engine.debug.features.utils.stats_computation import STATS
+
+    return {name: float(STATS[name][0](x, {"": quantized})) for name in names}
+
+
+@pytest.mark.parametrize("e5m2", [False, True], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_simulated_current_scaling_is_the_real_one_bit_for_bit(dtype: torch.dtype, e5m2: bool) -> None:
+    for seed in range(10):
+        x = (normal(16, 48, seed=seed) * 10.0 ** (seed - 5)).to(dtype)
+        real = quantizer("fp8_current_scaling", e5m2=e5m2)(x)
+        y, scale_inv = SIMULATED["fp8_current_scaling"].quantize(
+            x.float(), torch.ones(1), x.float().abs().max(), E5M2 if e5m2 else E4M3
+        )
+        assert scale_inv.item() == real._scale_inv.item()
+        assert torch.equal(y, real.dequantize(dtype=torch.float32))
+        own = read(real, columnwise=False)
+        assert isinstance(own, PerTensor)
+        sums, _ = kernels.measure(x, own.codes, own.scale_inv, e5m2=e5m2)
+        would, _, _ = simulate("fp8_current_scaling", x, x.abs().max(), e5m2=e5m2, weight=False, columnwise=False)
+        assert would.tolist() == pytest.approx(sums[len(kernels.MOMENT_SUMS) :].tolist(), rel=1e-14)
+
+
+def test_a_tensor_that_has_only_its_transpose() -> None:
+    x = normal(3, 8, 32)
+    real = quantizer("fp8_current_scaling", e5m2=True)(x)
+    codes = real._data.clone()
+    transposed = te().Float8TensorStorage(
+        data=None,
+        data_transpose=codes.movedim(-1, 0).contiguous(),
+        fp8_scale_inv=real._scale_inv,
+        fp8_dtype=real._fp8_dtype,
+    )
+    found = read(transposed, columnwise=True)
+    assert isinstance(found, PerTensor)
+    assert torch.equal(found.codes, codes)
+    assert found.e5m2
+    transposed._transpose_invalid = True
+    with pytest.raises(QuantizationError, match="neither its data nor their transpose"):
+        read(transposed, columnwise=False)
+
+
+@pytest.mark.filterwarnings("ignore:A function call")
+def test_a_quantized_tensor_is_measured_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo does not know its class, and must not be asked."""
+    monkeypatch.setattr(compiled, "SMALLEST", COMPILED_FROM)
+    real = quantizer("fp8_current_scaling", e5m2=False)(normal(150, 137))
+    assert real.numel() > COMPILED_FROM
+    sums, maxima = kernels.measure(real)
+    exact.assert_same(exact.named(sums, maxima), exact.columns(real.dequantize()))
+    assert not compiled._failed
+
+
+def test_what_is_recognised() -> None:
+    current = quantizer("fp8_current_scaling", e5m2=True)
+    assert recipe_of(current) == "fp8_current_scaling"
+    assert recipe_of(quantizer("fp8_delayed_scaling", e5m2=False)) == "fp8_delayed_scaling"
+    assert recipe_of(None) is None
+    assert is_e5m2(current)
+    real = current(normal(16, 16))
+    assert is_quantized(real)
+    assert is_e5m2(real)
+    assert not is_quantized(normal(2))
+    assert not is_quantized(None)
+
+
+def test_a_format_of_the_users_own_is_refused() -> None:
+    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
+    from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
+
+    with pytest.raises(QuantizationError, match="NVFP4TensorRef"):
+        read(NVFP4QuantizerRef(dtype=Fp4Formats.E2M1).quantize(normal(16, 16)), columnwise=False)
+
+
+# --- Transformer Engine's block-scaled formats, from buffers in its layouts -------------------------------------------
+
+
+def padded(matrix: npt.NDArray[Any], height: int, width: int, filler: float) -> torch.Tensor:
+    """As upstream lays scales out: sides are multiples of these; what fills them up is left as it was allocated."""
+    rows, columns = (-(-side // unit) * unit for side, unit in zip(matrix.shape, (height, width), strict=True))
+    whole = np.full((rows, columns), filler, matrix.dtype)
+    whole[: matrix.shape[0], : matrix.shape[1]] = matrix
+    return torch.from_numpy(whole)
+
+
+def scales_of(quantized: Quantized, height: int, width: int, dtype: Any) -> npt.NDArray[Any]:
+    """The stored scales, one a block."""
+    return quantized.over([block.stored_scale for block in quantized.blocks], dtype)[::height, ::width]
+
+
+def assert_reads(storage: Any, columnwise: bool, quantized: Quantized) -> None:
+    found = read(storage, columnwise=columnwise)
+    assert isinstance(found, Expanded)
+    assert torch.equal(found.values.reshape(quantized.shape), torch.from_numpy(quantized.values))
+    assert torch.equal(found.limit.reshape(quantized.shape), torch.from_numpy(quantized.limits))
+    expected = torch.tensor([block.factor for block in quantized.blocks])
+    assert torch.equal(found.scales.reshape(-1).unique(), expected.unique())
+
+
+def fp8_dtype(e5m2: bool) -> Any:
+    return te().DType.kFloat8E5M2 if e5m2 else te().DType.kFloat8E4M3
+
+
+def mxfp8_storage(x: torch.Tensor, *, e5m2: bool = False, filler: int = 250) -> tuple[Any, Quantized, Quantized]:
+    from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
+
+    matrix = x.reshape(-1, x.shape[-1]).numpy()
+    rowwise, columnwise = (quantize("mxfp8", matrix, e5m2=e5m2, columnwise=way) for way in (False, True))
+    storage = MXFP8TensorStorage(
+        rowwise_data=torch.from_numpy(rowwise.codes).view(x.shape),
+        columnwise_data=torch.from_numpy(columnwise.codes).view(x.shape),
+        rowwise_scale_inv=padded(scales_of(rowwise, 1, 32, np.uint8), 128, 4, filler),
+        columnwise_scale_inv=padded(scales_of(columnwise, 32, 1, np.uint8), 4, 128, filler),
+        fp8_dtype=fp8_dtype(e5m2), quantizer=None, with_gemm_swizzled_scales=False,
+    )  # fmt: skip
+    return storage, rowwise, columnwise
+
+
+@pytest.mark.parametrize("e5m2", [False, True], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize("shape", [(64, 96), (2, 32, 160)])
+def test_mxfp8_storage(shape: tuple[int, ...], e5m2: bool) -> None:
+    storage, rowwise, columnwise = mxfp8_storage(normal(*shape) * torch.exp(5 * normal(*shape, seed=1)), e5m2=e5m2)
+    assert_reads(storage, False, rowwise)
+    assert_reads(storage, True, columnwise)
+
+
+def test_the_scales_of_mxfp8_are_scales() -> None:
+    """Upstream's scale_inv_min and _max are of the E8M0 exponent bytes, and 127 there means a scale of 1."""
+    x = torch.ones(64, 64)
+    x[0, 32:] = 448
+    storage, _, _ = mxfp8_storage(x, filler=0)
+    found = statistics_of(x, storage, type("MXFP8Quantizer", (), {})())
+    theirs = upstream(x, storage, ["scale_inv_min", "scale_inv_max"])
+    assert (theirs["scale_inv_min"], theirs["scale_inv_max"]) == (119, 127)
+    assert (found["scale_inv_min"], found["scale_inv_max"]) == (2.0**-8, 1.0)
+
+
+@pytest.mark.parametrize("weight", [False, True], ids=["1 x 128", "128 x 128"])
+@pytest.mark.parametrize("shape", [(256, 384), (2, 65, 200)])
+def test_fp8_block_storage(shape: tuple[int, ...], weight: bool) -> None:
+    from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
+
+    x = normal(*shape) * torch.exp(3 * normal(*shape, seed=1))
+    matrix = x.reshape(-1, x.shape[-1]).numpy()
+    rowwise = quantize("fp8_block_scaling", matrix, weight=weight)
+    columnwise = quantize("fp8_block_scaling", matrix, weight=weight, columnwise=True)
+    if weight:
+        rowwise_scales = scales_of(rowwise, 128, 128, np.float32)
+        columnwise_scales = scales_of(columnwise, 128, 128, np.float32).T
+    else:  # transposed
+        rowwise_scales = scales_of(rowwise, 1, 128, np.float32).T
+        columnwise_scales = scales_of(columnwise, 128, 1, np.float32)
+    transposed = torch.from_numpy(columnwise.codes).view(x.shape).movedim(-1, 0).contiguous()
+
+    def storage(**direction: Any) -> Any:
+        none = dict.fromkeys(["rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"])
+        return Float8BlockwiseQTensorStorage(
+            **{**none, **direction}, fp8_dtype=fp8_dtype(False), quantizer=None, is_2D_scaled=weight
+        )
+
+    by_row = storage(
+        rowwise_data=torch.from_numpy(rowwise.codes).view(x.shape), rowwise_scale_inv=padded(rowwise_scales, 1, 4, 1e9)
+    )
+    by_column = storage(columnwise_data=transposed, columnwise_scale_inv=padded(columnwise_scales, 1, 4, 1e9))
+    assert_reads(by_row, False, rowwise)
+    assert_reads(by_column, True, columnwise)
+    for one, way in ((by_row, rowwise), (by_column, columnwise)):  # and as upstream reads them
+        assert torch.equal(one.dequantize(dtype=torch.float32).reshape(way.shape), torch.from_numpy(way.values))
+    with pytest.raises(QuantizationError, match="no columnwise data"):
+        read(by_row, columnwise=True)
+
+
+def packed(codes: Codes) -> torch.Tensor:
+    """Two codes of 4 bits a byte, the even one below."""
+    return torch.from_numpy(codes[:, ::2] | codes[:, 1::2] << 4)
+
+
+@pytest.mark.parametrize("weight", [False, True], ids=["1 x 16", "16 x 16"])
+@pytest.mark.parametrize("shape", [(48, 80), (2, 16, 160)])
+def test_nvfp4_storage(shape: tuple[int, ...], weight: bool) -> None:
+    from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
+
+    x = normal(*shape) * torch.exp(6 * normal(*shape, seed=1))
+    x.view(-1)[0] = 1e12  # the scales of some blocks underflow
+    matrix = x.reshape(-1, x.shape[-1]).numpy()
+    rowwise, columnwise = (quantize("nvfp4", matrix, weight=weight, columnwise=way) for way in (False, True))
+    amax = torch.tensor([rowwise.tensor_amax])
+    assert any(block.factor == 0 for block in rowwise.blocks)
+
+    def storage(**options: Any) -> Any:
+        return NVFP4TensorStorage(
+            rowwise_data=packed(rowwise.codes).view(*x.shape[:-1], -1),
+            columnwise_data=packed(np.ascontiguousarray(columnwise.codes.T)),
+            rowwise_scale_inv=padded(scales_of(rowwise, 1, 16, np.uint8), 128, 4, 0x7E),
+            columnwise_scale_inv=padded(scales_of(columnwise, 16, 1, np.uint8).T, 128, 4, 0x7E),
+            amax_rowwise=amax, amax_columnwise=amax, fp4_dtype=te().DType.kFloat4E2M1,
+            **{"quantizer": None, "with_gemm_swizzled_scales": False, **options},
+        )  # fmt: skip
+
+    assert_reads(storage(), False, rowwise)
+    assert_reads(storage(), True, columnwise)
+    with pytest.raises(QuantizationError, match="laid out for a GEMM"):
+        read(storage(with_gemm_swizzled_scales=True), columnwise=False)
+    rotated = storage()
+    rotated._quantizer = type("Quantizer", (), {"with_rht": True})()
+    assert_reads(rotated, False, rowwise)
+    with pytest.raises(QuantizationError, match="Hadamard"):
+        read(rotated, columnwise=True)
+
+
+def test_upstreams_underflows_of_nvfp4_are_of_codes() -> None:
+    """The codes of a block whose factor is 0 are as large as can be, and stand for 0."""
+    from transformer_engine.debug.features.utils.stats_computation import count_nonzero_nvfp4
+    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
+    from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
+
+    x = torch.full((16, 32), 1e-3)
+    x[0, 16] = 448 * 6 * 512
+    codes = NVFP4QuantizerRef(dtype=Fp4Formats.E2M1).quantize(x).data
+    theirs = 100 * float(x.count_nonzero() - count_nonzero_nvfp4(codes)) / x.numel()
+    ours = 100 * assert_simulated("nvfp4", x)["underflows"] / x.numel()
+    assert (round(theirs, 2), round(ours, 2)) == (2.93, 99.80)
+
+
+def test_upstreams_mse_of_bfloat16_is_rounded_to_it() -> None:
+    x = normal(1000, 1000).bfloat16()
+    real = quantizer("fp8_current_scaling", e5m2=False)(x)
+    exactly = float((x.double() - real.dequantize(dtype=torch.float32).double()).square().mean())
+    assert statistics_of(x, real, real._quantizer)["mse"] == pytest.approx(exactly, rel=1e-12)
+    assert upstream(x, real, ["mse"])["mse"] < 0.99 * exactly
+
+
+def test_nvfp4_with_an_amax_for_each_row_and_another_largest_scale() -> None:
+    from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
+
+    codes = np.array([[2, 7] * 8, [10, 1] * 8], np.uint8)  # 1 and 6; -1 and 0.5
+    storage = NVFP4TensorStorage(
+        rowwise_data=packed(codes), rowwise_scale_inv=padded(np.array([[0x38], [0x40]], np.uint8), 128, 4, 0x7E),
+        columnwise_data=None, columnwise_scale_inv=None,
+        amax_rowwise=torch.tensor([1536.0, 3072.0]), amax_columnwise=None, fp4_dtype=te().DType.kFloat4E2M1,
+        quantizer=None, with_gemm_swizzled_scales=False,
+        row_scaled_nvfp4=True, nvfp4_use_4over6=True, nvfp4_e4m3_max=256,
+    )  # fmt: skip
+    found = read(storage, columnwise=False)
+    assert isinstance(found, Expanded)
+    torch.testing.assert_close(found.scales, torch.tensor([[1.0], [4.0]]))
+    torch.testing.assert_close(found.values, torch.tensor([[1.0, 6.0] * 8, [-4.0, 2.0] * 8]))

@@ -1,0 +1,416 @@
+"""Several gloo processes: their statistics are those of one process that computes the same, and cost two collectives.
+
+All that needs processes runs in one launch of two and one of four: see ranks_script.py. What they found is compared
+here with the same models and batches in this process. A data-parallel rank's batch is a micro-batch here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
+
+from te_precision_callbacks.engine.engine import Placement
+from te_precision_callbacks.naming import Layer, NamedModule
+from te_precision_callbacks.session.parallel import placements
+from tests.conftest import feature
+from tests.engine import ranks_script
+from tests.engine.ranks_script import (
+    FFN,
+    PROGRAMS,
+    TENSORS,
+    Layers,
+    Split,
+    Values,
+    config,
+    normal,
+    session,
+    steps,
+    wide,
+)
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the ranks compute on CPUs, with the reference backend"
+)
+
+Ranks = list[dict[str, Any]]
+"""What the cases returned: rank -> case -> result."""
+
+
+def launch(world: int, folder: Path) -> Ranks:
+    script = Path(ranks_script.__file__)
+    environment = {**os.environ, "PYTHONPATH": str(script.parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(script)]
+    outputs = [folder / f"{rank}.txt" for rank in range(world)]
+    processes = []
+    for rank, output in enumerate(outputs):
+        with output.open("w") as file:
+            arguments = [*command, str(rank), str(world), str(folder)]
+            processes.append(subprocess.Popen(arguments, env=environment, stdout=file, stderr=subprocess.STDOUT))
+    try:
+        for process in processes:
+            process.wait(timeout=240)
+    finally:
+        for process in processes:
+            process.kill()
+    said = "\n".join(output.read_text()[-2000:] for output in outputs)
+    assert all((folder / f"{rank}.json").exists() for rank in range(world)), said
+    found: Ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+    assert not [rank["error"] for rank in found if "error" in rank], said
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return launch(2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return launch(4, tmp_path_factory.mktemp("four"))
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Callable[..., list[Values]]]:
+    """``alone(model, [step, ...])``: the statistics of each step, which is a list of the arguments of ``model.run``."""
+
+    def run(model: Any, program: list[Any], *, whole: torch.nn.Module | None = None) -> list[Values]:
+        with session(whole or model, tmp_path) as (running, keeper):
+            for calls in program:
+                for call in calls:
+                    model.run(call)
+                running.step()
+        return steps(keeper)
+
+    return run
+
+
+def assert_equal(found: Values, expected: Values) -> None:
+    """As exact as float32 GEMMs of another order allow; numbers of elements exactly."""
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        tensor, _, statistic = key.rpartition(" ")
+        if statistic in ("numel", "nonfinite_num"):
+            assert found[key] == value, key
+        else:
+            scale = abs(value) if statistic in ("l1_norm", "std") else expected[f"{tensor} std"]
+            assert found[key] == pytest.approx(value, rel=1e-5, abs=1e-5 * scale), key
+
+
+# ---------------------------------------------------------------------- the same numbers as one process
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ranks_that_run_their_own_layers(two: Ranks, alone: Any, name: str) -> None:
+    ranks = PROGRAMS[name]
+    layers = sorted({layer for program in ranks for calls in program for layer, _ in calls})
+    together = [[[call] for program in ranks for call in program[step]] for step in range(len(ranks[0]))]
+    expected = alone(Layers(layers), together)
+    for rank in two:
+        found = rank["programs"][name]["steps"]
+        assert len(found) == len(expected)
+        for step, values in enumerate(expected):
+            assert_equal(found[step], values)
+    assert two[0]["programs"][name]["steps"] == two[1]["programs"][name]["steps"]
+
+
+TERMS = {
+    "tp": {"column dgrad", "norm_column dgrad", "mlp.fc1 dgrad", "row output", "second_row output", "mlp.fc2 output"},
+}
+"""What each tensor-parallel rank has a term of, so that no merging of statistics gives those of the sum."""
+TERMS["sp"] = {*TERMS["tp"], "copied wgrad"}
+
+
+def split_tensors(found: Values, parallelism: str) -> Values:
+    """Without the tensors of which ranks have terms."""
+    return {key: value for key, value in found.items() if key.rpartition(" ")[0] not in TERMS[parallelism]}
+
+
+@pytest.mark.parametrize("parallelism", ["tp", "sp"])
+def test_layers_that_are_split_over_ranks(two: Ranks, alone: Any, parallelism: str) -> None:
+    (expected,) = alone(Split(), [[0]])
+    assert {key.split()[1] for key in expected} == set(TENSORS)
+    for rank in two:
+        assert_equal(
+            split_tensors(rank["tensor_parallel"][parallelism], parallelism), split_tensors(expected, parallelism)
+        )
+
+
+@pytest.mark.parametrize("parallelism", ["tp", "sp"])
+def test_of_terms_of_a_sum_all_are_counted(two: Ranks, alone: Any, parallelism: str) -> None:
+    model = Split()
+    seen: dict[str, torch.Tensor] = {}
+    model.row.register_forward_pre_hook(lambda module, inputs: seen.update(input=inputs[0].detach()))
+    model.column.register_forward_hook(
+        lambda module, inputs, output: output.register_hook(lambda grad: seen.update(grad=grad)) and None
+    )
+    (expected,) = alone(model, [[0]])
+    found = two[0]["tensor_parallel"][parallelism]
+    for tensor in TERMS[parallelism]:
+        assert found[f"{tensor} numel"] == 2 * expected[f"{tensor} numel"]
+        assert found[f"{tensor} l1_norm"] > 1.01 * expected[f"{tensor} l1_norm"]
+    for tensor, left, right in (
+        ("row output", seen["input"], model.row.weight.detach().T),
+        ("column dgrad", seen["grad"], model.column.weight.detach()),
+    ):
+        terms = [x @ w for x, w in zip(left.chunk(2, 1), right.chunk(2, 0), strict=True)]
+        l1_norm = sum(term.double().abs().sum().item() for term in terms)
+        assert found[f"{tensor} l1_norm"] == pytest.approx(l1_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("parallelism", ["tp", "sp"])
+def test_split_activations_in_fp8(two: Ranks, tmp_path: Path, parallelism: str) -> None:
+    expected = ranks_script.quantized_statistics(tmp_path, None)
+    # A row-parallel layer has half of its input, which it casts with a scale of its own.
+    error = 0.0
+    underflows = 0
+    for half in wide(1, FFN).chunk(2, 1):
+        scale = 448 / half.abs().max()
+        quantized = (half * scale).to(torch.float8_e4m3fn).float() / scale
+        error += (half.double() - quantized.double()).square().sum().item()
+        underflows += int(((quantized == 0) & (half != 0)).sum())
+    expected["row activation mse"] = error / wide(1, FFN).numel()
+    expected["row activation underflows%"] = 100 * underflows / wide(1, FFN).numel()
+    for rank in two:
+        found = rank["tensor_parallel_in_fp8"][parallelism]
+        assert found.keys() == expected.keys()
+        for key in ("column", "norm_column", "mlp.fc1", "row"):
+            for statistic in ("underflows%", "mse"):
+                value = expected[f"{key} activation {statistic}"]
+                assert value > 0 or key in ("norm_column", "mlp.fc1")
+                assert found[f"{key} activation {statistic}"] == pytest.approx(value, rel=1e-5), key
+
+
+@pytest.mark.parametrize("parallelism", ["tp", "sp"])
+def test_data_parallel_replicas_of_split_layers(four: Ranks, alone: Any, parallelism: str) -> None:
+    expected = alone(Split(), [[0, 1], [2]])
+    for rank in four:
+        for step in range(2):
+            found = rank["data_and_tensor_parallel"][parallelism][step]
+            assert_equal(split_tensors(found, parallelism), split_tensors(expected[step], parallelism))
+
+
+def test_pipeline_stages_of_split_layers(four: Ranks, alone: Any) -> None:
+    models = [Split(), Split()]
+    whole = torch.nn.ModuleDict({"stage0": models[0], "stage1": models[1]})
+    both = SimpleNamespace(run=lambda stage: models[stage].run(stage))
+    (expected,) = alone(both, [[0, 1]], whole=whole)
+
+    def without_stage(values: Values, stage: int) -> Values:
+        prefix = f"stage{stage}."
+        own = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+        return split_tensors(own, "tp")
+
+    for rank in four:
+        (found,) = rank["stages_of_tensor_parallel_layers"]
+        for stage in range(2):
+            assert_equal(without_stage(found, stage), without_stage(expected, stage))
+
+
+def test_parameters_sharded_by_fsdp2(two: Ranks, alone: Any) -> None:
+    expected = alone(Layers("ab"), [[[("a", s), ("b", s + 5)], [("a", 10 + s), ("b", s + 15)]] for s in range(2)])
+    for rank in two:
+        for found, values in zip(rank["sharded_by_fsdp2"], expected, strict=True):
+            assert_equal(found, values)
+
+
+def test_groups_other_than_the_world(four: Ranks, alone: Any) -> None:
+    expected = [alone(Layers("a"), [[[("a", s + r)] for r in pair] for s in (0, 10)]) for pair in ((0, 2), (1, 3))]
+    for number, rank in enumerate(four):
+        for found, values in zip(rank["own_groups"]["steps"], expected[number % 2], strict=True):
+            assert_equal(found, values)
+
+
+def test_a_group_need_not_have_the_first_tensor_parallel_rank(four: Ranks, alone: Any) -> None:
+    (expected,) = alone(Split(), [[0, 1]])
+    for rank in four:
+        (found,) = rank["groups_across_tensor_parallel_groups"]
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            layer, tensor, statistic = key.split()
+            if (layer, tensor) in (("column", "activation"), ("row", "gradient"), ("copied", "weight")):
+                assert found[key] == pytest.approx(value, rel=1e-5, abs=1e-6), "each rank of the group has all of it"
+            elif (tensor, statistic) == ("weight", "numel"):
+                assert found[key] == value / 2, "each has one shard"
+
+
+def test_without_reduction_each_rank_has_its_own(two: Ranks, alone: Any) -> None:
+    for number, rank in enumerate(two):
+        expected = alone(Layers("a"), [[[("a", number)]]])
+        assert_equal(rank["no_reduction"]["steps"][0], expected[0])
+        assert rank["no_reduction"]["collectives"] == {}
+
+
+def test_inf_and_nan_of_one_rank_and_micro_batch_are_counted_and_left_out(two: Ranks) -> None:
+    x = torch.stack([normal(seed, 8, 16) for seed in (0, 1, 10, 11)]).double()
+    bad = x[3]
+    bad[0, 0], bad[1, 1], bad[2, 2] = torch.inf, -torch.inf, torch.nan
+    finite = x[x.isfinite()]
+    for rank in two:
+        (found,) = rank["not_finite"]
+        assert found["layers.a activation nonfinite_num"] == 3
+        assert found["layers.a activation numel"] == x.numel()
+        assert found["layers.a activation l1_norm"] == pytest.approx(finite.abs().sum().item(), rel=1e-6)
+        assert found["layers.a activation std"] == pytest.approx(finite.std().item(), rel=1e-6)
+        assert found["layers.a activation max"] == finite.max().item()
+        assert found["layers.a output nonfinite_num"] == 3 * 16
+
+
+def test_rows_that_are_empty_or_due_on_one_rank_only(two: Ranks) -> None:
+    for rank in two:
+        for step, found in enumerate(rank["rows_that_differ"]):
+            assert found["empty on rank 0 weight mean"] == -3, "the sum of nothing, 0, is larger than that of rank 1"
+            assert found["empty on rank 0 weight max"] == -3
+            assert found["empty on rank 0 weight numel"] == 8
+            assert {found[f"empty on both weight {statistic}"] for statistic in ("mean", "max", "numel")} == {0}
+            assert (found["more on rank 1 activation min"], found["more on rank 1 activation max"]) == (-3, -3)
+            in_turns = {key: value for key, value in found.items() if key.startswith("in turns")}
+            assert in_turns == ({"in turns activation numel": 8} if step else {"in turns activation max": -3})
+            histogram = found["histogram gradient exponent_histogram"]
+            assert {e - 127: count for e, count in enumerate(histogram) if count} == {0: 1, 1: 2, 2: 2, 3: 1}
+
+
+# ---------------------------------------------------------------------- what it costs
+
+
+@pytest.mark.parametrize("tensors", [6, 504])
+def test_a_step_ends_with_two_collectives_and_one_copy(two: Ranks, tensors: int) -> None:
+    for rank in two:
+        found = rank["costs"][str(tensors)]
+        assert found["watched"] == tensors
+        assert found["inside"] == [{}, {}], "nothing waits for the device in a forward or backward"
+        assert found["at the end"] == [{"allreduce": 2}, {"cpu": 1, "numpy": 1}]
+
+
+def test_transformer_engines_own_feature_costs_more(two: Ranks) -> None:
+    """The counts have something to count: TE 2.20.2 gathers 14 times for six tensors, waits 13 times for one."""
+    for rank in two:
+        assert rank["upstream_costs"]["two layers, three tensors"]["collectives"] == {"_allgather_base": 14}
+        assert rank["upstream_costs"]["one tensor, four statistics"]["waits"] >= 13
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_single_process_needs_no_collective_and_copies_once(tmp_path: Path, fp8: bool) -> None:
+    model = Layers("ab")
+    quantized = {"tensors": TENSORS[:3], "stats": ["underflows%", "mse", "scale_inv_max", "mxfp8_mse"], "freq": 1}
+    chosen = {**config(), "fp8": feature("LogFp8TensorStats", ["all"], **quantized)} if fp8 else config()
+    with session(model, tmp_path, config=chosen) as (running, _):
+        for step in range(2):
+            with ranks_script.Counted() as inside, te.autocast(enabled=fp8, recipe=Float8CurrentScaling()):
+                model.run([("a", step), ("b", step)])
+            with ranks_script.Counted() as at_end:
+                running.step()
+            assert (inside.collectives, dict(inside.waits)) == ([], {})
+            assert (at_end.collectives, dict(at_end.waits)) == ([], {"cpu": 1, "numpy": 1})
+
+
+def test_names_are_exchanged_when_a_layer_comes_up_and_only_then(two: Ranks) -> None:
+    plain = {"allreduce": 2}
+    for rank in two:
+        for name, found in rank["programs"].items():
+            exchanges = [step for step, counts in enumerate(found["collectives"]) if counts != plain]
+            assert exchanges == ([0, 3] if name == "a layer comes up late" else [0]), name
+
+
+def test_ranks_meet_in_the_steps_in_which_a_statistic_is_due_on_any(two: Ranks) -> None:
+    for rank in two:
+        steps_with = [step for step, counts in enumerate(rank["schedules"]) if counts]
+        assert steps_with == [0, 2, 3, 4]
+        assert [rank["schedules"][step] for step in (2, 3, 4)] == [{"allreduce": 2}] * 3
+
+
+def test_messages_do_not_grow_with_the_ranks(two: Ranks, four: Ranks) -> None:
+    for rank in (*two, *four):
+        assert rank["messages"] == two[0]["messages"]
+    assert [kind for kind, _ in two[0]["messages"][2]] == ["allreduce", "allreduce"]
+
+
+# ---------------------------------------------------------------------- what goes wrong
+
+
+def test_after_a_failed_reduction_a_rank_is_on_its_own(two: Ranks, alone: Any) -> None:
+    survivor, left = (rank["a_rank_leaves"] for rank in two)
+    assert survivor["local"] == [False, True, True, True]
+    assert survivor["collectives"][1:] == [1, 0, 0], "nothing is sent after the one that failed"
+    assert left["local"] == [False, True]
+    for found, own, first in ((survivor, range(1, 4), 0), (left, [11], 10)):
+        expected = alone(Layers("a"), [[[("a", seed)]] for seed in own])
+        for step, values in enumerate(expected, start=1):
+            assert_equal(found["steps"][step], values)
+        assert found["steps"][0] == survivor["steps"][0], f"the step with batch {first} was reduced"
+
+
+def test_sections_may_match_on_one_stage_only(two: Ranks) -> None:
+    stages = [rank["attaching"] for rank in two]
+    assert [found["a section for each stage"] for found in stages] == [{"stage0": ["first"]}, {"stage1": ["second"]}]
+    assert [found["exact names"] for found in stages] == [{"stage0": ["all"]}, {"stage1": ["all"]}]
+    assert [found["allowed"] for found in stages] == [{"stage0": ["first"]}, {"stage1": []}]
+
+
+@pytest.mark.parametrize(
+    ("attempt", "said"),
+    [
+        ("a section for no stage", "the section 'third' matches none of the 2 layers."),
+        ("an exact name that no rank has", "there is no layer 'stage7'. Did you mean 'stage1' or 'stage0'?"),
+    ],
+)
+def test_what_matches_on_no_rank_is_an_error_on_all(two: Ranks, attempt: str, said: str) -> None:
+    first, second = (rank["attaching"][attempt] for rank in two)
+    assert first == second
+    assert first[0] == "ConfigError"
+    assert said in first[1]
+
+
+def test_what_one_rank_cannot_attach_raises_on_all(two: Ranks) -> None:
+    first, second = (rank["attaching"] for rank in two)
+    for attempt, kind, said in (
+        ("one rank's config is wrong", "ConfigError", "there is no feature 'NoSuchFeature'"),
+        ("one rank's model is wrong", "SessionError", "not 'no model'"),
+    ):
+        assert first[attempt] == [kind, f"On another rank: {second[attempt][1]}"]
+        assert second[attempt][0] == kind
+        assert said in second[attempt][1]
+
+
+def test_without_reduction_each_rank_attaches_alone(two: Ranks) -> None:
+    assert two[0]["attaching"]["no reduction"] == {"stage0": ["first"]}
+    assert two[1]["attaching"]["no reduction"][0] == "ConfigError"
+
+
+# ---------------------------------------------------------------------- how a layer is split
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        ({"parallel_mode": "column", "sequence_parallel": True}, {"net": ("column", True)}),
+        ({"parallel_mode": None, "sequence_parallel": False}, {"net": (None, False)}),
+        # Read in grouped_linear.py: it gathers nothing, so that its input is the gathered one.
+        ({"parallel_mode": "column", "sequence_parallel": True, "num_gemms": 2}, {"net": ("column", False)}),
+        # Read in layernorm_mlp.py: the weights are split also where the module does not communicate.
+        (
+            {"set_parallel_mode": False, "sequence_parallel": False, "parts": (".fc1", ".fc2")},
+            {"net.fc1": ("column", False), "net.fc2": ("row", False)},
+        ),
+        ({"parallel_mode": "column", "tp_size": 1}, {}),
+    ],
+)
+def test_placements(monkeypatch: pytest.MonkeyPatch, module: dict[str, Any], expected: dict[str, Any]) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group: 1)
+    monkeypatch.setattr("torch.distributed.get_process_group_ranks", list)
+    parts = module.pop("parts", ("",))
+    layers = tuple(Layer(f"net{part}", (), ()) for part in parts)
+    split: Any = SimpleNamespace(**{"tp_group": (4, 5), "tp_size": 2, **module})
+    for reduced_over, first in ((None, False), ((1, 5), True), ((4, 5), False)):
+        found = placements([NamedModule(split, "net", layers)], cast(Any, reduced_over))
+        assert found == {name: Placement(1, first, *how) for name, how in expected.items()}

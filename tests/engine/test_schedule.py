@@ -1,0 +1,84 @@
+"""When a feature acts, against trying every iteration, and against Transformer Engine's own."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+
+from te_precision_callbacks.engine.schedule import Schedule
+
+LAST = 130  # of the iterations that are tried
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"freq": 1},
+    {"freq": 7},
+    {"freq": 10, "start_step": 5},
+    {"start_step": 0, "end_step": 0},
+    {"freq": 3, "start_step": 4, "end_step": 5},
+    {"freq": 3, "start_step": 6, "end_step": 60},
+    {"start_step": None, "end_step": None, "start_end_list": None},
+    {"start_step": 9, "end_step": -1},
+    {"freq": 50, "end_step": 49},
+    {"freq": 200},
+    {"start_step": 20, "end_step": 10},
+    {"freq": 2, "start_end_list": [[3, 3], [5, 9], [20, 41]]},
+    {"freq": 5, "start_end_list": [[80, 100], [0, 20]], "start_step": 30},
+    {"start_end_list": [(0, 10), [90, -1]]},
+    {"freq": 4, "start_end_list": [[0, 50], [10, 20], [40, 70]]},
+    {"freq": 4, "start_end_list": [[1, 3], [5, 7]]},
+    {"start_end_list": [[7, None]]},
+]
+
+
+def is_due(iteration: int, options: dict[str, Any]) -> bool:
+    """By the words of the documentation."""
+    pairs = options.get("start_end_list") or [(options.get("start_step"), options.get("end_step"))]
+    within = any((start or 0) <= iteration <= (math.inf if end in (None, -1) else end) for start, end in pairs)
+    return within and iteration % options.get("freq", 1) == 0
+
+
+def assert_as_enumerated(options: dict[str, Any], last: int) -> None:
+    schedule = Schedule.of(options)
+    due = [iteration for iteration in range(2 * last) if is_due(iteration, options)]
+    for iteration in range(last):
+        following = next((later for later in due if later > iteration), None)
+        assert schedule.at(iteration) == (iteration in due, following), iteration
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_iteration(options: dict[str, Any]) -> None:
+    assert_as_enumerated(options, LAST)
+
+
+def test_all_small_schedules() -> None:
+    for freq, start, length, second in itertools.product(range(1, 5), range(5), range(-1, 5), range(4, 9)):
+        options = {"freq": freq, "start_end_list": [[start, start + length], [second, second + length]]}
+        assert_as_enumerated(options, 20)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_transformer_engines(options: dict[str, Any]) -> None:
+    """The same, but for an end of -1 or None in a list, which theirs does not know."""
+    from transformer_engine.debug.features.utils import next_enabled_iter
+
+    ends = [options.get("end_step"), *(end for _, end in options.get("start_end_list") or [])]
+    if -1 in ends or None in ends[1:]:
+        options = {**options, "end_step": None, "start_end_list": options.get("start_end_list") and [
+            (start, math.inf if end in (None, -1) else end) for start, end in options["start_end_list"]
+        ]}  # fmt: skip
+    start, end, pairs = (options.get(key) for key in ("start_step", "end_step", "start_end_list"))
+    schedule = Schedule.of(options)
+    for iteration in range(LAST):
+        theirs = next_enabled_iter(start, end, pairs, options.get("freq", 1), iteration)
+        assert schedule.at(iteration) == theirs, iteration
+
+
+def test_upstreams_end_of_minus_1_is_never() -> None:
+    """Though their documentation says that it means no end."""
+    from transformer_engine.debug.features.utils import next_enabled_iter
+
+    assert next_enabled_iter(0, -1, None, 1, 0) == (False, None)
+    assert Schedule.of({"start_step": 0, "end_step": -1}).at(0) == (True, 1)

@@ -1,0 +1,347 @@
+"""Statistics through the engine, against float64 on all micro-batches together, and beside Transformer Engine's."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from te_precision_callbacks.engine.engine import StatisticsEngine, Watched
+from te_precision_callbacks.engine.kernels import compiled
+from te_precision_callbacks.engine.statistics import (
+    BLOCKWISE,
+    QUANTIZED_STATISTICS,
+    RECIPES,
+    STATISTICS,
+    TENSOR_STATISTICS,
+    UnknownStatisticError,
+    quantized_request,
+    table,
+    tensor_request,
+)
+from tests.engine import exact
+
+INF, NAN = math.inf, math.nan
+PAGE = Path(__file__).parents[2] / "docs" / "statistics.md"
+Found = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes some seconds for each dtype; the kernels have tests of their own."""
+    monkeypatch.setattr(compiled, "SMALLEST", sys.maxsize)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def statistics_of(micro_batches: Sequence[torch.Tensor], names: Sequence[Any], *, tensor: str = "gradient") -> Found:
+    """The statistics of one step."""
+    engine = StatisticsEngine()
+    for values in micro_batches:
+        engine.note(Watched("layer", tensor, 3, values), [tensor_request(name, tensor) for name in names])
+        engine.measure()
+    measurements = engine.flush(reduce=False)
+    assert {(found.layer, found.tensor) for found in measurements} <= {("layer", tensor)}
+    return {found.statistic: found.value for found in measurements}
+
+
+def from_float64(micro_batches: Sequence[torch.Tensor]) -> Found:
+    """The same from numpy, on what is finite of all micro-batches together."""
+    everything = np.concatenate([exact.as_array(values) for values in micro_batches])
+    x = everything[np.isfinite(everything)]
+    magnitude = np.abs(x)
+    nonzero = magnitude[magnitude > 0]
+    return {
+        "min": x.min(),
+        "max": x.max(),
+        "mean": math.fsum(x) / len(x),
+        "std": x.std(ddof=1),
+        "l1_norm": math.fsum(magnitude),
+        "l2_norm": math.sqrt(math.fsum(x**2)),
+        "cur_amax": magnitude.max(),
+        "dynamic_range": math.log2(nonzero.max() / nonzero.min()),
+        "numel": len(everything),
+        "zeros%": 100 * (x == 0).mean(),
+        "nonfinite_num": len(everything) - len(x),
+        "exponent_histogram": tuple(exact.histogram(everything)),
+    }
+
+
+def micro_batches(change: Callable[[torch.Tensor, int], torch.Tensor]) -> list[torch.Tensor]:
+    return [change(normal(rows, 97, seed=rows), number) for number, rows in enumerate((50, 1, 171))]
+
+
+BATCHES = {
+    "alike": micro_batches(lambda x, number: x),
+    "with different means": micro_batches(lambda x, number: x + 5 * number),
+    "with a mean of 1000 std": micro_batches(lambda x, number: x * 0.01 + 10),
+    "with a mean of -1000 std in bfloat16's range": micro_batches(lambda x, number: (x - 1000).bfloat16()),
+    "with zeros": micro_batches(lambda x, number: x.where(x.abs() > 0.5, 0.0)),
+    "of 1e20": micro_batches(lambda x, number: x * 1e20),
+    "of 1e-30": micro_batches(lambda x, number: x * 1e-30),
+    "of different magnitudes": micro_batches(lambda x, number: x * 10.0 ** (8 * number)),
+    "float16": micro_batches(lambda x, number: (100 * x).half()),
+    "float8": micro_batches(lambda x, number: x.to(torch.float8_e5m2)),
+    "of different dtypes": micro_batches(lambda x, number: x.to([torch.float32, torch.bfloat16, torch.half][number])),
+    "not finite": micro_batches(lambda x, number: x.where(x.abs() < 1.5, [INF, NAN, -INF][number])),
+    "transposed": micro_batches(lambda x, number: x.t()),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_every_statistic_of_a_tensor(name: str) -> None:
+    found = statistics_of(BATCHES[name], TENSOR_STATISTICS)
+    expected = from_float64(BATCHES[name])
+    assert found.keys() == expected.keys()
+    for statistic, value in expected.items():
+        rel = 1e-9 if statistic in ("std", "dynamic_range") else 1e-12
+        size = np.abs(expected["l1_norm"]) / expected["numel"] if statistic == "mean" else 0.0
+        assert found[statistic] == pytest.approx(value, rel=rel, abs=rel * size), statistic
+
+
+def test_the_largest_range_of_blocks() -> None:
+    request = {BLOCKWISE: {"block_size": 2, "dims": 1}}
+    batches = [torch.tensor([[1.0, 8.0, 1.0, 2.0]]), torch.tensor([[4.0, 1.0, 1.0, 0.0]])]
+    label = "max_blockwise_dynamic_range_block_size_2_dims_1"
+    assert statistics_of(batches, [request]) == {label: 3.0}
+    with_orientations = statistics_of(batches[:1] * 2, [request], tensor="activation")
+    assert with_orientations == {f"{label}_max_over_orientations": 3.0}
+
+
+EMPTY = dict.fromkeys(TENSOR_STATISTICS, 0.0) | {"exponent_histogram": (0.0,) * 256}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (torch.empty(0), {}),
+        (torch.zeros(4, 5), {"numel": 20, "zeros%": 100}),
+        (torch.full((4, 5), NAN), {"numel": 20, "nonfinite_num": 20}),
+        (torch.full((4, 5), -INF), {"numel": 20, "nonfinite_num": 20}),
+        (
+            torch.tensor(-3.0),
+            {"min": -3, "max": -3, "mean": -3, "l1_norm": 3, "l2_norm": 3, "cur_amax": 3, "numel": 1,
+             "exponent_histogram": tuple(1.0 * (number == 128) for number in range(256))},
+        ),
+    ],
+    ids=["nothing", "zeros", "nan", "infinite", "one element"],
+)  # fmt: skip
+def test_every_value_is_defined(values: torch.Tensor, expected: Found) -> None:
+    assert statistics_of([values], TENSOR_STATISTICS) == EMPTY | expected
+    blocks = statistics_of([values], [BLOCKWISE])
+    assert list(blocks.values()) == [0.0]
+    # And in the midst of others they change nothing but the counts.
+    others = [normal(30), values, normal(40, seed=1)]
+    found, alone = statistics_of(others, TENSOR_STATISTICS), statistics_of([others[0], others[2]], TENSOR_STATISTICS)
+    if not values.isfinite().any():
+        assert found == alone | {"numel": 70 + values.numel(), "nonfinite_num": values.numel()}
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "fp8_delayed_scaling"])
+@pytest.mark.parametrize(
+    "values", [torch.empty(0), torch.zeros(4, 5), torch.full((4, 5), NAN), torch.tensor(-3.0)], ids=str
+)
+def test_every_value_of_a_recipe_is_defined(recipe: str, values: torch.Tensor) -> None:
+    engine = StatisticsEngine()
+    engine.note(Watched("l", "weight", 0, values), [quantized_request(f"{recipe}_{s}") for s in QUANTIZED_STATISTICS])
+    engine.measure()
+    found: Found = {one.statistic.removeprefix(f"{recipe}_"): one.value for one in engine.flush(reduce=False)}
+    assert {name: found[name] for name in ("underflows%", "mse")} == {"underflows%": 0.0, "mse": pytest.approx(0.0)}
+    assert found["sqnr_db"] > 100
+    assert not any(math.isnan(value) for value in found.values())
+
+
+@pytest.mark.parametrize("value", [0.1, 3.7, -1e20, 1e-30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_equal_elements_have_no_spread(value: float, dtype: torch.dtype) -> None:
+    for count in (2, 1001, 200_000):
+        assert statistics_of([torch.full((count,), value, dtype=dtype)], ["std"]) == {"std": 0.0}
+
+
+def test_a_weight_counts_once_a_step() -> None:
+    engine = StatisticsEngine()
+    weight = normal(20, 30)
+    for step in range(2):
+        for _ in range(3):
+            engine.note(Watched("layer", "weight", step, weight + step), [tensor_request("l1_norm", "weight")])
+            engine.measure()
+        (found,) = engine.flush(reduce=False)
+        assert found.value == pytest.approx((weight + step).double().abs().sum().item(), rel=1e-12)
+
+
+def test_another_step_starts_anew() -> None:
+    engine = StatisticsEngine()
+    for scale in (100.0, 1.0):
+        engine.note(Watched("layer", "activation", 0, torch.full((3,), scale)), [tensor_request("max")])
+        engine.measure()
+        assert [found.value for found in engine.flush(reduce=False)] == [scale]
+    assert engine.flush(reduce=False) == []
+
+
+def test_inference_mode_before_training() -> None:
+    """As Lightning's sanity check is; a tensor made in inference mode cannot be written to outside of it."""
+    engine = StatisticsEngine()
+    for mode in (True, False, True, False):
+        with torch.inference_mode(mode):
+            engine.note(Watched("layer", "activation", 0, torch.ones(3)), [tensor_request("max")])
+            engine.measure()
+            assert [found.value for found in engine.flush(reduce=False)] == [1.0]
+
+
+# --- the histogram of exponents ---------------------------------------------------------------------------------------
+
+
+def test_underflows_of_any_format_follow_from_the_histogram() -> None:
+    """By the formulas of docs/statistics.md, with the scale taken anew."""
+    values = normal(100, 100) * torch.exp(6 * normal(100, 100, seed=1))
+    values[0] = 2.0 ** torch.arange(-50, 50)
+    values[1] = torch.tensor([0.0, NAN, INF, -1e-40]).repeat(25)
+    (histogram,) = statistics_of([values], ["exponent_histogram"]).values()
+    x = values[values.isfinite()]
+    assert sum(histogram) == (x != 0).sum()
+    formats = {
+        torch.float8_e4m3fn: (448.0, -9, 8),
+        torch.float8_e5m2: (57344.0, -16, 15),
+        torch.float16: (65504.0, -24, 15),
+    }
+    for dtype, (largest, smallest_exponent, b) in formats.items():
+        for k in range(-12, 12):
+            scaled = x * 2.0**-k
+            underflows = ((scaled.clamp(-largest, largest).to(dtype).float() == 0) & (x != 0)).sum().item()
+            t = smallest_exponent + k - 1
+            ties = (x.abs() == 2.0**t).sum().item()
+            assert sum(histogram[: t + 127]) == underflows - ties
+            overflows = (scaled.abs() > largest).sum().item()
+            assert sum(histogram[b + k + 128 :]) <= overflows <= sum(histogram[b + k + 127 :])
+
+
+# --- where Transformer Engine is wrong --------------------------------------------------------------------------------
+
+
+class Upstream:
+    """Transformer Engine's own buffer of statistics, fed as its features feed it."""
+
+    def __init__(self, *names: Any) -> None:
+        from transformer_engine.debug.features.utils.stats_buffer import _Buffer
+
+        self.buffer: Any = _Buffer("layer", "activation", set(names), None, True)
+
+    def of(self, micro_batches: Sequence[torch.Tensor]) -> dict[str, float]:
+        for values in micro_batches:
+            self.buffer.feed(values, 0)
+        return {key[2]: float(value) for key, value in self.buffer.log().items()}
+
+
+def three(name: str, batches: Sequence[torch.Tensor]) -> tuple[float, float, float]:
+    """A statistic by Transformer Engine, by us, and in float64."""
+    theirs, ours = Upstream(name).of(batches)[name], statistics_of(batches, [name])[name]
+    return theirs, ours, from_float64(batches)[name]
+
+
+@pytest.mark.parametrize("shift", [0.5, 1.0, 3.0])
+def test_upstreams_std_over_micro_batches_has_the_wrong_sign_in_it(shift: float) -> None:
+    theirs, ours, exactly = three("std", [normal(4096), normal(4096, seed=1) + shift])
+    assert ours == pytest.approx(exactly, rel=1e-9)
+    assert math.isnan(theirs) if shift == 3 else theirs < 0.98 * exactly
+    if shift == 1:
+        assert (round(theirs, 3), round(exactly, 3)) == (0.861, 1.122)
+
+
+def test_upstreams_extremes_hide_a_nan_that_is_not_in_the_first_micro_batch() -> None:
+    healthy, sick = torch.tensor([1.0, -1.0]), torch.tensor([NAN, 7.0])
+    theirs = Upstream("min", "max", "cur_amax").of([healthy, sick])
+    assert theirs == {"min": -1.0, "max": 1.0, "cur_amax": 1.0}  # nor do they see the 7
+    found = statistics_of([healthy, sick], ["min", "max", "cur_amax", "nonfinite_num"])
+    assert found == {"min": -1.0, "max": 7.0, "cur_amax": 7.0, "nonfinite_num": 1.0}
+
+
+def test_upstreams_norms_of_float16_are_infinite() -> None:
+    values = [normal(1_000_000).half()]
+    for name in ("l1_norm", "l2_norm"):
+        theirs, ours, exactly = three(name, values)
+        assert ours == pytest.approx(exactly, rel=1e-12)
+        assert theirs == INF
+
+
+def test_upstreams_sums_of_bfloat16_are_rounded_to_it() -> None:
+    values = [(normal(1_000_000) * 3 + 0.01).bfloat16()]
+    for name in ("mean", "std", "l1_norm", "l2_norm"):
+        theirs, ours, exactly = three(name, values)
+        assert ours == pytest.approx(exactly, rel=1e-10)
+        assert abs(theirs - exactly) > 1e-4 * abs(exactly)
+
+
+def test_upstreams_dynamic_range_of_zeros_is_infinite_and_std_of_one_element_nan() -> None:
+    zeros, one = [torch.zeros(4)], [torch.tensor([2.5])]
+    assert Upstream("dynamic_range").of(zeros) == {"dynamic_range": INF}
+    assert statistics_of(zeros, ["dynamic_range"]) == {"dynamic_range": 0.0}
+    with pytest.warns(UserWarning, match="degrees of freedom"):
+        assert math.isnan(Upstream("std").of(one)["std"])
+    assert statistics_of(one, ["std"]) == {"std": 0.0}
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_names_of_quantized_statistics() -> None:
+    def label(*arguments: Any) -> tuple[str, str | None, bool]:
+        request = quantized_request(*arguments)
+        return request.label, request.recipe, request.columnwise
+
+    assert label("mse") == ("mse", "", False)
+    assert label("mse_columnwise") == ("mse_columnwise", "", True)
+    assert label("mxfp8_scale_inv_min_columnwise") == ("mxfp8_scale_inv_min_columnwise", "mxfp8", True)
+    assert label("delayed_scaling_overflows%") == ("delayed_scaling_overflows%", "fp8_delayed_scaling", False)
+    assert label("fp8_delayed_scaling_overflows%")[1] == "fp8_delayed_scaling"
+    assert label("mse", "nvfp4") == ("nvfp4_mse", "nvfp4", False)
+    assert quantized_request("mse").under("mxfp8").label == "mxfp8_mse"
+
+
+@pytest.mark.parametrize("name", ["max", "", "mxfp8", "mxfp8_", "mxfp4_mse", "mse_rowwise", "MSE", 3, None])
+def test_unknown_quantized_statistics(name: object) -> None:
+    with pytest.raises(UnknownStatisticError):
+        quantized_request(name)
+
+
+def test_per_tensor_scaling_has_no_columnwise_statistics() -> None:
+    with pytest.raises(UnknownStatisticError, match="leave '_columnwise' out"):
+        quantized_request("fp8_current_scaling_mse_columnwise")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["mse", 3, None, {}, {"max": {}}, {BLOCKWISE: 3}, {BLOCKWISE: {"size": 3}}, {BLOCKWISE: {"block_size": 0}},
+     {BLOCKWISE: {"block_size": True}}, {BLOCKWISE: {"dims": 3}}, {BLOCKWISE: {}, "max": {}}],
+    ids=str,
+)  # fmt: skip
+def test_unknown_statistics_of_a_tensor(entry: object) -> None:
+    with pytest.raises(UnknownStatisticError):
+        tensor_request(entry)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_the_page_is_the_code() -> None:
+    """Made anew by: python -m te_precision_callbacks.engine.statistics"""
+    printed = subprocess.run(
+        [sys.executable, "-m", "te_precision_callbacks.engine.statistics"], check=True, capture_output=True, text=True
+    ).stdout
+    assert printed == table() + "\n"
+    assert printed in PAGE.read_text()
+    assert len(printed.splitlines()) == len(STATISTICS) + 2
+
+
+def test_the_page_names_what_there_is() -> None:
+    page = PAGE.read_text()
+    for name in (*STATISTICS, *RECIPES):
+        assert f"`{name}`" in page

@@ -1,0 +1,554 @@
+"""The Triton kernel in Triton's interpreter, against float64; and what Triton makes of it for a Hopper GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, EXPONENT_BINS, MAXIMA, MOMENT_SUMS
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+INF, NAN = math.inf, math.nan
+WIDE = [torch.float32, torch.float16, torch.bfloat16]
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+BYTES = torch.arange(256, dtype=torch.uint8)
+BITS = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+
+Measure = Callable[..., dict[str, Any]]
+
+
+# --- running the kernel without a GPU ---------------------------------------------------------------------------------
+
+
+def fresh_kernel() -> ModuleType:
+    """The module anew, and in no list of modules: whether triton.jit compiles or interprets is decided on import."""
+    spec = importlib.util.find_spec("te_precision_callbacks.engine.kernels.triton_kernel")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def interpreted() -> Iterator[ModuleType]:
+    """The kernel as TRITON_INTERPRET=1 makes it, in a process whose triton was imported without that."""
+    modules = (tl, tl.core, tl.standard)
+    before = [dict(vars(module)) for module in modules]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setattr(interpreter.InterpretedFunction, "rewritten_fn", {})
+        try:
+            for name in ("sum", "max"):  # the functions of Triton's own that the kernel calls
+                setattr(tl, name, triton.jit(getattr(tl, name).fn))
+            yield fresh_kernel()
+        finally:  # the interpreter puts numpy's functions into these modules, and leaves some there
+            for module, names in zip(modules, before, strict=True):
+                vars(module).clear()
+                vars(module).update(names)
+
+
+@pytest.fixture
+def kernel() -> Iterator[ModuleType]:
+    with interpreted() as module:
+        yield module
+
+
+@pytest.fixture
+def measure(kernel: ModuleType) -> Measure:
+    """``measure`` with the columns by name, and the exponent counts as "histogram"."""
+
+    def measure(values: torch.Tensor, codes: torch.Tensor | None = None, *args: Any, **options: Any) -> dict[str, Any]:
+        sums, maxima = kernel.measure(values, codes, *args, **options)
+        assert (sums.dtype, sums.dim(), maxima.dtype) == (torch.float64, 1, torch.float64)
+        names = [*MOMENT_SUMS, *(COMPARISON_SUMS if codes is not None else [])]
+        assert len(sums) == len(names) + EXPONENT_BINS * options.get("histogram", False)
+        found = dict(zip(names, sums.tolist(), strict=False))
+        if options.get("histogram"):
+            found["histogram"] = sums[len(names) :].tolist()
+        return found | dict(zip(MAXIMA, maxima.tolist(), strict=True))
+
+    return measure
+
+
+# --- the same numbers in float64 --------------------------------------------------------------------------------------
+
+
+def exact(
+    values: torch.Tensor,
+    codes: torch.Tensor | None = None,
+    scale_inv: torch.Tensor | None = None,
+    *,
+    e5m2: bool = False,
+    histogram: bool = False,
+) -> dict[str, Any]:
+    """The columns from exact float64 values and rounded sums, element by element, in the order of the shape."""
+    x = values.float().double().numpy().reshape(-1)
+    finite = np.isfinite(x)
+    kept = x[finite]
+    nonzero = np.abs(kept[kept != 0])
+    columns: dict[str, Any] = {
+        "finite": finite.sum(),
+        "nonfinite": (~finite).sum(),
+        "zeros": (kept == 0).sum(),
+        "sum": math.fsum(kept),
+        "square_sum": math.fsum(kept**2),
+        "abs_sum": math.fsum(np.abs(kept)),
+        "max": kept.max(initial=-INF),
+        "negated_min": (-kept).max(initial=-INF),
+        "negated_min_nonzero": (-nonzero).max(initial=-INF),
+    }
+    if codes is not None and scale_inv is not None:
+        dtype, largest = (torch.float8_e5m2, 57344.0) if e5m2 else (torch.float8_e4m3fn, 448.0)
+        y = (codes.contiguous().view(dtype).float() * scale_inv).double().numpy().reshape(-1)[finite]
+        limit = float(torch.tensor(largest) * scale_inv)
+        columns |= {
+            "compared": finite.sum(),
+            "underflows": ((kept != 0) & (y == 0)).sum(),
+            "overflows": (np.abs(kept) > limit).sum(),
+            "error_square_sum": math.fsum((kept - y) ** 2),
+            "signal_square_sum": math.fsum(kept**2),
+        }
+    if histogram:
+        bins = np.maximum(np.frexp(nonzero)[1] + 126, 0)  # frexp: 0.5 <= mantissa < 1
+        columns["histogram"] = np.bincount(bins, minlength=EXPONENT_BINS).tolist()
+    return columns
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Counts and extremes are exact; sums are as good as float64 can add."""
+    assert found.keys() == expected.keys()
+    sums = {name for name in found if name.endswith("sum")}
+    for name in sums:
+        size = expected["abs_sum"] if name == "sum" else expected[name]
+        assert found[name] == pytest.approx(expected[name], rel=1e-13, abs=1e-13 * size), name
+    rest = found.keys() - sums
+    assert {name: found[name] for name in rest} == {name: expected[name] for name in rest}
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def quantized(values: torch.Tensor, scale_inv: float, *, e5m2: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of values that saturate, by torch's casts, and ``scale_inv``."""
+    dtype, largest = (torch.float8_e5m2, 57344.0) if e5m2 else (torch.float8_e4m3fn, 448.0)
+    scaled = (values.float() / scale_inv).clamp(-largest, largest)
+    return scaled.to(dtype).view(torch.uint8), torch.tensor([scale_inv])
+
+
+# --- one tensor -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_random_values(measure: Measure, dtype: torch.dtype) -> None:
+    values = normal(3, 5003).to(dtype)  # several tiles for each program, the last one not whole
+    assert_same(measure(values, histogram=True), exact(values, histogram=True))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param(BITS.view(torch.float16), id="float16"),
+        pytest.param(BITS.view(torch.bfloat16), id="bfloat16"),
+        pytest.param(BYTES.view(torch.float8_e4m3fn), id="e4m3"),
+        pytest.param(BYTES.view(torch.float8_e5m2), id="e5m2"),
+    ],
+)
+def test_every_number_of_a_format(measure: Measure, values: torch.Tensor) -> None:
+    assert_same(measure(values, histogram=True), exact(values, histogram=True))
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_each_byte_of_a_format_alone(measure: Measure, dtype: torch.dtype) -> None:
+    for code in (0x00, 0x80, 0x01, 0x07, 0x08, 0x7B, 0x7C, 0x7D, 0x7E, 0x7F, 0xFB, 0xFC, 0xFE, 0xFF):
+        value = torch.tensor([code], dtype=torch.uint8).view(dtype)
+        assert_same(measure(value), exact(value))
+
+
+NUMBERS = {
+    "one": [-3.25],
+    "zeros": [0.0, -0.0, 0.0],
+    "subnormal": [1e-45, -3e-45, 2.0**-127, 0.0, 2.0**-126],
+    "squares above the range of float32": [1e20, -3e38, 3.4028234663852886e38, 1e30],
+    "squares below the range of float32": [1e-30, -2e-35, 1e-38, 1e-45],
+    "inf and nan": [INF, 1.0, -INF, NAN, -2.0, 0.0, -NAN],
+    "nothing but nan": [NAN] * 3,
+    "nothing but inf": [INF, -INF],
+    "below zero": [-1.0, -2.0, -0.5],
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_unusual_numbers(measure: Measure, name: str) -> None:
+    values = torch.tensor(NUMBERS[name])
+    found = measure(values, histogram=True)
+    assert_same(found, exact(values, histogram=True))
+
+
+def test_what_the_extremes_of_subnormal_numbers_are(measure: Measure) -> None:
+    found = measure(torch.tensor([0.0, 1e-45, -4e-45]), histogram=True)
+    smallest = 2.0**-149
+    assert (found["zeros"], found["negated_min_nonzero"]) == (1, -smallest)
+    assert (found["max"], found["negated_min"]) == (smallest, 3 * smallest)
+    assert found["square_sum"] == 10 * smallest**2
+    assert found["histogram"] == [2, *[0] * 255]
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0, 2)])
+def test_an_empty_tensor(measure: Measure, shape: tuple[int, ...]) -> None:
+    codes, scale_inv = torch.zeros(shape, dtype=torch.uint8), torch.ones(1)
+    found = measure(torch.zeros(shape), codes, scale_inv, histogram=True)
+    assert found.pop("histogram") == [0] * EXPONENT_BINS
+    assert {name: value for name, value in found.items() if value != 0} == dict.fromkeys(MAXIMA, -INF)
+
+
+def test_no_dimension(measure: Measure) -> None:
+    value = torch.tensor(-2.5, dtype=torch.bfloat16)
+    codes, scale_inv = quantized(value, 1.0)
+    assert_same(measure(value, codes, scale_inv[0]), exact(value, codes, scale_inv))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mean_of_a_thousand_deviations(measure: Measure, dtype: torch.dtype) -> None:
+    values = (normal(20_000, seed=1) * 3.0 + 3000.0).to(dtype)
+    found = measure(values)
+    mean = found["sum"] / found["finite"]
+    deviation = math.sqrt(found["square_sum"] / found["finite"] - mean**2)
+    assert deviation == pytest.approx(values.double().std(correction=0).item(), rel=1e-7)
+
+
+def test_a_tensor_that_needs_a_gradient(measure: Measure) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        values = normal(10).to(dtype).requires_grad_()
+        assert_same(measure(values), exact(values.detach()))
+
+
+# --- shapes and strides -----------------------------------------------------------------------------------------------
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda x: x.view(96, 60).t(),
+    "permuted": lambda x: x.view(20, 32, 9).permute(2, 0, 1),
+    "every second": lambda x: x[::2],
+    "every second column": lambda x: x.view(96, 60)[:, ::2],
+    "some columns": lambda x: x.view(72, 80)[:, 8:51],
+    "rows of a multiple of a run": lambda x: x.view(2, 2880)[:, 100:2148],
+    "rows of a part of a run": lambda x: x.view(4, 1440)[:, 100:740],
+    "rows and columns": lambda x: x.view(72, 80)[3:40, :77].t(),
+    "one row": lambda x: x.view(96, 60)[7],
+    "expanded in front": lambda x: x[:50].expand(4, 50),
+    "expanded behind": lambda x: x[:50].unsqueeze(1).expand(50, 4),
+    "one number, expanded": lambda x: x[3].expand(5, 7),
+    "overlapping": lambda x: x.as_strided((100, 30), (3, 1)),
+    "four dimensions that stay": lambda x: x.view(8, 9, 8, 10)[:7, 1:8, 2:7, 3:9].permute(3, 1, 0, 2),
+    "five dimensions that stay": lambda x: x.view(4, 6, 4, 6, 10)[:3, :5, :3, :5, :9],
+    "more dimensions than the kernel has": lambda x: x.view(4, 3, 4, 3, 4, 10)[:3, :2, :3, :2, :3, :9],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e5m2])
+@pytest.mark.parametrize("view", VIEWS)
+def test_views(measure: Measure, view: str, dtype: torch.dtype) -> None:
+    values = VIEWS[view](normal(5760).to(dtype))
+    assert_same(measure(values, histogram=True), exact(values, histogram=True))
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_stay_with_their_codes(measure: Measure, view: str) -> None:
+    values = VIEWS[view](normal(5760))
+    codes, scale_inv = quantized(values, 0.25)
+    backwards = tuple(reversed(range(codes.dim())))
+    arrangements = [
+        codes.contiguous(),
+        codes.permute(backwards).contiguous().permute(backwards),
+        torch.cat([codes, torch.full_like(codes, 0x7F)], dim=-1)[..., : values.shape[-1]],
+        VIEWS[view](quantized(normal(5760, seed=1), 0.25)[0]),
+    ]
+    for arranged in arrangements:
+        assert_same(measure(values, arranged, scale_inv), exact(values, arranged, scale_inv))
+
+
+@pytest.mark.parametrize("values", [normal(64, 96).t(), normal(30, 20, 10).permute(2, 0, 1), normal(1, 5, 1)])
+def test_a_dense_tensor_has_one_dimension(kernel: ModuleType, values: torch.Tensor) -> None:
+    assert kernel._collapse(values, None) == [(values.numel(), 1, 0)]
+    assert kernel._collapse(values, values) == [(values.numel(), 1, 1)]
+    assert len(kernel._collapse(values, values.contiguous())) == (1 if values.is_contiguous() else 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_elements_2_to_the_31_apart(measure: Measure, dtype: torch.dtype) -> None:
+    storage = torch.empty(2**31 + 16, dtype=torch.uint8)  # only the pages that are touched take memory
+    ends = storage.as_strided((2, 16), (2**31, 1))
+    ends.copy_(BYTES[56:88].view(2, 16))
+    if dtype == torch.float32:
+        values, codes = normal(2, 16), ends
+        assert_same(measure(values, codes, torch.ones(1)), exact(values, codes, torch.ones(1)))
+    else:
+        values = storage.view(dtype).as_strided((2, 16), (2**31, 1))
+        assert_same(measure(values), exact(values.clone()))
+
+
+def test_indices_beyond_int32_take_the_same_path(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = VIEWS["four dimensions that stay"](normal(5760))
+    sums, maxima = kernel.measure(values)
+    launched = kernel._measure
+    launches = []
+
+    class Wide:
+        def __getitem__(self, grid: Any) -> Callable[..., Any]:
+            launches.append(grid)
+            return lambda *args, **options: launched[grid](*args, **options | {"SMALL": False})
+
+    monkeypatch.setattr(kernel, "_measure", Wide())
+    wide_sums, wide_maxima = kernel.measure(values)
+    assert launches
+    assert torch.equal(sums, wide_sums)
+    assert torch.equal(maxima, wide_maxima)
+
+
+# --- values and their codes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("e5m2", [False, True])
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("scale_inv", [0.0123, 3.0])
+def test_random_values_and_codes(measure: Measure, dtype: torch.dtype, e5m2: bool, scale_inv: float) -> None:
+    values = (normal(7000) * 10.0 ** normal(7000, seed=1)).to(dtype)
+    codes, scale = quantized(values, scale_inv, e5m2=e5m2)
+    found = measure(values, codes, scale, e5m2=e5m2, histogram=True)
+    assert found["underflows"] > 0 or e5m2
+    assert found["overflows"] > 0 or e5m2 or scale_inv == 3.0
+    assert_same(found, exact(values, codes, scale, e5m2=e5m2, histogram=True))
+
+
+@pytest.mark.parametrize("e5m2", [False, True])
+def test_every_code_that_is_a_number(measure: Measure, e5m2: bool) -> None:
+    codes = BYTES[BYTES.view(FP8[e5m2]).float().isfinite()]
+    values, scale_inv = normal(len(codes)), torch.tensor(0.7)
+    assert_same(measure(values, codes, scale_inv, e5m2=e5m2), exact(values, codes, scale_inv, e5m2=e5m2))
+
+
+def test_codes_of_float8_values(measure: Measure) -> None:
+    values = BYTES.view(torch.float8_e5m2)
+    codes, scale_inv = quantized(values.float().nan_to_num(0.0, 0.0, 0.0), 2.0)
+    assert_same(measure(values, codes, scale_inv), exact(values, codes, scale_inv))
+
+
+def test_an_element_overflows_above_the_limit_not_at_it(measure: Measure) -> None:
+    limit = torch.tensor(448.0) * torch.tensor(0.3)
+    values = torch.stack([limit, -limit, limit.nextafter(torch.tensor(INF)), -limit * 2, torch.tensor(INF)])
+    codes, scale_inv = quantized(values, 0.3)
+    assert measure(values, codes, scale_inv)["overflows"] == 2
+
+
+def test_elements_that_are_not_finite_are_not_compared(measure: Measure) -> None:
+    values = torch.tensor([INF, NAN, -INF, 2.0, 0.0])
+    codes = torch.tensor([0x7F, 0x7F, 0xFE, 0x38, 0x00], dtype=torch.uint8)  # nan, nan, -448, 1, 0
+    found = measure(values, codes, torch.ones(1))
+    assert [found[name] for name in COMPARISON_SUMS] == [2, 0, 0, 1.0, 4.0]
+
+
+@pytest.mark.parametrize(("code", "error"), [(0x7C, INF), (0x7F, NAN)])
+def test_a_quantized_value_that_is_not_finite_shows_in_the_error(measure: Measure, code: int, error: float) -> None:
+    codes = torch.tensor([code, 0x3C], dtype=torch.uint8)
+    found = measure(torch.tensor([1.0, 1.0]), codes, torch.ones(1), e5m2=True)
+    assert found["error_square_sum"] == pytest.approx(error, nan_ok=True)
+    assert (found["compared"], found["square_sum"]) == (2, 2.0)
+
+
+def test_errors_whose_squares_float32_cannot_hold(measure: Measure) -> None:
+    values = torch.tensor([3e38, 1e-30])
+    codes, scale_inv = torch.tensor([0x00, 0x00], dtype=torch.uint8), torch.ones(1)
+    assert_same(measure(values, codes, scale_inv), exact(values, codes, scale_inv))
+    assert_same(measure(values[1:], codes[1:], scale_inv), exact(values[1:], codes[1:], scale_inv))
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.zeros(2, dtype=torch.float64),), TypeError, r"values.*torch\.float64"),
+        ((torch.zeros(2, dtype=torch.int32),), TypeError, r"values.*torch\.int32"),
+        ((torch.zeros(2), BYTES[:2].to(torch.int8), torch.ones(1)), TypeError, r"codes.*torch\.int8"),
+        ((torch.zeros(2), BYTES[:3], torch.ones(1)), ValueError, r"codes.*\(3,\).*\(2,\)"),
+        ((torch.zeros(2), BYTES[:2].to("meta"), torch.ones(1)), ValueError, "codes.*meta.*cpu"),
+        ((torch.zeros(2), BYTES[:2]), ValueError, "scale_inv"),
+        ((torch.zeros(2), BYTES[:2], torch.ones(2)), ValueError, "scale_inv.*2 elements"),
+        ((torch.zeros(2), BYTES[:2], torch.ones(1).double()), TypeError, r"scale_inv.*torch\.float64"),
+    ],
+)
+def test_wrong_arguments(kernel: ModuleType, arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        kernel.measure(*arguments)
+
+
+# --- what the host does -----------------------------------------------------------------------------------------------
+
+
+class Launch:
+    """In the place of the kernel: keeps what it would be launched with."""
+
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def keep(*arguments: Any, **options: Any) -> None:
+            self.arguments, self.options = arguments, options
+
+        return keep
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The operations between, and the most elements that one of them has made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        self.names.add(func.overloadpacket.__name__)
+        if isinstance(result, torch.Tensor) and result._base is None and not func.is_view:
+            self.most = max(self.most, result.numel())
+        return result
+
+
+@pytest.mark.parametrize(
+    "view", [lambda x: x, lambda x: x.t(), lambda x: x[:, ::2]], ids=["whole", "transposed", "part"]
+)
+def test_the_host_neither_waits_nor_copies(
+    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, view: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    monkeypatch.setattr(kernel, "_measure", Launch())
+    values = view(torch.zeros(400, 300, dtype=torch.bfloat16))
+    codes, scale_inv = torch.zeros(values.shape, dtype=torch.uint8), torch.ones(1)
+    with Operations() as operations:
+        kernel.measure(values, codes, scale_inv, histogram=True)
+    assert operations.names <= {"detach", "view", "empty", "slice", "sum", "amax"}
+    assert operations.most <= kernel._PROGRAMS_OF_INTERPRETER * (6 + 5 + 256 + 3)
+
+
+def test_the_interpreter_leaves_no_trace() -> None:
+    owners = (
+        tl,
+        tl.core,
+        tl.standard,
+        tl.math,
+        tl.tensor,
+        tl.dtype,
+        tl.core.tensor_descriptor_base,
+        interpreter.InterpretedFunction,
+    )
+
+    def state() -> list[dict[str, Any]]:
+        return [dict(vars(owner)) for owner in owners]
+
+    before = state()
+    with interpreted() as module:
+        module.measure(normal(10), histogram=True)
+    assert state() == before
+
+
+# --- what Triton compiles ---------------------------------------------------------------------------------------------
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.int16: "*i16",
+    torch.uint8: "*u8",
+    torch.float64: "*fp64",
+}
+
+
+def ptx(values: torch.Tensor, *arguments: Any, **options: Any) -> str:
+    """The PTX for compute capability 9.0 of the launch that these arguments make on a GPU, after ptxas took it."""
+    module = fresh_kernel()
+    function, launch = module._measure, Launch()
+    module._measure = launch  # type: ignore[attr-defined]
+    module.measure(values, *arguments, **options)
+    given = launch.options
+    compile_options = {name: given.pop(name) for name in ("num_warps", "enable_fp_fusion")}
+    # Triton makes constants of None and 1, and knows which numbers and addresses are multiples of 16.
+    signature, constants, multiples = {}, dict(given), {}
+    for position, (name, argument) in enumerate(zip(function.arg_names, launch.arguments, strict=False)):
+        if argument is None or (isinstance(argument, int) and argument == 1):
+            signature[name], constants[name] = "constexpr", argument
+        elif isinstance(argument, int):
+            signature[name] = "i32" if argument < 2**31 else "i64"
+        else:
+            signature[name] = POINTERS[argument.dtype]
+        if signature[name] != "constexpr" and (signature[name].startswith("*") or argument % 16 == 0):
+            multiples[(position,)] = [["tt.divisibility", 16]]
+    signature |= dict.fromkeys(given, "constexpr")
+    source = triton.compiler.ASTSource(function, signature, constants, multiples)
+    compiled = triton.compile(
+        source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32), options=compile_options
+    )
+    assert compiled.asm["cubin"]
+    return str(compiled.asm["ptx"])
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Triton compiles, into a folder of the test's."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    if not isinstance(tl.sum, triton.JITFunction):
+        pytest.skip("triton was imported with TRITON_INTERPRET=1")
+
+
+def loads(code: str) -> list[str]:
+    """The loads of a tile: those of 4 bytes or more a thread."""
+    return re.findall(r"ld\.global\.(v[24]\.b32)", code)
+
+
+@pytest.mark.usefixtures("compiles")
+@pytest.mark.parametrize("dtype", [*WIDE, *FP8])
+def test_a_whole_tensor_is_read_16_bytes_at_a_time(dtype: torch.dtype) -> None:
+    code = ptx(torch.zeros(64, 64, dtype=dtype).t())
+    assert loads(code) == ["v4.b32"] * (32 * dtype.itemsize // 16)
+    assert ".ftz" not in code  # subnormal numbers stay
+
+
+@pytest.mark.usefixtures("compiles")
+@pytest.mark.parametrize(
+    ("dtype", "e5m2"), [(torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True), (FP8[0], False)]
+)
+def test_codes_and_histogram_compile(dtype: torch.dtype, e5m2: bool) -> None:
+    values, codes = torch.zeros(64, 64, dtype=dtype), torch.zeros(64, 64, dtype=torch.uint8)
+    code = ptx(values, codes, torch.ones(1), e5m2=e5m2, histogram=True)
+    assert "v4.b32" in loads(code)
+    assert ".ftz" not in code
+
+
+@pytest.mark.usefixtures("compiles")
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param(torch.zeros(1), id="one element"),
+        pytest.param(torch.zeros(33, 35)[:, :31], id="part of the columns"),
+        pytest.param(torch.zeros(4, 2048, dtype=torch.bfloat16)[:, :1024], id="rows of a multiple of a run"),
+        pytest.param(VIEWS["five dimensions that stay"](torch.zeros(5760)), id="five dimensions"),
+        pytest.param(torch.zeros(4095).expand(2**20, 4095), id="more than 2^31 elements"),
+    ],
+)
+def test_views_compile(values: torch.Tensor) -> None:
+    codes = torch.zeros((), dtype=torch.uint8).expand(values.shape)
+    assert ptx(values, codes, torch.ones(1))

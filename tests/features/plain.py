@@ -1,0 +1,88 @@
+"""nvidia-dlfw-inspect without a session, put back after each use, and what it logged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import nvdlfw_inspect.api as debug_api
+import torch
+import transformer_engine.debug.features as te_features
+import transformer_engine.pytorch as te
+from nvdlfw_inspect.logging import BaseLogger
+from nvdlfw_inspect.registry import Registry
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+import te_precision_callbacks.features as own_features
+from te_precision_callbacks.features.registration import register
+from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session.upstream import Snapshot
+
+OURS = str(Path(own_features.__path__[0]))
+THEIRS = str(Path(te_features.__path__[0]))
+
+
+class Logged(BaseLogger):  # type: ignore[misc]
+    """Statistic -> iteration -> value."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[int, float]] = {}
+
+    def log_scalar(self, name: str, value: Any, iteration: int, **_: Any) -> None:
+        self.rows.setdefault(name, {})[iteration] = float(value)
+
+    def iterations(self, name: str) -> list[int]:
+        return sorted(self.rows.get(name, {}))
+
+
+@contextmanager
+def plain(
+    features: dict[str, dict[str, Any]],
+    log_dir: Path,
+    *,
+    folders: Sequence[str | Path] = (OURS,),
+    classes: Sequence[type] = (),
+    fresh: bool = False,
+) -> Iterator[Logged]:
+    """nvidia-dlfw-inspect with these features on every layer called ``linear``.
+
+    Args:
+        fresh: as where Transformer Engine's features were not imported, or a run has ended: nothing is registered.
+    """
+    section: dict[str, Any] = {"enabled": True, "layers": {"layer_types": ["linear"]}, "transformer_engine": features}
+    logged = Logged()
+    snapshot = Snapshot()
+    snapshot.detach_handlers()
+    try:
+        if fresh:
+            Registry.data.clear()
+        TEDebugState.debug_enabled = None
+        for feature in classes:
+            register(feature)
+        debug_api.initialize(
+            {"s": section}, feature_dirs=list(map(str, folders)), log_dir=str(log_dir), statistics_logger=logged
+        )
+        yield logged
+    finally:
+        debug_api.end_debug()
+        debug_api.DEBUG_MANAGER = None
+        snapshot.restore()
+
+
+def linear(size: int = 32, **keywords: Any) -> te.Linear:
+    return te.Linear(size, size, name="linear", **keywords)
+
+
+def train(net: torch.nn.Module, steps: int = 1, session: InspectSession | None = None) -> None:
+    """Training steps with delayed scaling, from the input on."""
+    for _ in range(steps):
+        with te.autocast(enabled=True, recipe=DelayedScaling()):
+            output = net(torch.randn(16, 32, requires_grad=True))
+        output.sum().backward()
+        if session is None:
+            debug_api.step()
+        else:
+            session.step()

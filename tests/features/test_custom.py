@@ -1,0 +1,399 @@
+"""A user's own features: every call of reference 002, in every way to write it, in a training step with FP8."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import nvdlfw_inspect.api as debug_api
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.debug.features.api import TEDefaultFeatures
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
+
+from te_precision_callbacks.session import InspectSession
+from tests.conftest import Keeper
+from tests.features import probes
+from tests.features.plain import OURS, linear, plain, train
+
+TENSORS = ["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
+GEMMS = ["fprop", "dgrad", "wgrad"]
+PROBE: dict[str, Any] = {"enabled": True, "tensors": TENSORS, "gemms": GEMMS, "mine": [1, 2]}
+SHAPES = {"weight": (32, 32), "wgrad": (32, 32)}
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen_yet() -> Iterator[None]:
+    probes.SEEN.clear()
+    yield
+    probes.SEEN.clear()
+
+
+def test_the_recent_signatures_are_the_installed_ones() -> None:
+    for call, names in probes.RECENT.items():
+        assert ", ".join([*inspect.signature(getattr(TEDefaultFeatures, call)).parameters][1:]) == names
+
+
+def alone_from_folder(log_dir: Path, options: Any, **how: Any) -> None:
+    (log_dir / "mine").mkdir()
+    (log_dir / "mine" / "probe.py").write_text(probes.source(**how, registered=True))
+    folders = [log_dir / "mine", OURS] if how["api_method"] else [OURS, log_dir / "mine"]
+    with plain({"Probe": options}, log_dir, folders=folders):
+        train(linear(), 2)
+
+
+def session_with_folder(log_dir: Path, options: Any, **how: Any) -> None:
+    (log_dir / "mine").mkdir()
+    (log_dir / "mine" / "probe.py").write_text(probes.source(**how, registered=True))
+    in_session(log_dir, options, feature_dirs=[log_dir / "mine"])
+
+
+def session_with_class(log_dir: Path, options: Any, **how: Any) -> None:
+    in_session(log_dir, options, features=[probes.made(**how)])
+
+
+def in_session(log_dir: Path, options: Any, **keywords: Any) -> None:
+    net = te.Linear(32, 32)
+    config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": {"Probe": options}}}
+    with InspectSession(config, model=net, log_dir=log_dir, strict=True, **keywords) as session:
+        train(net, 2, session)
+
+
+Way = Callable[..., None]
+
+
+@pytest.mark.parametrize("signatures", probes.SIGNATURES)
+@pytest.mark.parametrize("base", ["TEConfigAPIMapper", "TEDefaultFeatures", ""])
+@pytest.mark.parametrize("api_method", [True, False])
+@pytest.mark.parametrize("way", [alone_from_folder, session_with_folder, session_with_class])
+def test_every_call_has_the_right_arguments(
+    tmp_path: Path, signatures: str, base: str, api_method: bool, way: Way
+) -> None:
+    way(tmp_path, PROBE, signatures=signatures, base=base, api_method=api_method)
+    seen: dict[str, list[dict[str, Any]]] = {}
+    for call, arguments in probes.SEEN:
+        assert arguments["layer_name"] == "linear"
+        assert arguments["config"]["mine"] == [1, 2]
+        seen.setdefault(call, []).append(arguments)
+    assert set(seen) == set(probes.REFERENCE)
+    if signatures != "anything":
+        expected = {call: set(names.split(", ")) for call, names in probes.SIGNATURES[signatures].items()}
+        assert {call: set(calls[0]) for call, calls in seen.items()} == expected
+    for call, calls in seen.items():
+        assert sorted({arguments["iteration"] for arguments in calls}) == [0, 1]
+        check(call, [arguments for arguments in calls if arguments["iteration"] == 1])
+
+
+def check(call: str, calls: list[dict[str, Any]]) -> None:
+    """The arguments of one call in one iteration."""
+    places = [(arguments.get("tensor_name"), arguments.get("gemm")) for arguments in calls]
+    for arguments in calls:
+        tensor = arguments.get("tensor", None)
+        if "tensor" in arguments:
+            assert tuple(tensor.shape) == SHAPES.get(arguments["tensor_name"], (16, 32))
+            assert tensor.dtype == torch.float32
+        assert arguments.get("tp_group") is None
+    if call == "fp8_gemm_enabled":
+        assert {gemm for _, gemm in places} == set(GEMMS)
+    elif call == "modify_tensor_enabled":
+        assert set(places) == {
+            *((tensor, gemm) for tensor, gemm in zip(TENSORS[3:], ["fprop", "wgrad", "dgrad"], strict=True)),
+            *(("activation", gemm) for gemm in ("fprop", "wgrad")),
+            *(("weight", gemm) for gemm in ("fprop", "dgrad")),
+            *(("gradient", gemm) for gemm in ("dgrad", "wgrad")),
+        }
+        assert len(places) == 9
+    elif call == "modify_tensor":
+        assert places == [("activation", "fprop"), ("dgrad", "dgrad")]
+        assert [type(arguments["default_quantizer"]) for arguments in calls] == [Float8Quantizer, type(None)]
+        assert [arguments["out"] for arguments in calls] == [None, None]
+    elif call in ("inspect_tensor_enabled", "inspect_tensor"):
+        assert sorted(tensor for tensor, _ in places) == sorted(TENSORS)
+        for arguments in calls:
+            quantized = arguments["tensor_name"] in TENSORS[:3]
+            assert arguments["config"]["tensor"] == arguments["tensor_name"]
+            if "quantizer" in arguments:
+                assert isinstance(arguments["quantizer"], Float8Quantizer if quantized else type(None))
+                assert isinstance(arguments["rowwise_quantized_tensor"], Float8Tensor if quantized else type(None))
+            assert type(arguments.get("tensor", torch.ones(()))) in (torch.Tensor, torch.nn.Parameter)
+    elif call == "inspect_tensor_postquantize":
+        # What is quantized or modified, for each GEMM: wgrad is neither.
+        rowwise = [arguments.get("rowwise") for arguments in calls]
+        gemms = [arguments.get("gemm") for arguments in calls]
+        assert [tensor for tensor, _ in places] == ["activation", "weight", "weight", "gradient"]
+        assert rowwise in ([True, True, False, True], [None] * 4)
+        assert gemms in (["fprop", "fprop", "dgrad", "dgrad"], [None] * 4)
+        assert rowwise != gemms
+        assert all(isinstance(arguments["tensor"], Float8Tensor) for arguments in calls)
+
+
+def test_what_a_feature_gives_is_what_is_computed_with(tmp_path: Path) -> None:
+    """The probe doubles the gradient of the input."""
+    gradients: list[torch.Tensor] = []
+    for name, enabled in (("without", False), ("with", True)):
+        with plain(
+            {"Probe": {**PROBE, "tensors": ["dgrad"], "enabled": enabled}},
+            tmp_path / name,
+            classes=[probes.made("reference", "", api_method=False)],
+        ):
+            torch.manual_seed(0)
+            inputs = torch.ones(16, 32, requires_grad=True)
+            linear()(inputs).sum().backward()
+            assert inputs.grad is not None
+            gradients.append(inputs.grad)
+    assert torch.equal(gradients[1], 2 * gradients[0])
+
+
+def test_a_cached_weight_is_handed_out_to_write_into(tmp_path: Path) -> None:
+    """The second time that a first micro-batch is announced, ``out`` is the weight of the first time."""
+    outs: list[Any] = []
+
+    class Halved:
+        def modify_tensor_enabled(
+            self, config: Any, layer_name: str, gemm: str, tensor_name: str, iteration: int
+        ) -> bool:
+            return True
+
+        def modify_tensor(
+            self, config: Any, layer_name: str, gemm: str, tensor_name: str, tensor: Any, iteration: int, out: Any
+        ) -> Any:
+            outs.append(out)
+            if out is None:
+                return tensor / 2
+            out.copy_(tensor / 2)
+            return None
+
+    with plain({"Halved": {"enabled": True, "tensors": "weight", "gemms": "fprop"}}, tmp_path, classes=[Halved]):
+        net = linear(bias=False)
+        inputs = torch.randn(16, 32)
+        for _ in range(2):
+            with torch.no_grad():
+                net.weight.mul_(2.0)
+            output = net(inputs, is_first_microbatch=True)
+            debug_api.step()
+        torch.testing.assert_close(output, inputs @ net.weight.t() / 2)
+    assert outs[0] is None
+    assert outs[1].shape == (32, 32)
+
+
+def watcher(name: str, answer: Callable[[int], Any]) -> tuple[type, list[int], list[int]]:
+    """A class that answers so, and the iterations in which it was asked and got a tensor."""
+    asked: list[int] = []
+    inspected: list[int] = []
+
+    class Watcher:
+        def inspect_tensor_enabled(self, config: Any, layer_name: str, tensor_name: str, iteration: int) -> Any:
+            asked.append(iteration)
+            return answer(iteration)
+
+        def inspect_tensor(self, config: Any, layer_name: str, tensor_name: str, iteration: int) -> None:
+            inspected.append(iteration)
+
+    Watcher.__name__ = name
+    return Watcher, asked, inspected
+
+
+def late(iteration: int) -> bool:
+    return iteration >= 5
+
+
+OTHERS: dict[str, Callable[[int], Any] | None] = {
+    "nothing": None,
+    "never, in a bool": lambda _: False,
+    "never again": lambda _: (False, None),
+    "every third": lambda i: (i % 3 == 0, i - i % 3 + 3),
+    "a bool every third": lambda i: i % 3 == 0,
+    "once": lambda i: (i == 0, None),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("in_session", [False, True])
+def test_a_feature_that_answers_with_a_bool_is_asked_in_every_step(
+    tmp_path: Path, other: str, in_session: bool
+) -> None:
+    """False in 0 to 4 and True from 5 on, alone and beside others, whatever they answer."""
+    late_class, asked, inspected = watcher("Late", late)
+    other_answer = OTHERS[other]
+    other_class, _, seen_by_other = watcher("Other", other_answer or (lambda _: (False, None)))
+    classes = [late_class] if other_answer is None else [other_class, late_class]
+    options = {"enabled": True, "tensors": ["activation"]}
+    features = {found.__name__: options for found in classes}
+    if in_session:
+        net = te.Linear(32, 32)
+        config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": features}}
+        with InspectSession(config, model=net, log_dir=tmp_path, features=classes, strict=True) as session:
+            train(net, 8, session)
+    else:
+        with plain(features, tmp_path, classes=classes):
+            train(linear(), 8)
+    assert asked == list(range(8))
+    assert inspected == [5, 6, 7]
+    assert seen_by_other == {"every third": [0, 3, 6], "a bool every third": [0, 3, 6], "once": [0]}.get(other, [])
+
+
+@pytest.mark.parametrize(
+    ("answers", "merged"),
+    [
+        ([True], (True, 4)),
+        ([(False, 9)], (False, 9)),
+        ([(False, None)], (False, None)),
+        ([False, False], (False, 4)),
+        ([(False, None), False], (False, 4)),
+        ([(False, None), (False, None)], (False, None)),
+        ([(False, 7), (True, 9)], (True, 7)),
+        ([(False, 7), True], (True, 4)),
+        ([(True, None), (False, 5)], (True, 5)),
+    ],
+)
+def test_answers_are_merged(tmp_path: Path, answers: list[Any], merged: tuple[bool, int | None]) -> None:
+    """Iteration 3; one that wants the tensor is enough, and the earliest that wants to be asked again is kept."""
+    classes = [watcher(f"W{number}", lambda _, answer=answer: answer)[0] for number, answer in enumerate(answers)]
+    options = {"enabled": True, "tensors": ["activation"]}
+    with plain({found.__name__: options for found in classes}, tmp_path, classes=classes):
+        api = debug_api.transformer_engine
+        assert api.inspect_tensor_enabled(layer_name="linear", tensor_name="activation", iteration=3) == merged
+        assert api.inspect_tensor_enabled(layer_name="linear", tensor_name="weight", iteration=3) == (False, None)
+        assert api.inspect_tensor_enabled(layer_name="other", tensor_name="activation", iteration=3) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("answers", "allowed"),
+    [
+        ([], True),
+        ([True], True),
+        ([True, (True, None)], True),
+        ([True, False], False),
+        ([(False, 4), (True, None)], False),
+        ([(True, 9), (False, None), True], False),
+    ],
+)
+def test_every_feature_must_allow_quantization(tmp_path: Path, answers: list[Any], allowed: bool) -> None:
+    def allowing(number: int, answer: Any) -> type:
+        def fp8_gemm_enabled(self: Any, config: Any, layer_name: str, gemm: str, iteration: int) -> Any:
+            return answer if gemm == "fprop" else True
+
+        return type(f"A{number}", (), {"fp8_gemm_enabled": fp8_gemm_enabled})
+
+    classes = [allowing(number, answer) for number, answer in enumerate(answers)]
+    watching = {"LogTensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["max"]}}
+    features = {**{found.__name__: {"enabled": True} for found in classes}, **watching}
+    with plain(features, tmp_path / "alone", classes=classes):
+        api = debug_api.transformer_engine
+        assert api.fp8_gemm_enabled(layer_name="linear", gemm="fprop", iteration=0)[0] is allowed
+        assert api.fp8_gemm_enabled(layer_name="linear", gemm="dgrad", iteration=0)[0] is True
+    net = te.Linear(32, 32)
+    config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": features}}
+    with InspectSession(config, model=net, log_dir=tmp_path, features=classes, strict=True) as session:
+        train(net, 1, session)
+        formats = {entry.gemm: set(entry.operands.values()) for entry in session.precision}
+    assert formats["fprop"] == ({"FP8 E4M3"} if allowed else {"FP32"})
+    assert formats["dgrad"] == {"FP8 E4M3", "FP8 E5M2"}
+
+
+def test_features_that_modify_a_tensor_in_turns(tmp_path: Path) -> None:
+    turns: list[tuple[str, int]] = []
+
+    def modifying(name: str, turn: int) -> type:
+        def modify_tensor_enabled(self: Any, *_: Any, iteration: int, **__: Any) -> bool:
+            return iteration % 2 == turn
+
+        def modify_tensor(self: Any, *_: Any, tensor: torch.Tensor, iteration: int) -> torch.Tensor:
+            turns.append((name, iteration))
+            return tensor
+
+        return type(name, (), {"modify_tensor_enabled": modify_tensor_enabled, "modify_tensor": modify_tensor})
+
+    classes = [modifying("Even", 0), modifying("Odd", 1)]
+    options = {"enabled": True, "tensors": ["activation"], "gemms": ["fprop"]}
+    with plain({"Even": options, "Odd": options}, tmp_path, classes=classes):
+        net = linear()
+        for _ in range(4):
+            net(torch.ones(16, 32)).sum().backward()
+            debug_api.step()
+    assert turns == [("Even", 0), ("Odd", 1), ("Even", 2), ("Odd", 3)]
+
+
+def test_methods_of_unusual_kinds(tmp_path: Path) -> None:
+    """Static and class methods, names after ``*``, a partial: what takes the arguments is called with them."""
+    seen: list[Any] = []
+
+    class Unusual:
+        inspect_tensor_postquantize_enabled = functools.partial(lambda config, layer_name, iteration: True)
+
+        @staticmethod
+        def inspect_tensor_enabled(config: Any, layer_name: str, *, iteration: int) -> bool:
+            return True
+
+        @classmethod
+        def inspect_tensor(cls, config: Any, layer_name: str, *_: Any, iteration: int, tp_size: int = 5) -> None:
+            seen.append(("inspect_tensor", iteration, tp_size))
+
+        def inspect_tensor_postquantize(self, config: Any, layer: str, *, gemm: str, more: str = "more") -> None:
+            seen.append(("inspect_tensor_postquantize", gemm, more))
+
+    with plain({"Unusual": {"enabled": True, "tensors": "weight"}}, tmp_path, classes=[Unusual]):
+        train(linear())
+    assert seen == [
+        ("inspect_tensor", 0, 1),
+        ("inspect_tensor_postquantize", "fprop", "more"),
+        ("inspect_tensor_postquantize", "dgrad", "more"),
+    ]
+
+
+def test_a_feature_on_top_of_one_of_transformer_engine(tmp_path: Path, keeper: Keeper) -> None:
+    """Its statistics go through Transformer Engine's own buffers, and arrive."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "mine.py").write_text(
+        "from nvdlfw_inspect.registry import Registry\n"
+        "from transformer_engine.debug.features.log_tensor_stats import LogTensorStats\n"
+        "@Registry.register_feature(namespace='transformer_engine')\n"
+        "class Mine(LogTensorStats):\n"
+        "    pass\n"
+    )
+    features = {"Mine": {"enabled": True, "tensors": ["activation"], "stats": ["max"], "freq": 2}}
+    features["LogTensorStats"] = {**features["Mine"], "stats": ["numel"], "freq": 3}
+    with plain(features, tmp_path / "alone", folders=[tmp_path / "mine", OURS]) as logged:
+        train(linear(), 4)
+    assert logged.iterations("linear_activation_max") == [0, 2]
+    assert logged.iterations("linear_activation_numel") == [0, 3]
+    net = te.Linear(32, 32)
+    config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": features}}
+    keywords: dict[str, Any] = {"sinks": [keeper], "strict": True, "feature_dirs": tmp_path / "mine"}
+    with InspectSession(config, model=net, log_dir=tmp_path / "session", **keywords) as session:
+        train(net, 4, session)
+    assert sorted(keeper.values("max")) == [0, 2]
+    assert sorted(keeper.values("numel")) == [0, 3]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_users_feature_takes_the_place_of_one_of_that_name(
+    tmp_path: Path, fresh: bool, reverse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder is listed first; also where no namespace API is known yet, and upstream lets the class wait for it."""
+    as_listed = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: sorted(as_listed(path), reverse=reverse))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "mine.py").write_text(
+        "from nvdlfw_inspect.registry import Registry\n"
+        "@Registry.register_feature(namespace='transformer_engine')\n"
+        "class LogTensorStats:\n"
+        "    mine = True\n"
+    )
+    with plain({}, tmp_path, folders=[tmp_path / "mine", OURS], fresh=fresh):
+        features = debug_api.transformer_engine.namespace_features
+        assert features["LogTensorStats"].mine
+        assert not hasattr(features["LogFp8TensorStats"], "mine")
+
+
+def test_without_tensors_and_gemms_a_custom_feature_acts_on_all(tmp_path: Path) -> None:
+    everywhere, _, inspected = watcher("Everywhere", lambda _: True)
+    with plain({"Everywhere": {"enabled": True}}, tmp_path, classes=[everywhere]):
+        train(linear())
+    assert inspected == [0] * len(TENSORS)

@@ -1,0 +1,138 @@
+"""In which iterations a feature acts: its own schedule, whatever else watches the same tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nvdlfw_inspect.api as debug_api
+import pytest
+import torch
+import transformer_engine.pytorch as te
+
+from te_precision_callbacks.session import InspectSession
+from tests.conftest import Keeper
+from tests.features.plain import OURS, THEIRS, linear, plain, train
+
+
+def stats(name: str = "LogTensorStats", **options: Any) -> dict[str, dict[str, Any]]:
+    """The feature on activations, unless the options say something else."""
+    defaults = {"tensors": ["activation"], "stats": ["max" if name == "LogTensorStats" else "mse"]}
+    if "tensors_struct" in options:
+        del defaults["tensors"]
+    return {name: {"enabled": True, **defaults, **options}}
+
+
+def acted(features: dict[str, Any], steps: int, log_dir: Path, **keywords: Any) -> dict[str, list[int]]:
+    """Statistic -> iterations, with Transformer Engine's own forward."""
+    with plain(features, log_dir, **keywords) as logged:
+        train(linear(), steps)
+    return {name.removeprefix("linear_"): logged.iterations(name) for name in logged.rows}
+
+
+@pytest.mark.parametrize(
+    ("options", "iterations"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        ({"freq": 3}, [0, 3, 6, 9]),
+        ({"freq": 3, "start_step": 1}, [3, 6, 9]),  # not 1, 4, 7
+        ({"freq": 3, "start_step": 3, "end_step": 6}, [3, 6]),
+        ({"start_step": 8, "end_step": -1}, [8, 9]),
+        ({"start_step": None, "end_step": None, "freq": 5}, [0, 5]),
+        ({"end_step": 0}, [0]),
+        ({"start_end_list": [[1, 2], [5, 6]]}, [1, 2, 5, 6]),
+        ({"start_end_list": [[1, 2], [8, -1]], "start_step": 4, "end_step": 5}, [1, 2, 8, 9]),
+        ({"start_end_list": [[0, 4], [7, 9]], "freq": 4}, [0, 4, 8]),
+    ],
+)
+def test_the_keys_of_a_schedule(tmp_path: Path, keeper: Keeper, options: dict[str, Any], iterations: list[int]) -> None:
+    features = stats(**options)
+    assert acted(features, 10, tmp_path / "alone") == {"activation_max": iterations}
+    config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": features}}
+    net = te.Linear(32, 32)
+    with InspectSession(config, model=net, log_dir=tmp_path / "session", sinks=[keeper]) as session:
+        train(net, 10, session)
+    assert sorted(keeper.values("max")) == iterations
+
+
+def test_features_on_one_tensor_keep_their_own(tmp_path: Path) -> None:
+    features = {
+        **stats(freq=1),
+        **stats("LogFp8TensorStats", freq=3),
+        **stats("LogNvfp4TensorStats", freq=4, start_step=4),
+    }
+    assert acted(features, 9, tmp_path) == {
+        "activation_max": [0, 1, 2, 3, 4, 5, 6, 7, 8],
+        "activation_mse": [0, 3, 6],
+        "activation_nvfp4_mse": [4, 8],
+    }
+
+
+def test_a_custom_feature_is_not_dragged_along(tmp_path: Path) -> None:
+    inspected: list[int] = []
+
+    class EveryFifth:
+        def inspect_tensor_enabled(
+            self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
+        ) -> tuple[bool, int | None]:
+            return iteration % 5 == 0, iteration - iteration % 5 + 5
+
+        def inspect_tensor(self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int) -> None:
+            inspected.append(iteration)
+
+    features = {"EveryFifth": {"enabled": True, "tensors": ["activation"]}, **stats(freq=2), "DumpTensors": DUMP}
+    found = acted(features, 11, tmp_path, classes=[EveryFifth], folders=[OURS, THEIRS])
+    assert inspected == [0, 5, 10]
+    assert found == {"activation_max": [0, 2, 4, 6, 8, 10]}
+    dumps = sorted(path.parent.name for path in tmp_path.rglob("*.pt"))
+    assert dumps == ["iter_000000", "iter_000003", "iter_000006", "iter_000009"]
+
+
+DUMP = {"enabled": True, "tensors": ["activation"], "high_precision_tensor": True, "freq": 3}
+"""Of Transformer Engine's own feature."""
+
+
+def test_two_entries_for_one_tensor(tmp_path: Path) -> None:
+    struct = [
+        {"tensor": "activation", "stats": ["max"], "freq": 1},
+        {"tensor": "activation", "stats": ["min"], "freq": 3},
+        {"tensor": "weight", "stats": ["max"], "freq": 2},
+    ]
+    assert acted(stats(tensors_struct=struct), 5, tmp_path) == {
+        "activation_max": [0, 1, 2, 3, 4],
+        "activation_min": [0, 3],
+        "weight_max": [0, 2, 4],
+    }
+
+
+def test_keys_beside_the_struct_hold_for_its_entries(tmp_path: Path) -> None:
+    """As in reference 000, where LogFp8TensorStats has start_step and end_step there; an entry's own goes before."""
+    struct = [
+        {"tensor": "activation", "stats": ["max"], "freq": 1},
+        {"tensor": "weight", "end_step": 2},
+        {"tensor": "gradient", "start_end_list": [[0, 0], [6, 6]]},
+    ]
+    found = acted(stats(tensors_struct=struct, stats=["min"], start_step=1, end_step=4, freq=2), 7, tmp_path)
+    assert found == {"activation_max": [1, 2, 3, 4], "weight_min": [2], "gradient_min": [0, 6]}
+
+
+def test_nothing_is_asked_again_after_the_last_iteration(tmp_path: Path) -> None:
+    """Transformer Engine's fused path is back for good then."""
+    with plain(stats(freq=4, end_step=4), tmp_path) as logged:
+        net = linear()
+        runs = []
+        for _ in range(8):
+            train(net)
+            runs.append(net.next_iter_when_debug_should_be_run)
+        assert logged.iterations("linear_activation_max") == [0, 4]
+    assert runs == [4, 4, 4, 4, None, None, None, None]
+
+
+def test_micro_batches_of_an_iteration_are_all_seen(tmp_path: Path) -> None:
+    with plain({**stats(freq=1, stats=["numel"]), **stats("LogFp8TensorStats", freq=2)}, tmp_path) as logged:
+        net = linear()
+        for _ in range(3):
+            for _ in range(3):
+                net(torch.ones(16, 32)).sum().backward()
+            debug_api.step()
+    assert logged.rows["linear_activation_numel"] == dict.fromkeys(range(3), 3 * 16 * 32)

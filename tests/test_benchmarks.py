@@ -1,0 +1,72 @@
+"""The benchmarks run, and their JSON says what their readers rely on. No time is asserted: machines differ."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def cases_of(script: str, *arguments: str) -> dict[str, dict[str, Any]]:
+    """The JSON of a benchmark: name of a case -> its numbers."""
+    # torch.compile does nothing here: compiling Transformer Engine's functions takes longer than all the rest.
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(BENCHMARKS / script), "--json", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return {case["case"]: case for case in json.loads(done.stdout)}
+
+
+def test_stats() -> None:
+    cases = cases_of("stats.py", "--size", "160", "--repeats", "1", "--device", "cpu")
+    assert len(cases) == 9
+    for case in cases.values():
+        for key in ("ours_ms", "te_ms", "te_eager_ms", "ratio", "read_once_ms", "flush_ms"):
+            assert case[key] > 0, (key, case)
+        assert case["te_ms"] == min(case["te_eager_ms"], case["te_compile_ms"] or math.inf)
+        assert case["ratio"] == pytest.approx(case["te_ms"] / case["ours_ms"])
+        assert case["te_mode"] in ("eager", "torch.compile")
+        assert case["shape"] == [160, 160]
+        assert "torch" in case["machine"]
+    assert {case["path"] for name, case in cases.items() if "plain torch" in name} == {"eager"}
+    assert {case["dtype"] for case in cases.values()} == {"float32", "bfloat16"}
+    assert {len(case["statistics"]) for case in cases.values()} == {4, 5, 8, 13}
+
+
+def test_step() -> None:
+    sizes = {"layers": 1, "hidden": 64, "sequence": 32, "batch": 2}
+    cases = cases_of("step.py", *(f"--{name}={size}" for name, size in sizes.items()), "--steps=1")
+    assert list(cases) == [
+        "tensor statistics",
+        "tensor and FP8 statistics",
+        "nothing due",
+        "layers without features",
+    ]
+    for case in cases.values():
+        assert case["none_ms"] > 0
+        assert case["ours_ms"] > 0
+        # What is added may be below zero: at this size it is noise.
+        assert case["ours_added_ms"] == pytest.approx(case["ours_ms"] - case["none_ms"])
+        assert sizes.items() <= case.items()
+        assert "torch" in case["machine"]
+    tokens, hidden = sizes["sequence"] * sizes["batch"], sizes["hidden"]
+    # qkv, proj, fc1, fc2: inputs and their gradients, outputs and theirs; weights and theirs.
+    inputs, outputs = 1 + 1 + 1 + 4, 3 + 1 + 4 + 1
+    elements = 2 * tokens * hidden * (inputs + outputs) + 2 * hidden * hidden * (3 + 1 + 4 + 4)
+    for name in ("tensor statistics", "tensor and FP8 statistics"):
+        case = cases[name]
+        assert case["te_ms"] > 0
+        assert case["te_mode"] in ("eager", "torch.compile")
+        assert case["te_added_ms"] == pytest.approx(min(case["te_eager_added_ms"], case["te_compile_added_ms"]))
+        assert case["ratio"] == pytest.approx(case["te_added_ms"] / case["ours_added_ms"])
+        assert case["watched_elements"] == elements
+        assert case["te_ns_per_element"] == pytest.approx(1e6 * case["te_added_ms"] / elements)
+        assert case["ours_ns_per_element"] == pytest.approx(1e6 * case["ours_added_ms"] / elements)

@@ -1,0 +1,472 @@
+"""The features' schemas: what loads, what is refused and with which words, and the page that is made from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from te_precision_callbacks.config import Config, ConfigError, load_config
+from te_precision_callbacks.config.loading import DEFAULT_CONFIG
+from te_precision_callbacks.config.schemas import FEATURES, as_markdown, keys_of, schema_of
+from te_precision_callbacks.engine.statistics import QUANTIZED_STATISTICS, RECIPES, TENSOR_STATISTICS
+from tests.conftest import feature
+from tests.test_config import LAYERS
+
+ROOT = Path(__file__).parents[1]
+REGISTERED = {"transformer_engine": (*FEATURES, "Own")}
+
+# The examples of Transformer Engine's documentation of its debug features.
+DOCUMENTED = """
+tensor_stats:
+  enabled: True
+  layers:
+    layer_name_regex_pattern: .*(fc1|self_attention).*
+  transformer_engine:
+    LogTensorStats:
+      enabled: True
+      tensors_struct:
+        - tensor: activation
+          stats: [mean]
+          freq: 10
+          start_step: 5
+          end_step: 100
+        - tensor: gradient
+          stats: [mean, max, min]
+          freq: 2
+          start_end_list: [[0, 20], [80, 100]]
+        - tensor: weight
+          stats: [dynamic_range]
+fp8_stats:
+  enabled: True
+  layers:
+    layer_types: [layernorm_linear]
+  transformer_engine:
+    LogFp8TensorStats:
+        enabled: True
+        tensors_struct:
+        - tensor: activation
+          stats: [underflows%, overflows%]
+          freq: 1
+        - tensor: gradient
+          stats: [overflows%]
+          freq: 5
+        start_step: 0
+        end_step: 80
+disabled_gemms:
+  enabled: True
+  layers:
+    layer_types: [fc1]
+  transformer_engine:
+    DisableFp8Gemm:
+      enabled: True
+      gemms: [dgrad, wgrad]
+disabled_layer:
+  enabled: True
+  layers:
+    layer_types: [fc1]
+  transformer_engine:
+    DisableFp8Layer:
+      enabled: True
+scaled:
+  enabled: True
+  layers:
+    layer_types: [transformer_layer.self_attn.layernorm_q]
+  transformer_engine:
+      PerTensorScaling:
+        enabled: True
+        margin: 1
+        gemms: [dgrad]
+        tensors: [weight, activation]
+fake_quantized:
+  enabled: True
+  layers:
+    layer_types: [transformer_layer.layernorm_mlp.fc1]
+  transformer_engine:
+      FakeQuant:
+        enabled: True
+        quant_format: FP8E5M2
+        gemms_struct:
+        - gemm: fprop
+          tensors: [activation, weight]
+        - gemm: dgrad
+          tensors: [gradient]
+"""
+
+
+def load(folder: Path, name: str, options: str) -> Config:
+    """Load a section with one feature, whose options start in line 7."""
+    lines = [
+        "my_section:",
+        "  enabled: True",
+        "  layers: {layer_types: [fc1]}",
+        "  transformer_engine:",
+        f"    {name}:",
+    ]
+    lines += [f"      {line}" for line in ("enabled: True", *options.splitlines())]
+    path = folder / "config.yaml"
+    path.write_text("\n".join(lines))
+    return load_config(path)
+
+
+def handed_over(folder: Path, name: str, options: str) -> Any:
+    """The options that nvidia-dlfw-inspect gets."""
+    plan = load(folder, name, options).plan(LAYERS, REGISTERED)
+    return plan.layers[0].features["transformer_engine"][name]
+
+
+def test_the_documented_examples_load_and_are_handed_over_as_written() -> None:
+    written = yaml.safe_load(DOCUMENTED)
+    loaded = {section.name: section.features["transformer_engine"] for section in load_config(written).sections}
+    assert loaded == {name: body["transformer_engine"] for name, body in written.items()}
+    default = load_config(None).sections[0].features["transformer_engine"]
+    assert default == DEFAULT_CONFIG["default_statistics"]["transformer_engine"]
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_the_example_of_each_feature_loads(name: str) -> None:
+    written = yaml.safe_load(FEATURES[name].example)
+    (section,) = load_config(written).sections
+    assert list(section.features["transformer_engine"]) == [name], "an example of this feature"
+    for spelling in (name.lower(), name.replace("FP8", "Fp8").replace("GEMM", "Gemm")):
+        assert schema_of(spelling) is FEATURES[name]
+
+
+def test_docs_features_is_made_from_the_schemas() -> None:
+    remedy = "run: python -m te_precision_callbacks.config.schemas > docs/features.md"
+    assert (ROOT / "docs" / "features.md").read_text() == as_markdown(), remedy
+
+
+def test_every_key_is_explained() -> None:
+    for model in FEATURES.values():
+        for key in keys_of(model):
+            assert key.meaning.endswith((".", "...")), key
+            assert key.values
+    keys = {key.name: key for key in keys_of(FEATURES["FakeQuant"])}
+    everywhere = ((), ("tensors_struct",), ("gemms_struct",), ("gemms_struct", "tensors_struct"))
+    assert sorted(keys["margin"].where) == sorted(everywhere)
+    assert (keys["margin"].values, keys["margin"].default) == ("an integer from -126 to 127", "0")
+    assert keys["gemm"].where == (("gemms_struct",),)
+    assert keys["gemm"].values == "one of fprop, dgrad, wgrad"
+
+
+def test_a_bare_name_is_handed_over_as_a_list_and_no_default_is_filled_in(tmp_path: Path) -> None:
+    assert handed_over(tmp_path, "LogTensorStats", "tensors: activation\nstats: max") == {
+        "enabled": True,
+        "tensors": ["activation"],
+        "stats": ["max"],
+    }
+    assert handed_over(tmp_path, "DumpTensors", "tensors_struct: [{tensor: weight, quantized_tensor: True}]") == {
+        "enabled": True,
+        "tensors_struct": [{"tensor": "weight", "quantized_tensor": True}],
+    }
+    struct = handed_over(tmp_path, "PerTensorScaling", "gemms_struct: [{gemm: fprop, tensors: weight}]")
+    assert struct["gemms_struct"] == [{"gemm": "fprop", "tensors": ["weight"]}]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("LogTensorStats", f"tensors: [output]\nstats: [{', '.join(TENSOR_STATISTICS)}, max_blockwise_dynamic_range]"),
+        ("LogTensorStats", "tensors: dgrad\nstats: [max_blockwise_dynamic_range: {block_size: 16, dims: 2}]"),
+        ("LogTensorStats", "tensors: [wgrad]\nstats: [max]\nstart_step: 5\nend_step: -1\nfreq: 3"),
+        ("LogTensorStats", "tensors: [wgrad]\nstats: [max]\nstart_step:\nend_step:\nstart_end_list:"),
+        ("LogTensorStats", "tensors: [wgrad]\nstats: [max]\nstart_end_list: [[3, 3], [4, 8], [20, -1]]"),
+        ("LogTensorStats", "tensors: [wgrad]\nstats: [max]\nstart_step: 9\nend_step: 1\nstart_end_list: [[0, 2]]"),
+        (
+            "LogTensorStats",
+            "stats: [max]\nend_step: 3\ntensors_struct: [{tensor: weight, start_step: 9, end_step: 10}]",
+        ),
+        (
+            "LogTensorStats",
+            "tensors_struct:\n  - {tensor: weight, stats: [max], end_step: 5}\n"
+            "  - {tensor: weight, stats: [min], start_step: 6}",
+        ),
+        ("LogFp8TensorStats", f"tensors: [weight]\nstats: [{', '.join(QUANTIZED_STATISTICS)}]"),
+        ("LogFp8TensorStats", f"tensors: [weight]\nstats: [{', '.join(f'{recipe}_mse' for recipe in RECIPES)}]"),
+        ("LogFp8TensorStats", "tensors: [weight]\nstats: [mxfp8_mse_columnwise, delayed_scaling_underflows%]"),
+        ("LogNvfp4TensorStats", "tensors: [weight]\nstats: [mse, nvfp4_mse, underflows%_columnwise]"),
+        ("DisableQuantizationGEMM", "gemms_struct: [{gemm: fprop}, {gemm: wgrad}]"),
+        ("PerTensorScaling", "tensors: [weight]\nmargin: -2\ngemms_struct: [{gemm: fprop}, {gemm: dgrad, margin: 0}]"),
+        ("PerTensorScaling", "gemms: [fprop]\ntensors: [weight, gradient]"),
+        ("FakeQuant", "gemms: fprop\ntensors_struct: [{tensor: output, quant_format: FP8E5M2, margin: 1}]"),
+        ("FakeQuant", "quant_format: MXFP8E4M3\nmargin: 0\ngemms: [wgrad]\ntensors: [wgrad, activation]"),
+        ("FakeQuant", "quant_format: FP8E4M3\ngemms_struct: [{gemm: dgrad, tensors_struct: [{tensor: dgrad}]}]"),
+    ],
+)
+def test_what_is_allowed_loads(tmp_path: Path, name: str, options: str) -> None:
+    assert load(tmp_path, name, options).enabled_sections
+
+
+def test_what_is_off_or_a_users_own_is_not_checked(tmp_path: Path) -> None:
+    assert handed_over(tmp_path, "Own", "frequency: 3") == {"enabled": True, "frequency": 3}
+    off = {"enabled": False, "frequency": 3}
+    load_config({"s": {**feature("LogTensorStats", ["fc1"], frequency=3), "enabled": False}})
+    load_config({"s": {**feature("Own", ["fc1"]), "transformer_engine": {"FakeQuant": off}}})
+    of_upstream_itself = {"enabled": True, "layers": {"layer_types": ["fc1"]}, "LogTensorStats": {"enabled": True}}
+    load_config({"s": of_upstream_itself})
+
+
+STATS = "stats: [max]\n"
+TENSORS = "tensors: [activation]\n"
+LOGGED = STATS + TENSORS
+SCALED = "gemms: [fprop]\ntensors: [weight]\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "line", "message"),
+    [
+        # names
+        ("LogTensorStats", TENSORS + "stats: [min, maxx]", 8, "'stats' of N has 'maxx': there is no .*mean 'max'"),
+        ("LogTensorStats", TENSORS + "stats: [zzz]", 8, "has 'zzz': .* The statistics are: cur_amax, dynamic_range"),
+        ("LogTensorStats", TENSORS + "stats: [3]", 8, "has 3: .* The statistics are: cur_amax"),
+        ("LogTensorStats", TENSORS + "stats: [max: {dims: 1}]", 8, r"only 'max_blockwise.*' takes .*, not 'max'\.$"),
+        (
+            "LogTensorStats",
+            TENSORS + "stats: [max_blockwise_dynamic_range: {block_size: 0}]",
+            8,
+            r"block_size of .* is a number of elements above 0, not 0\.$",
+        ),
+        ("LogFp8TensorStats", TENSORS + "stats: [mxfp8_mean]", 8, "'mxfp8_mean': there is no .*'mxfp8_mse'"),
+        ("LogFp8TensorStats", TENSORS + "stats: [max]", 8, "'max': there is no .* The statistics are: mse, overflows%"),
+        (
+            "LogFp8TensorStats",
+            TENSORS + "stats: [fp8_current_scaling_mse_columnwise]",
+            8,
+            "N has 'fp8_current_scaling_mse_columnwise': fp8_current_scaling has one scale.*'fp8_current_scaling_mse'",
+        ),
+        ("LogNvfp4TensorStats", TENSORS + "stats: [mse, mxfp8_mse]", 8, "has 'mxfp8_mse', .*nvfp4 only. LogFp8Tensor"),
+        ("LogNvfp4TensorStats", TENSORS + "stats: [nvfp4_msee]", 8, "has 'nvfp4_msee': .*'nvfp4_mse'"),
+        ("LogTensorStats", STATS + "tensors: [weight, activations]", 8, "'activations' is none of them.*'activation'"),
+        ("LogTensorStats", STATS + "tensors: activations", 8, "'tensors' of N is a list of .*'activations' is none"),
+        (
+            "LogFp8TensorStats",
+            "tensors:\n  - output\nstats: mse",
+            7,
+            "a list of activation, weight, gradient; 'output'",
+        ),
+        ("DisableFP8GEMM", "gemms: [fprob]", 7, "'gemms' of N is a list of fprop, .*'fprob' is none .*'fprop'"),
+        ("DisableFp8Gemm", "gemms_struct:\n  - gemm: prop", 8, "'gemm' in item 1 of 'gemms_struct' of N .*'fprop'"),
+        (
+            "FakeQuant",
+            SCALED + "quant_format: E4M3",
+            9,
+            "'quant_format' of N is one of FP8E4M3, .* not 'E4M3'. Did you",
+        ),
+        # what is needed
+        ("LogTensorStats", TENSORS, 5, "N has no 'stats', a list of statistics: min, max"),
+        ("LogTensorStats", TENSORS + "stats: []", 8, r"'stats' of N is a list of statistics: .*, not \[\]"),
+        (
+            "LogTensorStats",
+            "tensors_struct:\n  - tensor: weight\n    stats: max\n  - tensor: output",
+            7,
+            "item 2 of 'tensors_struct' of N has no 'stats'",
+        ),
+        ("LogTensorStats", STATS, 5, r"N has neither 'tensors' nor 'tensors_struct'. Write .* tensors: \[activation"),
+        ("LogTensorStats", STATS + "tensors:", 8, "'tensors' of N is a list of activation, .* not None"),
+        (
+            "LogTensorStats",
+            LOGGED + "tensors_struct: [{tensor: weight}]",
+            9,
+            "'tensors_struct' of N stands beside 'ten",
+        ),
+        (
+            "LogTensorStats",
+            STATS + "tensors_struct: [{freq: 3}]",
+            8,
+            "item 1 of 'tensors_struct' of N has no 'tensor', o",
+        ),
+        ("LogTensorStats", STATS + "tensors_struct: [weight]", 8, "a list of mappings with 'tensor'; 'weight' is none"),
+        (
+            "DisableQuantizationGEMM",
+            "",
+            5,
+            r"N has neither 'gemms' nor 'gemms_struct'. Write for example gemms: \[fprop",
+        ),
+        ("DisableQuantizationGEMM", "gemms: fprop\ngemms_struct: [{gemm: dgrad}]", 8, "'gemms_struct' of N stands bes"),
+        (
+            "PerTensorScaling",
+            "gemms_struct:\n  - gemm: fprop",
+            7,
+            "item 1 of 'gemms_struct' of N has neither 'tensors'",
+        ),
+        ("FakeQuant", SCALED, 5, "N has no 'quant_format', one of FP8E4M3, FP8E5M2, MXFP8E4M3, MXFP8E5M2"),
+        (
+            "FakeQuant",
+            "gemms: fprop\ntensors_struct:\n  - {tensor: weight, quant_format: FP8E4M3}\n  - tensor: activation",
+            8,
+            "item 2 of 'tensors_struct' of N has no 'quant_format'",
+        ),
+        ("DumpTensors", TENSORS, 5, "N would write nothing. Set 'high_precision_tensor' or 'quantized_tensor'"),
+        # keys
+        ("LogTensorStats", LOGGED + "frequency: 3", 9, r"N has no key 'frequency' \(given: 3\). Did you mean 'freq'"),
+        (
+            "LogTensorStats",
+            STATS + "tensor: weight",
+            8,
+            "no key 'tensor' .* in the items of 'tensors_struct'.*'tensors'",
+        ),
+        ("LogTensorStats", TENSORS + "stat: [max]", 8, "N has no key 'stat' .*'stats'"),
+        ("LogTensorStats", LOGGED + "7: 3", 9, "N has no key '7'. Its keys are: enabled, end_step, freq"),
+        (
+            "LogTensorStats",
+            STATS + "tensors_struct:\n  - tensr: weight\n    freq: 1",
+            9,
+            "item 1 of 'tensors_struct' of N has no key 'tensr' .*'tensor'",
+        ),
+        (
+            "LogTensorStats",
+            STATS + "tensors_struct:\n  - tensor: weight\n    enabled: True",
+            10,
+            "item 1 of .* of N has no key 'enabled' .* belongs to 'LogTensorStats' itself",
+        ),
+        ("DisableFP8GEMM", "gemm: fprop", 7, "N has no key 'gemm' .* in the items of 'gemms_struct'.*'gemms'"),
+        (
+            "DisableFP8GEMM",
+            "gemms: fprop\nstart_step: 3",
+            8,
+            "no key 'start_step' .*Its keys are: enabled, gemms, gemms_",
+        ),
+        ("DisableFP8Layer", "gemms: fprop", 7, "N has no key 'gemms' .*Its keys are: enabled"),
+        ("PerTensorScaling", SCALED + "quant_format: FP8E4M3", 9, "N has no key 'quant_format'"),
+        (
+            "PerTensorScaling",
+            "gemms_struct:\n  - gemm: fprop\n    tensors_struct:\n      - tensor: weight\n        mrgin: 1",
+            11,
+            "item 1 of 'tensors_struct' in item 1 of 'gemms_struct' of N has no key 'mrgin' .*'margin'",
+        ),
+        # schedules
+        *[
+            ("LogTensorStats", f"{LOGGED}freq: {text}", 9, f"'freq' of N is an integer from 1 on, not {value}.")
+            for text, value in [
+                ("0", "0"),
+                ("-2", "-2"),
+                ("2.5", "2.5"),
+                ("'10'", "'10'"),
+                ("True", "True"),
+                ("", "None"),
+            ]
+        ],
+        (
+            "LogTensorStats",
+            STATS + "tensors_struct:\n  - tensor: weight\n    freq: 0",
+            10,
+            "'freq' in item 1 of 'tensors_struct' of N is an integer from 1 on, not 0",
+        ),
+        ("DumpTensors", "tensors: weight\nstart_step: -1", 8, "'start_step' of N is an integer from 0 on, not -1"),
+        ("LogTensorStats", LOGGED + "end_step: soon", 9, "'end_step' of N is an integer from -1 on, not 'soon'"),
+        ("LogTensorStats", LOGGED + "start_step: 5\nend_step: 4", 10, "'end_step' of N is 4, which is before 'start_s"),
+        (
+            "LogTensorStats",
+            STATS + "end_step: 4\ntensors_struct: [{tensor: weight, start_step: 5}]",
+            8,
+            "'end_step' of N is 4, which is before 'start_step', 5",
+        ),
+        *[
+            ("LogTensorStats", f"{LOGGED}start_end_list: {text}", 9, f"'start_end_list' of N {message}")
+            for text, message in [
+                ("[[0, 20], [20, 30]]", r"has \[0, 20\] and then \[20, 30\], which overlap: step 20"),
+                ("[[50, 60], [0, 20]]", r"has \[50, 60\] and then \[0, 20\], which are not in increasing order"),
+                ("[[0, -1], [5, 6]]", r"has \[0, -1\] and then \[5, 6\]; an end of -1 .* in the last pair only"),
+                ("[[20, 10]]", r"has the pair \[20, 10\], which ends before it starts"),
+                ("[0, 20]", r"has 0, which is not a \[start, end\] pair"),
+                ("[[0]]", r"has \[0\], which is not a \[start, end\] pair"),
+                ("[[0, 1.5]]", r"has \[0, 1.5\], which is not"),
+                ("[[-1, 5]]", r"has \[-1, 5\], which is not"),
+                ("soon", "has 'soon', which is not"),
+                ("[]", r"is a list of \[start, end\] pairs .*, not \[\]"),
+                ("7", "is a list of .*, not 7"),
+            ]
+        ],
+        # what GEMMs and tensors can do
+        ("PerTensorScaling", SCALED + "margin: 128", 9, "'margin' of N is an integer from -126 to 127, not 128"),
+        ("PerTensorScaling", SCALED + "margin: 0.5", 9, "'margin' of N is an integer from -126 to 127, not 0.5"),
+        (
+            "FakeQuant",
+            SCALED + "quant_format: MXFP8E4M3\nmargin: 1",
+            10,
+            "'margin' of N is 1, but MXFP8E4M3 takes its scales from its blocks.* or take FP8E4M3",
+        ),
+        (
+            "FakeQuant",
+            "margin: 2\ngemms: fprop\ntensors_struct:\n  - {tensor: weight, quant_format: MXFP8E5M2}",
+            7,
+            "'margin' of N is 2, but MXFP8E5M2",
+        ),
+        (
+            "PerTensorScaling",
+            "gemms: [fprop]\ntensors: [gradient]",
+            5,
+            r"N can never act: none of its tensors \('gradient'\) .*'fprop' has 'activation', 'weight'\.$",
+        ),
+        (
+            "FakeQuant",
+            "quant_format: FP8E4M3\ngemms_struct:\n  - gemm: fprop\n    tensors: [dgrad]",
+            5,
+            "N can never act: .*'fprop' has 'activation', 'weight', 'output'",
+        ),
+        ("DisableFP8GEMM", "gemms_struct:\n  - gemm: fprop\n  - gemm: fprop", 9, "item 2 .* is 'fprop' a second time"),
+        (
+            "PerTensorScaling",
+            "gemms: fprop\ntensors_struct:\n  - tensor: weight\n  - tensor: weight\n    margin: 1",
+            10,
+            "'tensor' in item 2 of 'tensors_struct' of N is 'weight' a second time",
+        ),
+        # more than one thing at once: the first in the file
+        ("LogTensorStats", "freq: 0\n" + LOGGED + "end_step: soon", 7, "'freq' of N"),
+        ("LogTensorStats", "end_step: soon\n" + LOGGED + "freq: 0", 7, "'end_step' of N"),
+    ],
+)
+def test_what_a_schema_does_not_take_is_refused_with_its_place(
+    tmp_path: Path, name: str, options: str, line: int, message: str
+) -> None:
+    place = rf"config\.yaml, line {line} \(section 'my_section'\): "
+    with pytest.raises(ConfigError, match=f"{place}.*{message.replace('N', repr(name), 1)}") as caught:
+        load(tmp_path, name, options)
+    text = str(caught.value)
+    assert repr(name) in text
+    assert "Input should" not in text, "pydantic's own words"
+    assert "pydantic" not in text
+
+
+def test_a_mapping_is_checked_like_a_file_and_merge_keys_have_a_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^the config mapping \(section 's'\): 'freq' of 'LogTensorStats' is an int"):
+        load_config({"s": feature("LogTensorStats", ["fc1"], tensors=("weight",), stats=["max"], freq=0)})
+    with pytest.raises(ConfigError, match=r"'tensors' of 'LogTensorStats' is a list of .*, not {'weight'}"):
+        load_config({"s": feature("LogTensorStats", ["fc1"], tensors={"weight"}, stats=["max"])})
+    merged = "<<: {stats: [max], tensors: [activations]}"
+    with pytest.raises(ConfigError, match=r"line 5 .*'activations' is none of them"):
+        load(tmp_path, "LogTensorStats", merged)
+
+
+FAKE = {"gemms": ["fprop", "wgrad"], "tensors": ["activation"], "quant_format": "FP8E4M3"}
+SCALE = {"gemms_struct": [{"gemm": "dgrad", "tensors": ["weight"]}, {"gemm": "wgrad", "tensors": ["activation"]}]}
+
+
+def test_two_features_that_modify_one_tensor_in_a_section_are_refused() -> None:
+    section = feature("FakeQuant", ["fc1"], **FAKE)
+    section["transformer_engine"]["PerTensorScaling"] = {"enabled": True, **SCALE}
+    told = (
+        r"\(section 's'\): 'PerTensorScaling' modifies the tensor 'activation' of the GEMM 'wgrad' in the layers of 's'"
+    )
+    with pytest.raises(ConfigError, match=rf"{told}, and so does 'FakeQuant' in .*\(section 's'\)"):
+        load_config({"s": section})
+    section["transformer_engine"]["FakeQuant"]["gemms"] = ["fprop"]
+    load_config({"s": section})
+    section["transformer_engine"]["FakeQuant"] = {"enabled": False, **FAKE}
+    load_config({"s": section})
+
+
+def test_two_features_that_modify_one_tensor_where_sections_meet_are_refused(tmp_path: Path) -> None:
+    sections = {"fake": feature("FakeQuant", ["fc1"], **FAKE), "scale": feature("PerTensorScaling", ["10"], **SCALE)}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(sections))
+    config = load_config(path)
+    told = r"'PerTensorScaling' modifies the tensor 'activation' of the GEMM 'wgrad' in the layer 'model\.layers\.10\."
+    other = r"so does 'FakeQuant' in .*line \d+ \(section 'fake'\)"
+    with pytest.raises(ConfigError, match=rf"line \d+ \(section 'scale'\): {told}.*fc1', and {other}"):
+        config.plan(LAYERS, REGISTERED)
+    apart = {**sections, "scale": feature("PerTensorScaling", ["gemm_3"], **SCALE)}
+    assert len(load_config(apart).plan(LAYERS, REGISTERED).layers) == 3
