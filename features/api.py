@@ -132,7 +132,7 @@ class TransformerEngineAPI(UpstreamAPI):
         self.reduce = True
         self.receiver: Receiver | None = None
         self.schedules: frozenset[Schedule] | None = None
-        self._answers: dict[tuple[str, str, str | None, str | None], tuple[int, dict[tuple[str, int], bool]]] = {}
+        self._answers: dict[tuple[str, str, str | None, str | None], dict[tuple[str, int], bool]] = {}
         self._noted: set[tuple[str, str, str | None, str | None]] = set()
 
     def __getattr__(self, name: str) -> Any:
@@ -210,22 +210,25 @@ class TransformerEngineAPI(UpstreamAPI):
             answers[call.feature, call.number] = answer[0]
             if answer[1] is not None:
                 upcoming.append(answer[1])
-        self._answers[layer, api_name.removesuffix(_ENABLED), tensor, gemm] = (iteration, answers)
+        self._answers[layer, api_name.removesuffix(_ENABLED), tensor, gemm] = answers
         # Every feature must allow quantization; one that wants a tensor is enough.
         decided = all(answers.values()) if vetoes else any(answers.values())
         return decided, min(upcoming, default=None)
 
-    def _due(self, calls: Sequence[_Call], key: tuple[Any, ...], iteration: Any) -> Iterable[_Call]:
-        """The features that asked for this call in this iteration; all, where none of them was asked."""
-        asked = self._answers.get(key) or self._answers.get((*key[:3], None))
-        if asked is None or asked[0] != iteration:
+    def _due(self, calls: Sequence[_Call], key: tuple[Any, ...]) -> Iterable[_Call]:
+        """The features that wanted this call when they were asked last; all, where none of them was ever asked.
+
+        A backward may come after the step of its forward, in which the features were asked.
+        """
+        answers = self._answers.get(key) or self._answers.get((*key[:3], None))
+        if answers is None:
             return calls
-        return [call for call in calls if asked[1].get((call.feature, call.number), False)]
+        return [call for call in calls if answers.get((call.feature, call.number), False)]
 
     def _inspect(self, calls: Sequence[_Call], key: tuple[Any, ...], arguments: dict[str, Any]) -> None:
         layer = key[0]
         failures: list[FeatureError] = []
-        for call in self._due(calls, key, arguments["iteration"]):
+        for call in self._due(calls, key):
             try:
                 returned = call(layer, arguments)
                 if returned is not None:
@@ -239,7 +242,7 @@ class TransformerEngineAPI(UpstreamAPI):
 
     def _modify(self, calls: Sequence[_Call], key: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
         layer, _, tensor, gemm = key
-        due = list(self._due(calls, key, arguments["iteration"]))
+        due = list(self._due(calls, key))
         if len(due) != 1:
             names = " and ".join(call.feature for call in due) or "no feature"
             raise FeatureError(f"{names} would modify {tensor} of {layer!r} in {gemm}: it must be exactly one.")

@@ -56,6 +56,8 @@ class FakeQuant(Feature):
         return rounded if dtype is None else rounded.to(dtype)
 
     def _rounded(self, config: Options, tensor: torch.Tensor, *, columnwise: bool) -> torch.Tensor:
+        if not tensor.numel():
+            return tensor.clone()  # of an expert that got no token
         e5m2 = config["quant_format"].endswith("E5M2")
         if config["quant_format"].startswith("MX"):
             return round_to_mxfp8(tensor, e5m2=e5m2, columnwise=columnwise).to(tensor.dtype)

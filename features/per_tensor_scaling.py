@@ -62,7 +62,7 @@ class PerTensorScaling(Feature):
 
 def _quantizer(values: torch.Tensor, dtype: Any, margin: int) -> Any:
     """Transformer Engine's current scaling; with a margin, its delayed scaling handed the scale."""
-    if margin == 0:
+    if margin == 0 or not values.numel():
         return Float8CurrentScalingQuantizer(dtype, device=values.device)
     largest = E5M2.max if dtype.name == "kFloat8E5M2" else E4M3.max
     amax = values.abs().amax().float().reshape(1)

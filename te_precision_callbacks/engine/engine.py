@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -82,13 +83,10 @@ class Watched:
     quantizer: Any = None
     tp_group: dist.ProcessGroup | None = None
 
-    @property
-    def quantized(self) -> Any:
-        """The quantized tensor that a GEMM reads, None where none does."""
-        for tensor in (self.rowwise, self.columnwise):
-            if is_quantized(tensor):
-                return tensor
-        return None
+    def quantized(self, *, columnwise: bool = False) -> Any:
+        """The quantized tensor that the GEMM of a direction reads, else that of the other one; None without either."""
+        both = (self.columnwise, self.rowwise) if columnwise else (self.rowwise, self.columnwise)
+        return next((tensor for tensor in both if is_quantized(tensor)), None)
 
 
 class Placement(NamedTuple):
@@ -235,7 +233,8 @@ def _measurements(table: Table) -> Iterator[Measurement]:
 
 def _values(statistic: Statistic, table: Table, rows: Sequence[int]) -> dict[int, float | tuple[float, ...]]:
     if statistic.value is None:
-        return {row: tuple(float(column[row]) for column in table.columns.values()) for row in rows}
+        histograms = np.stack(list(table.columns.values()), axis=1)[list(rows)].tolist()
+        return {row: tuple(histogram) for row, histogram in zip(rows, histograms, strict=True)}
     picked = {name: column[rows] for name, column in table.columns.items()}
     return dict(zip(rows, statistic.value(picked).tolist(), strict=True))
 
@@ -291,7 +290,7 @@ class _Measuring:
     def __init__(self, engine: StatisticsEngine, watched: Watched) -> None:
         self._engine = engine
         self._watched = watched
-        self._quantized = watched.quantized
+        self._quantized = watched.quantized()
         self._recipe = recipe_of(watched.quantizer)
         if watched.values is None and self._quantized is not None:
             self._values = self._quantized.dequantize().detach()
@@ -330,7 +329,7 @@ class _Measuring:
         ):
             try:
                 held[recipe, columnwise] = self._held(recipe, columnwise)
-            except QuantizationError as error:
+            except Exception as error:
                 self._failed(recipe, columnwise, error)
         codes = next((found for found in held.values() if isinstance(found, PerTensor)), None)
         if self._watched.values is None:
@@ -365,11 +364,16 @@ class _Measuring:
                 self._failed(recipe, columnwise, QuantizationError("the tensor exists in its quantized form only"))
 
     def _held(self, recipe: str, columnwise: bool) -> PerTensor | Expanded | None:
-        """What the layer holds of a recipe; None where that must be simulated."""
-        if self._quantized is None or recipe not in (OWN_RECIPE, self._recipe):
+        """What a GEMM of the layer reads of a recipe; None where that must be simulated."""
+        quantized = self._watched.quantized(columnwise=columnwise)
+        if quantized is None:
+            return None
+        # A feature may have quantized it in another way than the layer's recipe would.
+        its_recipe = recipe_of(getattr(quantized, "_quantizer", None)) or self._recipe
+        if recipe not in (OWN_RECIPE, its_recipe):
             return None
         try:
-            return read(self._quantized, columnwise=columnwise)
+            return read(quantized, columnwise=columnwise)
         except QuantizationError:
             if recipe == OWN_RECIPE and self._recipe is None:
                 raise

@@ -119,13 +119,16 @@ class Slots:
     ) -> Segment:
         """The segment of a name, made at its first use."""
         found = self.segments.get(key)
-        if found is None:
+        if found is None or (found.device != device and not found.measured):
             on = self._devices.get(device)
             if on is None:
                 on = self._devices[device] = _Device(_Vector(device, 0.0), _Vector(device, NOTHING))
+            moved = found
             found = Segment(
                 key, sums, maxima, device, on.sums.reserve(len(sums)), on.maxima.reserve(len(maxima)), contributes
             )
+            if moved is not None:  # the layer was moved to another device: what was asked for stays
+                found.outputs, found.due, found.iteration = moved.outputs, moved.due, moved.iteration
             self.segments[key] = found
             self.version += 1
         elif found.contributes != contributes:

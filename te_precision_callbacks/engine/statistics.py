@@ -265,9 +265,9 @@ def tensor_request(entry: object, tensor_name: str = "") -> Request:
     """What an entry of ``stats`` of LogTensorStats asks for.
 
     Args:
-        entry: a name of :data:`TENSOR_STATISTICS`, or ``{"max_blockwise_dynamic_range": {"block_size": 32, "dims":
-        1}}``. tensor_name: the tensor that it is asked of; decides whether blocks of the transposed tensor are looked
-        at.
+        entry: a name of :data:`TENSOR_STATISTICS`, or :data:`BLOCKWISE` with parameters, as
+            ``{"max_blockwise_dynamic_range": {"block_size": 32, "dims": 1}}``.
+        tensor_name: the tensor that it is asked of; decides whether blocks of the transposed tensor are looked at.
 
     Raises:
         UnknownStatisticError: there is no such statistic.

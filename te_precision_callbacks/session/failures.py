@@ -1,12 +1,17 @@
-"""Failures in observation: reported once, loudly, and counted after that; raised with ``strict=True``."""
+"""Failures in observation: each kind reported once, loudly, and counted after that; raised with ``strict=True``."""
 
 from __future__ import annotations
 
 import logging
+import re
 
+from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.session.errors import ObservationError
 
 logger = logging.getLogger(__name__)
+
+MOST_REPORTS = 20
+"""Kinds of failures that are reported; further ones are counted only."""
 
 
 class ObservationFailures:
@@ -21,6 +26,7 @@ class ObservationFailures:
         self._strict = strict
         self._rank = rank
         self._count = 0
+        self._reported: set[tuple[str, type[BaseException]]] = set()
 
     def report(self, where: str, error: BaseException) -> None:
         """Take note of a failure; call it in an ``except`` block.
@@ -30,16 +36,26 @@ class ObservationFailures:
         """
         if self._strict:
             raise ObservationError(f"{where}: {_text(error)}") from error
+        kind = (re.sub(r"iteration \d+", "an iteration", where), type(error))
+        known = kind in self._reported or len(self._reported) >= MOST_REPORTS
+        if not known:
+            self._reported.add(kind)
+        if isinstance(error, QuantizationError):  # a statistic that the layer cannot have: nothing is broken
+            if not known:
+                logger.warning("%s cannot be had: %s. Training goes on without it.", where, error)
+            return
         self._count += 1
         if self._count == 1:
             logger.error(
                 "Precision debugging failed on rank %d: %s: %s. Training goes on; what failed is missing in the"
-                " statistics. Further failures are counted only. strict=True would end the run here.",
+                " statistics. The same failure is not reported again. strict=True would end the run here.",
                 self._rank,
                 where,
                 _text(error),
                 exc_info=error,
             )
+        elif not known:
+            logger.error("Precision debugging also failed on rank %d: %s: %s.", self._rank, where, _text(error))
 
     def summarize(self) -> None:
         """Say at the end how many failures were only counted."""

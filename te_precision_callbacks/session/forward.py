@@ -262,6 +262,7 @@ _OVERRIDDEN = (
     "_update_parent_quantizer_usage",
     "get_enabled_look_at_tensors",
     "get_plans_for_output_tensors",
+    "get_tensors_plan",
     "process_enabled_api_call",
     "process_gemm_output",
     "quantize",
@@ -290,6 +291,7 @@ def _session_quantizer(
             self._graph_task = torch._C._current_graph_task_id()
             self._high_precision = current.module.activation_dtype
             self._shown_first: DebugQuantizer | None = None
+            self._module = current.module
             super().__init__(layer_name, tensor_name, *args, **keywords)
             if tensor_name == "dgrad":
                 self._pair_dgrads_of_mlp()
@@ -297,11 +299,17 @@ def _session_quantizer(
                 audit.planned(self, self._high_precision)
 
         def _pair_dgrads_of_mlp(self) -> None:
-            """LayerNormMLP 2.20.2 shows fc2's dgrad, which its backward computes first, as that of fc1."""
-            before = getattr(current, "dgrad", None)
-            current.dgrad = self
-            if before is not None and self.layer_name == f"{before.layer_name.removesuffix('.fc1')}.fc2":
+            """LayerNormMLP 2.20.2 shows fc2's dgrad, which its backward computes first, as that of fc1.
+
+            It builds both quantizers in one forward, so that they have the same module.
+            """
+            before: DebugQuantizer | None = getattr(current, "dgrad", None)
+            pairs = before is not None and before._module is current.module and before.layer_name.endswith(".fc1")
+            if before is not None and pairs and self.layer_name.endswith(".fc2"):
                 before._shown_first = self
+                current.dgrad = None
+            else:
+                current.dgrad = self
 
         def process_gemm_output(self, tensor: torch.Tensor) -> torch.Tensor:
             owner, self._shown_first = self._shown_first, None
@@ -317,6 +325,21 @@ def _session_quantizer(
                 failures.report(f"asking what to observe of {self.layer_name} {self.tensor_name}", error)
                 self.process_enabled_api_call((False, self.iteration + 1))  # ask again: it may be well by then
                 return False, False, False
+
+        def get_tensors_plan(self) -> tuple[str, str]:
+            plans: tuple[str, str] = super().get_tensors_plan()
+            if self.parent_quantizer is None:
+                # Upstream asks whether to quantize only where there is a quantizer. The answer is without effect here,
+                # but not when it is to be asked again: autocast may be switched on in the next iteration.
+                import nvdlfw_inspect.api as debug_api
+
+                for gemm in (self.rowwise_gemm_name, self.columnwise_gemm_name):
+                    self.process_enabled_api_call(
+                        debug_api.transformer_engine.fp8_gemm_enabled(
+                            layer_name=self.layer_name, gemm=gemm, iteration=self.iteration
+                        )
+                    )
+            return plans
 
         def get_plans_for_output_tensors(self) -> tuple[bool, str]:
             if self._kind is not ForwardKind.EVALUATION:

@@ -382,11 +382,15 @@ class Inspector:
         if self._snapshot is None:
             return
         import nvdlfw_inspect.api as debug_api
+        from transformer_engine.debug.features.utils.stats_buffer import STATS_BUFFERS
 
         try:
             debug_api.end_debug()
         finally:
             debug_api.DEBUG_MANAGER = None
+            # A start that failed has no manager to end, and may have got as far as the namespace's features.
+            vars(STATS_BUFFERS).pop("log_stats", None)
+            ENGINE.reset()
             self._snapshot.restore()
             self._snapshot = None
 

@@ -341,3 +341,18 @@ def test_within_a_compiled_model_and_its_backward_pass() -> None:
     for values, (sums, maxima) in found:
         exact.assert_same(exact.named(sums, maxima), exact.columns(values))
     assert not compiled._failed
+
+
+def test_a_triton_kernel_that_fails_is_replaced_for_good(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here it fails since there is no GPU to launch it on."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(kernels, "_on_gpu", kernels._with_triton)
+    x = torch.tensor([1.0, -2.0, 0.0])
+    for _ in range(2):
+        sums, maxima = kernels._gpu_pass()(x)
+        assert sums.tolist() == [3, 0, 1, -1, 5, 3]
+        assert maxima.tolist() == [1, 2, -1]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "The Triton kernel cannot be used" in caplog.text

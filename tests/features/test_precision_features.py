@@ -16,6 +16,7 @@ from transformer_engine.pytorch import DType
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
 from te_precision_callbacks.errors import FeatureError
+from te_precision_callbacks.session import InspectSession
 from tests.features.plain import linear, plain
 
 FP8 = {"FP8E4M3": (448.0, DType.kFloat8E4M3), "FP8E5M2": (57344.0, DType.kFloat8E5M2)}
@@ -243,3 +244,24 @@ def test_per_tensor_scaling_of_a_float32_weight_under_autocast(tmp_path: Path) -
     assert (quantized.dtype, as_it_was.dtype) == (torch.bfloat16, torch.float32)
     assert torch.equal(quantized._data, as_it_was._data)
     assert torch.equal(quantized._scale_inv, as_it_was._scale_inv)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"FakeQuant": {**ALL, "quant_format": "FP8E4M3"}},
+        {"FakeQuant": {**ALL, "quant_format": "MXFP8E4M3"}},
+        {"PerTensorScaling": ALL},
+        {"PerTensorScaling": {**ALL, "margin": 2}},
+    ],
+)
+def test_an_expert_that_gets_no_token(tmp_path: Path, section: dict[str, Any]) -> None:
+    net = te.GroupedLinear(2, 32, 32)
+    config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": section}}
+    with InspectSession(config, model=net, log_dir=tmp_path) as session:
+        for splits in ([16, 16], [32, 0]):
+            with te.autocast(enabled=True, recipe=DelayedScaling()):
+                out = net(torch.randn(32, 32, requires_grad=True), splits)
+            out.sum().backward()
+            session.step()
+    assert out.isfinite().all()

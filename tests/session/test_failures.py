@@ -165,3 +165,33 @@ def test_a_config_that_does_nothing_says_so(tmp_path: Path, caplog: pytest.LogCa
 def test_bad_options_are_refused(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         InspectSession(**keywords)
+
+
+def test_a_later_failure_of_another_kind_is_reported_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {"s": feature("Broken", ["linear"], tensors=["activation", "weight"])}
+    net = te.Linear(32, 32)
+    options: dict[str, Any] = {"features": [broken_feature("inspect_tensor")], "sinks": [BrokenSink()]}
+    config["statistics"] = statistics()["stats"]
+    with InspectSession(config, model=net, log_dir=tmp_path, **options) as session:
+        train(session, net)
+    assert len(reports(caplog)) == 1
+    also = [record.message for record in caplog.records if "also failed on rank 0" in record.message]
+    assert len(also) == 2
+    assert "linear weight" in also[0]
+    assert "the disk is full" in also[1]
+
+
+def test_a_statistic_that_a_layer_cannot_have_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The scale of delayed scaling comes from earlier steps, which a layer without it has not."""
+    stats = ["fp8_delayed_scaling_mse", "mxfp8_mse"]
+    config = {"s": feature("LogFp8TensorStats", ["linear"], tensors=["activation"], stats=stats)}
+    net = te.Linear(32, 32)
+    keeper = Keeper()
+    with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+        train(session, net)
+    assert set(keeper.values("mxfp8_mse")) == {0, 1, 2}
+    assert not keeper.values("fp8_delayed_scaling_mse")
+    warnings = [record for record in caplog.records if "cannot be had" in record.message]
+    assert [record.levelname for record in warnings] == ["WARNING"]
+    assert "fp8_delayed_scaling_mse of linear activation" in warnings[0].message
+    assert "failed" not in caplog.text

@@ -286,3 +286,18 @@ def test_the_dgrads_of_an_mlp_are_told_apart(tmp_path: Path, keeper: Keeper) -> 
     of_fc2 = torch.ones(16, 32) @ net.fc2_weight.detach()
     found = keeper.values("l1_norm", "layernorm_mlp.fc2", "dgrad")[0]
     assert found == pytest.approx(2 * of_fc2.abs().sum().item(), rel=1e-5)
+
+
+def test_two_linears_called_fc1_and_fc2_are_no_mlp_of_transformer_engine(tmp_path: Path, keeper: Keeper) -> None:
+    net = torch.nn.Module()
+    net.mlp = torch.nn.Module()
+    net.mlp.fc1, net.mlp.fc2 = te.Linear(32, 64), te.Linear(64, 48)
+    x = torch.randn(16, 32, requires_grad=True)
+    with InspectSession(
+        statistics(tensors=["dgrad"], stats=["numel"]), model=net, log_dir=tmp_path, sinks=[keeper]
+    ) as session:
+        for _ in range(2):
+            net.mlp.fc2(net.mlp.fc1(x)).sum().backward()
+            session.step()
+    assert keeper.values("numel", "mlp.fc1", "dgrad") == {0: 16 * 32, 1: 16 * 32}
+    assert keeper.values("numel", "mlp.fc2", "dgrad") == {0: 16 * 64, 1: 16 * 64}

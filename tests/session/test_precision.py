@@ -116,3 +116,19 @@ def test_the_summary_fits_into_80_columns(tmp_path: Path) -> None:
     text = console.export_text()
     assert "…" not in text
     assert text.count("FP8 E4M3 ") == 4
+
+
+@pytest.mark.parametrize("with_statistics", [False, True])
+def test_a_layer_stays_in_high_precision_when_autocast_is_switched_on(tmp_path: Path, with_statistics: bool) -> None:
+    """A warm-up without FP8, in which Transformer Engine does not ask whether to quantize."""
+    config = {"s": feature("DisableFP8Layer", ["linear"])}
+    if with_statistics:
+        rare = feature("LogTensorStats", ["linear"], tensors=["activation"], stats=["max"], freq=100)
+        config["s"]["transformer_engine"].update(rare["transformer_engine"])
+    net = te.Linear(32, 32)
+    with InspectSession(config, model=net, log_dir=tmp_path) as session:
+        for fp8 in (False, False, True, True):
+            with te.autocast(enabled=fp8):
+                net(torch.randn(16, 32)).sum().backward()
+            session.step()
+    assert {operand for entry in session.precision for operand in entry.operands.values()} == {"FP32"}

@@ -59,7 +59,7 @@ def measure(
 
 
 def _pass_for(values: torch.Tensor) -> Pass:
-    if values.device.type == "cuda":
+    if values.device.type == "cuda" and values.element_size() <= 4:
         return _gpu_pass()
     return compiled.measure if compiled.takes(values) else eager.measure
 
@@ -67,14 +67,33 @@ def _pass_for(values: torch.Tensor) -> Pass:
 def _gpu_pass() -> Pass:
     global _on_gpu
     if _on_gpu is None:
-        if importlib.util.find_spec("triton") is None:
-            logger.warning(
-                "Triton is not installed, so statistics are computed by plain torch operations: slower, equally exact."
-                " Install it with: pip install triton"
-            )
-            _on_gpu = eager.measure
-        else:
-            from te_precision_callbacks.engine.kernels import triton_kernel
-
-            _on_gpu = triton_kernel.measure
+        _on_gpu = eager.measure if importlib.util.find_spec("triton") is None else _with_triton
+        if _on_gpu is eager.measure:
+            _say("Triton is not installed. Install it with: pip install triton")
     return _on_gpu
+
+
+def _with_triton(
+    values: torch.Tensor,
+    codes: torch.Tensor | None = None,
+    scale_inv: torch.Tensor | None = None,
+    *,
+    e5m2: bool = False,
+    histogram: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The Triton kernel; plain torch from the moment on that it cannot be made."""
+    global _on_gpu
+    try:
+        from te_precision_callbacks.engine.kernels import triton_kernel
+
+        return triton_kernel.measure(values, codes, scale_inv, e5m2=e5m2, histogram=histogram)
+    except (TypeError, ValueError, torch.OutOfMemoryError):
+        raise  # not the kernel's fault
+    except Exception as error:
+        _on_gpu = eager.measure
+        _say(f"The Triton kernel cannot be used ({type(error).__name__}: {error}).")
+        return eager.measure(values, codes, scale_inv, e5m2=e5m2, histogram=histogram)
+
+
+def _say(why: str) -> None:
+    logger.warning("Statistics on the GPU are computed by plain torch operations, slower and equally exact. %s", why)
