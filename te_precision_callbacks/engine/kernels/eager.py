@@ -50,20 +50,15 @@ def moments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         float64, [6, rows] and [3, rows].
     """
     x = values.to(torch.float32)
-    magnitude = x.abs()
-    finite = magnitude < math.inf
-    zeroed = torch.where(finite, x, 0.0)
+    zeroed = _finite_or(0.0, x)
     magnitude = zeroed.abs()
-    nonzero = magnitude > 0
     wide = zeroed.to(torch.float64)
-    # Counts in float32, which vectorises best and is exact to 2^24.
-    number = finite.sum(1, dtype=torch.float32)
-    nonzeros = nonzero.sum(1, dtype=torch.float32)
+    number = _count(x.abs() < math.inf)
     sums = torch.stack(
         [
-            number.to(torch.float64),
-            (values.shape[1] - number).to(torch.float64),
-            (number - nonzeros).to(torch.float64),
+            number,
+            values.shape[1] - number,
+            number - _count(magnitude > 0),
             wide.sum(1),
             (wide * wide).sum(1),
             wide.abs().sum(1),
@@ -71,12 +66,39 @@ def moments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     )
     maxima = torch.stack(
         [
-            torch.where(finite, x, NOTHING).amax(1),
-            torch.where(finite, -x, NOTHING).amax(1),
-            torch.where(nonzero, -magnitude, NOTHING).amax(1),
+            _finite_or(NOTHING, x).amax(1),
+            _finite_or(NOTHING, -x).amax(1),
+            _negated_smallest_nonzero(magnitude),
         ]
     )
     return sums, maxima.to(torch.float64)
+
+
+# What follows is twice there: compiled, a choice by a mask costs nothing; as an operation of its own it takes three
+# times as long on a CPU as what stands for it.
+
+
+def _finite_or(otherwise: float, x: torch.Tensor) -> torch.Tensor:
+    """x, and ``otherwise`` where it is inf or nan."""
+    if torch.compiler.is_compiling():
+        return torch.where(x.abs() < math.inf, x, otherwise)
+    return torch.nan_to_num(x, nan=otherwise, posinf=otherwise, neginf=otherwise)
+
+
+def _count(mask: torch.Tensor) -> torch.Tensor:
+    """How many of each row are true: float64, [rows]; exact to 2^24."""
+    if torch.compiler.is_compiling():
+        return mask.sum(1, dtype=torch.float32).to(torch.float64)
+    return mask.view(torch.int8).sum(1, dtype=torch.int32).to(torch.float64)
+
+
+def _negated_smallest_nonzero(magnitude: torch.Tensor) -> torch.Tensor:
+    """The negated smallest of each row that is not 0: float32, [rows]; NOTHING where all are 0."""
+    if torch.compiler.is_compiling():
+        return torch.where(magnitude > 0, -magnitude, NOTHING).amax(1)
+    # The bits of magnitudes are in their order; less 1, those of 0 come last.
+    bits = ((magnitude.view(torch.int32) - 1) & 0x7FFFFFFF).amin(1)
+    return torch.where(bits == 0x7FFFFFFF, NOTHING, -(bits + 1).view(torch.float32))
 
 
 def comparison(values: torch.Tensor, quantized: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
@@ -98,9 +120,9 @@ def comparison(values: torch.Tensor, quantized: torch.Tensor, limit: torch.Tenso
     underflow = finite & (magnitude > 0) & (quantized == 0)
     return torch.stack(
         [
-            finite.sum(1, dtype=torch.float32).to(torch.float64),
-            underflow.sum(1, dtype=torch.float32).to(torch.float64),
-            (finite & (magnitude > limit)).sum(1, dtype=torch.float32).to(torch.float64),
+            _count(finite),
+            _count(underflow),
+            _count(finite & (magnitude > limit)),
             (error * error).sum(1),
             (signal * signal).sum(1),
         ]
