@@ -149,12 +149,13 @@ class StatisticsEngine:
             split, but for its weight.
         has_news: whether anything was watched since the last flush.
         iteration: of what was watched last.
-        on_failure: called with what was tried and the exception where a statistic cannot be had. The others of the
+        on_failure: called with what was tried, of what, and the exception where a statistic cannot be had. The others
+        of the
             tensor are measured all the same.
     """
 
     def __init__(self) -> None:
-        self.on_failure: Callable[[str, Exception], None] = _log_failure_once()
+        self.on_failure: Callable[[str, str, Exception], None] = _log_failure_once()
         self.reset()
 
     def reset(self) -> None:
@@ -209,13 +210,13 @@ class StatisticsEngine:
         return [measurement for table in tables for measurement in _measurements(table)]
 
 
-def _log_failure_once() -> Callable[[str, Exception], None]:
+def _log_failure_once() -> Callable[[str, str, Exception], None]:
     said: set[str] = set()
 
-    def log(what: str, error: Exception) -> None:
-        if what not in said:
-            said.add(what)
-            logger.warning("%s: %s: %s. Training goes on without it.", what, type(error).__name__, error)
+    def log(doing: str, of: str, error: Exception) -> None:
+        if doing not in said:
+            said.add(doing)
+            logger.warning("%s %s: %s: %s. Training goes on without it.", doing, of, type(error).__name__, error)
 
     return log
 
@@ -437,7 +438,7 @@ class _Measuring:
             if (kind.recipe, kind.columnwise) == (recipe, columnwise)
             for request in requests
         ]
-        self._engine.on_failure(f"{', '.join(labels)} of {self._watched.layer} {self._watched.tensor}", error)
+        self._engine.on_failure(", ".join(labels), f"of {self._watched.layer} {self._watched.tensor}", error)
 
 
 def _rank_in(group: dist.ProcessGroup | None) -> int:

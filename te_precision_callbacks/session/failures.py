@@ -26,17 +26,24 @@ class ObservationFailures:
         self._strict = strict
         self._rank = rank
         self._count = 0
-        self._reported: set[tuple[str, type[BaseException]]] = set()
+        self._reported: set[tuple[str, type[BaseException], str]] = set()
 
-    def report(self, where: str, error: BaseException) -> None:
+    def report(self, doing: str, of: str, error: BaseException) -> None:
         """Take note of a failure; call it in an ``except`` block.
+
+        Args:
+            doing: what failed.
+            of: the layer and tensor, the iteration, or whatever it failed for. Failures that differ in it alone are of
+                one kind.
+            error: the exception.
 
         Raises:
             ObservationError: with ``strict=True``.
         """
+        where = f"{doing} {of}"
         if self._strict:
             raise ObservationError(f"{where}: {_text(error)}") from error
-        kind = (re.sub(r"iteration \d+", "an iteration", where), type(error))
+        kind = (doing, type(error), re.sub(r"for the layer '[^']*'", "", str(error)))
         known = kind in self._reported or len(self._reported) >= MOST_REPORTS
         if not known:
             self._reported.add(kind)

@@ -322,7 +322,7 @@ def _session_quantizer(
             try:
                 return super().get_enabled_look_at_tensors()  # type: ignore[no-any-return]
             except Exception as error:
-                failures.report(f"asking what to observe of {self.layer_name} {self.tensor_name}", error)
+                failures.report("asking what to observe of", f"{self.layer_name} {self.tensor_name}", error)
                 self.process_enabled_api_call((False, self.iteration + 1))  # ask again: it may be well by then
                 return False, False, False
 
@@ -346,7 +346,7 @@ def _session_quantizer(
                 try:
                     return super().get_plans_for_output_tensors()  # type: ignore[no-any-return]
                 except Exception as error:
-                    failures.report(f"asking what to observe of {self.layer_name} {self.tensor_name}", error)
+                    failures.report("asking what to observe of", f"{self.layer_name} {self.tensor_name}", error)
                     self.process_enabled_api_call((False, self.iteration + 1))
             import nvdlfw_inspect.api as debug_api
 
@@ -395,6 +395,6 @@ def _session_quantizer(
             try:
                 super()._call_inspect_tensor_api(tensor, rowwise, columnwise)
             except Exception as error:
-                failures.report(f"observing {self.layer_name} {self.tensor_name}", error)
+                failures.report("observing", f"{self.layer_name} {self.tensor_name}", error)
 
     return DebugQuantizer

@@ -262,7 +262,7 @@ class InspectSession:
         try:
             inspector.step()
         except Exception as error:
-            self._failures.report(f"gathering the statistics of iteration {iteration}", error)
+            self._failures.report("gathering the statistics of", f"iteration {iteration}", error)
             local = self._world_size > 1
             self._gather_local(inspector)
         self._hooks.begin(inspector.iteration)
@@ -353,7 +353,7 @@ class InspectSession:
             rows += [self._row(name, value) for (name, _), value in zip(scalars, values, strict=True)]
             vectors = {(m.layer, m.tensor, m.statistic): m.value for m in measurements if isinstance(m.value, tuple)}
         except Exception as error:
-            self._failures.report(f"reading the statistics of iteration {iteration}", error)
+            self._failures.report("reading the statistics of", f"iteration {iteration}", error)
             return None
         self._last.update(((row.layer, row.tensor, row.statistic), row) for row in rows)
         records = StepRecords.from_rows(iteration, logging_step, rows, vectors=vectors, local=local)
@@ -424,7 +424,7 @@ class InspectSession:
                 self._sinks.remove(sink)
                 failed.append((sink, error))
         for sink, failure in failed:
-            self._failures.report(f"{doing} {type(sink).__name__}", failure)
+            self._failures.report(doing, type(sink).__name__, failure)
 
 
 def _layer_infos(layers: Sequence[Layer], plan: Plan) -> tuple[LayerInfo, ...]:

@@ -342,7 +342,7 @@ class Inspector:
         module.__dict__["name"] = name
         reset_schedule(module)
 
-    def place(self, placements: Mapping[str, Placement], on_failure: Callable[[str, Exception], None]) -> None:
+    def place(self, placements: Mapping[str, Placement], on_failure: Callable[[str, str, Exception], None]) -> None:
         """Tell the engine how the layers are split over ranks, and who is told what goes wrong in it."""
         ENGINE.placements = placements
         ENGINE.on_failure = on_failure

