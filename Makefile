@@ -27,7 +27,7 @@ demo: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy te_precision_callbacks features examples
+	$(BIN)/mypy te_precision_callbacks features examples benchmarks
 
 test: lint
 	$(BIN)/python -m pytest

@@ -197,8 +197,8 @@ def _quantizer(recipe: str, values: torch.Tensor) -> Any:
     return Float8Quantizer(scale, amax.clone(), DType.kFloat8E4M3, columnwise=False)
 
 
-def _fail(what: str, error: Exception) -> None:
-    raise RuntimeError(f"the engine could not give {what}") from error
+def _fail(what: str, of: str, error: Exception) -> None:
+    raise RuntimeError(f"the engine could not give {what} {of}") from error
 
 
 def main(given: list[str] | None = None) -> None:
