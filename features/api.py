@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -40,7 +41,9 @@ from te_precision_callbacks.engine.reduction import is_distributed
 from te_precision_callbacks.engine.schedule import Schedule
 from te_precision_callbacks.errors import FeatureError
 from te_precision_callbacks.features.base import StatisticsFeature, every_options, matching_options
-from te_precision_callbacks.features.registration import NAMESPACE, namespace
+from te_precision_callbacks.features.registration import NAMESPACE, is_upstream, namespace
+
+logger = logging.getLogger("te_precision_callbacks.features")
 
 _REQUIRED: Mapping[str, tuple[str, ...]] = {
     "fp8_gemm_enabled": ("gemm",),
@@ -67,6 +70,9 @@ _OPTIONAL: Mapping[str, Mapping[str, Any]] = {
     "inspect_tensor_postquantize": {"tensor": None, "rowwise": True, "tp_group": None, "tp_size": 1},
 }
 """What else the calls have, and what a feature gets where Transformer Engine does not pass it."""
+
+_RESULTS = ("output", "wgrad", "dgrad")
+"""The tensors that a GEMM makes, which are no GEMM's operands."""
 
 _GEMMS = {"activation": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "gradient": ("dgrad", "wgrad")}
 """The GEMMs that read a tensor's rowwise and its columnwise data."""
@@ -255,6 +261,11 @@ class TransformerEngineAPI(UpstreamAPI):
             return None
         if not isinstance(returned, torch.Tensor) and not hasattr(returned, "dequantize"):
             raise call.wrong(layer, returned, "a tensor or a quantized tensor")
+        given = arguments["tensor"]
+        if given is not None and returned.size() != given.size():
+            raise call.wrong(layer, returned, f"the shape of the tensor that it was given, {tuple(given.shape)}")
+        if given is not None and tensor in _RESULTS and returned.dtype != given.dtype:
+            raise call.wrong(layer, returned, f"a tensor of {given.dtype}, as the {tensor} that it was given")
         dtype = arguments["dtype"]
         if dtype is None or getattr(returned, "dtype", dtype) == dtype:
             return returned
@@ -274,6 +285,9 @@ class TransformerEngineAPI(UpstreamAPI):
     def set_features(self, features: Any) -> None:
         """Called when nvidia-dlfw-inspect starts."""
         super().set_features(features)
+        for name, feature in features.items():
+            if not is_upstream(type(feature)):
+                _warn_if_never_called(name, feature)
         ENGINE.reset()
         # Whoever asks Transformer Engine's buffers for the statistics of a step gets those of the engine too.
         STATS_BUFFERS.log_stats = self._log_statistics_by_name
@@ -346,6 +360,23 @@ class TransformerEngineAPI(UpstreamAPI):
             if isinstance(self.namespace_features.get(name), StatisticsFeature) and options.get("enabled", False)
             for entry in every_options(options)
         )
+
+
+def _warn_if_never_called(name: str, feature: Any) -> None:
+    """A warning for a user's feature that no layer can ever call, by its methods."""
+    methods = {call: getattr(feature, call, None) for call in _REQUIRED}
+    has = [call for call, method in methods.items() if method is not None and _is_own_method(method, call)]
+    if not has:
+        others = [method for method in dir(feature) if not method.startswith("_")]
+        logger.warning(
+            "The feature %s is never called: it has none of the methods %s, but %s.",
+            name,
+            ", ".join(_REQUIRED),
+            ", ".join(others) or "no method",
+        )
+    for call in has:
+        if f"{call}{_ENABLED}" in _REQUIRED and f"{call}{_ENABLED}" not in has:
+            logger.warning("%s of the feature %s is never called: %s%s is missing.", call, name, call, _ENABLED)
 
 
 def _is_answer(answer: Any) -> bool:

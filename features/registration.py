@@ -20,7 +20,7 @@ class _Namespace(NamespaceData):
     """The registry's entry of the namespace, which keeps this project's API."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "api" and getattr(self.__dict__.get("api"), "is_own", False) and _is_upstream(type(value)):
+        if name == "api" and getattr(self.__dict__.get("api"), "is_own", False) and is_upstream(type(value)):
             return
         super().__setattr__(name, value)
 
@@ -59,7 +59,7 @@ def own_feature(*names: str) -> Any:
             present = [waiting for waiting in data.deferred_features if waiting.__name__ == name]
             if name in data.features:
                 present.append(type(data.features[name]))
-            if all(map(_is_upstream, present)):
+            if all(map(is_upstream, present)):
                 _put(name, feature())
         return feature
 
@@ -77,7 +77,7 @@ def _put(name: str, instance: Any) -> None:
     Registry._register_feature_api(NAMESPACE, name)
 
 
-def _is_upstream(kind: type) -> bool:
+def is_upstream(kind: type) -> bool:
     """Whether a class was defined in Transformer Engine's folder of features, however it was executed."""
     spec = importlib.util.find_spec("transformer_engine")
     if spec is None or not spec.submodule_search_locations:

@@ -362,7 +362,8 @@ class _Measuring:
             if comparison is not None:
                 self._merge(_Kind(Of.QUANTIZED, recipe, columnwise), (comparison, None))
             elif _Kind(Of.QUANTIZED, recipe, columnwise) in self._wanted:
-                self._failed(recipe, columnwise, QuantizationError("the tensor exists in its quantized form only"))
+                missing = QuantizationError("the tensor exists in its quantized form only")
+                self._failed(recipe, columnwise, missing, Of.QUANTIZED)
 
     def _held(self, recipe: str, columnwise: bool) -> PerTensor | Expanded | None:
         """What a GEMM of the layer reads of a recipe; None where that must be simulated."""
@@ -431,11 +432,11 @@ class _Measuring:
         if self._watched.tensor == _WEIGHT:  # every micro-batch of a step has the same weight
             self._engine._weights_seen.add(segment.key)
 
-    def _failed(self, recipe: str, columnwise: bool, error: Exception) -> None:
+    def _failed(self, recipe: str, columnwise: bool, error: Exception, of: Of | None = None) -> None:
         labels = [
             request.label
             for kind, requests in self._wanted.items()
-            if (kind.recipe, kind.columnwise) == (recipe, columnwise)
+            if (kind.recipe, kind.columnwise) == (recipe, columnwise) and of in (None, kind.of)
             for request in requests
         ]
         self._engine.on_failure(", ".join(labels), f"of {self._watched.layer} {self._watched.tensor}", error)

@@ -15,7 +15,7 @@ import torch
 from typing_extensions import Unpack
 
 from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, resolve_features
+from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, Section, resolve_features
 from te_precision_callbacks.engine.engine import Measurement
 from te_precision_callbacks.naming import Layer, NamedModule, named_te_modules
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
@@ -229,6 +229,8 @@ class InspectSession:
         inspector.place(placements(self._modules, options.process_group), self._failures.report)
         if not options.config.enabled_sections:
             logger.warning("The config (%s) has no enabled section, so nothing is done.", self._config_source)
+        for section, features in zip(options.config.enabled_sections, sections, strict=True):
+            _warn_if_idle(section, features)
         if not layers_of_all:
             logger.warning(
                 "The model has no Transformer Engine layer with GEMMs (Linear, LayerNormLinear, LayerNormMLP,"
@@ -336,7 +338,14 @@ class InspectSession:
         return Plan(tuple(planned[layer] for layer in layers if layer in planned), plan.unmatched), sections
 
     def _receive(self, name: str, value: Any) -> None:
-        self._scalars.append((name, value))
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            self._scalars.append((name, value))
+            return
+        try:
+            self._scalars.append((name, float(value)))
+        except (TypeError, ValueError, RuntimeError):
+            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            self._failures.report("taking", f"the scalar {name!r}", TypeError(f"it is one number, not {what}"))
 
     def _receive_statistics(self, measurements: Sequence[Measurement]) -> None:
         self._measurements.extend(measurements)
@@ -425,6 +434,19 @@ class InspectSession:
                 failed.append((sink, error))
         for sink, failure in failed:
             self._failures.report(doing, type(sink).__name__, failure)
+
+
+def _warn_if_idle(section: Section, features: NamespacedFeatures) -> None:
+    """A warning for a section that changes nothing in a layer of Transformer Engine."""
+    if features.get("base"):
+        logger.warning(
+            "%s: %s belongs to nvidia-dlfw-inspect itself, and no layer of Transformer Engine calls it. Put it below"
+            " 'transformer_engine:' to have the feature of that name there.",
+            section.place(),
+            " and ".join(map(repr, features["base"])),
+        )
+    elif not any(features.values()):
+        logger.warning("%s: the section has no enabled feature, so it does nothing.", section.place())
 
 
 def _layer_infos(layers: Sequence[Layer], plan: Plan) -> tuple[LayerInfo, ...]:

@@ -217,3 +217,44 @@ def test_a_modify_call_on_an_output_ends_the_run_too(tmp_path: Path, keeper: Kee
                 config, model=net, log_dir=tmp_path / method, features=[giving(method, slip)]
             ) as session:
                 train(net, 1, session)
+
+
+def test_methods_that_are_never_called_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Typo:
+        def inspect_tensr(self) -> None: ...
+
+    class Alone:
+        def modify_tensor(self, config: Any, layer_name: str, **_: Any) -> None: ...
+
+    with InspectSession({}, model=te.Linear(32, 32), log_dir=tmp_path, features=[Typo, Alone]):
+        pass
+    assert "The feature Typo is never called" in caplog.text
+    assert "modify_tensor of the feature Alone is never called: modify_tensor_enabled is missing" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda t: t[:8], "the shape of the tensor that it was given"),
+        (lambda t: t.double(), "a tensor of torch.float32"),
+    ],
+)
+def test_an_output_of_another_kind(tmp_path: Path, change: Any, expected: str) -> None:
+    class Changes:
+        def modify_tensor_enabled(self, config: Any, layer_name: str, **_: Any) -> bool:
+            return True
+
+        def modify_tensor(self, config: Any, layer_name: str, tensor: torch.Tensor, **_: Any) -> torch.Tensor:
+            return change(tensor)
+
+    config = {
+        "s": {
+            "enabled": True,
+            "layers": {"layer_types": ["all"]},
+            "transformer_engine": {"Changes": {"enabled": True, "tensors": ["output"], "gemms": ["fprop"]}},
+        }
+    }
+    net = te.Linear(32, 32)
+    with InspectSession(config, model=net, log_dir=tmp_path, features=[Changes]):
+        with pytest.raises(FeatureError, match=expected):
+            net(torch.randn(16, 32))

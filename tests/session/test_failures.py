@@ -194,3 +194,23 @@ def test_a_statistic_that_a_layer_cannot_have_is_a_warning(tmp_path: Path, caplo
     assert [record.levelname for record in warnings] == ["WARNING"]
     assert "fp8_delayed_scaling_mse of linear activation" in warnings[0].message
     assert "failed" not in caplog.text
+
+
+def test_a_scalar_that_is_no_number_costs_no_other(tmp_path: Path, keeper: Keeper, caplog: Any) -> None:
+    class LogsWrongly:
+        def inspect_tensor_enabled(self, config: Any, layer_name: str, **_: Any) -> bool:
+            return True
+
+        def inspect_tensor(self, config: Any, layer_name: str, tensor: torch.Tensor, iteration: int, **_: Any) -> None:
+            from nvdlfw_inspect.logging import MetricLogger
+
+            MetricLogger.log_scalar("mine", tensor.mean(dim=1)[:2], iteration)
+            MetricLogger.log_scalar("good", tensor.mean(), iteration)
+
+    config = {**statistics(), "own": feature("LogsWrongly", ["linear"], tensors=["activation"])}
+    net = te.Linear(32, 32)
+    with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper], features=[LogsWrongly]) as session:
+        train(session, net)
+    assert set(keeper.values("max")) == {0, 1, 2}
+    assert {row.statistic for row in keeper.steps[0]} == {"max", "l1_norm", "good"}
+    assert "'mine': TypeError: it is one number, not a tensor of shape (2,)" in reports(caplog)[0]

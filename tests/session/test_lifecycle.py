@@ -341,3 +341,39 @@ def test_the_files_of_a_run_of_upstream_alone_stay_as_they_are(tmp_path: Path) -
         assert left
     finally:
         snapshot.restore()
+
+
+@pytest.mark.parametrize(
+    ("features", "said"),
+    [
+        (
+            {"LogTensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["max"]}},
+            "below 'transformer_engine:'",
+        ),
+        ({"transformer_engine": {"DisableFP8Layer": {"enabled": False}}}, "has no enabled feature"),
+        ({}, "has no enabled feature"),
+    ],
+)
+def test_a_section_that_does_nothing_is_told(
+    tmp_path: Path, features: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"idle": {"enabled": True, "layers": {"layer_types": ["all"]}, **features}}
+    with InspectSession(config, model=te.Linear(32, 32), log_dir=tmp_path):
+        pass
+    assert said in caplog.text
+    assert "section 'idle'" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call")
+def test_a_compiled_model(tmp_path: Path, keeper: Keeper) -> None:
+    net = torch.nn.Sequential(te.Linear(32, 32), torch.nn.Linear(32, 32))
+    compiled = torch.compile(net, backend="eager")
+    x = torch.randn(16, 32)
+    plain = net(x)
+    with InspectSession(statistics(), model=compiled, log_dir=tmp_path, sinks=[keeper]) as session:
+        for _ in range(2):
+            out = compiled(x)
+            out.sum().backward()
+            session.step()
+    assert torch.equal(out, plain)
+    assert keeper.values("max", "0") == {0: x.max().item(), 1: x.max().item()}
