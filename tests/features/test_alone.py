@@ -71,8 +71,8 @@ def run(features, log_dir, dirs=(OURS,), steps=2, config=None):
     config = config or {{"s": {{"enabled": True, "layers": layers, "transformer_engine": features}}}}
     debug_api.initialize(config, feature_dirs=list(dirs), log_dir=log_dir, default_logging_enabled=True)
     api = debug_api.transformer_engine
-    from te_precision_callbacks.features.registration import _is_upstream
-    theirs = [name for name, feature in api.namespace_features.items() if _is_upstream(type(feature))]
+    from te_precision_callbacks.features.registration import is_upstream
+    theirs = [name for name, feature in api.namespace_features.items() if is_upstream(type(feature))]
     net = te.Linear(32, 32, name="linear")
     for step in range(steps):
         with te.autocast(enabled=True):
