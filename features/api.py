@@ -6,7 +6,7 @@ It takes the place of Transformer Engine's own, also where that folder is listed
 from Transformer Engine 2.20.2 (``debug/features/api.py``) and nvidia-dlfw-inspect 0.2.2 (``base.py``). What is
 different:
 
-- **Schedules.** A tensor is handed to the features that asked for it in this iteration, and to no other one that
+- **Schedules.** A tensor is handed to the features that wanted it when they were asked last, and to no other one that
   watches the same tensor.
 - **Answers.** A feature may answer with a plain bool: it is asked again in the next iteration, alone or beside others.
 - **Arguments.** A feature gets what its method names, and everything where it takes ``**kwargs``; what Transformer

@@ -87,6 +87,26 @@ class Feature:
         return (True, found[0]) if found else (False, None)
 
 
+class HighPrecisionFeature(Feature):
+    """Base class of the features whose GEMMs run in high precision."""
+
+    @api_method
+    def fp8_gemm_enabled(self, config: Options, layer_name: str, gemm: str, iteration: int) -> tuple[bool, int | None]:
+        """No, and so in the next iteration."""
+        return False, iteration + 1
+
+
+class ModifyingFeature(Feature):
+    """Base class of the features that put another tensor in a tensor's place, in every iteration."""
+
+    @api_method
+    def modify_tensor_enabled(
+        self, config: Options, layer_name: str, tensor_name: str, gemm: str, iteration: int
+    ) -> tuple[bool, int | None]:
+        """Yes, and so in the next iteration."""
+        return True, iteration + 1
+
+
 class StatisticsFeature(Feature):
     """Base class of the features that log statistics: a schedule, and what is asked of the engine."""
 

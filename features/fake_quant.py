@@ -9,7 +9,7 @@ from transformer_engine.pytorch.quantization import _default_sf_compute
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
 from te_precision_callbacks.engine.quantization import round_to_mxfp8
-from te_precision_callbacks.features.base import Feature, Options
+from te_precision_callbacks.features.base import HighPrecisionFeature, ModifyingFeature, Options
 from te_precision_callbacks.features.registration import own_feature
 from te_precision_callbacks.formats import E4M3, E5M2
 
@@ -18,24 +18,12 @@ _COLUMNWISE = frozenset({("weight", "dgrad"), ("activation", "wgrad"), ("gradien
 
 
 @own_feature()
-class FakeQuant(Feature):
+class FakeQuant(HighPrecisionFeature, ModifyingFeature):
     """Rounds chosen tensors to FP8 (with a scale from their amax) or MXFP8 and back; their GEMMs run in high precision.
 
     Keys: ``quant_format`` (FP8E4M3, FP8E5M2, MXFP8E4M3, MXFP8E5M2), ``gemms`` or ``gemms_struct``, ``tensors`` or
     ``tensors_struct``, ``margin`` (0; FP8 only): the amax is multiplied by 2^margin before the scale is taken.
     """
-
-    @api_method
-    def fp8_gemm_enabled(self, config: Options, layer_name: str, gemm: str, iteration: int) -> tuple[bool, int | None]:
-        """No: both operands must be in high precision."""
-        return False, iteration + 1
-
-    @api_method
-    def modify_tensor_enabled(
-        self, config: Options, layer_name: str, tensor_name: str, gemm: str, iteration: int
-    ) -> tuple[bool, int | None]:
-        """Yes, and so in the next iteration."""
-        return True, iteration + 1
 
     @api_method
     def modify_tensor(

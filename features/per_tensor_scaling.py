@@ -10,25 +10,18 @@ from transformer_engine.pytorch.quantization import _default_sf_compute
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
 from te_precision_callbacks.errors import FeatureError
-from te_precision_callbacks.features.base import Feature, Options
+from te_precision_callbacks.features.base import ModifyingFeature, Options
 from te_precision_callbacks.features.registration import own_feature
 from te_precision_callbacks.formats import E4M3, E5M2
 
 
 @own_feature()
-class PerTensorScaling(Feature):
+class PerTensorScaling(ModifyingFeature):
     """Casts chosen tensors to FP8 with current scaling, in a layer whose recipe is delayed scaling.
 
     Keys: ``gemms`` or ``gemms_struct``, ``tensors`` or ``tensors_struct``, ``margin`` (0): the amax is multiplied by
     2^margin before the scale is taken, scale = fp8_max / (amax * 2^margin).
     """
-
-    @api_method
-    def modify_tensor_enabled(
-        self, config: Options, layer_name: str, tensor_name: str, gemm: str, iteration: int
-    ) -> tuple[bool, int | None]:
-        """Yes, and so in the next iteration."""
-        return True, iteration + 1
 
     @api_method
     def modify_tensor(

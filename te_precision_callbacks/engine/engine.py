@@ -150,18 +150,16 @@ class StatisticsEngine:
         has_news: whether anything was watched since the last flush.
         iteration: of what was watched last.
         on_failure: called with what was tried, of what, and the exception where a statistic cannot be had. The others
-        of the
-            tensor are measured all the same.
+            of the tensor are measured all the same.
     """
 
     def __init__(self) -> None:
-        self.on_failure: Callable[[str, str, Exception], None] = _log_failure_once()
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
         self.placements: Mapping[str, Placement] = {}
-        self.on_failure = _log_failure_once()
+        self.on_failure: Callable[[str, str, Exception], None] = _log_failure_once()
         self.has_news = False
         self.iteration = 0
         self._slots = Slots()
@@ -317,7 +315,7 @@ class _Measuring:
         for kind, requests in wanted.items():
             segment = self._segment(kind)
             if segment.key in seen or not self._values.numel():
-                slots.ask(segment, requests, self._watched.iteration)
+                slots.ask(segment, requests)
             else:
                 self._wanted[kind] = requests
         if self._wanted:
@@ -428,7 +426,7 @@ class _Measuring:
             return
         segment = self._segment(kind)
         self._engine._slots.merge(segment, *columns)
-        self._engine._slots.ask(segment, self._wanted[kind], self._watched.iteration)
+        self._engine._slots.ask(segment, self._wanted[kind])
         if self._watched.tensor == _WEIGHT:  # every micro-batch of a step has the same weight
             self._engine._weights_seen.add(segment.key)
 

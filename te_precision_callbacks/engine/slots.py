@@ -46,7 +46,6 @@ class Segment:
         outputs: label -> name of the statistic, for all that was ever asked of it.
         due: the labels that were asked of it since the last flush.
         measured: whether anything was merged into it since the last flush.
-        iteration: of the last measurement.
     """
 
     key: SegmentKey
@@ -59,7 +58,6 @@ class Segment:
     outputs: dict[str, str] = field(default_factory=dict)
     due: set[str] = field(default_factory=set)
     measured: bool = False
-    iteration: int = 0
 
 
 class _Vector:
@@ -128,7 +126,7 @@ class Slots:
                 key, sums, maxima, device, on.sums.reserve(len(sums)), on.maxima.reserve(len(maxima)), contributes
             )
             if moved is not None:  # the layer was moved to another device: what was asked for stays
-                found.outputs, found.due, found.iteration = moved.outputs, moved.due, moved.iteration
+                found.outputs, found.due = moved.outputs, moved.due
             self.segments[key] = found
             self.version += 1
         elif found.contributes != contributes:
@@ -136,14 +134,13 @@ class Slots:
             self.version += 1
         return found
 
-    def ask(self, segment: Segment, requests: Iterable[Request], iteration: int) -> None:
+    def ask(self, segment: Segment, requests: Iterable[Request]) -> None:
         """Note that statistics of a segment are wanted at the next flush."""
         for request in requests:
             if request.label not in segment.outputs:
                 segment.outputs[request.label] = request.statistic.name
                 self.version += 1
             segment.due.add(request.label)
-        segment.iteration = iteration
 
     def merge(self, segment: Segment, sums: torch.Tensor | None, maxima: torch.Tensor | None) -> None:
         """Add a measurement to a segment. Tensors on another device are moved to the segment's."""
