@@ -18,6 +18,7 @@ from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.errors import MissingExtraError, OptionError
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.records import MetricSelection, RunInfo, StepRecords
+from te_precision_callbacks.records.loggers import add_to_tensorboard, names_for_mlflow, wandb_histogram
 from te_precision_callbacks.session import InspectSession, SessionError
 
 try:
@@ -229,32 +230,13 @@ class _LoggerSink:
 
 
 def _log_histogram(receiver: Logger, name: str, counts: Sequence[float], step: int) -> None:
-    """Log an exponent histogram to a logger that takes histograms: over the exponents, not over the values."""
+    """Log an exponent histogram to a logger that takes histograms."""
     if isinstance(receiver, TensorBoardLogger):
-        exponents = [index - 127.0 for index in range(len(counts))]
-        total = sum(counts)
-        filled = [exponent for exponent, count in zip(exponents, counts, strict=True) if count] or [0.0]
-        receiver.experiment.add_histogram_raw(
-            name,
-            min=min(filled),
-            max=max(filled) + 1,
-            num=total,
-            sum=sum(exponent * count for exponent, count in zip(exponents, counts, strict=True)),
-            sum_squares=sum(exponent**2 * count for exponent, count in zip(exponents, counts, strict=True)),
-            bucket_limits=[exponent + 1 for exponent in exponents],
-            bucket_counts=list(counts),
-            global_step=step,
-        )
+        add_to_tensorboard(receiver.experiment, name, counts, step)
     elif isinstance(receiver, WandbLogger):
-        import wandb
-
-        edges = [index - 127.0 for index in range(len(counts) + 1)]
-        histogram = wandb.Histogram(np_histogram=(list(counts), edges))
-        receiver.experiment.log({name: histogram, "trainer/global_step": step})
+        receiver.experiment.log({name: wandb_histogram(counts), "trainer/global_step": step})
 
 
 def _named_for(receiver: Logger, metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics under names that the logger takes: MLflow refuses ``%``."""
-    if isinstance(receiver, MLFlowLogger):
-        return {name.replace("%", "_pct"): value for name, value in metrics.items()}
-    return metrics
+    """The metrics under names that the logger takes."""
+    return names_for_mlflow(metrics) if isinstance(receiver, MLFlowLogger) else metrics

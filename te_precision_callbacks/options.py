@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 
 from te_precision_callbacks.config.loading import Config, ConfigSource, load_config
 from te_precision_callbacks.config.problems import suggestion
+from te_precision_callbacks.debug_options import DebugValue, parse_debug
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.records.metrics import LogFilter, MetricSelection
 from te_precision_callbacks.records.model import Sink
@@ -32,6 +33,7 @@ class SessionKeywords(TypedDict, total=False):
     start_step: int | None
     prefix: str
     log_filter: LogFilter
+    debug: DebugValue
     precision_features_in_eval: bool
     allow_unmatched: bool
     strict: bool
@@ -52,6 +54,8 @@ class SessionOptions:
         start_step: the debug iteration at start. None: 0, or the resumed step.
         prefix: first part of every metric name.
         log_filter: which metrics go to the trainer's loggers; see :mod:`te_precision_callbacks.records.metrics`.
+        debug: what else to do, of :data:`te_precision_callbacks.debug_options.DEBUG_OPTIONS`. ``"activation_overflow"``
+            stops where an activation or a gradient becomes inf or nan; ``"te_precision"`` is what a session does anyway.
         precision_features_in_eval: whether features that change precision act in evaluation as they do in training.
         allow_unmatched: a section that matches no layer warns instead of raising.
         strict: a failure in observation raises instead of being reported once.
@@ -67,6 +71,7 @@ class SessionOptions:
     start_step: int | None = None
     prefix: str = "te"
     log_filter: LogFilter = None
+    debug: tuple[str, ...] = ()
     precision_features_in_eval: bool = True
     allow_unmatched: bool = False
     strict: bool = False
@@ -104,6 +109,7 @@ class SessionOptions:
             feature_dirs=tuple(_folder(directory) for directory in _sequence("feature_dirs", directories)),
             features=_sequence("features", keywords.pop("features", ())),
             sinks=_sequence("sinks", keywords.pop("sinks", ())),
+            debug=parse_debug(keywords.pop("debug", ())),
             **keywords,
         )
         for sink in options.sinks:

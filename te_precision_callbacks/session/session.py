@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import Unpack
 
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, Section, resolve_features
+from te_precision_callbacks.debug_options import ACTIVATION_OVERFLOW
 from te_precision_callbacks.engine.engine import Measurement
 from te_precision_callbacks.naming import Layer, NamedModule, named_te_modules
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
@@ -31,6 +32,9 @@ from te_precision_callbacks.session.upstream import (
     import_transformer_engine,
     warn_unless_supported,
 )
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.debug_utils import DebugActivationOverflow
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +101,7 @@ class InspectSession:
         self._layer_names: frozenset[str] = frozenset()
         self._sinks: list[Sink] = []
         self._at_exit: Finalize | None = None
+        self._overflow: DebugActivationOverflow | None = None
         self._attached = False
         self._sinks_started = False
         self._scalars: list[tuple[str, Any]] = []
@@ -141,6 +146,11 @@ class InspectSession:
     @eval_mode_counts.setter
     def eval_mode_counts(self, value: bool) -> None:
         self._classify.eval_mode_counts = value
+
+    @property
+    def overflow(self) -> DebugActivationOverflow | None:
+        """What looks for inf and nan with ``debug="activation_overflow"``, from :meth:`attach` to :meth:`stop`."""
+        return self._overflow
 
     @property
     def log_dir(self) -> Path:
@@ -241,6 +251,7 @@ class InspectSession:
             inspector.log(f"Assigned layer name: {module.name}")
         self._hooks.watch({id(module.module): module.module for module in self._modules})
         self._attached = True
+        self._watch_for_overflow(model)
 
     def step(self, logging_step: int | None = None) -> StepRecords | None:
         """End a debug iteration: after the optimizer's step, on all ranks. Statistics are reduced and handed to sinks.
@@ -254,10 +265,13 @@ class InspectSession:
         Raises:
             SessionError: the session is not running, or has no model.
             ObservationError: with ``strict=True``, a failure in a statistic or a sink.
+            ActivationOverflowError: with ``debug="activation_overflow"``, an inf or nan since the last look.
         """
         inspector = self._running("step()")
         if not self._attached:
             raise SessionError("step(): the session has no model. Call attach(model) first, or give it model=.")
+        if self._overflow is not None:
+            self._overflow.look()
         iteration = inspector.iteration
         self._start_sinks()
         local = False
@@ -292,10 +306,13 @@ class InspectSession:
                 if self._at_exit is not None:
                     self._at_exit.cancel()
                 self._hooks.remove()
+                overflow, self._overflow = self._overflow, None
                 self._inspector = None
                 self._modules = ()
                 inspector.stop()
                 self._failures.summarize()
+                if overflow is not None:
+                    overflow.close(error)  # the last, since it may find one more overflow and raise it
 
     def __enter__(self) -> InspectSession:
         return self.start()
@@ -316,6 +333,16 @@ class InspectSession:
                 f"{what}: the session is not running. Call start() first, or use 'with InspectSession(...)'."
             )
         return self._inspector
+
+    def _watch_for_overflow(self, model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
+        if ACTIVATION_OVERFLOW not in self._options.debug:
+            return
+        from te_precision_callbacks.debug_utils import DebugActivationOverflow
+
+        if self._overflow is not None:
+            self._overflow.close()
+        options = self._options
+        self._overflow = DebugActivationOverflow(model, distributed=options.reduce, process_group=options.process_group)
 
     def _find_layers(self, inspector: Inspector, model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[Layer]:
         chunks = [model] if isinstance(model, torch.nn.Module) else model
