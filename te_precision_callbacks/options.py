@@ -54,8 +54,8 @@ class SessionOptions:
         start_step: the debug iteration at start. None: 0, or the resumed step.
         prefix: first part of every metric name.
         log_filter: which metrics go to the trainer's loggers; see :mod:`te_precision_callbacks.records.metrics`.
-        debug: what else to do, of :data:`te_precision_callbacks.debug_options.DEBUG_OPTIONS`. ``"activation_overflow"``
-            stops where an activation or a gradient becomes inf or nan; ``"te_precision"`` is what a session does anyway.
+        debug: ``"activation_overflow"`` stops where an activation or a gradient becomes inf or nan; ``"te_precision"``
+            is what a session does anyway. See :mod:`te_precision_callbacks.debug_options`.
         precision_features_in_eval: whether features that change precision act in evaluation as they do in training.
         allow_unmatched: a section that matches no layer warns instead of raising.
         strict: a failure in observation raises instead of being reported once.

@@ -42,7 +42,8 @@ def add_to_tensorboard(writer: Any, name: str, counts: Sequence[float], step: in
 
 def wandb_histogram(counts: Sequence[float]) -> Any:
     """An exponent histogram as a ``wandb.Histogram``."""
+    import numpy
     import wandb
 
-    edges = [index + LOWEST_EXPONENT for index in range(len(counts) + 1)]
-    return wandb.Histogram(np_histogram=(list(counts), edges))
+    edges = LOWEST_EXPONENT + numpy.arange(len(counts) + 1)
+    return wandb.Histogram(np_histogram=(numpy.asarray(counts), edges))
