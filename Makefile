@@ -30,7 +30,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy te_precision_callbacks features examples benchmarks
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 te-suite: $(INSTALLED)
 	$(BIN)/python tests/reference/te_suite.py --te-src "$(TE_SRC)" --capability $(CAPABILITY) --features $(FEATURES)

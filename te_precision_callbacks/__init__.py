@@ -14,18 +14,30 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from te_precision_callbacks.accelerate import PrecisionDebugger
     from te_precision_callbacks.config import ConfigError, load_config
     from te_precision_callbacks.errors import PrecisionDebugError
     from te_precision_callbacks.lightning import PrecisionDebugCallback
     from te_precision_callbacks.session import InspectSession
+    from te_precision_callbacks.transformers import PrecisionDebugTrainerCallback
 
-__all__ = ["ConfigError", "InspectSession", "PrecisionDebugCallback", "PrecisionDebugError", "load_config"]
+__all__ = [
+    "ConfigError",
+    "InspectSession",
+    "PrecisionDebugCallback",
+    "PrecisionDebugError",
+    "PrecisionDebugTrainerCallback",
+    "PrecisionDebugger",
+    "load_config",
+]
 
 _HOMES = {
     "ConfigError": "te_precision_callbacks.config",
     "InspectSession": "te_precision_callbacks.session",
     "PrecisionDebugCallback": "te_precision_callbacks.lightning",
     "PrecisionDebugError": "te_precision_callbacks.errors",
+    "PrecisionDebugTrainerCallback": "te_precision_callbacks.transformers",
+    "PrecisionDebugger": "te_precision_callbacks.accelerate",
     "load_config": "te_precision_callbacks.config",
 }
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from typing_extensions import Unpack
 
 from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.errors import MissingExtraError, OptionError
-from te_precision_callbacks.options import SessionKeywords, SessionOptions
+from te_precision_callbacks.errors import MissingExtraError
+from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, check_step_on
 from te_precision_callbacks.records import MetricSelection, RunInfo, StepRecords
 from te_precision_callbacks.records.loggers import add_to_tensorboard, names_for_mlflow, wandb_histogram
 from te_precision_callbacks.session import InspectSession, SessionError
@@ -26,8 +26,6 @@ try:
     from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 except ImportError as error:
     raise MissingExtraError("te_precision_callbacks.lightning", "lightning") from error
-
-StepOn = Literal["optimizer_step", "batch"]
 
 
 class PrecisionDebugCallback(Callback):
@@ -44,6 +42,9 @@ class PrecisionDebugCallback(Callback):
 
     Sanity checks, validation, test and predict are not observed; features that change precision act in validation as in
     training. After an exception or Ctrl-C the session is closed, and what was gathered since the last step is written.
+
+    With ``debug="activation_overflow"`` the fit ends with an ``ActivationOverflowError`` where an activation or a
+    gradient becomes inf or nan; see docs/activation-overflow.md.
 
     Args:
         config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
@@ -70,8 +71,7 @@ class PrecisionDebugCallback(Callback):
         step_on: StepOn = "optimizer_step",
         **keywords: Unpack[SessionKeywords],
     ) -> None:
-        if step_on not in get_args(StepOn):
-            raise OptionError(f"step_on= is one of {', '.join(map(repr, get_args(StepOn)))}, not {step_on!r}.")
+        check_step_on(step_on)
         self._options = SessionOptions.from_keywords(config, **keywords)
         self._step_on = step_on
         self._session: InspectSession | None = None
@@ -119,9 +119,13 @@ class PrecisionDebugCallback(Callback):
         if self._restored_iteration is not None:
             session.iteration = self._restored_iteration
         session.attach(pl_module)
+        if session.overflow is not None:
+            session.overflow.loss_scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Take the step of a resumed fit: before its first batch the trainer has not restored all of its own."""
+        if self.session.overflow is not None:
+            self.session.overflow.begin_batch()
         first = self._step_of_batch is None
         self._step_of_batch = self._logging_step(trainer)
         if not first:

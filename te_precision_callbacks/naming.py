@@ -11,7 +11,7 @@ GEMMs their parts, ``<module>.fc1`` and ``<module>.fc2`` or ``<module>.gemm_0``,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,7 +88,7 @@ def named_te_modules(model: torch.nn.Module | Sequence[torch.nn.Module]) -> tupl
     taken: set[str] = set()
     for prefix, root in roots:
         is_lightning = any(base.__name__ == "LightningModule" for base in type(root).__mro__)
-        for path, module in _paths(root, prefix):
+        for path, module in module_paths(root, prefix):
             if not isinstance(module, TransformerEngineBaseModule) or id(module) in found:
                 continue
             parts = _gemm_parts(module)
@@ -110,10 +110,18 @@ def _unique(path: str, taken: set[str]) -> str:
     return name
 
 
-def _paths(root: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Each module below ``root`` once, parents first, with its path without wrapper parts."""
+def module_paths(
+    root: torch.nn.Module, prefix: str = "", *, opaque: Callable[[torch.nn.Module], bool] = lambda module: False
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Each module below ``root`` once, parents first, with its path without wrapper parts.
+
+    Args:
+        root: the model; where wrappers are around it, what they wrap comes first.
+        prefix: what the paths begin with. A root of Transformer Engine adds its class.
+        opaque: says of a module that nothing below it is wanted.
+    """
     seen: set[int] = set()
-    root = _unwrapped(root)
+    root = _unwrapped(root, opaque)
     if any(base.__module__.startswith("transformer_engine.") for base in type(root).__mro__):
         # fully_shard puts a class of torch before the module's own.
         own = next(base for base in type(root).__mro__ if not base.__module__.startswith("torch."))
@@ -126,21 +134,29 @@ def _paths(root: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.M
             continue
         seen.add(id(module))
         yield path, module
+        if opaque(module):
+            continue
         children = []
         for child_name, child in module.named_children():
-            transparent = _is_wrapper_part(module, child_name)
+            transparent = is_wrapper_part(module, child_name)
             children.append((path if transparent else f"{path}.{child_name}" if path else child_name, child))
         stack.extend(reversed(children))
 
 
-def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+def is_wrapper(module: torch.nn.Module) -> bool:
+    """Whether a module stands for another one that it wraps (DDP, FSDP, torch.compile, a checkpoint wrapper)."""
+    return any(is_wrapper_part(module, child_name) for child_name, _ in module.named_children())
+
+
+def _unwrapped(module: torch.nn.Module, opaque: Callable[[torch.nn.Module], bool]) -> torch.nn.Module:
     for child_name, child in module.named_children():
-        if _is_wrapper_part(module, child_name):
-            return _unwrapped(child)
+        if is_wrapper_part(module, child_name) and not opaque(module):
+            return _unwrapped(child, opaque)
     return module
 
 
-def _is_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
+def is_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
+    """Whether a module wraps the child of this name, which then has no name of its own."""
     if child_name in WRAPPER_CHILDREN:
         return True
     return child_name == "module" and any(base.__name__ in MODULE_WRAPPERS for base in type(parent).__mro__)

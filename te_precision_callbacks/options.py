@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch.distributed
 from typing_extensions import TypedDict
@@ -19,6 +19,9 @@ from te_precision_callbacks.records.metrics import LogFilter, MetricSelection
 from te_precision_callbacks.records.model import Sink
 
 StrPath = str | os.PathLike[str]
+
+StepOn = Literal["optimizer_step", "batch"]
+"""What a debug iteration is, for the front doors of loops in which a step may have several batches."""
 
 
 class SessionKeywords(TypedDict, total=False):
@@ -120,6 +123,16 @@ class SessionOptions:
                 raise OptionError(f"features= takes classes, not {feature!r}.")
         MetricSelection(options.prefix, options.log_filter)
         return options
+
+
+def check_step_on(step_on: object) -> None:
+    """Check the keyword ``step_on`` of a front door.
+
+    Raises:
+        OptionError: it is not a :data:`StepOn`.
+    """
+    if step_on not in get_args(StepOn):
+        raise OptionError(f"step_on= is one of {', '.join(map(repr, get_args(StepOn)))}, not {step_on!r}.")
 
 
 def _sequence(key: str, value: Any) -> tuple[Any, ...]:

@@ -7,6 +7,8 @@ Console().print(summary(session))
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -17,10 +19,16 @@ from te_precision_callbacks.session.precision import GEMMS, GemmPrecision
 from te_precision_callbacks.session.upstream import EVENTS_FOLDER
 
 
-def summary(session: InspectSession) -> RenderableType:
-    """The precision of each GEMM, the last statistics of each watched tensor, and where the logs are."""
+def summary(session: InspectSession, *, unconverted: Mapping[str, str] | None = None) -> RenderableType:
+    """The precision of each GEMM, the last statistics of each watched tensor, and where the logs are.
+
+    Args:
+        session: a session, also one that was stopped.
+        unconverted: layers that a trainer left without Transformer Engine: name -> why.
+    """
     return Group(
         precision_table(session),
+        *([unconverted_table(unconverted)] if unconverted else []),
         statistics_table(session),
         f"Logs: {session.log_dir / EVENTS_FOLDER}",
         f"      {session.log_dir / STATISTICS_FOLDER}",
@@ -45,6 +53,16 @@ def precision_table(session: InspectSession) -> Table:
     return table
 
 
+def unconverted_table(unconverted: Mapping[str, str]) -> Table:
+    """A row a layer that runs without Transformer Engine, and why."""
+    table = Table(title="Left unconverted, so without FP8", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("layer", no_wrap=True)
+    table.add_column("why")
+    for layer, why in unconverted.items():
+        table.add_row(_two_lines(layer), why)
+    return table
+
+
 def statistics_table(session: InspectSession) -> Table:
     """A row a watched tensor below the name of its layer, a column a statistic: its last value."""
     table = Table(title="Last statistics", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
@@ -52,7 +70,7 @@ def statistics_table(session: InspectSession) -> Table:
     statistics = list(dict.fromkeys(row.statistic for row in rows))
     table.add_column("layer and tensor", no_wrap=True)
     for statistic in statistics:
-        table.add_column(statistic, justify="right")
+        table.add_column(statistic, justify="right", overflow="fold")
     values = {(row.layer, row.tensor, row.statistic): row.value for row in rows}
     tensors: dict[str, dict[str, None]] = {}
     for row in rows:
@@ -65,7 +83,7 @@ def statistics_table(session: InspectSession) -> Table:
     return table
 
 
-def _two_lines(name: str, width: int = 32) -> str:
+def _two_lines(name: str, width: int = 29) -> str:
     """A long name broken before its last part, so that the table fits into 80 columns."""
     head, dot, tail = name.rpartition(".")
     return f"{head}.\n  {tail}" if dot and len(name) > width else name

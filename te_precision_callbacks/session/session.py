@@ -109,6 +109,7 @@ class InspectSession:
         self._layers: tuple[LayerInfo, ...] = ()
         self._last: dict[tuple[str, str, str], Row] = {}
         self._final_iteration = options.start_step or 0
+        self._last_logging_step: int | None = None
 
     # ------------------------------------------------------------------ what a session is, for those who look at it
 
@@ -282,7 +283,8 @@ class InspectSession:
             local = self._world_size > 1
             self._gather_local(inspector)
         self._hooks.begin(inspector.iteration)
-        return self._hand_over(iteration, iteration if logging_step is None else logging_step, local=local)
+        self._last_logging_step = iteration if logging_step is None else logging_step
+        return self._hand_over(iteration, self._last_logging_step, local=local)
 
     def stop(self, error: BaseException | None = None, logging_step: int | None = None) -> None:
         """End the session and put back everything that it changed. Does nothing where it is not running.
@@ -290,7 +292,7 @@ class InspectSession:
         Args:
             error: what ended the run. What was gathered since the last step is written from this rank's own data in
                 any case, without a collective.
-            logging_step: the step under which that is logged; the debug iteration where None.
+            logging_step: the step under which that is logged. None: the one after the last, or the debug iteration.
         """
         inspector = self._inspector
         if inspector is None:
@@ -419,8 +421,9 @@ class InspectSession:
         iteration = inspector.iteration
         try:
             self._start_sinks()
-            step = iteration if logging_step is None else logging_step
-            self._hand_over(iteration, step, local=self._world_size > 1)
+            if logging_step is None:
+                logging_step = iteration if self._last_logging_step is None else self._last_logging_step + 1
+            self._hand_over(iteration, logging_step, local=self._world_size > 1)
         except ObservationError as error:
             logger.error("What was gathered since the last step could not be written.", exc_info=error)
 

@@ -1,0 +1,25 @@
+"""Precision debugging for Accelerate: one object around the training loop.
+
+from te_precision_callbacks.accelerate import PrecisionDebugger
+
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+with PrecisionDebugger(accelerator, model, "config.yaml") as debugger:
+    for batch in loader:
+        with accelerator.accumulate(model):
+            ...
+        debugger.step()
+"""
+
+from __future__ import annotations
+
+from te_precision_callbacks.errors import MissingExtraError
+
+try:
+    import accelerate  # noqa: F401
+except ImportError as error:
+    raise MissingExtraError("te_precision_callbacks.accelerate", "accelerate") from error
+
+from te_precision_callbacks.accelerate.conversion import unconverted_layers
+from te_precision_callbacks.accelerate.debugger import STATE_FILE, PrecisionDebugger
+
+__all__ = ["STATE_FILE", "PrecisionDebugger", "unconverted_layers"]

@@ -1,0 +1,66 @@
+"""What Accelerate did not convert to Transformer Engine, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.naming import is_wrapper_part
+
+_CONVERTED_MULTIPLE = 16
+
+
+def unconverted_layers(model: torch.nn.Module | Sequence[torch.nn.Module]) -> dict[str, str]:
+    """The Linear layers that ``accelerator.prepare`` with Transformer Engine's FP8 left as they were: name -> why.
+
+    Accelerate's ``convert_model`` stops in a container at the first ``torch.nn.Linear`` whose weight has a dimension
+    that is no multiple of 16, and skips all that comes after it there. Read from Accelerate 1.10 to 1.15,
+    ``utils/transformer_engine.py``. What it did is read off the model, which holds the rest of the story.
+
+    Args:
+        model: the prepared model, or a list of them.
+    """
+    found: dict[str, str] = {}
+
+    def visit(module: torch.nn.Module, path: str, why: str | None) -> str | None:
+        """Visit what is below; gives why what follows in the same container was skipped."""
+        if isinstance(module, torch.nn.Linear):
+            indivisible = [size for size in (module.in_features, module.out_features) if size % _CONVERTED_MULTIPLE]
+            if why is None and not path:
+                found[type(module).__name__] = "Accelerate converts the layers inside of a model, not the model itself"
+            elif why is not None or not indivisible:
+                found[path] = why or "it was added later, or stands under another name too, where it was converted"
+            else:
+                numbers = " and ".join(map(str, indivisible))
+                are = "is no multiple" if len(indivisible) == 1 else "are no multiples"
+                found[path] = f"{module.in_features} x {module.out_features}: {numbers} {are} of {_CONVERTED_MULTIPLE}"
+                return f"skipped, because {path} before it stopped the conversion"
+            return why
+        of_children = why
+        for name, child in module.named_children():
+            if is_wrapper_part(module, name):
+                return visit(child, path, why)
+            of_children = visit(child, f"{path}.{name}" if path else name, of_children)
+        return why
+
+    chunks = chunks_of(model)
+    for index, chunk in enumerate(chunks):
+        visit(chunk, "" if isinstance(model, torch.nn.Module) else f"chunk{index}", None)
+    return found
+
+
+def chunks_of(model: Any) -> list[torch.nn.Module]:
+    """The models: one, or several.
+
+    Raises:
+        OptionError: something else.
+    """
+    chunks = [model] if isinstance(model, torch.nn.Module) else model
+    if isinstance(chunks, (list, tuple)) and chunks and all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
+        return list(chunks)
+    raise OptionError(
+        f"model= is the torch.nn.Module that accelerator.prepare() gave back, or a list of them, not {model!r}."
+    )

@@ -1,0 +1,316 @@
+"""The debugger."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from typing_extensions import Self, Unpack
+
+from te_precision_callbacks.accelerate.conversion import chunks_of, unconverted_layers
+from te_precision_callbacks.accelerate.tracking import TrackerSink
+from te_precision_callbacks.config.loading import ConfigSource
+from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, check_step_on
+from te_precision_callbacks.records import MetricSelection, StepRecords
+from te_precision_callbacks.session import InspectSession, SessionError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "te_precision_debugger.json"
+"""In the folder of ``accelerator.save_state``: the debug iteration."""
+
+_LAYERS_IN_WARNING = 5
+
+
+class PrecisionDebugger:
+    """Runs Transformer Engine's precision debugging in a training loop with Accelerate.
+
+    Made after ``accelerator.prepare``, and on every process. As a context manager it observes from the begin of the
+    block to its end; without one, call :meth:`start` and :meth:`stop`.
+
+    Logged on the main process, in one ``accelerator.log`` call a step, to every tracker:
+
+    - ``te/<layer>/<tensor>/<statistic>`` for each statistic that the config asks for, such as
+      ``te/model.layers.0.mlp.up_proj/activation/max``. Units are those of the tensor; a statistic whose name ends in
+      ``%`` is in percent. With an MLflow tracker, whose names have no ``%``, it ends in ``_pct`` in all trackers.
+    - exponent histograms, as histograms, to the TensorBoard and W&B trackers.
+
+    Written below ``log_dir``, a file a rank: ``nvdlfw_inspect_logs`` (which features acted where) and
+    ``nvdlfw_inspect_statistics_logs`` (every statistic).
+
+    ``accelerator.save_state`` saves the debug iteration, in a file of its own, and ``load_state`` restores it: from the
+    making of the debugger on, before or after :meth:`start`. Checkpoints with and without that file load with and
+    without a debugger.
+
+    Modules in eval mode and forwards without gradients are not observed; features that change precision act there as in
+    training. After an exception what was gathered since the last step is written, without a collective.
+
+    Args:
+        accelerator: the :class:`accelerate.Accelerator` that has prepared the model.
+        model: what ``accelerator.prepare`` gave back, or a list of such models.
+        config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
+        step_on: what a debug iteration is: ``"optimizer_step"`` (:meth:`step` counts where gradients were synchronized,
+            so that the batches of an accumulation are one), ``"batch"`` (every call counts).
+        **keywords: the options of every front door, see :class:`te_precision_callbacks.options.SessionOptions`.
+            ``log_dir`` is the accelerator's ``logging_dir`` or ``project_dir`` where it is not given.
+
+    Raises:
+        ConfigError: the config cannot be used. What needs the model (a section that matches no layer) is raised by
+            :meth:`start`.
+        OptionError: an unknown option, or a value that it does not take; no accelerator; no model.
+        SessionError: ``accelerator.prepare`` has not seen the model.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        config: ConfigSource = None,
+        *,
+        step_on: StepOn = "optimizer_step",
+        **keywords: Unpack[SessionKeywords],
+    ) -> None:
+        if not isinstance(accelerator, Accelerator):
+            raise OptionError(
+                f"accelerator= is an accelerate.Accelerator, not {accelerator!r}. The order is"
+                " PrecisionDebugger(accelerator, model, config)."
+            )
+        check_step_on(step_on)
+        for chunk in chunks_of(model):
+            _require_prepared(accelerator, chunk)
+        self._accelerator = accelerator
+        self._model = model
+        self._step_on = step_on
+        self._options = SessionOptions.from_keywords(config, **keywords)
+        self._session = InspectSession.from_options(self._options)
+        self._unconverted: dict[str, str] = {}
+        self._next_iteration: int | None = None
+        self._last_logging_step: int | None = None
+        self._stopped = False
+        self._said_stopped = False
+        self._hooks: list[Any] = []
+        self._hook_checkpoints()
+
+    @property
+    def session(self) -> InspectSession:
+        """The session, before :meth:`start` and after :meth:`stop` too."""
+        return self._session
+
+    @property
+    def unconverted(self) -> dict[str, str]:
+        """The Linear layers that Accelerate did not convert to Transformer Engine, so that they run without FP8: name
+        -> why. Known from :meth:`start` on; empty where Accelerate converts nothing."""
+        return dict(self._unconverted)
+
+    def summary(self) -> RenderableType:
+        """Tables for the terminal: the precision that really ran, the last statistics, what was left unconverted.
+
+        ``rich.print(debugger.summary())``
+        """
+        from te_precision_callbacks.summary import summary
+
+        return summary(self._session, unconverted=self._unconverted)
+
+    # ------------------------------------------------------------------ start, step, stop
+
+    def start(self) -> Self:
+        """Begin to observe, on every process.
+
+        Raises:
+            ConfigError: a section that matches no layer, and what else only the model can tell; on all processes.
+            SessionError: the debugger, or another session, is running already.
+            TransformerEngineUnavailableError: Transformer Engine cannot be imported.
+        """
+        session = self._session
+        if session.running:
+            raise SessionError("start(): the debugger is running already. Call stop() before you start it again.")
+        self._hook_checkpoints()
+        self._said_stopped = False
+        folder = self._accelerator.logging_dir or self._accelerator.project_dir or "."
+        select = MetricSelection(self._options.prefix, self._options.log_filter)
+        try:
+            session.start(log_dir=Path(folder), sinks=[TrackerSink(self._accelerator, select)])
+            self._take_up_iteration()
+            session.attach(self._model)
+            if session.overflow is not None:
+                session.overflow.loss_scaled = self._accelerator.scaler is not None
+            self._look_for_unconverted()
+        except BaseException as error:
+            self.stop(error)
+            raise
+        return self
+
+    def step(self, step: int | None = None) -> StepRecords | None:
+        """End a debug iteration where one has ended; call it once a batch, on every process, after the optimizer.
+
+        Args:
+            step: the step at which the statistics are logged. Give it where the script counts in another way than the
+                debugger, whose step is the debug iteration + 1: the count of optimizer steps.
+
+        Returns:
+            The records of the iteration; None where it has none, or has not ended.
+
+        Raises:
+            OptionError: ``step`` is not a count.
+            SessionError: the debugger was not started. One that was stopped does nothing, and says so once; with
+                ``strict=True`` it raises.
+            ActivationOverflowError: with ``debug="activation_overflow"``, an inf or nan since the last look.
+        """
+        if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
+            raise OptionError(f"step= is a count of steps from 0 on, not {step!r}.")
+        if not self._session.running:
+            self._refuse_step()
+            return None
+        if self._step_on == "optimizer_step" and not self._accelerator.sync_gradients:
+            return None
+        self._last_logging_step = self._session.iteration + 1 if step is None else step
+        return self._session.step(self._last_logging_step)
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """End the session and put back everything that it changed. Does nothing where it is not running.
+
+        Args:
+            error: what ended the loop. What was gathered since the last step is written from this process's own data in
+                any case, without a collective.
+        """
+        session = self._session
+        was_running = session.running
+        try:
+            if was_running:
+                last = session.iteration if self._last_logging_step is None else self._last_logging_step
+                session.stop(error, last + 1)
+        finally:
+            if was_running:
+                self._stopped = True
+                self._next_iteration = session.iteration
+            while self._hooks:
+                self._hooks.pop().remove()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop(error)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _hook_checkpoints(self) -> None:
+        """Take part in ``save_state`` and ``load_state``.
+
+        Not through ``register_for_checkpointing``: with it a checkpoint loads only where the same number of objects is
+        registered, so that none could be loaded with the debugger that was saved without it, or the other way round.
+        """
+        if not self._hooks:
+            self._hooks.append(self._accelerator.register_save_state_pre_hook(self._save))
+            self._hooks.append(self._accelerator.register_load_state_pre_hook(self._load))
+
+    def _save(self, models: Any, weights: Any, output_dir: str) -> None:
+        """Write the iteration where Accelerate writes the model, so that a process that has the one has the other."""
+        accelerator = self._accelerator
+        iteration = self._session.iteration if self._session.running else self._next_iteration
+        on_each_node = accelerator.project_configuration.save_on_each_node
+        if iteration is None or not (
+            accelerator.is_local_main_process if on_each_node else accelerator.is_main_process
+        ):
+            return
+        path = Path(output_dir) / STATE_FILE
+        try:
+            path.write_text(json.dumps({"iteration": iteration, "step_on": self._step_on}), encoding="utf-8")
+        except OSError as error:
+            logger.warning("The debug iteration cannot be saved: %s. Training goes on.", error)
+
+    def _load(self, models: Any, input_dir: str) -> None:
+        """Take up the iteration of a checkpoint; one that was counted in another way is left alone."""
+        path = Path(input_dir) / STATE_FILE
+        if self._options.start_step is not None or not path.exists():
+            return
+        try:
+            state = json.loads(path.read_text(encoding="utf-8"))
+            iteration, step_on = int(state["iteration"]), state["step_on"]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            logger.warning("%s holds no debug iteration (%s: %s), which counts on.", path, type(error).__name__, error)
+            return
+        if step_on != self._step_on:
+            logger.warning(
+                "The debug iteration of %s was counted with step_on=%r, and is not restored with step_on=%r."
+                " start_step= sets it.",
+                input_dir,
+                step_on,
+                self._step_on,
+            )
+            return
+        self._last_logging_step = None
+        if self._session.running:
+            self._session.iteration = iteration
+        else:
+            self._next_iteration = iteration
+
+    # ------------------------------------------------------------------ inside
+
+    def _take_up_iteration(self) -> None:
+        if self._next_iteration is not None:
+            self._session.iteration = self._next_iteration
+        elif self._options.start_step is None and any(map(_has_stepped, self._accelerator._optimizers)):
+            logger.warning(
+                "The optimizer has stepped before, but the debug iteration begins at 0, and so does the step at which"
+                " statistics are logged. To continue those of a checkpoint, make the PrecisionDebugger before"
+                " accelerator.load_state(); or give it start_step=."
+            )
+
+    def _refuse_step(self) -> None:
+        if not self._stopped or self._options.strict:
+            raise SessionError(
+                "step(): the debugger is not running. Call start() before the loop, or use"
+                " 'with PrecisionDebugger(accelerator, model, config) as debugger' around it."
+            )
+        if not self._said_stopped:
+            self._said_stopped = True
+            logger.warning("step(): the debugger was stopped, so nothing is observed any more. Training goes on.")
+
+    def _look_for_unconverted(self) -> None:
+        accelerator = self._accelerator
+        if accelerator.fp8_backend != "TE" or accelerator.distributed_type == DistributedType.MEGATRON_LM:
+            return  # nothing was converted
+        self._unconverted = unconverted_layers(self._model)
+        if self._unconverted and accelerator.is_main_process:
+            named = [f"{layer}: {why}" for layer, why in self._unconverted.items()]
+            more = len(named) - _LAYERS_IN_WARNING
+            logger.warning(
+                "Accelerate left %d Linear layer%s unconverted, which run%s without FP8. %s%s.",
+                len(named),
+                "s"[: len(named) > 1],
+                "s"[: len(named) == 1],
+                "; ".join(named[:_LAYERS_IN_WARNING]),
+                f"; and {more} more, see debugger.unconverted" if more > 0 else "",
+            )
+
+
+def _require_prepared(accelerator: Accelerator, model: torch.nn.Module) -> None:
+    """Refuse a model of which no part was prepared: Accelerate would still replace its layers, or never sees them."""
+    prepared = {id(module) for known in accelerator._models for module in known.modules()}
+    if prepared.isdisjoint(map(id, model.modules())):
+        other = "" if not accelerator._models else ", but another one"
+        raise SessionError(
+            f"accelerator.prepare() was not given this {type(model).__name__}{other}. Make the debugger after"
+            " 'model, optimizer = accelerator.prepare(model, optimizer)', and give it the model that comes back."
+        )
+
+
+def _has_stepped(optimizer: Any) -> bool:
+    state = getattr(optimizer, "state", None)
+    entries = [entry for entry in state.values() if entry] if isinstance(state, Mapping) else []
+    # Most count their steps; some, such as Adagrad, have a state from the beginning, at step 0.
+    return any(not isinstance(entry, Mapping) or float(entry.get("step", 1)) > 0 for entry in entries)

@@ -1,0 +1,74 @@
+"""The way of a step's statistics to Accelerate's trackers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate import Accelerator
+
+from te_precision_callbacks.records import MetricSelection, RunInfo, StepRecords
+from te_precision_callbacks.records.loggers import add_to_tensorboard, names_for_mlflow, wandb_histogram
+
+logger = logging.getLogger(__name__)
+
+
+class TrackerSink:
+    """The sink that hands a step's metrics to all trackers, in one call."""
+
+    def __init__(self, accelerator: Accelerator, select: MetricSelection) -> None:
+        self._accelerator = accelerator
+        self._select = select
+        self._said = False
+
+    def start(self, run: RunInfo) -> None:
+        """Nothing to prepare: the script initializes its trackers."""
+
+    def write(self, records: StepRecords) -> None:
+        """Log on the main process, at the records' logging step."""
+        if not self._accelerator.is_main_process:
+            return
+        metrics = self._select(records)
+        histograms = self._select.histograms(records)
+        trackers = self._accelerator.trackers
+        if not trackers:
+            if metrics or histograms:
+                self._warn()
+            return
+        step = records.logging_step
+        if metrics:
+            for_mlflow = any(tracker.name == "mlflow" for tracker in trackers)
+            self._accelerator.log(names_for_mlflow(metrics) if for_mlflow else metrics, step=step)
+        if histograms:
+            for tracker in trackers:
+                _log_histograms(tracker, histograms, step)
+
+    def close(self, error: BaseException | None) -> None:
+        """Nothing to close: ``accelerator.end_training`` does."""
+
+    def _warn(self) -> None:
+        if self._said:
+            return
+        self._said = True
+        missing = (
+            "call accelerator.init_trackers('my_project') before the loop"
+            if self._accelerator.log_with
+            else "make it with Accelerator(log_with='tensorboard', project_dir=...), or another tracker, and call"
+            " accelerator.init_trackers('my_project')"
+        )
+        logger.warning(
+            "The accelerator has no running tracker, so statistics go to the statistics log alone. To have them logged,"
+            " %s.",
+            missing,
+        )
+
+
+def _log_histograms(tracker: Any, histograms: Mapping[str, tuple[float, ...]], step: int) -> None:
+    """Log exponent histograms to a tracker that takes histograms."""
+    if tracker.name == "tensorboard":
+        for name, counts in histograms.items():
+            add_to_tensorboard(tracker.tracker, name, counts, step)
+        tracker.tracker.flush()
+    elif tracker.name == "wandb":
+        tracker.log({name: wandb_histogram(counts) for name, counts in histograms.items()}, step=step)

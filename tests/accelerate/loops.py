@@ -1,0 +1,133 @@
+"""The models and the loop of the Accelerate tests, and what reads the trackers' files."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+from te_precision_callbacks.accelerate import PrecisionDebugger
+
+
+def sample(index: int, size: int = 32) -> torch.Tensor:
+    """Sample ``index`` is drawn from its own seed, so that a test can make it again."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(index))
+
+
+def batch_of(index: int, size: int = 8) -> torch.Tensor:
+    """The ``index``-th batch of the loader."""
+    return torch.stack([sample(i) for i in range(index * size, (index + 1) * size)])
+
+
+def largest(*batches: int) -> float:
+    return max(batch_of(index).max().item() for index in batches)
+
+
+class Plain(torch.nn.Module):
+    """Two TE layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc1 = te.Linear(32, 32)
+        self.fc2 = te.LayerNormLinear(32, 32)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.fc2(self.fc1(inputs))
+        return output
+
+
+class Torch(torch.nn.Module):
+    """Three layers of torch, which Accelerate's FP8 replaces: the last one cannot be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc1 = torch.nn.Linear(32, 64)
+        self.fc2 = torch.nn.Linear(64, 32)
+        self.head = torch.nn.Linear(32, 10)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(self.fc2(self.fc1(inputs).relu()))
+        return output
+
+
+def prepared(accelerator: Accelerator, model: torch.nn.Module, batches: int = 6, size: int = 8) -> tuple[Any, Any, Any]:
+    """The model, its optimizer and a loader, prepared."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader([sample(index) for index in range(batches * size)], batch_size=size)
+    return accelerator.prepare(model, optimizer, loader)
+
+
+def train(
+    accelerator: Accelerator, debugger: PrecisionDebugger, model: Any, optimizer: Any, loader: Any
+) -> Iterator[torch.Tensor]:
+    """One epoch of a user's loop; gives the loss after each optimizer step, before the debugger's step."""
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(batch).pow(2).mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        yield loss.detach()
+        debugger.step()
+
+
+def run(accelerator: Accelerator, debugger: PrecisionDebugger, model: Any, optimizer: Any, loader: Any) -> None:
+    """One epoch."""
+    for _ in train(accelerator, debugger, model, optimizer, loader):
+        pass
+
+
+# ---------------------------------------------------------------------- what trackers wrote
+
+
+def mlflow_metrics(store: Path) -> dict[str, dict[int, float]]:
+    """Name -> step -> value, from MLflow's files of the only run: a line is a time, a value and a step."""
+    (folder,) = store.glob("*/*/metrics")
+    found: dict[str, dict[int, float]] = {}
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        lines = [line.split() for line in path.read_text().splitlines()]
+        found[str(path.relative_to(folder))] = {int(step): float(value) for _, value, step in lines}
+        assert len(found[str(path.relative_to(folder))]) == len(lines), f"{path.name}: two values at one step"
+    return found
+
+
+def wandb_history(folder: Path) -> dict[int, dict[str, Any]]:
+    """Step -> name -> value, from the file of the only offline run."""
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    rows: dict[int, dict[str, Any]] = {}
+    for content in _leveldb_log(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(content)
+        if record.WhichOneof("record_type") == "history":
+            items = {(item.key or "/".join(item.nested_key)): item.value_json for item in record.history.item}
+            row = rows.setdefault(record.history.step.num, {})
+            row.update({name: json.loads(value) for name, value in items.items() if not name.startswith("_")})
+    return rows
+
+
+def _leveldb_log(data: bytes) -> Iterator[bytes]:
+    """The records of a LevelDB log, after a header of 7 bytes: https://github.com/google/leveldb doc/log_format.md"""
+    block, header = 32768, struct.Struct("<IHB")
+    position, parts = 7, b""
+    while position + header.size <= len(data):
+        if (left := block - position % block) < header.size:
+            position += left
+            continue
+        _, length, kind = header.unpack_from(data, position)
+        position += header.size
+        parts += data[position : position + length]
+        position += length
+        if kind in (1, 4):  # a whole record, or its last part
+            yield parts
+            parts = b""

@@ -1,0 +1,249 @@
+"""The debugger in real loops with Accelerate: what counts as an iteration, where logs go, how it ends."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+
+from te_precision_callbacks import ConfigError, PrecisionDebugger
+from te_precision_callbacks.errors import MissingExtraError, OptionError
+from te_precision_callbacks.session import SessionError
+from tests.accelerate.loops import Plain, batch_of, largest, prepared, run, train
+from tests.conftest import Keeper, feature, module_state, statistics
+from tests.lightning.models import logged_lines
+
+
+def observe(tmp_path: Path, batches: int = 6, accumulate: int = 1, **keywords: Any) -> dict[int, float]:
+    """The largest input of fc1 in each iteration, as the statistics log has it."""
+    accelerator = Accelerator(gradient_accumulation_steps=accumulate)
+    model, optimizer, loader = prepared(accelerator, Plain(), batches)
+    with PrecisionDebugger(accelerator, model, statistics(), log_dir=tmp_path, **keywords) as debugger:
+        run(accelerator, debugger, model, optimizer, loader)
+    lines = logged_lines(tmp_path)
+    return {step: value for (name, step), value in lines.items() if name == "fc1_activation_max"}
+
+
+def test_every_optimizer_step_is_an_iteration(tmp_path: Path) -> None:
+    assert observe(tmp_path) == {step: largest(step) for step in range(6)}
+
+
+def test_an_accumulation_is_one_iteration(tmp_path: Path) -> None:
+    """Also the last one, which Accelerate ends with the loader."""
+    expected = {0: largest(0, 1, 2, 3), 1: largest(4, 5, 6, 7), 2: largest(8, 9)}
+    assert observe(tmp_path, batches=10, accumulate=4) == expected
+
+
+def test_every_batch_may_be_an_iteration(tmp_path: Path) -> None:
+    expected = {step: largest(step) for step in range(6)}
+    assert observe(tmp_path, accumulate=4, step_on="batch") == expected
+
+
+def test_start_and_stop_instead_of_a_block(tmp_path: Path, keeper: Keeper) -> None:
+    accelerator = Accelerator()
+    model, optimizer, loader = prepared(accelerator, Plain(), batches=2)
+    before = module_state(model)
+    debugger = PrecisionDebugger(accelerator, model, statistics(), log_dir=tmp_path, sinks=[keeper])
+    assert not debugger.session.running
+    assert debugger.start() is debugger
+    run(accelerator, debugger, model, optimizer, loader)
+    debugger.stop()
+    debugger.stop()
+    assert keeper.iterations == [0, 1]
+    assert [layer.name for layer in debugger.session.layers] == ["fc1", "fc2"]
+    assert module_state(model) == before
+    with debugger:  # again: it counts on
+        run(accelerator, debugger, model, optimizer, loader)
+    assert keeper.iterations == [0, 1, 2, 3]
+
+
+def test_step_gives_the_records_of_an_iteration_that_has_ended(tmp_path: Path) -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, optimizer, loader = prepared(accelerator, Plain(), batches=2)
+    given = []
+    with PrecisionDebugger(accelerator, model, statistics(), log_dir=tmp_path) as debugger:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).sum())
+                optimizer.step()
+            given.append(debugger.step())
+    assert given[0] is None
+    assert given[1] is not None
+    assert (given[1].iteration, given[1].logging_step, len(given[1])) == (0, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("folders", "expected"),
+    [({}, "."), ({"project_dir": "run"}, "run"), ({"project_dir": "run", "logging_dir": "run/logs"}, "run/logs")],
+)
+def test_logs_go_to_the_accelerators_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: dict[str, str], expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    accelerator = Accelerator(project_config=ProjectConfiguration(**folders))
+    model, optimizer, loader = prepared(accelerator, Plain(), batches=1)
+    with PrecisionDebugger(accelerator, model, statistics()) as debugger:
+        run(accelerator, debugger, model, optimizer, loader)
+    assert logged_lines(tmp_path / expected)
+
+
+def test_only_training_is_observed(tmp_path: Path) -> None:
+    """Evaluation of a hundred times larger batches, in eval mode and without gradients."""
+    accelerator = Accelerator()
+    model, optimizer, loader = prepared(accelerator, Plain(), batches=4)
+    with PrecisionDebugger(accelerator, model, statistics(), log_dir=tmp_path) as debugger:
+        for index, _ in enumerate(train(accelerator, debugger, model, optimizer, loader)):
+            inputs = 100 * batch_of(index).to(accelerator.device)
+            model.eval()
+            model(inputs)
+            model.train()
+            with torch.no_grad():
+                model(inputs)
+    lines = logged_lines(tmp_path)
+    assert {step: value for (name, step), value in lines.items() if name == "fc1_activation_max"} == {
+        step: largest(step) for step in range(4)
+    }
+
+
+def test_an_exception_ends_the_session_and_what_was_gathered_is_written(tmp_path: Path, keeper: Keeper) -> None:
+    accelerator = Accelerator()
+    model, optimizer, loader = prepared(accelerator, Plain(), batches=4)
+    before = module_state(model)
+    with pytest.raises(ValueError, match="a bad batch") as raised:
+        with PrecisionDebugger(accelerator, model, statistics(), log_dir=tmp_path, sinks=[keeper]) as debugger:
+            for index, _ in enumerate(train(accelerator, debugger, model, optimizer, loader)):
+                if index == 2:
+                    raise ValueError("a bad batch")
+    assert keeper.closed == [raised.value]
+    assert {step for _, step in logged_lines(tmp_path)} == {0, 1, 2}
+    assert keeper.steps[-1].logging_step == 3, "where the step would have been logged"
+    assert module_state(model) == before
+    assert accelerator._save_model_state_pre_hook == accelerator._load_model_state_pre_hook == OrderedDict()
+
+
+def test_features_that_change_precision_act(tmp_path: Path) -> None:
+    """FakeQuant rounds fc1's input as torch's own cast does."""
+    accelerator = Accelerator()
+    model, _, loader = prepared(accelerator, Plain(), batches=1)
+    config = {"fake": feature("FakeQuant", ["fc1"], gemms=["fprop"], tensors=["activation"], quant_format="FP8E5M2")}
+    (batch,) = loader
+    with PrecisionDebugger(accelerator, model, config, log_dir=tmp_path):
+        output = model.fc1(batch)
+    scale = 57344 / batch.abs().max()
+    rounded = (batch * scale).to(torch.float8_e5m2).float() / scale
+    torch.testing.assert_close(output, torch.nn.functional.linear(rounded, model.fc1.weight, model.fc1.bias))
+
+
+# ---------------------------------------------------------------------- what cannot be
+
+
+def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    monkeypatch.delitem(sys.modules, "te_precision_callbacks.accelerate")
+    with pytest.raises(MissingExtraError, match=r"te-precision-callbacks\[accelerate\]"):
+        importlib.import_module("te_precision_callbacks.accelerate")
+
+
+def test_a_model_that_was_not_prepared_is_refused() -> None:
+    accelerator = Accelerator()
+    with pytest.raises(SessionError, match=r"prepare\(\) was not given this Plain. Make the debugger after"):
+        PrecisionDebugger(accelerator, Plain())
+    prepared(accelerator, Plain())
+    with pytest.raises(SessionError, match=r"prepare\(\) was not given this Plain, but another one"):
+        PrecisionDebugger(accelerator, Plain())
+
+
+def test_a_part_of_what_was_prepared_is_a_model_too(tmp_path: Path, keeper: Keeper) -> None:
+    accelerator = Accelerator()
+    model, optimizer, loader = prepared(accelerator, torch.nn.Sequential(OrderedDict(inner=Plain())), batches=2)
+    with PrecisionDebugger(accelerator, model.inner, statistics(), log_dir=tmp_path, sinks=[keeper]) as debugger:
+        run(accelerator, debugger, model, optimizer, loader)
+    assert keeper.values("max", "fc1") == {0: largest(0), 1: largest(1)}
+
+
+def test_two_models_are_observed_together(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    models = [prepared(accelerator, Plain(), batches=1)[0] for _ in range(2)]
+    with PrecisionDebugger(accelerator, models, statistics(), log_dir=tmp_path) as debugger:
+        for model in models:
+            model(batch_of(0).to(accelerator.device)).sum().backward()
+        debugger.step()
+    assert [layer.name for layer in debugger.session.layers] == ["chunk0.fc1", "chunk0.fc2", "chunk1.fc1", "chunk1.fc2"]
+    assert logged_lines(tmp_path)["chunk1.fc1_activation_max", 0] == largest(0)
+
+
+def test_bad_arguments_are_refused_at_once() -> None:
+    accelerator = Accelerator()
+    model, *_ = prepared(accelerator, Plain())
+    with pytest.raises(OptionError, match=r"The order is PrecisionDebugger\(accelerator, model, config\)"):
+        PrecisionDebugger(model, accelerator)
+    for wrong in (None, "model", [], [model, None]):
+        with pytest.raises(OptionError, match=r"model= is the torch\.nn\.Module that"):
+            PrecisionDebugger(accelerator, wrong)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="step_on= is one of 'optimizer_step', 'batch', not 'epoch'"):
+        PrecisionDebugger(accelerator, model, step_on="epoch")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"no option 'prefx'. Did you mean 'prefix'\?"):
+        PrecisionDebugger(accelerator, model, prefx="te")  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"missing\.yaml"):
+        PrecisionDebugger(accelerator, model, "missing.yaml")
+
+
+def test_a_section_that_matches_no_layer_is_refused_at_the_start(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    model, *_ = prepared(accelerator, Plain())
+    debugger = PrecisionDebugger(accelerator, model, statistics(layers=["fc3"]), log_dir=tmp_path)
+    with pytest.raises(ConfigError, match="matches none of the 2 layers"), debugger:
+        pytest.fail("the block was entered")
+    assert not debugger.session.running
+    assert not accelerator._save_model_state_pre_hook
+
+
+def test_steps_out_of_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator()
+    model, *_ = prepared(accelerator, Plain())
+    debugger = PrecisionDebugger(accelerator, model, statistics(), log_dir=tmp_path)
+    with pytest.raises(SessionError, match=r"step\(\): the debugger is not running. Call start\(\) before the loop"):
+        debugger.step()
+    with debugger:
+        with pytest.raises(SessionError, match=r"start\(\): the debugger is running already"):
+            debugger.start()
+        with pytest.raises(SessionError, match="nvidia-dlfw-inspect is initialized already"):
+            PrecisionDebugger(accelerator, model, statistics(), log_dir=tmp_path).start()
+        assert debugger.session.running
+        for wrong in ("3", 3.0, -1, True):
+            with pytest.raises(OptionError, match=r"step= is a count of steps from 0 on, not"):
+                debugger.step(wrong)  # type: ignore[arg-type]
+    for _ in range(2):
+        assert debugger.step() is None, "a run that was healthy goes on"
+    assert [record.message for record in caplog.records if "the debugger was stopped" in record.message] == [
+        "step(): the debugger was stopped, so nothing is observed any more. Training goes on."
+    ]
+
+
+def test_strict_refuses_a_step_after_the_end(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    model, *_ = prepared(accelerator, Plain())
+    with PrecisionDebugger(accelerator, model, statistics(), log_dir=tmp_path, strict=True) as debugger:
+        pass
+    with pytest.raises(SessionError, match="not running"):
+        debugger.step()
+
+
+def test_a_model_without_te_layers_trains_on_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator()
+    model, optimizer, loader = prepared(accelerator, torch.nn.Linear(32, 32), batches=2)
+    config = statistics()
+    with PrecisionDebugger(accelerator, model, config, log_dir=tmp_path, allow_unmatched=True) as debugger:
+        run(accelerator, debugger, model, optimizer, loader)
+        assert debugger.session.iteration == 2
+    assert "no Transformer Engine layer" in caplog.text
+    assert debugger.unconverted == {}, "Accelerate was not asked for FP8"
+    assert not any(isinstance(module, te.Linear) for module in model.modules())

@@ -1,0 +1,195 @@
+"""Accelerate's own FP8: the layers that it makes are watched, and those that it leaves are named."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from accelerate import Accelerator
+from accelerate.utils import TERecipeKwargs
+from rich.console import Console
+from torch.nn import LayerNorm, Linear, ModuleList, Sequential
+
+from te_precision_callbacks.accelerate import PrecisionDebugger, unconverted_layers
+from tests.accelerate.loops import Torch, prepared, run, sample
+from tests.conftest import Keeper, feature
+
+STATISTICS: dict[str, Any] = {
+    "stats": {
+        "enabled": True,
+        "layers": {"layer_types": ["fc1", "fc2"]},
+        "transformer_engine": {
+            "LogTensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["max"]},
+            "LogFp8TensorStats": {"enabled": True, "tensors": ["activation", "weight"], "stats": ["scale_inv_max"]},
+        },
+    }
+}
+
+
+def accelerator(**recipe: Any) -> Accelerator:
+    return Accelerator(mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs(**recipe)])
+
+
+def precision(debugger: PrecisionDebugger) -> dict[tuple[str, str], dict[str, str]]:
+    return {(entry.layer, entry.gemm): dict(entry.operands) for entry in debugger.session.precision}
+
+
+def test_the_layers_that_accelerate_makes_run_in_fp8(tmp_path: Path, keeper: Keeper) -> None:
+    """Delayed scaling as the recipe asks for it: the largest value so far over E4M3's 448, as of the step before."""
+    prepares = accelerator(fp8_format="HYBRID", amax_history_len=16, amax_compute_algo="max")
+    model, optimizer, loader = prepared(prepares, Torch(), batches=4, size=16)
+    with PrecisionDebugger(prepares, model, STATISTICS, log_dir=tmp_path, sinks=[keeper]) as debugger:
+        run(prepares, debugger, model, optimizer, loader)
+    batches = [torch.stack([sample(index) for index in range(16 * step, 16 * step + 16)]) for step in range(4)]
+    assert keeper.values("max", "fc1") == {step: batch.max().item() for step, batch in enumerate(batches)}
+    amaxes = [batch.abs().max().item() for batch in batches]
+    scales = keeper.values("scale_inv_max", "fc1")
+    assert scales == pytest.approx({0: 1.0, **{step: max(amaxes[:step]) / 448 for step in (1, 2, 3)}}, rel=1e-6)
+    for layer in ("fc1", "fc2"):
+        assert precision(debugger)[layer, "fprop"] == {"activation": "FP8 E4M3", "weight": "FP8 E4M3"}
+        assert precision(debugger)[layer, "wgrad"] == {"activation": "FP8 E4M3", "gradient": "FP8 E5M2"}
+    assert precision(debugger)["fc2", "dgrad"] == {"weight": "FP8 E4M3", "gradient": "FP8 E5M2"}
+
+
+def test_a_gemm_kept_in_high_precision(tmp_path: Path) -> None:
+    """It runs in the bfloat16 of Accelerate's autocast."""
+    prepares = accelerator()
+    model, optimizer, loader = prepared(prepares, Torch(), batches=1, size=16)
+    config = {"high": feature("DisableFP8GEMM", ["fc2"], gemms=["fprop"])}
+    with PrecisionDebugger(prepares, model, config, log_dir=tmp_path) as debugger:
+        run(prepares, debugger, model, optimizer, loader)
+    assert precision(debugger)["fc2", "fprop"] == {"activation": "BF16", "weight": "BF16"}
+    assert precision(debugger)["fc2", "dgrad"] == {"weight": "FP8 E4M3", "gradient": "FP8 E5M2"}
+
+
+def test_evaluation_without_autocast_makes_no_noise(
+    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Accelerate switches FP8 off in eval mode, where LogFp8TensorStats would find no quantizer."""
+    prepares = accelerator()
+    model, optimizer, loader = prepared(prepares, Torch(), batches=2, size=16)
+    options: dict[str, Any] = {"log_dir": tmp_path, "sinks": [keeper], "log_filter": [], "strict": True}
+    with PrecisionDebugger(prepares, model, STATISTICS, **options) as debugger:
+        run(prepares, debugger, model, optimizer, loader)
+        caplog.clear()
+        inputs = 100 * torch.randn(16, 32, device=prepares.device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.simplefilter("ignore", DeprecationWarning)  # Accelerate calls TE's fp8_autocast by its old name
+            model.eval()
+            with torch.no_grad():
+                model(inputs)
+            model(inputs).sum().backward()
+            model.train()
+        run(prepares, debugger, model, optimizer, loader)
+    assert not caplog.records
+    assert keeper.iterations == [0, 1, 2, 3]
+    assert max(keeper.values("max", "fc1").values()) < 5
+
+
+# ---------------------------------------------------------------------- what is left unconverted
+
+
+def converted(model: torch.nn.Module) -> tuple[Accelerator, torch.nn.Module]:
+    prepares = accelerator()
+    model, _ = prepares.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return prepares, model
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (Torch(), {"head": "32 x 10: 10 is no multiple of 16"}),
+        (Sequential(Linear(16, 32), Linear(32, 64)), {}),
+        (
+            Sequential(OrderedDict(fc1=Linear(16, 32), fc2=Linear(30, 10), fc3=Linear(32, 32))),
+            {
+                "fc2": "30 x 10: 30 and 10 are no multiples of 16",
+                "fc3": "skipped, because fc2 before it stopped the conversion",
+            },
+        ),
+        (  # one container stops and skips what is inside of later siblings too; the one around it goes on
+            Sequential(
+                OrderedDict(
+                    blocks=ModuleList(
+                        [Sequential(Linear(16, 24), Sequential(LayerNorm(24), Linear(16, 16))), Linear(16, 16)]
+                    ),
+                    head=Linear(16, 16),
+                )
+            ),
+            {
+                "blocks.0.0": "16 x 24: 24 is no multiple of 16",
+                "blocks.0.1.1": "skipped, because blocks.0.0 before it stopped the conversion",
+            },
+        ),
+        (Linear(16, 16), {"Linear": "Accelerate converts the layers inside of a model, not the model itself"}),
+    ],
+)
+def test_what_accelerate_left_is_named_with_the_reason(model: torch.nn.Module, expected: dict[str, str]) -> None:
+    _, after = converted(model)
+    found = unconverted_layers(after)
+    assert found == expected
+    of_torch = [path or "Linear" for path, module in after.named_modules() if type(module) is Linear]
+    assert of_torch == list(found), "each layer that is still one of torch, and no other"
+
+
+def test_the_same_behind_wrappers() -> None:
+    _, model = converted(Sequential(OrderedDict(fc1=Linear(16, 24), fc2=Linear(16, 16))))
+    expected = unconverted_layers(model)
+    assert list(expected) == ["fc1", "fc2"]
+
+    class DistributedDataParallel(torch.nn.Module):
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    assert unconverted_layers(DistributedDataParallel(model)) == expected
+    compiled: Any = torch.compile(model)
+    assert unconverted_layers(compiled) == expected
+    model.fc1 = torch.compile(model.fc1)  # type: ignore[assignment]
+    assert unconverted_layers(model) == expected
+    assert list(unconverted_layers([model, model])) == ["chunk0.fc1", "chunk0.fc2", "chunk1.fc1", "chunk1.fc2"]
+
+
+def test_a_second_name_of_a_converted_layer() -> None:
+    shared = Linear(16, 16)
+    _, model = converted(Sequential(OrderedDict(one=shared, two=shared)))
+    assert isinstance(model.one, te.Linear)
+    assert unconverted_layers(model) == {
+        "two": "it was added later, or stands under another name too, where it was converted"
+    }
+
+
+def test_the_debugger_says_it_once_and_shows_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prepares, model = converted(Torch())
+    debugger = PrecisionDebugger(prepares, model, STATISTICS, log_dir=tmp_path)
+    with debugger:
+        model(torch.randn(16, 32, device=prepares.device)).sum().backward()
+        debugger.step()
+    assert debugger.unconverted == {"head": "32 x 10: 10 is no multiple of 16"}
+    (said,) = [record.message for record in caplog.records if "unconverted" in record.message]
+    assert said == (
+        "Accelerate left 1 Linear layer unconverted, which runs without FP8. head: 32 x 10: 10 is no multiple of 16."
+    )
+    console = Console(file=io.StringIO(), width=80)
+    console.print(debugger.summary())
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "Left unconverted, so without FP8" in shown
+    assert "head    32 x 10: 10 is no multiple of 16" in shown
+    assert "fc1     FP8 E4M3" in shown
+
+
+def test_many_of_them_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prepares, model = converted(Sequential(*(Linear(10, 10) for _ in range(8)), Sequential(Linear(16, 16))))
+    with PrecisionDebugger(prepares, model, log_dir=tmp_path, allow_unmatched=True) as debugger:
+        pass
+    assert len(debugger.unconverted) == 9
+    (said,) = [record.message for record in caplog.records if "unconverted" in record.message]
+    assert said.startswith("Accelerate left 9 Linear layers unconverted, which run without FP8. 0: 10 x 10: 10 and 10")
+    assert said.endswith("; and 4 more, see debugger.unconverted.")

@@ -1,0 +1,93 @@
+"""docs/accelerate.md: every block in it, as it stands there; and the example."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lightning.models import board_scalars, logged_lines
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "docs" / "accelerate.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str) -> list[str]:
+    return [text for found, text in BLOCKS if found == language]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (config,) = blocks("yaml")
+    (tmp_path / "config.yaml").write_text(config)
+    (tmp_path / "train.py").write_text(blocks("python")[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
+    return tmp_path
+
+
+def test_every_block_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One after the other, in one process: 16 batches, so 8 optimizer steps each."""
+    script, *others = blocks("python")
+    names: dict[str, Any] = {"resume": False}
+    exec(script, names)
+    board = board_scalars(folder / "run" / "board")
+    assert sorted(board["te/0/activation/max"]) == list(range(1, 9))
+    assert set(board) >= {"te/2/weight/underflows%", "te/2/gradient/std"}
+    seen = {"starts": 0, "saves": 0, "shows": 0, "detects": 0}
+    for block in others:
+        exec(block, names)
+        session = names["debugger"].session
+        assert not session.running
+        assert session.iteration == (16 if names["resume"] else 8)
+        seen["shows"] += "Precision that really ran" in capsys.readouterr().out
+        seen["starts"] += ".start()" in block
+        seen["detects"] += "activation_overflow" in block
+        if "save_state" in block:
+            seen["saves"] += 1
+            names["resume"] = True
+            exec(block, names)
+            assert names["debugger"].session.iteration == 16
+            names["resume"] = False
+    assert seen == {"starts": 1, "saves": 1, "shows": 1, "detects": 1}
+
+
+def test_the_command_runs_the_script_in_two_processes(folder: Path) -> None:
+    (command,) = [line for text in blocks("") for line in text.splitlines() if line.startswith("accelerate launch")]
+    program = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+    on_cpu = {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
+    environment = {**os.environ, **on_cpu, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*program, *command.split()[2:]], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    ranks = [logged_lines(folder / "run", rank) for rank in (0, 1)]
+    assert ranks[0] == ranks[1]
+    board = board_scalars(folder / "run" / "board")
+    assert sorted(board["te/0/activation/max"]) == [1, 2, 3, 4], "16 batches, two to a rank in each of its steps"
+
+
+def test_the_example_runs_and_shows_what_came_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    losses = importlib.import_module("accelerate_fp8").main(["--steps", "8", "--log-dir", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] - 0.5
+    assert shown.count("BF16") == 2, "the forward of down_proj in two blocks"
+    assert shown.count("FP8 E5M2 *") == 2 * 15, "dgrad and wgrad of each of the 15 layers"
+    board = board_scalars(tmp_path / "board")
+    assert board["loss"] == {step: pytest.approx(loss) for step, loss in enumerate(losses, 1)}
+    lines = logged_lines(tmp_path)
+    assert len(lines) == 3 * 2 * 4 * 4, "layers, tensors, statistics, and every second of the eight steps"
+    for (name, iteration), value in lines.items():
+        layer, tensor, statistic = re.fullmatch(r"(.*)_(activation|gradient)_(.*)", name).groups()  # type: ignore[union-attr]
+        assert board[f"te/{layer}/{tensor}/{statistic}"][iteration + 1] == pytest.approx(value)

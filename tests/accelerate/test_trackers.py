@@ -1,0 +1,235 @@
+"""Real trackers, read back: the numbers of the statistics log, at the steps of the script's own metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.tracking import GeneralTracker, on_main_process
+from accelerate.utils import TERecipeKwargs
+
+from te_precision_callbacks.accelerate import PrecisionDebugger
+from tests.accelerate.loops import Plain, Torch, mlflow_metrics, prepared, run, sample, train, wandb_history
+from tests.conftest import Keeper, statistics
+from tests.lightning.models import board_scalars, logged_lines
+
+CONFIG = {
+    "stats": {
+        "enabled": True,
+        "layers": {"layer_types": ["fc1", "fc2"]},
+        "transformer_engine": {
+            "LogTensorStats": {
+                "enabled": True,
+                "tensors": ["activation", "gradient"],
+                "stats": ["max", "l1_norm", "exponent_histogram"],
+            },
+            "LogFp8TensorStats": {"enabled": True, "tensors": ["weight"], "stats": ["underflows%", "scale_inv_min"]},
+        },
+    }
+}
+
+
+class Kept(GeneralTracker):
+    """A user's own tracker."""
+
+    name = "kept"
+    requires_logging_directory = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[dict[str, float], int | None]] = []
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.calls
+
+    @on_main_process
+    def start(self) -> None:
+        pass
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        pass
+
+    @on_main_process
+    def log(self, values: dict[str, float], step: int | None = None, **_: Any) -> None:
+        self.calls.append((dict(values), step))
+
+
+def test_every_tracker_has_the_numbers_of_the_log(
+    offline_trackers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FP8 by Accelerate, two batches an optimizer step, three steps, a checkpoint, a resume, three steps more."""
+    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")  # Transformer Engine loads no checkpoint without it
+    kept = Kept()
+    losses: dict[int, float] = {}
+    accelerator = Accelerator(
+        mixed_precision="fp8",
+        kwargs_handlers=[TERecipeKwargs()],
+        gradient_accumulation_steps=2,
+        log_with=["tensorboard", "mlflow", "wandb", kept],
+        project_dir=str(tmp_path / "run"),
+    )
+    accelerator.init_trackers("project")
+    for part in ("first", "second"):
+        if part == "second":
+            trackers, state = accelerator.trackers, str(tmp_path / "checkpoint")
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+            accelerator = Accelerator(mixed_precision="fp8", gradient_accumulation_steps=2)
+            accelerator.trackers = trackers  # the same runs of the trackers, as a script that resumes them has
+        model, optimizer, loader = prepared(accelerator, Torch(), batches=6, size=16)
+        with PrecisionDebugger(accelerator, model, CONFIG, log_dir=tmp_path / part) as debugger:
+            if part == "second":
+                accelerator.load_state(state)
+            for loss in train(accelerator, debugger, model, optimizer, loader):
+                if accelerator.sync_gradients:
+                    step = len(losses) + 1
+                    losses[step] = loss.item()
+                    accelerator.log({"loss": losses[step]}, step=step)
+            if part == "first":
+                accelerator.save_state(str(tmp_path / "checkpoint"))
+    accelerator.log({"end": 1.0}, step=6)
+    accelerator.end_training()
+
+    first, second = logged_lines(tmp_path / "first"), logged_lines(tmp_path / "second")
+    assert {step for _, step in first} == {0, 1, 2}
+    assert {step for _, step in second} == {3, 4, 5}
+    expected = {
+        (f"te/{layer}/{tensor}/{statistic}".replace("%", "_pct"), iteration + 1): value
+        for (name, iteration), value in {**first, **second}.items()
+        for layer, tensor, statistic in [name.split("_", 2)]
+    }
+    assert len(expected) == 6 * 2 * (2 * 2 + 2)
+
+    board = board_scalars(tmp_path / "run" / "project")
+    store = mlflow_metrics(tmp_path / "mlruns")
+    history = wandb_history(tmp_path)
+    of_own = {(name, step): value for values, step in kept.calls for name, value in values.items()}
+    for (name, step), value in expected.items():
+        assert store[name][step] == value == history[step][name] == of_own[name, step]
+        assert np.float32(board[name][step]) == np.float32(value)
+    for step, loss in losses.items():
+        assert store["loss"][step] == loss == history[step]["loss"] == of_own["loss", step]
+        assert np.float32(board["loss"][step]) == np.float32(loss)
+    assert sorted(history) == [1, 2, 3, 4, 5, 6], "W&B drops what comes at an earlier step than the last one"
+    assert history[6]["end"] == 1.0
+    for calls in (board, store):
+        assert {step for name in calls if name.startswith("te/") for step in calls[name]} == {1, 2, 3, 4, 5, 6}
+    steps = [step for values, step in kept.calls if "loss" not in values and "end" not in values]
+    assert steps == [1, 2, 3, 4, 5, 6], "one call a step"
+    check_histograms(tmp_path, history)
+
+
+def check_histograms(tmp_path: Path, history: dict[int, dict[str, Any]]) -> None:
+    """The first step's histogram of what enters fc1: two batches."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    inputs = torch.stack([sample(index) for index in range(32)]).double()
+    exponents, counts = np.unique(np.floor(np.log2(inputs.abs().numpy())), return_counts=True)
+    drawn = dict(zip(exponents.tolist(), counts.tolist(), strict=True))
+
+    accumulator = EventAccumulator(str(tmp_path / "run" / "project"), size_guidance={"histograms": 0})
+    accumulator.Reload()
+    events = accumulator.Histograms("te/fc1/activation/exponent_histogram")
+    assert [event.step for event in events] == [1, 2, 3, 4, 5, 6]
+    values = events[0].histogram_value
+    found = dict(zip(values.bucket_limit, values.bucket, strict=True))
+    assert {limit - 1: count for limit, count in found.items() if count} == drawn
+
+    parts = {part: history[1][f"te/fc1/activation/exponent_histogram/{part}"] for part in ("_type", "bins", "values")}
+    assert parts["_type"] == "histogram"
+    found = dict(zip(parts["bins"], parts["values"], strict=False))
+    assert {edge: count for edge, count in found.items() if count} == drawn
+
+
+def test_more_metrics_than_mlflow_takes_in_a_request(offline_trackers: Path, tmp_path: Path) -> None:
+    stats = ["min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "dynamic_range"]
+    config = statistics(tensors=["activation", "weight", "gradient", "output", "wgrad", "dgrad"], stats=stats)
+    accelerator = Accelerator(log_with="mlflow")
+    accelerator.init_trackers("project")
+    model, optimizer, loader = prepared(
+        accelerator, torch.nn.Sequential(*(te.Linear(32, 32) for _ in range(24))), batches=1
+    )
+    with PrecisionDebugger(accelerator, model, config, log_dir=tmp_path / "debug") as debugger:
+        run(accelerator, debugger, model, optimizer, loader)
+    accelerator.end_training()
+    lines = logged_lines(tmp_path / "debug")
+    store = mlflow_metrics(tmp_path / "mlruns")
+    assert len(store) == len(lines) == (24 * 6 - 1) * 8, "nothing asks for the gradient of the first layer's input"
+    for layer in (1, 23):
+        assert store[f"te/{layer}/dgrad/l2_norm"] == {1: lines[f"{layer}_dgrad_l2_norm", 0]}
+
+
+def test_the_scripts_own_step(tmp_path: Path) -> None:
+    kept = Kept()
+    accelerator = Accelerator(log_with=[kept], gradient_accumulation_steps=2)
+    accelerator.init_trackers("project")
+    model, _, loader = prepared(accelerator, Plain(), batches=4)
+    with PrecisionDebugger(accelerator, model, statistics(), log_dir=tmp_path) as debugger:
+        for index, batch in enumerate(loader):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).sum())
+            debugger.step(step=10 * index)
+        model(batch).sum().backward()  # after the last step
+    assert [step for _, step in kept.calls] == [10, 30, 31]
+
+
+def test_prefix_and_filter(tmp_path: Path) -> None:
+    kept = Kept()
+    accelerator = Accelerator(log_with=[kept])
+    accelerator.init_trackers("project")
+    model, optimizer, loader = prepared(accelerator, Plain(), batches=1)
+    options: dict[str, Any] = {"prefix": "fp8", "log_filter": "*/fc1/*/max", "log_dir": tmp_path}
+    with PrecisionDebugger(accelerator, model, statistics(), **options) as debugger:
+        run(accelerator, debugger, model, optimizer, loader)
+    ((values, step),) = kept.calls
+    assert (list(values), step) == (["fp8/fc1/activation/max"], 1)
+    assert len(logged_lines(tmp_path)) == 4
+
+
+@pytest.mark.parametrize(
+    ("log_with", "advice"),
+    [(None, "make it with Accelerator(log_with='tensorboard'"), ([Kept()], "call accelerator.init_trackers('my_pr")],
+)
+def test_trackers_that_were_never_initialized(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, log_with: Any, advice: str
+) -> None:
+    accelerator = Accelerator(log_with=log_with)
+    model, optimizer, loader = prepared(accelerator, Plain(), batches=3)
+    with PrecisionDebugger(accelerator, model, statistics(start_step=1), log_dir=tmp_path) as debugger:
+        for index, _ in enumerate(train(accelerator, debugger, model, optimizer, loader)):
+            assert bool(caplog.records) == (index == 2), "not before there is something to log"
+    (record,) = caplog.records
+    assert (record.levelname, advice in record.message) == ("WARNING", True)
+    assert {step for _, step in logged_lines(tmp_path)} == {1, 2}
+
+
+def test_nothing_to_log_needs_no_tracker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator()
+    model, optimizer, loader = prepared(accelerator, Plain(), batches=1)
+    with PrecisionDebugger(accelerator, model, statistics(), log_filter=[], log_dir=tmp_path) as debugger:
+        run(accelerator, debugger, model, optimizer, loader)
+    assert not caplog.records
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(
+    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Kept):
+        def log(self, values: dict[str, float], step: int | None = None, **_: Any) -> None:
+            raise ConnectionError("the server is gone")
+
+    accelerator = Accelerator(log_with=[Broken()])
+    accelerator.init_trackers("project")
+    model, optimizer, loader = prepared(accelerator, Plain(), batches=3)
+    with PrecisionDebugger(accelerator, model, statistics(), log_dir=tmp_path, sinks=[keeper]) as debugger:
+        run(accelerator, debugger, model, optimizer, loader)
+    assert keeper.iterations == [0, 1, 2]
+    assert caplog.text.count("the server is gone. Training goes on") == 1
