@@ -1,13 +1,35 @@
-"""What ``debug=`` and ``--debug`` take.
+"""What ``debug=`` and ``--debug`` take, and the flag for any script with an argparse parser.
 
 parse_debug("activation_overflow te_precision") == parse_debug(["activation_overflow", "te_precision"])
+
+    parser = argparse.ArgumentParser()
+    add_debug_options(parser)                 # --debug NAME [NAME ...], --te_precision_config PATH
+    arguments = parser.parse_args()
+    ...
+    with debugging(arguments, model, log_dir="run") as debug:
+        for batch in loader:
+            ...
+            optimizer.step()
+            debug.step()
+
+Importing this module is quick and imports no framework.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
 
 from te_precision_callbacks.errors import OptionError
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Self, Unpack
+
+    from te_precision_callbacks.debug_utils import DebugActivationOverflow
+    from te_precision_callbacks.options import SessionKeywords
 
 ACTIVATION_OVERFLOW = "activation_overflow"
 """Stop where an activation or a gradient becomes inf or nan: :mod:`te_precision_callbacks.debug_utils`."""
@@ -53,3 +75,133 @@ def parse_debug(value: DebugValue, *, valid: Sequence[str] = DEBUG_OPTIONS) -> t
 
 def _listed(valid: Sequence[str]) -> str:
     return ", ".join(map(repr, valid))
+
+
+def check_config_option(debug: Iterable[str], config: object) -> None:
+    """Refuse a config that nothing would read.
+
+    Args:
+        debug: the debug options.
+        config: what was given as ``te_precision_config``.
+
+    Raises:
+        OptionError: there is a config, and ``te_precision`` is not among the options.
+    """
+    if config is not None and TE_PRECISION not in debug:
+        raise OptionError(
+            f"te_precision_config={config!r} is read with the debug option {TE_PRECISION!r} alone. Add --debug"
+            f" {TE_PRECISION} (or debug={TE_PRECISION!r}), or leave the config away."
+        )
+
+
+class DebugRun(Protocol):
+    """What :func:`debugging` gives: a context manager around a training loop, and its step."""
+
+    def __enter__(self) -> Any:
+        """Begin."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End, and put back what was changed."""
+
+    def step(self, logging_step: int | None = None) -> Any:
+        """After each step of the optimizer."""
+
+
+def add_debug_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--debug NAME [NAME ...]`` and ``--te_precision_config PATH`` to a parser.
+
+    The flag may be given several times, and takes ``"a b"`` as ``a b``; an unknown name ends the program with a message
+    that lists all names. The results are ``arguments.debug``, a tuple, and ``arguments.te_precision_config``, a path or
+    None, for :func:`debugging`.
+    """
+    parser.add_argument(
+        "--debug",
+        action=_AddNames,
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help=f"{ACTIVATION_OVERFLOW}: stop where an activation or a gradient becomes inf or nan; {TE_PRECISION}: debug"
+        " the precision of Transformer Engine's layers",
+    )
+    parser.add_argument(
+        "--te_precision_config",
+        "--te-precision-config",
+        metavar="PATH",
+        help=f"with --debug {TE_PRECISION}: the YAML config (default: statistics on every Transformer Engine layer)",
+    )
+
+
+class _AddNames(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        try:
+            names = parse_debug([*getattr(namespace, self.dest), *(values or ())])
+        except UnknownDebugOptionError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        setattr(namespace, self.dest, names)
+
+
+def debugging(arguments: argparse.Namespace, model: torch.nn.Module, **keywords: Unpack[SessionKeywords]) -> DebugRun:
+    """What the parsed options of :func:`add_debug_options` ask for, as a context manager around a training loop.
+
+    With ``te_precision`` it is an :class:`te_precision_callbacks.InspectSession`, whose ``step`` ends a debug iteration
+    and hands its statistics on. With ``activation_overflow`` an inf or nan raises
+    :class:`te_precision_callbacks.debug_utils.ActivationOverflowError` in the optimizer's step, at the latest in
+    ``step``; alone, it needs no Transformer Engine. With neither it does nothing.
+
+    Args:
+        arguments: the parsed arguments.
+        model: the complete model.
+        **keywords: for the session, see :class:`te_precision_callbacks.options.SessionOptions`.
+
+    Raises:
+        OptionError: the parser has not got the options, or the config was given without ``te_precision``.
+        UnknownDebugOptionError: an unknown name.
+        ConfigError: the config cannot be used.
+    """
+    try:
+        debug, config = parse_debug(arguments.debug), arguments.te_precision_config
+    except AttributeError as error:
+        raise OptionError(
+            f"The arguments have no {error.name!r}: call add_debug_options(parser) before parsing."
+        ) from None
+    check_config_option(debug, config)
+    if TE_PRECISION in debug:
+        from te_precision_callbacks.session import InspectSession
+
+        keywords["debug"] = debug
+        return InspectSession(config, model=model, **keywords)
+    return _WithoutSession(model if ACTIVATION_OVERFLOW in debug else None)
+
+
+class _WithoutSession:
+    """The watch for inf and nan alone, or nothing."""
+
+    def __init__(self, model: torch.nn.Module | None) -> None:
+        self._model = model
+        self._watch: DebugActivationOverflow | None = None
+
+    def __enter__(self) -> Self:
+        if self._model is not None:
+            from te_precision_callbacks.debug_utils import DebugActivationOverflow
+
+            self._watch = DebugActivationOverflow(self._model, distributed=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close(error)
+
+    def step(self, logging_step: int | None = None) -> None:
+        if self._watch is not None:
+            self._watch.look()

@@ -1,0 +1,28 @@
+"""Precision debugging for the Hugging Face Trainer: a callback, or a drop-in pair with a ``--debug`` flag.
+
+import transformers
+from te_precision_callbacks.transformers import PrecisionDebugTrainerCallback
+
+trainer = transformers.Trainer(model, args, callbacks=[PrecisionDebugTrainerCallback("config.yaml")], ...)
+
+from te_precision_callbacks.transformers import Trainer, TrainingArguments
+
+args = TrainingArguments("run", debug="te_precision activation_overflow", te_precision_config="config.yaml")
+trainer = Trainer(model, args, ...)        # on the command line: --debug te_precision activation_overflow ...
+"""
+
+from __future__ import annotations
+
+from te_precision_callbacks.errors import MissingExtraError
+
+try:
+    import accelerate  # noqa: F401  # the Trainer misses it late, when constructed
+    import transformers  # noqa: F401
+except ImportError as error:
+    raise MissingExtraError("te_precision_callbacks.transformers", "transformers") from error
+
+from te_precision_callbacks.transformers.arguments import PrecisionDebugOption, TrainingArguments
+from te_precision_callbacks.transformers.callback import PrecisionDebugTrainerCallback
+from te_precision_callbacks.transformers.trainer import Trainer
+
+__all__ = ["PrecisionDebugOption", "PrecisionDebugTrainerCallback", "Trainer", "TrainingArguments"]

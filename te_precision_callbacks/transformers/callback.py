@@ -1,0 +1,208 @@
+"""The callback for the Hugging Face Trainer."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
+from typing_extensions import Unpack
+
+from te_precision_callbacks.config.loading import ConfigSource
+from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.options import SessionKeywords, SessionOptions
+from te_precision_callbacks.records import MetricSelection
+from te_precision_callbacks.session import InspectSession, SessionError
+from te_precision_callbacks.transformers.closing import DebugCallback, close_with, refuse_data_parallel
+from te_precision_callbacks.transformers.history import HistorySummary
+from te_precision_callbacks.transformers.loop import find_handler, find_loop
+from te_precision_callbacks.transformers.reporting import Reporting, TrainerEvent
+from te_precision_callbacks.transformers.training import Training, close_abandoned
+
+logger = logging.getLogger(__name__)
+
+
+class PrecisionDebugTrainerCallback(DebugCallback):
+    """Runs Transformer Engine's precision debugging during ``trainer.train()``, of the unmodified Trainer, too.
+
+    Logged to the reporting integrations of ``report_to``, on the main process, at ``state.global_step``:
+
+    - ``train/te/<layer>/<tensor>/<statistic>`` for each statistic that the config asks for, such as
+      ``train/te/model.layers.0.self_attn.q_proj/activation/max`` (in MLflow ``te/...``, and ``_pct`` for ``%``).
+      Units are those of the tensor; a statistic whose name ends in ``%`` is in percent.
+
+    Added to the entries of ``state.log_history`` that have the training's loss, of what was collected since the last of
+    them, at most nine keys: ``te/worst_underflows%``, ``te/worst_sqnr_db``, ``te/nonfinite_num``, each with ``_layer``
+    and ``_tensor``.
+
+    Written below ``log_dir``, by default ``args.output_dir``, a file a rank: ``nvdlfw_inspect_logs`` (which features
+    acted where) and ``nvdlfw_inspect_statistics_logs`` (every statistic).
+
+    Evaluation and prediction are not observed; features that change precision act there as in training. The Trainer
+    tells no callback that a training failed: with :class:`te_precision_callbacks.transformers.Trainer`, or with
+    ``trainer=``, the session is closed at once; otherwise at the next forward of the model or the next training, when
+    the callback is collected, or when the process ends.
+
+    Args:
+        config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
+        trainer: the trainer that the callback is added to with ``trainer.add_callback``.
+        **keywords: the options of every front door, see :class:`te_precision_callbacks.options.SessionOptions`.
+
+    Raises:
+        ConfigError: the config cannot be used. What needs the model (a section that matches no layer) is raised at the
+            begin of the training.
+        OptionError: an unknown option, or a value that it does not take.
+        TransformerEngineUnavailableError: at the begin of the training, Transformer Engine cannot be imported.
+        DataParallelError: at the begin of the training, ``args.n_gpu`` is above 1.
+
+    Example::
+
+        callback = PrecisionDebugTrainerCallback("config.yaml")
+        transformers.Trainer(model, args, train_dataset=data, callbacks=[callback]).train()
+        print(callback.session.precision)
+    """
+
+    def __init__(
+        self,
+        config: ConfigSource = None,
+        *,
+        trainer: transformers.Trainer | None = None,
+        **keywords: Unpack[SessionKeywords],
+    ) -> None:
+        self._options = SessionOptions.from_keywords(config, **keywords)
+        self._training: Training | None = None
+        self._finalizer: Any = None
+        self._trainer: weakref.ref[transformers.Trainer] | None = None
+        if trainer is not None:
+            if not isinstance(trainer, transformers.Trainer):
+                raise OptionError(f"trainer= is a transformers.Trainer, not {trainer!r}.")
+            self._trainer = weakref.ref(trainer)
+            close_with(trainer, self)
+
+    @property
+    def session(self) -> InspectSession:
+        """The session of the current or last training.
+
+        Raises:
+            SessionError: nothing was trained yet.
+        """
+        if self._training is None:
+            raise SessionError("The callback has no session yet: it starts one when trainer.train() begins.")
+        return self._training.session
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process: a hyperparameter search pickles the trainer."""
+        return {**self.__dict__, "_training": None, "_finalizer": None, "_trainer": None}
+
+    # ------------------------------------------------------------------ start
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module | None = None,
+        **keywords: Any,
+    ) -> None:
+        """Start the session: here ``accelerator.prepare`` has replaced and wrapped what it does."""
+        self._close(SessionError("Another training began."), at_once=False)
+        close_abandoned()
+        if model is None:
+            raise SessionError(
+                "on_train_begin: the event has no model. Call it with model=, as transformers' Trainer does."
+            )
+        refuse_data_parallel(args)
+        handler = self._find_handler()
+        reporting = None
+        if handler is None:
+            logger.warning(
+                "The callback handler that called PrecisionDebugTrainerCallback could not be found, so no integration"
+                " of report_to gets statistics: the statistics log and sinks= have them. Give the callback trainer=."
+            )
+        elif state.is_world_process_zero:
+            reporting = Reporting(handler, MetricSelection(self._options.prefix, self._options.log_filter))
+        session = InspectSession.from_options(self._options)
+        session.start(log_dir=Path(args.output_dir or "."), sinks=reporting.sinks if reporting else ())
+        try:
+            if self._options.start_step is None:
+                session.iteration = state.global_step
+            session.attach(model)
+            session.observing = False
+            loop = find_loop(handler, state) if handler is not None else None
+            if session.overflow is not None and loop is not None:
+                session.overflow.loss_scaled = loop.scales_loss
+            history = HistorySummary(self._options.prefix)
+            self._training = Training(session, reporting, history, loop, model)
+        except BaseException as error:
+            session.stop(error)
+            raise
+        gone = SessionError("The callback was collected while its session was running.")
+        self._finalizer = weakref.finalize(self, self._training.close, gone, at_once=False)
+
+    def _find_handler(self) -> CallbackHandler | None:
+        trainer = None if self._trainer is None else self._trainer()
+        return trainer.callback_handler if trainer is not None else find_handler()
+
+    # ------------------------------------------------------------------ step
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
+    ) -> None:
+        """Observe the micro-batches of a step."""
+        if self._training is not None and self._training.running:
+            self._training.begin_step(TrainerEvent(args, state, control, keywords))
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
+    ) -> None:
+        """Observe no more: all micro-batches are done, and what another callback does with the model is its own."""
+        self._pause()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
+    ) -> None:
+        """End a debug iteration: all of the micro-batches of an accumulation are one."""
+        if self._training is not None and self._training.running:
+            self._training.end_step(TrainerEvent(args, state, control, keywords))
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
+    ) -> None:
+        """Observe no more also where the epoch was stopped inside of an accumulation."""
+        self._pause()
+
+    def _pause(self) -> None:
+        if self._training is not None and self._training.running:
+            self._training.pause()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any) -> None:
+        """Add the summary to the entry that the trainer has just appended to its history."""
+        if self._training is None or not self._training.running or not state.log_history:
+            return
+        entry: dict[str, Any] = state.log_history[-1]
+        if entry.get("step") == state.global_step:
+            self._training.history.update(entry)
+
+    # ------------------------------------------------------------------ end
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
+    ) -> None:
+        """End the session. The integrations have been told already, and may be closed."""
+        self._close(None, at_once=False)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the session of a training that has just failed, where the trainer is not known to the callback."""
+        self._close(error, at_once=True)
+
+    def _close(self, error: BaseException | None, *, at_once: bool) -> None:
+        if self._finalizer is not None:
+            self._finalizer.detach()
+            self._finalizer = None
+        if self._training is not None:
+            self._training.close(error, at_once=at_once)

@@ -1,0 +1,85 @@
+"""Closing what a training opened where the training fails: the Trainer raises no event then."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import transformers
+from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
+
+from te_precision_callbacks.errors import OptionError
+
+logger = logging.getLogger(__name__)
+
+
+class DataParallelError(OptionError, ValueError):
+    """Debugging was asked for under ``torch.nn.DataParallel``, whose copies of the model nobody can watch."""
+
+
+class DebugCallback(TrainerCallback, ABC):
+    """A callback that opens something at train begin, and closes it at train end or where the training fails."""
+
+    @abstractmethod
+    def close(self, error: BaseException | None = None) -> None:
+        """Close what is open after the training has just failed with ``error``; does nothing where nothing is."""
+
+
+def refuse_data_parallel(args: TrainingArguments) -> None:
+    """Refuse to debug under DataParallel, which runs each forward on copies of the model that it makes for it.
+
+    Raises:
+        DataParallelError: ``args.n_gpu`` is above 1.
+    """
+    if args.n_gpu > 1:
+        raise DataParallelError(
+            f"Precision debugging does not work under DataParallel (args.n_gpu is {args.n_gpu}). Launch one process a"
+            " GPU with torchrun or accelerate launch, or let the script see one GPU (CUDA_VISIBLE_DEVICES=0)."
+        )
+
+
+@contextmanager
+def closing(handler: CallbackHandler) -> Iterator[None]:
+    """A training of a trainer that is known: whatever it raises closes its debug callbacks at once."""
+    try:
+        yield
+    except BaseException as error:
+        for callback in handler.callbacks:
+            if isinstance(callback, DebugCallback):
+                try:
+                    callback.close(error)
+                except Exception as failure:  # what ended the training is what the user has to see
+                    logger.error("%s could not be closed.", type(callback).__name__, exc_info=failure)
+        raise
+
+
+def close_with(trainer: transformers.Trainer, callback: DebugCallback) -> None:
+    """Put :func:`closing` around ``train`` of this one trainer, as long as the callback lives."""
+    own, callback_or_none = trainer.train, weakref.ref(callback)
+
+    @functools.wraps(own)
+    def train(*args: Any, **keywords: Any) -> Any:
+        if callback_or_none() not in trainer.callback_handler.callbacks:
+            logger.warning(
+                "%s was given this trainer and is not one of its callbacks, so it does nothing. Add it with"
+                " trainer.add_callback(callback).",
+                type(callback_or_none()).__name__,
+            )
+        with closing(trainer.callback_handler):
+            return own(*args, **keywords)
+
+    trainer.train = train  # type: ignore[method-assign]
+    weakref.finalize(callback, _restore_train, weakref.ref(trainer), weakref.ref(train))
+
+
+def _restore_train(trainer: weakref.ref[transformers.Trainer], train: weakref.ref[Any]) -> None:
+    """Give the trainer its own method back, unless somebody else has put something there since."""
+    found = trainer()
+    if found is not None and found.__dict__.get("train") is train():
+        del found.__dict__["train"]

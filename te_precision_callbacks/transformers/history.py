@@ -1,0 +1,59 @@
+"""What ``state.log_history`` gets of the statistics: the worst of a few, each with its layer.
+
+{"loss": 2.31, ..., "step": 20, "te/worst_underflows%": 3.5, "te/worst_underflows%_layer": "model.layers.0.mlp.fc2",
+ "te/worst_underflows%_tensor": "gradient", "te/worst_sqnr_db": 28.1, ..., "te/nonfinite_num": 0.0}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from te_precision_callbacks.records import Row, StepRecords
+
+_SUMMARIES = (("worst_underflows%", "underflows%", 1), ("worst_sqnr_db", "sqnr_db", -1), ("nonfinite_num",) * 2 + (1,))
+"""Key, a part of the statistic's name (which also has a recipe and a direction), 1 where a high value is the worst."""
+
+_TRAINING_METRICS = ("loss", "train_loss")
+
+
+class HistorySummary:
+    """The worst values since the last logging event; at most nine keys.
+
+    Args:
+        prefix: first part of every key.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._worst: dict[str, tuple[float, Row]] = {}
+
+    def add(self, records: StepRecords) -> None:
+        """Take the statistics of a step."""
+        for row in records:
+            for key, part, sign in _SUMMARIES:
+                if part not in row.statistic or not math.isfinite(row.value):
+                    continue  # an SQNR of inf: the quantized tensor is exact
+                badness = sign * row.value
+                if key not in self._worst or badness > self._worst[key][0]:
+                    self._worst[key] = (badness, row)
+
+    def update(self, entry: dict[str, Any]) -> None:
+        """Put the summary into the entry of a logging event of the training, and begin anew.
+
+        The entry of an evaluation, or of what a user logs, is left as it is; so is one where nothing was collected.
+        """
+        if not any(name in entry for name in _TRAINING_METRICS):
+            return
+        entry.update(self._keys())
+        self._worst.clear()
+
+    def _keys(self) -> Mapping[str, float | str]:
+        keys: dict[str, float | str] = {}
+        for name, (_, row) in self._worst.items():
+            keys[f"{self._prefix}{name}"] = row.value
+            if row.value:  # no tensor is the worst where all have no underflow, or no inf and nan
+                keys[f"{self._prefix}{name}_layer"] = row.layer
+                keys[f"{self._prefix}{name}_tensor"] = row.tensor
+        return keys

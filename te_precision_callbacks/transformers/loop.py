@@ -1,0 +1,84 @@
+"""Whose training this is: found on the stack, since a callback is handed neither the trainer nor its handler.
+
+Read from transformers 5.0 to 5.23: ``Trainer.train`` runs the whole loop, and every event comes from a method of
+``trainer.callback_handler``, a ``CallbackHandler``.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from types import CodeType, FrameType
+
+from transformers import Trainer, TrainerState
+from transformers.trainer_callback import CallbackHandler
+
+
+def find_handler() -> CallbackHandler | None:
+    """The callback handler that called the event from which this is called; None where none did.
+
+    It is the ``self`` of the innermost frame whose ``self`` is a ``transformers.trainer_callback.CallbackHandler``. A
+    callback that is called by another callback is found, too.
+    """
+    return next((owner for _, owner in _methods() if isinstance(owner, CallbackHandler)), None)
+
+
+def find_loop(handler: CallbackHandler, state: TrainerState) -> TrainingLoop | None:
+    """The running ``train()`` of the trainer that owns ``handler``; None where another kind of loop calls it."""
+    for frame, owner in _methods():
+        if isinstance(owner, Trainer) and owner.callback_handler is handler and frame.f_code.co_name == "train":
+            return TrainingLoop(owner, frame.f_code, state)
+    return None
+
+
+class TrainingLoop:
+    """One call of ``trainer.train()``, which raises no event when it fails.
+
+    Args:
+        trainer: the trainer; it is not kept alive.
+        code: of its method ``train``.
+        state: the trainer's state, of which each training makes a new one.
+    """
+
+    def __init__(self, trainer: Trainer, code: CodeType, state: TrainerState) -> None:
+        self._trainer = weakref.ref(trainer)
+        self._code = code
+        self._state = state
+        self._thread = threading.get_ident()
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled, so that an inf in a gradient is no error but a reason to scale it down."""
+        return getattr(getattr(self._trainer(), "accelerator", None), "scaler", None) is not None
+
+    @property
+    def running(self) -> bool:
+        """Whether this is called from inside of it; from another thread it cannot be told, and is taken as if it were.
+
+        It takes a few microseconds: a look at the codes on the stack.
+        """
+        if threading.get_ident() != self._thread:
+            return True
+        trainer = self._trainer()
+        if trainer is None or trainer.state is not self._state:
+            return False
+        return any(frame.f_code is self._code and _self_of(frame) is trainer for frame in _frames())
+
+
+def _frames() -> Iterator[FrameType]:
+    """The frames of the callers, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _methods() -> Iterator[tuple[FrameType, object]]:
+    """The frames of methods, and the objects that the methods belong to."""
+    return ((frame, _self_of(frame)) for frame in _frames() if frame.f_code.co_varnames[:1] == ("self",))
+
+
+def _self_of(frame: FrameType) -> object:
+    return frame.f_locals.get("self")

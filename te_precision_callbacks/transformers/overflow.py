@@ -1,0 +1,52 @@
+"""``--debug activation_overflow`` alone: no session, and no Transformer Engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from te_precision_callbacks.transformers.closing import DebugCallback, refuse_data_parallel
+from te_precision_callbacks.transformers.loop import find_handler, find_loop
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.debug_utils import DebugActivationOverflow
+
+
+class ActivationOverflowCallback(DebugCallback):
+    """Watches the model for inf and nan during ``train()`` of :class:`te_precision_callbacks.transformers.Trainer`."""
+
+    def __init__(self) -> None:
+        self._watch: DebugActivationOverflow | None = None
+
+    def on_train_begin(  # type: ignore[override]  # the events of a Trainer have model=
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: torch.nn.Module,
+        **keywords: Any,
+    ) -> None:
+        """Hook the model, after ``accelerator.prepare`` has replaced the layers that it replaces."""
+        from te_precision_callbacks.debug_utils import DebugActivationOverflow
+
+        self.close()
+        refuse_data_parallel(args)
+        self._watch = DebugActivationOverflow(model, distributed=True)
+        handler = find_handler()
+        loop = find_loop(handler, state) if handler is not None else None
+        self._watch.loss_scaled = loop is not None and loop.scales_loss
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
+    ) -> None:
+        """Take the hooks off, after a last look."""
+        self.close()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Take the hooks off."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close(error)

@@ -1,0 +1,121 @@
+"""A step's statistics to the trainer's reporting integrations, those of ``report_to``, and to nobody else.
+
+An integration is a callback of one of the classes in transformers' ``INTEGRATION_TO_CALLBACK``. Its own ``on_log`` is
+called, so that names, steps and processes are as for the trainer's own metrics: ``train/te/...`` in TensorBoard and
+W&B, ``te/...`` in MLflow.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    MLflowCallback,
+    TensorBoardCallback,
+    WandbCallback,
+)
+from transformers.trainer_callback import CallbackHandler
+
+from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.records import MetricSelection, RunInfo, StepRecords
+from te_precision_callbacks.records.loggers import add_to_tensorboard, names_for_mlflow, wandb_histogram
+
+
+class ReportingError(PrecisionDebugError, RuntimeError):
+    """A reporting integration failed on a step's statistics."""
+
+
+class TrainerEvent(NamedTuple):
+    """What a callback is called with."""
+
+    args: TrainingArguments
+    state: TrainerState
+    control: TrainerControl
+    keywords: Mapping[str, Any]
+
+
+class Reporting:
+    """The sinks of a training on the main process, one for each reporting integration of a handler.
+
+    Attributes:
+        event: the last event of the training. None: the integrations are not open, and get nothing.
+    """
+
+    def __init__(self, handler: CallbackHandler, select: MetricSelection) -> None:
+        classes: tuple[type[TrainerCallback], ...] = tuple(INTEGRATION_TO_CALLBACK.values())  # those registered by now
+        integrations = [callback for callback in handler.callbacks if isinstance(callback, classes)]
+        self.sinks = [_IntegrationSink(integration, self) for integration in integrations]
+        self.event: TrainerEvent | None = None
+        self.histograms = select.histograms
+        self._select = select
+        self._last: tuple[StepRecords | None, dict[str, float]] = (None, {})
+
+    def metrics(self, records: StepRecords) -> dict[str, float]:
+        """The metrics of a step, chosen once for all integrations."""
+        if self._last[0] is not records:
+            self._last = (records, self._select(records))
+        return self._last[1]
+
+
+class _IntegrationSink:
+    """The sink that hands a step's metrics to one integration, in one call."""
+
+    def __init__(self, integration: TrainerCallback, reporting: Reporting) -> None:
+        self._integration = integration
+        self._reporting = reporting
+        self._known: set[str] = set()
+
+    def start(self, run: RunInfo) -> None:
+        """Nothing to prepare: the integration set itself up at train begin, or does it when it logs."""
+
+    def write(self, records: StepRecords) -> None:
+        """Log, at the step of the trainer's own metrics."""
+        event = self._reporting.event
+        if event is None:
+            return
+        try:
+            self._log(event, records)
+        except Exception as error:
+            name = type(self._integration).__name__
+            raise ReportingError(f"{name} could not log statistics: {type(error).__name__}: {error}") from error
+
+    def close(self, error: BaseException | None) -> None:
+        """Nothing to close: the trainer does."""
+
+    def _log(self, event: TrainerEvent, records: StepRecords) -> None:
+        integration, step = self._integration, records.logging_step
+        metrics = self._reporting.metrics(records)
+        if isinstance(integration, MLflowCallback):
+            metrics = names_for_mlflow(metrics)
+        if metrics:
+            state = _at_step(event.state, step)
+            integration.on_log(event.args, state, event.control, logs=dict(metrics), **event.keywords)
+        if isinstance(integration, MLflowCallback) and not metrics.keys() <= self._known:
+            # The integration logs from other threads. In a store of local files each makes the folders of the names;
+            # where two make the same one, MLflow 3.17 loses the step of one of them.
+            self._known |= metrics.keys()
+            integration._ml_flow.flush_async_logging()
+        for name, counts in self._reporting.histograms(records).items():
+            _log_histogram(integration, f"train/{name}", counts, step)
+
+
+def _at_step(state: TrainerState, step: int) -> TrainerState:
+    """The state as it is at the end of a step: another one where that step could not be completed."""
+    if state.global_step == step:
+        return state
+    state = copy.copy(state)
+    state.global_step = step
+    return state
+
+
+def _log_histogram(integration: TrainerCallback, name: str, counts: Sequence[float], step: int) -> None:
+    """Log an exponent histogram to an integration that takes histograms."""
+    if isinstance(integration, TensorBoardCallback) and integration.tb_writer is not None:
+        add_to_tensorboard(integration.tb_writer, name, counts, step)
+    elif isinstance(integration, WandbCallback):
+        # As the integration logs: the run's own step counts calls, and the x axis is this one.
+        integration._wandb.log({name: wandb_histogram(counts), "train/global_step": step})

@@ -1,0 +1,81 @@
+"""The Trainer that acts on the debug options of this package."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import transformers
+
+from te_precision_callbacks.debug_options import ACTIVATION_OVERFLOW, TE_PRECISION, DebugValue, check_config_option
+from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.session import InspectSession, SessionError
+from te_precision_callbacks.transformers.arguments import parse_options
+from te_precision_callbacks.transformers.callback import PrecisionDebugTrainerCallback
+from te_precision_callbacks.transformers.closing import closing, refuse_data_parallel
+from te_precision_callbacks.transformers.overflow import ActivationOverflowCallback
+
+
+class Trainer(transformers.Trainer):
+    """``transformers.Trainer`` that acts on ``--debug activation_overflow`` and ``--debug te_precision``.
+
+    Whatever ends a training, a KeyboardInterrupt as well, also ends the debugging at once; so it does for a
+    :class:`PrecisionDebugTrainerCallback` among ``callbacks``.
+
+    Args:
+        *arguments, **keywords: as transformers' Trainer takes them.
+        debug: debug options beside those of ``args.debug``, in the same form; all that transformers takes as well.
+
+    Raises:
+        UnknownDebugOptionError: an unknown name; a ValueError.
+        ConfigError: ``args.te_precision_config`` cannot be used. What needs the model (a section that matches no
+            layer) is raised by ``train()``, before the first step.
+        DataParallelError: ``args.n_gpu`` is above 1, with a debug option of this package.
+
+    Example::
+
+        args = TrainingArguments("run", debug="te_precision", te_precision_config="config.yaml")
+        Trainer(model, args, train_dataset=data, debug="activation_overflow").train()
+    """
+
+    def __init__(self, *arguments: Any, debug: DebugValue = None, **keywords: Any) -> None:
+        more = parse_options(debug)
+        super().__init__(*arguments, **keywords)
+        options = parse_options([*parse_options(self.args.debug), *more])
+        config = getattr(self.args, "te_precision_config", None)
+        check_config_option(options, config)
+        if options != self.args.debug:
+            self.args = copy.copy(self.args)  # the caller may give it to another trainer
+            self.args.debug = list[Any](options)
+        overflow, precision = ACTIVATION_OVERFLOW in options, TE_PRECISION in options
+        if overflow or precision:
+            refuse_data_parallel(self.args)
+        if precision:
+            self._refuse_second_callback()
+            watch = (ACTIVATION_OVERFLOW,) if overflow else ()
+            self.add_callback(PrecisionDebugTrainerCallback(config, debug=watch))
+        elif overflow:
+            self.add_callback(ActivationOverflowCallback())
+
+    @property
+    def debug_session(self) -> InspectSession:
+        """The session of the current or last training with ``te_precision``.
+
+        Raises:
+            SessionError: there was no such training yet.
+        """
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, PrecisionDebugTrainerCallback):
+                return callback.session
+        raise SessionError("The trainer has no session: it has one with debug='te_precision', when train() begins.")
+
+    def train(self, *arguments: Any, **keywords: Any) -> Any:
+        """As of transformers' Trainer; whatever it raises ends the debugging."""
+        with closing(self.callback_handler):
+            return super().train(*arguments, **keywords)
+
+    def _refuse_second_callback(self) -> None:
+        if any(isinstance(callback, PrecisionDebugTrainerCallback) for callback in self.callback_handler.callbacks):
+            raise OptionError(
+                "debug= has 'te_precision', and callbacks= a PrecisionDebugTrainerCallback. Give one of the two."
+            )

@@ -1,0 +1,131 @@
+"""One training under a session, from train begin to whatever ends it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.session import InspectSession, SessionError
+from te_precision_callbacks.transformers.history import HistorySummary
+from te_precision_callbacks.transformers.loop import TrainingLoop
+from te_precision_callbacks.transformers.reporting import Reporting, TrainerEvent
+
+logger = logging.getLogger(__name__)
+
+_OPEN: weakref.WeakSet[Training] = weakref.WeakSet()
+"""Those that were not closed yet."""
+
+
+class Training:
+    """A session that observes the steps of one training and is closed once, by the first who sees that it is over.
+
+    Its parts refer to each other and to the model, never to the callback, which can be collected while it runs.
+
+    Args:
+        session: a running session that knows its model.
+        reporting: the integrations that get statistics.
+        history: what the trainer's log history gets.
+        loop: the training; None where it cannot be told whether it is running.
+        model: its model. A forward of it outside of the training closes the session, before anything is observed.
+    """
+
+    def __init__(
+        self,
+        session: InspectSession,
+        reporting: Reporting | None,
+        history: HistorySummary,
+        loop: TrainingLoop | None,
+        model: torch.nn.Module,
+    ) -> None:
+        self.session = session
+        self.history = history
+        self._reporting = reporting
+        self._loop = loop
+        self._next_step = 0
+        _OPEN.add(self)
+        self._handle = None
+        if loop is not None:
+            self._handle = model.register_forward_pre_hook(_ClosesAfterTraining(self), prepend=True)
+
+    @property
+    def running(self) -> bool:
+        """Whether the session was not closed yet."""
+        return self.session.running
+
+    def begin_step(self, event: TrainerEvent) -> None:
+        """Observe from here to :meth:`pause`: what runs in between two steps is evaluation, or a user's own."""
+        self._take(event)
+        self._next_step = event.state.global_step + 1
+        self.session.observing = True
+
+    def pause(self) -> None:
+        """Observe nothing until the next step begins."""
+        self.session.observing = False
+
+    def end_step(self, event: TrainerEvent) -> None:
+        """End a debug iteration."""
+        self._take(event)
+        records = self.session.step(event.state.global_step)
+        if records is not None:
+            self.history.add(records)
+
+    def close(self, error: BaseException | None, *, at_once: bool) -> None:
+        """End the session; does nothing where it was ended.
+
+        Args:
+            error: what ended the training, None after a normal end.
+            at_once: False where time has passed since the training ended: the integrations are not given what was
+                gathered since its last step, since they may have been closed or moved on to another run.
+        """
+        _OPEN.discard(self)
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        if not at_once:
+            self._take(None)
+        try:
+            self.session.stop(error, self._next_step)
+        finally:
+            self._take(None)
+
+    def close_if_over(self) -> None:
+        """End the session where this is not called from inside of the training."""
+        if self.running and self._loop is not None and not self._loop.running:
+            logger.warning(
+                "The training that precision debugging observed has ended with an exception. Its session is closed now."
+            )
+            self.close(SessionError("The training ended with an exception."), at_once=False)
+
+    def _take(self, event: TrainerEvent | None) -> None:
+        if self._reporting is not None:
+            self._reporting.event = event
+
+
+def close_abandoned() -> None:
+    """End the sessions of failed trainings, of any callback: in a process there is one session at a time."""
+    for training in list(_OPEN):
+        training.close_if_over()
+
+
+class _ClosesAfterTraining:
+    """The hook at a model's forward. A copy of the model has nothing to do with the training."""
+
+    def __init__(self, training: Training) -> None:
+        self._check = torch.compiler.disable(training.close_if_over)  # type: ignore[no-untyped-call]
+
+    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+        self._check()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Any:
+    return _nothing
+
+
+def _nothing(module: torch.nn.Module, inputs: Any) -> None:
+    """What a copied or pickled model has in the place of the hook."""

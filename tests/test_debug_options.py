@@ -1,0 +1,165 @@
+"""What debug= takes, and --debug for any argparse parser."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+
+from te_precision_callbacks.config import ConfigError
+from te_precision_callbacks.debug_options import (
+    UnknownDebugOptionError,
+    add_debug_options,
+    debugging,
+    parse_debug,
+)
+from te_precision_callbacks.debug_utils import ActivationOverflowError
+from te_precision_callbacks.errors import OptionError, PrecisionDebugError
+from tests.conftest import Keeper, statistics
+from tests.lightning.models import logged_lines
+from tests.reference.processes import python
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        (None, ()),
+        ("", ()),
+        ((), ()),
+        ("te_precision", ("te_precision",)),
+        (" te_precision  activation_overflow ", ("te_precision", "activation_overflow")),
+        (["te_precision", "activation_overflow te_precision", None], ("te_precision", "activation_overflow")),
+    ],
+)
+def test_names(value: Any, names: tuple[str, ...]) -> None:
+    assert parse_debug(value) == names
+
+
+@pytest.mark.parametrize("value", ["overflow", ["te_precision", "overflow"], True, 3, [True], "te_precision,"])
+def test_other_names_list_the_valid_ones(value: Any) -> None:
+    with pytest.raises(UnknownDebugOptionError, match="'activation_overflow', 'te_precision'") as caught:
+        parse_debug(value)
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, PrecisionDebugError)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser()
+    made.add_argument("--steps", type=int, default=3)
+    add_debug_options(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("flags", "debug", "config"),
+    [
+        ([], (), None),
+        (["--debug", "activation_overflow"], ("activation_overflow",), None),
+        (["--debug", "te_precision", "activation_overflow"], ("te_precision", "activation_overflow"), None),
+        (["--debug", "activation_overflow te_precision"], ("activation_overflow", "te_precision"), None),
+        (["--debug=te_precision", "--debug", "activation_overflow"], ("te_precision", "activation_overflow"), None),
+        (["--debug", "te_precision", "--te_precision_config", "my.yaml"], ("te_precision",), "my.yaml"),
+        (["--debug", "te_precision", "--te-precision-config", "my.yaml"], ("te_precision",), "my.yaml"),
+    ],
+)
+def test_any_parser_takes_the_options(flags: list[str], debug: tuple[str, ...], config: str | None) -> None:
+    arguments = parser().parse_args(flags)
+    assert (arguments.debug, arguments.te_precision_config) == (debug, config)
+
+
+def test_an_unknown_name_ends_the_program_with_all_names(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parser().parse_args(["--debug", "te_precision", "overflow"])
+    assert caught.value.code == 2
+    message = capsys.readouterr().err
+    assert "argument --debug: There is no debug option 'overflow'" in message
+    assert "'activation_overflow', 'te_precision'" in message
+
+
+def test_one_parsing_leaves_nothing_for_the_next() -> None:
+    made = parser()
+    assert made.parse_args(["--debug", "te_precision"]).debug == ("te_precision",)
+    assert made.parse_args([]).debug == ()
+
+
+# ---------------------------------------------------------------------- acting on them
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
+
+
+def train(arguments: argparse.Namespace, model: torch.nn.Module, spoil_at: int | None = None, **keywords: Any) -> None:
+    """A user's script."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with debugging(arguments, model, **keywords) as debug:
+        for step in range(arguments.steps):
+            loss = model(batch(step) * (float("inf") if step == spoil_at else 1.0)).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            debug.step()
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+
+
+@pytest.mark.parametrize("more", [[], ["activation_overflow"]])
+def test_te_precision_is_a_session(tmp_path: Path, keeper: Keeper, more: list[str]) -> None:
+    (tmp_path / "my.yaml").write_text(
+        "s: {enabled: True, layers: {layer_types: ['0']}, transformer_engine:"
+        " {LogTensorStats: {enabled: True, tensors: [activation], stats: [max], freq: 1}}}"
+    )
+    config = str(tmp_path / "my.yaml")
+    arguments = parser().parse_args(["--debug", "te_precision", *more, "--te_precision_config", config])
+    train(arguments, net(), log_dir=tmp_path, sinks=[keeper])
+    assert keeper.values("max") == {step: batch(step).max().item() for step in range(3)}
+    assert logged_lines(tmp_path) == {("0_activation_max", step): batch(step).max().item() for step in range(3)}
+
+
+@pytest.mark.parametrize("flags", [["activation_overflow"], ["activation_overflow", "te_precision"]])
+def test_an_overflow_stops_the_loop(tmp_path: Path, flags: list[str]) -> None:
+    model = net()
+    with pytest.raises(ActivationOverflowError, match=r"\[1\]"):
+        train(parser().parse_args(["--debug", *flags]), model, spoil_at=1, log_dir=tmp_path)
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    assert not [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
+
+
+def test_without_a_flag_nothing_is_done(tmp_path: Path) -> None:
+    model = net()
+    train(parser().parse_args([]), model, spoil_at=1, log_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_work_is_an_error_before_the_loop(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"no 'debug': call add_debug_options\(parser\)"):
+        debugging(argparse.Namespace(), net())
+    with pytest.raises(UnknownDebugOptionError):
+        debugging(argparse.Namespace(debug=["overflow"], te_precision_config=None), net())
+    with pytest.raises(OptionError, match=r"my.yaml.*--debug te_precision"):
+        debugging(parser().parse_args(["--te_precision_config", "my.yaml"]), net())
+    with pytest.raises(ConfigError, match=r"no_such\.yaml"):
+        debugging(parser().parse_args(["--debug", "te_precision", "--te_precision_config", "no_such.yaml"]), net())
+    with pytest.raises(OptionError, match="log_dri"):
+        debugging(parser().parse_args(["--debug", "te_precision"]), net(), log_dri="x")  # type: ignore[call-arg]
+    assert statistics()  # a mapping is taken as well
+    debugging(argparse.Namespace(debug="te_precision", te_precision_config=statistics()), net(), log_dir=tmp_path)
+
+
+def test_adding_the_options_imports_no_framework() -> None:
+    code = """
+        import argparse, sys
+        from te_precision_callbacks.debug_options import add_debug_options
+        parser = argparse.ArgumentParser()
+        add_debug_options(parser)
+        parser.parse_args(["--debug", "activation_overflow"])
+        print([name for name in ("torch", "transformers", "transformer_engine") if name in sys.modules])
+    """
+    assert python(code).stdout.strip() == "[]"

@@ -1,0 +1,130 @@
+"""The models, the data and the trainers of the Hugging Face tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+import transformers
+from torch.utils.data import Dataset
+
+SIZE = 32
+
+
+class Vectors(Dataset[dict[str, torch.Tensor]]):
+    """Sample ``i`` is drawn from seed ``i``, so that a test can make it again."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"inputs": sample(index), "labels": torch.tensor(index)}
+
+
+def sample(index: int) -> torch.Tensor:
+    return torch.randn(SIZE, generator=torch.Generator().manual_seed(index))
+
+
+class Net(torch.nn.Module):
+    """Two TE layers. It keeps the indices of the samples of each forward, and fails in those that are named."""
+
+    def __init__(self, fp8: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(te.Linear(SIZE, SIZE), te.LayerNormLinear(SIZE, SIZE))
+        self.fp8 = fp8
+        self.trained_on: list[list[int]] = []
+        self.fail_at: dict[int, BaseException] = {}
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        if not self.training:
+            inputs = 100 * inputs
+        with te.autocast(enabled=self.fp8):
+            output = self.net(inputs)
+        if self.training and labels is not None:
+            self.trained_on.append(labels.tolist())
+            if error := self.fail_at.pop(len(self.trained_on) - 1, None):
+                raise error
+        return {"loss": output.pow(2).mean(), "logits": output}
+
+    def largest(self, *batches: int) -> float:
+        """The largest input of the first layer over the training forwards of these numbers."""
+        return max(sample(index).max().item() for batch in batches for index in self.trained_on[batch])
+
+
+def llama() -> transformers.LlamaForCausalLM:
+    """A real model from a config, with Linear layers of Transformer Engine."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=SIZE,
+        intermediate_size=2 * SIZE,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=SIZE,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, torch.nn.Linear):
+                setattr(parent, name, te.Linear(child.in_features, child.out_features, bias=child.bias is not None))
+    return model
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(64, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def arguments(folder: Path, kind: Any = transformers.TrainingArguments, **keywords: Any) -> Any:
+    """Training arguments of a quiet run on the CPU."""
+    defaults: dict[str, Any] = {
+        "use_cpu": True,
+        "max_steps": 4,
+        "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 8,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "learning_rate": 0.01,
+    }
+    return kind(output_dir=str(folder), **{**defaults, **keywords})
+
+
+def trainer(
+    args: Any, *callbacks: Any, model: Any = None, kind: Any = transformers.Trainer, **keywords: Any
+) -> transformers.Trainer:
+    """A trainer of ``Net`` that prints nothing."""
+    data = Tokens() if isinstance(model, transformers.PreTrainedModel) else Vectors(64)
+    made = kind(model=model or Net(), args=args, train_dataset=data, eval_dataset=data, **keywords)
+    made.remove_callback(transformers.PrinterCallback)
+    for callback in callbacks:
+        made.add_callback(callback)
+    return made  # type: ignore[no-any-return]
+
+
+FP8_STATISTICS: dict[str, Any] = {
+    "stats": {
+        "enabled": True,
+        "layers": {"layer_types": ["all"]},
+        "transformer_engine": {
+            "LogFp8TensorStats": {
+                "enabled": True,
+                "tensors": ["activation", "gradient"],
+                "stats": ["underflows%", "sqnr_db"],
+                "freq": 1,
+            },
+            "LogTensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["nonfinite_num"], "freq": 1},
+        },
+    }
+}

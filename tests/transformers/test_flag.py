@@ -1,0 +1,365 @@
+"""The drop-in pair: --debug activation_overflow and te_precision, beside all that transformers takes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import HfArgumentParser
+from transformers.debug_utils import DebugOption
+
+from te_precision_callbacks import ConfigError, PrecisionDebugTrainerCallback
+from te_precision_callbacks.debug_options import UnknownDebugOptionError
+from te_precision_callbacks.debug_utils import ActivationOverflowError
+from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.session import SessionError
+from te_precision_callbacks.transformers import PrecisionDebugOption, Trainer, TrainingArguments
+from te_precision_callbacks.transformers.closing import DataParallelError
+from tests.conftest import statistics
+from tests.lightning.models import logged_lines
+from tests.reference.processes import python
+from tests.transformers.models import Net, arguments, llama, trainer
+
+OVERFLOW, PRECISION = PrecisionDebugOption
+UPSTREAM = tuple(DebugOption)
+EVERY = [*UPSTREAM, OVERFLOW, PRECISION]
+
+
+def parsed(*flags: str) -> TrainingArguments:
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(  # type: ignore[arg-type]
+        ["--output_dir", "run", "--use_cpu", *flags], look_for_args_file=False
+    )
+    assert isinstance(args, TrainingArguments)
+    return args
+
+
+# ---------------------------------------------------------------------- the arguments
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], []),
+        (["--debug", "activation_overflow"], [OVERFLOW]),
+        (["--debug", "te_precision", "activation_overflow"], [PRECISION, OVERFLOW]),
+        (["--debug", "activation_overflow te_precision"], [OVERFLOW, PRECISION]),
+        (["--debug", "underflow_overflow", "te_precision"], [DebugOption.UNDERFLOW_OVERFLOW, PRECISION]),
+        (["--debug", "tpu_metrics_debug te_precision", "te_precision"], [DebugOption.TPU_METRICS_DEBUG, PRECISION]),
+    ],
+)
+def test_the_command_line(flags: list[str], expected: list[Any]) -> None:
+    args = parsed(*flags)
+    assert args.debug == expected
+    assert [type(option) for option in args.debug] == [type(option) for option in expected]
+    assert args.te_precision_config is None
+
+
+@pytest.mark.parametrize("flag", ["--te_precision_config", "--te-precision-config"])
+def test_the_config_on_the_command_line(flag: str) -> None:
+    assert parsed("--debug", "te_precision", flag, "my.yaml").te_precision_config == "my.yaml"
+
+
+@pytest.mark.parametrize("count", range(len(EVERY) + 1))
+def test_every_set_of_options_in_every_form(count: int) -> None:
+    for options in itertools.combinations(EVERY, count):
+        names = [option.value for option in options]
+        for value in (" ".join(names), names, list(options), tuple(names), set(names)):
+            args = arguments(Path("run"), TrainingArguments, debug=value)
+            assert sorted(args.debug) == sorted(options)
+            assert isinstance(args.debug, list)
+    assert arguments(Path("run"), TrainingArguments, debug=None).debug == []
+
+
+@pytest.mark.parametrize("value", ["", "underflow_overflow", "tpu_metrics_debug underflow_overflow", None])
+def test_what_upstream_takes_is_as_in_upstream(value: Any) -> None:
+    ours, upstream = (
+        arguments(Path("run"), kind, debug=value) for kind in (TrainingArguments, transformers.TrainingArguments)
+    )
+    assert ours.debug == upstream.debug
+    assert [type(option) for option in ours.debug] == [type(option) for option in upstream.debug]
+    assert ours.to_dict()["debug"] == upstream.to_dict()["debug"]
+    assert ours.to_sanitized_dict()["debug"] == upstream.to_sanitized_dict()["debug"]
+
+
+def test_a_mapping_of_a_config_file() -> None:
+    values = {"output_dir": "run", "use_cpu": True, "debug": ["te_precision"], "te_precision_config": "my.yaml"}
+    (args,) = HfArgumentParser(TrainingArguments).parse_dict(values)  # type: ignore[arg-type]
+    assert args.debug == [PRECISION]
+
+
+def test_values_survive() -> None:
+    names = ["te_precision", "underflow_overflow", "activation_overflow"]
+    args = arguments(Path("run"), TrainingArguments, debug=names, te_precision_config="my.yaml")
+    values = args.to_dict()
+    assert values["debug"] == names
+    assert {type(name) for name in values["debug"]} == {str}
+    assert json.loads(args.to_json_string())["debug"] == names
+    assert json.loads(args.to_json_string())["te_precision_config"] == "my.yaml"
+    assert args.to_sanitized_dict()["debug"] == str(names)
+    copies = [
+        pickle.loads(pickle.dumps(args)),
+        copy.copy(args),
+        copy.deepcopy(args),
+        dataclasses.replace(args, max_steps=7),
+        TrainingArguments(**json.loads(args.to_json_string())),
+    ]
+    for other in copies:
+        assert other.debug == [PRECISION, DebugOption.UNDERFLOW_OVERFLOW, OVERFLOW]
+        assert [type(option) for option in other.debug] == [type(option) for option in args.debug]
+        assert other.te_precision_config == "my.yaml"
+    assert "te_precision" in str(args)
+
+
+def test_a_path_and_a_mapping_are_configs_too(tmp_path: Path) -> None:
+    args = arguments(Path("run"), TrainingArguments, debug="te_precision", te_precision_config=tmp_path / "my.yaml")
+    assert json.loads(args.to_json_string())["te_precision_config"] == str(tmp_path / "my.yaml")
+    args = arguments(Path("run"), TrainingArguments, debug="te_precision", te_precision_config=statistics())
+    assert json.loads(args.to_json_string())["te_precision_config"] == statistics()
+    with pytest.raises(OptionError, match=r"te_precision_config= is the path .* not int 3"):
+        arguments(Path("run"), TrainingArguments, debug="te_precision", te_precision_config=3)
+
+
+UNKNOWN: list[Any] = [
+    "activation_overflov",
+    "activation_overflow,te_precision",
+    "Te_Precision",
+    ["te_precision", "activation_overflov"],
+    [DebugOption.UNDERFLOW_OVERFLOW, "activation_overflov"],
+    True,
+    3,
+    [True],
+    [["te_precision"]],
+    object(),
+]
+
+
+@pytest.mark.parametrize("value", UNKNOWN, ids=repr)
+def test_an_unknown_value_lists_all_valid_ones(value: Any) -> None:
+    for construct in (
+        lambda: arguments(Path("run"), TrainingArguments, debug=value),
+        lambda: trainer(arguments(Path("run")), kind=Trainer, debug=value),
+    ):
+        with pytest.raises(UnknownDebugOptionError) as caught:
+            construct()
+        assert isinstance(caught.value, ValueError)
+        for option in EVERY:
+            assert repr(option.value) in str(caught.value)
+
+
+def test_an_unknown_value_on_the_command_line() -> None:
+    with pytest.raises(ValueError, match=r"no debug option 'overflow'.*'tpu_metrics_debug', 'activation_overflow'"):
+        parsed("--debug", "te_precision", "overflow")
+
+
+def test_a_config_that_nothing_reads_is_an_error() -> None:
+    with pytest.raises(OptionError, match=r"my.yaml.*--debug te_precision"):
+        parsed("--debug", "activation_overflow", "--te_precision_config", "my.yaml")
+
+
+# ---------------------------------------------------------------------- the trainer
+
+
+def test_te_precision_without_a_config_is_statistics_of_every_layer(tmp_path: Path) -> None:
+    made = trainer(arguments(tmp_path, TrainingArguments, debug="te_precision"), model=llama(), kind=Trainer)
+    with pytest.raises(SessionError, match="debug='te_precision'"):
+        _ = trainer(arguments(tmp_path), kind=Trainer).debug_session
+    made.train()
+    assert len(made.debug_session.layers) == 8  # type: ignore[attr-defined]
+    assert len(logged_lines(tmp_path)) == 8 * 3 * 5
+
+
+@pytest.mark.parametrize("how", ["arguments", "both", "trainer"])
+def test_where_the_options_may_be_given(tmp_path: Path, how: str) -> None:
+    (tmp_path / "my.yaml").write_text(json.dumps(statistics()))  # JSON is YAML
+    keywords: dict[str, Any] = {"te_precision_config": str(tmp_path / "my.yaml")}
+    args = {
+        "arguments": lambda: arguments(tmp_path, TrainingArguments, debug=["te_precision"], **keywords),
+        "both": lambda: arguments(tmp_path, TrainingArguments, debug=["te_precision"], **keywords),
+        "trainer": lambda: arguments(tmp_path),
+    }[how]()
+    debug = {"arguments": None, "both": "activation_overflow", "trainer": ["te_precision activation_overflow"]}[how]
+    before = list(args.debug)
+    model = Net()
+    made = trainer(args, model=model, kind=Trainer, debug=debug)
+    made.train()
+    assert args.debug == before, "the arguments are the user's"
+    watched = OVERFLOW in made.args.debug
+    assert watched == (how != "arguments")
+    lines = logged_lines(tmp_path)
+    if how != "trainer":
+        assert {step: v for (name, step), v in lines.items() if name == "net.0_activation_max"} == {
+            step: model.largest(step) for step in range(4)
+        }
+    assert not made.debug_session.running  # type: ignore[attr-defined]
+
+
+class Overflows(Net):
+    """Its first layer gives an inf in the training forward of a number."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+        self.net[1].register_forward_pre_hook(self.spoil)
+
+    def spoil(self, _: torch.nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+        return inputs[0] * float("inf") if self.training and len(self.trained_on) == self.at else inputs[0]
+
+
+@pytest.mark.parametrize("debug", ["activation_overflow", "activation_overflow te_precision"])
+def test_an_overflow_ends_the_training_before_the_weights_are_touched(tmp_path: Path, debug: str) -> None:
+    model = Overflows(at=5)
+    args = arguments(tmp_path, TrainingArguments, debug=debug, gradient_accumulation_steps=2)
+    made = trainer(args, model=model, kind=Trainer)
+    with pytest.raises(ActivationOverflowError, match=r"\[5\] net.1: LayerNormLinear: input\[0\] has"):
+        made.train()
+    assert made.state.global_step == 2
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    hooks = [module._forward_hooks or module._forward_pre_hooks for module in model.modules()]
+    assert [len(found) for found in hooks if found] == [1], "the one of the model itself"
+
+
+@pytest.mark.parametrize("debug", ["activation_overflow", "activation_overflow te_precision"])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_scaled_loss_may_overflow_in_backward(tmp_path: Path, debug: str, scaled: bool) -> None:
+    """The trainer's scaler skips such a step, and scales less in the next one."""
+
+    class Large(Net):
+        def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+            return {"loss": 2.0**20 * super().forward(inputs, labels)["loss"]}
+
+    made = trainer(arguments(tmp_path, max_grad_norm=0.0, learning_rate=0.0), model=Large(), kind=Trainer, debug=debug)
+    if not scaled:
+        made.accelerator.backward = lambda loss, **_: (loss * 2.0**127).backward()
+        with pytest.raises(ActivationOverflowError, match="grad"):
+            made.train()
+        return
+    made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    made.train()
+    assert made.state.global_step == 4
+    assert made.accelerator.scaler.get_scale() < 2.0**127
+
+
+@pytest.mark.parametrize("debug", ["activation_overflow", "activation_overflow te_precision"])
+def test_a_healthy_training_ends_without_a_hook(tmp_path: Path, debug: str) -> None:
+    model = llama()
+    made = trainer(arguments(tmp_path, TrainingArguments, debug=debug, max_steps=3), model=model, kind=Trainer)
+    assert made.train().global_step == 3
+    hooked = [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks]
+    assert hooked == []
+
+
+@pytest.mark.parametrize("error", [ValueError("a bad batch"), KeyboardInterrupt()])
+def test_a_failed_training_ends_without_a_hook(tmp_path: Path, error: BaseException) -> None:
+    model = Net()
+    model.fail_at = {2: error}
+    made = trainer(arguments(tmp_path), model=model, kind=Trainer, debug="activation_overflow")
+    with pytest.raises(type(error)):
+        made.train()
+    assert not [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]
+    assert made.train().global_step == 4, "and it can be trained again"
+
+
+def test_the_callback_alone_takes_the_option_too(tmp_path: Path) -> None:
+    callback = PrecisionDebugTrainerCallback(statistics(), debug="activation_overflow")
+    made = trainer(arguments(tmp_path), callback, model=Overflows(at=1))
+    with pytest.raises(ActivationOverflowError):
+        made.train()
+    with pytest.raises(UnknownDebugOptionError, match="'activation_overflow', 'te_precision'"):
+        PrecisionDebugTrainerCallback(debug="underflow_overflow")
+
+
+@dataclasses.dataclass
+class Seq2SeqArguments(TrainingArguments, transformers.Seq2SeqTrainingArguments):
+    """A user's arguments, of both."""
+
+
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
+    """A user's trainer, of both."""
+
+
+def test_another_trainer_can_be_derived_from_the_pair(tmp_path: Path) -> None:
+    args = arguments(tmp_path, Seq2SeqArguments, debug="te_precision", predict_with_generate=False, eval_on_start=True)
+    made = trainer(args, model=llama(), kind=Seq2SeqTrainer)
+    made.train()
+    assert len(made.debug_session.layers) == 8  # type: ignore[attr-defined]
+    assert not made.debug_session.running  # type: ignore[attr-defined]
+
+
+def test_upstreams_own_detection_still_works(tmp_path: Path) -> None:
+    """Alone and beside ours, given to the arguments or to the trainer."""
+    for keywords in ({"debug": "underflow_overflow"}, {}):
+        model = Net()
+        with torch.no_grad():
+            model.net[1].weight.fill_(float("nan"))  # type: ignore[operator,union-attr]
+        args = arguments(tmp_path, TrainingArguments, **keywords)
+        made = trainer(args, model=model, kind=Trainer, debug=None if keywords else "underflow_overflow")
+        with pytest.raises(ValueError, match="DebugUnderflowOverflow: inf/nan detected"):
+            made.train()
+
+
+def test_a_bad_config_is_an_error_of_the_constructor(tmp_path: Path) -> None:
+    args = arguments(tmp_path, TrainingArguments, debug="te_precision", te_precision_config="no_such.yaml")
+    with pytest.raises(ConfigError, match=r"no_such\.yaml"):
+        trainer(args, kind=Trainer)
+    args.te_precision_config = statistics(stats=["maximum"])  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="maximum"):
+        trainer(args, kind=Trainer)
+    args.debug = [OVERFLOW]  # type: ignore[list-item]
+    with pytest.raises(OptionError, match="--debug te_precision"):
+        trainer(args, kind=Trainer)
+    args.debug = True  # type: ignore[assignment]
+    with pytest.raises(UnknownDebugOptionError, match="takes names, not True"):
+        trainer(args, kind=Trainer)
+
+
+def test_two_sessions_at_once_are_refused(tmp_path: Path) -> None:
+    callback = PrecisionDebugTrainerCallback(statistics())
+    with pytest.raises(OptionError, match="Give one of the two"):
+        trainer(arguments(tmp_path), kind=Trainer, debug="te_precision", callbacks=[callback])
+
+
+@pytest.mark.parametrize("debug", ["activation_overflow", "te_precision"])
+def test_data_parallel_is_refused_as_upstream_does(tmp_path: Path, debug: str) -> None:
+    args = arguments(tmp_path, TrainingArguments, debug=debug)
+    args._n_gpu = 2
+    with pytest.raises(DataParallelError, match="torchrun"):
+        trainer(args, kind=Trainer)
+
+
+def test_activation_overflow_alone_needs_no_transformer_engine(tmp_path: Path) -> None:
+    """Any model, in a process in which Transformer Engine and nvidia-dlfw-inspect cannot be imported."""
+    code = f"""
+import sys
+sys.modules["transformer_engine"] = sys.modules["nvdlfw_inspect"] = None
+import torch
+from te_precision_callbacks.debug_utils import ActivationOverflowError
+from te_precision_callbacks.transformers import Trainer, TrainingArguments
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.count = 0
+    def forward(self, inputs, labels=None):
+        self.count += 1
+        return {{"loss": self.fc2(self.fc1(inputs) / (self.count < 3)).sum()}}
+
+data = [{{"inputs": torch.ones(4), "labels": torch.ones(1)}}] * 64
+args = TrainingArguments({str(tmp_path)!r}, debug="activation_overflow", use_cpu=True, report_to="none", max_steps=8)
+trainer = Trainer(Net(), args, train_dataset=data)
+try:
+    trainer.train()
+except ActivationOverflowError as error:
+    print(trainer.state.global_step, str(error).partition(",")[0])
+"""
+    result = python(code)
+    assert result.returncode == 0, result.stderr
+    assert "2 > [2] fc2: Linear: input[0] has infs" in result.stdout

@@ -1,0 +1,82 @@
+"""docs/transformers.md: its code and its commands, as they stand there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from torch.utils.data import DataLoader
+
+from tests.conftest import statistics
+from tests.lightning.models import logged_lines
+from tests.reference.processes import REPOSITORY
+from tests.transformers.models import Tokens, llama
+
+PAGE = (REPOSITORY / "docs" / "transformers.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+COMMANDS = re.findall(r"^python train.py (.*)$", PAGE, re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(statistics()))
+
+
+def run(code: str) -> dict[str, Any]:
+    """With the model and the data that the page leaves to its reader, a few steps, and no GPU."""
+    model = llama()
+    namespace: dict[str, Any] = {
+        "model": model,
+        "data": Tokens(),
+        "loader": DataLoader(Tokens(), batch_size=8),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.01),
+    }
+    exec(code.replace("max_steps=100", "max_steps=2, use_cpu=True, disable_tqdm=True"), namespace)
+    return namespace
+
+
+def test_the_page_has_these_blocks() -> None:
+    assert len(BLOCKS) == 5
+    assert len(COMMANDS) == 3
+
+
+@pytest.mark.parametrize("index", [0, 2, 4])
+def test_the_scripts(index: int) -> None:
+    trainer = run(BLOCKS[index])["trainer"]
+    assert trainer.state.global_step == 2
+    assert len(logged_lines(Path("run"))) == 2 * 8 * 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_script_with_the_flag(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = ["--max_steps", "2", "--use_cpu", "--disable_tqdm", "true"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *shlex.split(command), *more])
+    trainer = run(BLOCKS[1])["trainer"]
+    assert trainer.state.global_step == 2
+    assert [option.value for option in trainer.args.debug] == re.findall(r"\w+flow\b|te_precision\b(?!_)", command)
+    assert bool(list(Path().rglob("nvdlfw_inspect_statistics_logs"))) == ("te_precision" in command)
+
+
+@pytest.mark.parametrize("flags", ["", "--debug activation_overflow te_precision --te_precision_config config.yaml"])
+def test_the_loop_with_argparse(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags.split()])
+    run(BLOCKS[3])
+    written = sorted({step for _, step in logged_lines(Path("run"))}) if flags else []
+    assert written == (list(range(4)) if flags else [])
+
+
+def test_the_launchers_file() -> None:
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    Path("launch.yaml").write_text(block)
+    assert yaml.safe_load(block) == yaml.safe_load((REPOSITORY / "examples" / "hf_trainer_fp8_launch.yaml").read_text())
+    loaded = load_config_from_file("launch.yaml")
+    assert loaded.mixed_precision == "fp8"
+    assert loaded.fp8_config["backend"] == "TE"

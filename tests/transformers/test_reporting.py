@@ -1,0 +1,201 @@
+"""The trainer's reporting integrations, read back: the numbers of the statistics log at the trainer's own steps."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, TensorBoardCallback
+
+from te_precision_callbacks import PrecisionDebugTrainerCallback
+from tests.accelerate.loops import wandb_history
+from tests.conftest import Keeper, feature, statistics
+from tests.lightning.models import board_scalars, logged_lines
+from tests.transformers.models import Net, arguments, trainer
+
+CONFIG = {
+    "stats": {
+        "enabled": True,
+        "layers": {"layer_types": ["all"]},
+        "transformer_engine": {
+            "LogTensorStats": {
+                "enabled": True,
+                "tensors": ["activation", "gradient"],
+                "stats": ["max", "l1_norm", "exponent_histogram"],
+                "freq": 1,
+            },
+            "LogFp8TensorStats": {"enabled": True, "tensors": ["weight"], "stats": ["underflows%"], "freq": 1},
+        },
+    }
+}
+
+
+class Printed(transformers.PrinterCallback):
+    """What is printed."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+class StopsAt(transformers.TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= state.global_step == self.step
+
+
+def test_every_integration_has_the_numbers_of_the_log_at_the_trainers_steps(
+    offline_trackers: Path, tmp_path: Path
+) -> None:
+    """Two batches a step, six steps, of which the last three are of a resumed training; logged every second step."""
+    import mlflow
+    import wandb
+
+    report_to = ["tensorboard", "mlflow", "wandb"]
+    keywords: dict[str, Any] = {
+        "report_to": report_to,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 6,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "logging_steps": 2,
+    }
+    printed = Printed()
+    metrics: dict[str, dict[int, float]] = {}
+    of_the_trainer: dict[int, float] = {}
+    first_run = mlflow.start_run()
+    expected: dict[tuple[str, int], float] = {}
+    for part, last in (("first", 3), ("second", 6)):
+        callback = PrecisionDebugTrainerCallback(CONFIG, log_dir=tmp_path / part)
+        made = trainer(arguments(tmp_path / "out", **keywords), printed, StopsAt(last), callback)
+        made.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3") if part == "second" else None)
+        of_the_trainer |= {entry["step"]: entry["loss"] for entry in made.state.log_history if "loss" in entry}
+        for (name, iteration), value in logged_lines(tmp_path / part).items():
+            layer, tensor, statistic = name.split("_", 2)
+            expected[f"te/{layer}/{tensor}/{statistic}", iteration + 1] = value
+    mlflow.end_run()
+    wandb.finish()
+    assert {step for _, step in expected} == set(range(1, 7))
+    assert len(expected) == 6 * 2 * (2 * 2 + 1)
+    assert sorted(of_the_trainer) == [2, 4, 6]
+
+    for events in (tmp_path / "out").rglob("events.out.tfevents*"):
+        for tag, values in board_scalars(events).items():
+            metrics.setdefault(tag, {}).update(values)
+    client = mlflow.MlflowClient()
+    rows = list(wandb_history(tmp_path).values())
+    assert all("train/global_step" in row for row in rows)
+    steps_of_rows = [row["train/global_step"] for row in rows]
+    assert steps_of_rows == sorted(steps_of_rows)
+    history = {(name, row["train/global_step"]): value for row in rows for name, value in row.items()}
+    store = {
+        (name, entry.step): entry.value
+        for name in {name for name, _ in expected} | {"loss"}
+        for entry in client.get_metric_history(first_run.info.run_id, name.replace("%", "_pct"))
+    }
+    for (name, step), value in expected.items():
+        assert np.float32(metrics[f"train/{name}"][step]) == np.float32(value)
+        assert history[f"train/{name}", step] == value == store[name, step]
+    for step, loss in of_the_trainer.items():
+        assert np.float32(metrics["train/loss"][step]) == np.float32(loss)
+        assert history["train/loss", step] == loss == store["loss", step]
+    histograms = {step for name, step in history if name.startswith("train/te/net.0/activation/exponent_histogram")}
+    assert histograms == set(range(1, 7))
+    assert not any(name.startswith("te/") for logs in printed.logs for name in logs), "never to the printer"
+
+
+def test_a_histogram_is_a_histogram(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    made = trainer(arguments(tmp_path, report_to="tensorboard", max_steps=2), PrecisionDebugTrainerCallback(CONFIG))
+    made.train()
+    (events,) = tmp_path.rglob("events.out.tfevents*")
+    board = EventAccumulator(str(events), size_guidance={"histograms": 0})  # type: ignore[no-untyped-call]
+    board.Reload()  # type: ignore[no-untyped-call]
+    found = board.Histograms("train/te/net.0/activation/exponent_histogram")  # type: ignore[no-untyped-call]
+    assert [event.step for event in found] == [1, 2]
+    assert found[0].histogram_value.num == 8 * 32
+    assert not [tag for tag in board.Tags()["scalars"] if "histogram" in tag]  # type: ignore[no-untyped-call]
+
+
+def test_an_integration_that_raises_is_reported_once_and_dropped(
+    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(TensorBoardCallback):
+        calls = 0
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if any(name.startswith("te/") for name in logs):
+                self.calls += 1
+                raise OSError("disk full")
+
+    broken = Broken()  # type: ignore[no-untyped-call]
+    callback = PrecisionDebugTrainerCallback(statistics(), sinks=[keeper])
+    made = trainer(arguments(tmp_path, report_to="tensorboard"), broken, callback)
+    made.train()
+    assert made.state.global_step == 4
+    assert broken.calls == 1
+    (record,) = [record for record in caplog.records if "disk full" in record.getMessage()]
+    assert "Broken could not log statistics: OSError: disk full" in record.getMessage()
+    assert keeper.iterations == [0, 1, 2, 3]
+    events = [path for path in tmp_path.rglob("events.out.tfevents*") if "train/loss" in board_scalars(path)]
+    assert sorted(board_scalars(events[0])["train/te/net.0/activation/max"]) == [1, 2, 3, 4], "the other one goes on"
+
+
+class Custom(transformers.TrainerCallback):
+    """A user's own integration."""
+
+    def __init__(self) -> None:
+        self.logs: dict[int, list[str]] = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.logs.setdefault(state.global_step, []).extend(logs)
+
+
+def test_a_custom_callback_gets_statistics_once_it_is_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's callback gets the trainer's logs alone; where it is in transformers' table, statistics too."""
+    alone, registered = Custom(), Custom()
+    trainer(arguments(tmp_path, max_steps=2), alone, PrecisionDebugTrainerCallback(statistics())).train()
+    assert sorted(alone.logs) == [1, 2]
+    assert not any(name.startswith("te/") for names in alone.logs.values() for name in names)
+    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "custom", Custom)
+    trainer(arguments(tmp_path, max_steps=2), registered, PrecisionDebugTrainerCallback(statistics())).train()
+    assert all("te/net.0/activation/max" in names for names in registered.logs.values())
+    assert all("loss" in names for names in registered.logs.values())
+
+
+def test_prefix_and_log_filter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "custom", Custom)
+    custom = Custom()
+    callback = PrecisionDebugTrainerCallback(statistics(), prefix="fp8", log_filter="*/net.1/*/max")
+    made = trainer(arguments(tmp_path, max_steps=1), custom, callback)
+    made.train()
+    assert [name for name in custom.logs[1] if "net" in name] == ["fp8/net.1/activation/max"]
+
+
+def test_values_that_are_not_finite_reach_the_integrations(tmp_path: Path) -> None:
+    """An SQNR of inf: the weight is exact in FP8."""
+    model = Net()
+    with torch.no_grad():
+        for layer in model.net:
+            layer.weight.fill_(0.5)  # type: ignore[operator,union-attr]
+    statistic = "fp8_current_scaling_sqnr_db"
+    config = {"s": feature("LogFp8TensorStats", ["all"], tensors=["weight"], stats=[statistic], freq=1)}
+    args = arguments(tmp_path, report_to="tensorboard", max_steps=1)
+    made = trainer(args, PrecisionDebugTrainerCallback(config), model=model)
+    made.train()
+    (events,) = tmp_path.rglob("events.out.tfevents*")
+    board = board_scalars(events)
+    assert board[f"train/te/net.0/weight/{statistic}"] == {1: math.inf}
+    assert "te/worst_sqnr_db" not in made.state.log_history[0], "an exact tensor is nobody's worst"
