@@ -105,11 +105,11 @@ class PrecisionDebugCallback(Callback):
         self._stop(None)  # of an earlier fit, whose on_exception another callback has cut short
         self._restored_iteration = None
         self._step_of_batch = None
-        metrics = _Metrics(MetricSelection(self._options.prefix, self._options.log_filter))
+        select = MetricSelection(self._options.prefix, self._options.log_filter)
         self._session = InspectSession.from_options(self._options)
         self._session.start(
             log_dir=Path(trainer.log_dir or trainer.default_root_dir),
-            sinks=[_LoggerSink(receiver, metrics) for receiver in trainer.loggers if trainer.is_global_zero],
+            sinks=[_LoggerSink(receiver, select) for receiver in trainer.loggers if trainer.is_global_zero],
         )
         self._session.eval_mode_counts = False  # the trainer says when it evaluates
 
@@ -198,35 +198,21 @@ class PrecisionDebugCallback(Callback):
             self._session.stop(error, self._step_of_batch)
 
 
-class _Metrics:
-    """The metrics of a step, chosen once for all loggers."""
-
-    def __init__(self, select: MetricSelection) -> None:
-        self._select = select
-        self.histograms = select.histograms
-        self._last: tuple[StepRecords | None, dict[str, float]] = (None, {})
-
-    def __call__(self, records: StepRecords) -> dict[str, float]:
-        if self._last[0] is not records:
-            self._last = (records, self._select(records))
-        return self._last[1]
-
-
 class _LoggerSink:
     """The sink that hands a step's metrics to one of the trainer's loggers, in one call."""
 
-    def __init__(self, receiver: Logger, metrics: _Metrics) -> None:
+    def __init__(self, receiver: Logger, select: MetricSelection) -> None:
         self._receiver = receiver
-        self._metrics = metrics
+        self._select = select
 
     def start(self, run: RunInfo) -> None:
         """Nothing to prepare: the trainer has set its loggers up."""
 
     def write(self, records: StepRecords) -> None:
         """Log, at the step of the batch's own metrics."""
-        if metrics := self._metrics(records):
+        if metrics := self._select(records):
             self._receiver.log_metrics(_named_for(self._receiver, metrics), step=records.logging_step)
-        for name, counts in self._metrics.histograms(records).items():
+        for name, counts in self._select.histograms(records).items():
             _log_histogram(self._receiver, name, counts, records.logging_step)
 
     def close(self, error: BaseException | None) -> None:

@@ -19,7 +19,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("te_precision_callbacks.accelerate", "accelerate") from error
 
-from te_precision_callbacks.accelerate.conversion import unconverted_layers
+from te_precision_callbacks.accelerate.conversion import unconverted_layers, warn_of_unconverted
 from te_precision_callbacks.accelerate.debugger import STATE_FILE, PrecisionDebugger
 
-__all__ = ["STATE_FILE", "PrecisionDebugger", "unconverted_layers"]
+__all__ = ["STATE_FILE", "PrecisionDebugger", "unconverted_layers", "warn_of_unconverted"]

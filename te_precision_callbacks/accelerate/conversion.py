@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.naming import is_wrapper_part
 
+logger = logging.getLogger(__name__)
+
 _CONVERTED_MULTIPLE = 16
+_LAYERS_IN_WARNING = 5
+
+
+def warn_of_unconverted(accelerator: Accelerator, model: torch.nn.Module | Sequence[torch.nn.Module]) -> dict[str, str]:
+    """Say on the main process which Linear layers ``accelerator.prepare`` left without Transformer Engine, and why.
+
+    Returns:
+        What :func:`unconverted_layers` says; nothing where the accelerator does not convert layers.
+    """
+    if accelerator.fp8_backend != "TE" or accelerator.distributed_type == DistributedType.MEGATRON_LM:
+        return {}
+    unconverted = unconverted_layers(model)
+    if unconverted and accelerator.is_main_process:
+        named = [f"{layer}: {why}" for layer, why in unconverted.items()]
+        more = len(named) - _LAYERS_IN_WARNING
+        logger.warning(
+            "Accelerate left %d Linear layer%s unconverted, which run%s without FP8. %s%s.",
+            len(named),
+            "s"[: len(named) > 1],
+            "s"[: len(named) == 1],
+            "; ".join(named[:_LAYERS_IN_WARNING]),
+            f"; and {more} more: te_precision_callbacks.accelerate.unconverted_layers(model) has all"
+            if more > 0
+            else "",
+        )
+    return unconverted
 
 
 def unconverted_layers(model: torch.nn.Module | Sequence[torch.nn.Module]) -> dict[str, str]:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from typing_extensions import Self, Unpack
 
-from te_precision_callbacks.accelerate.conversion import chunks_of, unconverted_layers
+from te_precision_callbacks.accelerate.conversion import chunks_of, warn_of_unconverted
 from te_precision_callbacks.accelerate.tracking import TrackerSink
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.errors import OptionError
@@ -29,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "te_precision_debugger.json"
 """In the folder of ``accelerator.save_state``: the debug iteration."""
-
-_LAYERS_IN_WARNING = 5
 
 
 class PrecisionDebugger:
@@ -145,7 +142,7 @@ class PrecisionDebugger:
             session.attach(self._model)
             if session.overflow is not None:
                 session.overflow.loss_scaled = self._accelerator.scaler is not None
-            self._look_for_unconverted()
+            self._unconverted = warn_of_unconverted(self._accelerator, self._model)
         except BaseException as error:
             self.stop(error)
             raise
@@ -279,23 +276,6 @@ class PrecisionDebugger:
         if not self._said_stopped:
             self._said_stopped = True
             logger.warning("step(): the debugger was stopped, so nothing is observed any more. Training goes on.")
-
-    def _look_for_unconverted(self) -> None:
-        accelerator = self._accelerator
-        if accelerator.fp8_backend != "TE" or accelerator.distributed_type == DistributedType.MEGATRON_LM:
-            return  # nothing was converted
-        self._unconverted = unconverted_layers(self._model)
-        if self._unconverted and accelerator.is_main_process:
-            named = [f"{layer}: {why}" for layer, why in self._unconverted.items()]
-            more = len(named) - _LAYERS_IN_WARNING
-            logger.warning(
-                "Accelerate left %d Linear layer%s unconverted, which run%s without FP8. %s%s.",
-                len(named),
-                "s"[: len(named) > 1],
-                "s"[: len(named) == 1],
-                "; ".join(named[:_LAYERS_IN_WARNING]),
-                f"; and {more} more, see debugger.unconverted" if more > 0 else "",
-            )
 
 
 def _require_prepared(accelerator: Accelerator, model: torch.nn.Module) -> None:

@@ -60,9 +60,15 @@ class MetricSelection:
         self._prefix = prefix
         self._wanted = _predicate(log_filter)
         self._said = False
+        self._last: tuple[StepRecords | None, dict[str, float]] = (None, {})
 
     def __call__(self, records: StepRecords) -> dict[str, float]:
-        """The metrics of a step: name -> value."""
+        """The metrics of a step: name -> value. Chosen once, however many loggers ask for them."""
+        if self._last[0] is not records:
+            self._last = (records, self._choose(records))
+        return dict(self._last[1])
+
+    def _choose(self, records: StepRecords) -> dict[str, float]:
         named = [(metric_name(self._prefix, row), row) for row in records]
         if self._wanted is not None:
             return {name: row.value for name, row in named if self._wanted(name)}

@@ -59,15 +59,19 @@ class ForwardClassifier:
         paused: set by a front door while it evaluates.
         eval_mode_counts: whether a module in eval mode is being evaluated. Not so where the front door says when it
             evaluates: a model may be trained in eval mode, or left in it by a validation that failed.
+        abandoned: whether the loop that started the session has ended without a word, so that nothing is its any more.
     """
 
     def __init__(self, *, precision_features_in_eval: bool) -> None:
         self._evaluation = ForwardKind.EVALUATION if precision_features_in_eval else ForwardKind.UNTOUCHED
         self.paused = False
         self.eval_mode_counts = True
+        self.abandoned: Callable[[], bool] | None = None
 
     def __call__(self, module: torch.nn.Module) -> ForwardKind:
         """The kind of the forward of ``module`` that is being entered."""
+        if self.abandoned is not None and self.abandoned():
+            return ForwardKind.UNTOUCHED
         if self.paused or (self.eval_mode_counts and not module.training):
             return self._evaluation
         if torch._C._current_graph_task_id() != NO_BACKWARD:

@@ -149,6 +149,16 @@ class InspectSession:
         self._classify.eval_mode_counts = value
 
     @property
+    def abandoned(self) -> Callable[[], bool] | None:
+        """Tells whether the loop that started the session has ended without stopping it: then forwards run as without a
+        session. It is asked in each forward of a watched module; None where a loop stops its session in any case."""
+        return self._classify.abandoned
+
+    @abandoned.setter
+    def abandoned(self, value: Callable[[], bool] | None) -> None:
+        self._classify.abandoned = value
+
+    @property
     def overflow(self) -> DebugActivationOverflow | None:
         """What looks for inf and nan with ``debug="activation_overflow"``, from :meth:`attach` to :meth:`stop`."""
         return self._overflow

@@ -13,6 +13,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 from typing_extensions import Unpack
 
+from te_precision_callbacks.accelerate import warn_of_unconverted
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
@@ -136,6 +137,8 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             loop = find_loop(handler, state) if handler is not None else None
             if session.overflow is not None and loop is not None:
                 session.overflow.loss_scaled = loop.scales_loss
+            if loop is not None and loop.accelerator is not None:
+                warn_of_unconverted(loop.accelerator, model)
             history = HistorySummary(self._options.prefix)
             self._training = Training(session, reporting, history, loop, model)
         except BaseException as error:

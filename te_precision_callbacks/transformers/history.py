@@ -12,7 +12,11 @@ from typing import Any
 
 from te_precision_callbacks.records import Row, StepRecords
 
-_SUMMARIES = (("worst_underflows%", "underflows%", 1), ("worst_sqnr_db", "sqnr_db", -1), ("nonfinite_num",) * 2 + (1,))
+_SUMMARIES = (
+    ("worst_underflows%", "underflows%", 1),
+    ("worst_sqnr_db", "sqnr_db", -1),
+    ("nonfinite_num", "nonfinite_num", 1),
+)
 """Key, a part of the statistic's name (which also has a recipe and a direction), 1 where a high value is the worst."""
 
 _TRAINING_METRICS = ("loss", "train_loss")

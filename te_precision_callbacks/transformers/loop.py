@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 from types import CodeType, FrameType
 
+from accelerate import Accelerator
 from transformers import Trainer, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
@@ -49,9 +50,14 @@ class TrainingLoop:
         self._thread = threading.get_ident()
 
     @property
+    def accelerator(self) -> Accelerator | None:
+        """The trainer's accelerator."""
+        return getattr(self._trainer(), "accelerator", None)
+
+    @property
     def scales_loss(self) -> bool:
         """Whether the loss is scaled, so that an inf in a gradient is no error but a reason to scale it down."""
-        return getattr(getattr(self._trainer(), "accelerator", None), "scaler", None) is not None
+        return getattr(self.accelerator, "scaler", None) is not None
 
     @property
     def running(self) -> bool:

@@ -50,15 +50,7 @@ class Reporting:
         integrations = [callback for callback in handler.callbacks if isinstance(callback, classes)]
         self.sinks = [_IntegrationSink(integration, self) for integration in integrations]
         self.event: TrainerEvent | None = None
-        self.histograms = select.histograms
-        self._select = select
-        self._last: tuple[StepRecords | None, dict[str, float]] = (None, {})
-
-    def metrics(self, records: StepRecords) -> dict[str, float]:
-        """The metrics of a step, chosen once for all integrations."""
-        if self._last[0] is not records:
-            self._last = (records, self._select(records))
-        return self._last[1]
+        self.select = select
 
 
 class _IntegrationSink:
@@ -88,18 +80,18 @@ class _IntegrationSink:
 
     def _log(self, event: TrainerEvent, records: StepRecords) -> None:
         integration, step = self._integration, records.logging_step
-        metrics = self._reporting.metrics(records)
+        metrics = self._reporting.select(records)
         if isinstance(integration, MLflowCallback):
             metrics = names_for_mlflow(metrics)
         if metrics:
             state = _at_step(event.state, step)
-            integration.on_log(event.args, state, event.control, logs=dict(metrics), **event.keywords)
+            integration.on_log(event.args, state, event.control, logs=metrics, **event.keywords)
         if isinstance(integration, MLflowCallback) and not metrics.keys() <= self._known:
             # The integration logs from other threads. In a store of local files each makes the folders of the names;
             # where two make the same one, MLflow 3.17 loses the step of one of them.
             self._known |= metrics.keys()
             integration._ml_flow.flush_async_logging()
-        for name, counts in self._reporting.histograms(records).items():
+        for name, counts in self._reporting.select.histograms(records).items():
             _log_histogram(integration, f"train/{name}", counts, step)
 
 

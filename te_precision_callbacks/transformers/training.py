@@ -29,7 +29,8 @@ class Training:
         reporting: the integrations that get statistics.
         history: what the trainer's log history gets.
         loop: the training; None where it cannot be told whether it is running.
-        model: its model. A forward of it outside of the training closes the session, before anything is observed.
+        model: its model. A forward of it outside of the training closes the session; one of a part of it alone runs as
+            without a session.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Training:
         _OPEN.add(self)
         self._handle = None
         if loop is not None:
+            session.abandoned = lambda: not loop.running
             self._handle = model.register_forward_pre_hook(_ClosesAfterTraining(self), prepend=True)
 
     @property

@@ -118,12 +118,18 @@ def users_loop(model: Net) -> list[torch.Tensor]:
     return outputs
 
 
+def a_part_alone(model: Net) -> list[torch.Tensor]:
+    output = model.net(sample(0)[None])
+    output.sum().backward()
+    return [output.detach()]
+
+
 def evaluation(model: Net) -> list[torch.Tensor]:
     with torch.no_grad():
         return [model.eval()(sample(0)[None])["logits"]]
 
 
-@pytest.mark.parametrize("use", [users_loop, evaluation])
+@pytest.mark.parametrize("use", [users_loop, evaluation, a_part_alone])
 def test_a_users_own_use_of_the_model_runs_as_without_a_session(
     tmp_path: Path, keeper: Keeper, use: Callable[[Net], list[torch.Tensor]]
 ) -> None:
@@ -140,6 +146,9 @@ def test_a_users_own_use_of_the_model_runs_as_without_a_session(
     model.zero_grad()
     outputs = use(model)
     assert all(torch.equal(a, b) for a, b in zip(outputs, use(untouched), strict=True))
+    if use is a_part_alone:
+        assert callback.session.running
+        callback.close()
     assert not callback.session.running
     assert keeper.iterations == [0, 1, 2]
     assert len(keeper.closed) == 1
