@@ -1,4 +1,4 @@
-"""What both benchmarks share: the statistics, Transformer Engine's functions as it wrote them, a clock, tables."""
+"""What the benchmarks share: the statistics, Transformer Engine's functions as it wrote them, a clock, tables."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _usable_processors() -> Sequence[int]:
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser with what both benchmarks take."""
+    """A parser with what all benchmarks take."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a JSON list, one object a case, instead of a table")
     return parser

@@ -102,6 +102,7 @@ class InspectSession:
         self._sinks: list[Sink] = []
         self._at_exit: Finalize | None = None
         self._overflow: DebugActivationOverflow | None = None
+        self._watched_model: object = None
         self._attached = False
         self._sinks_started = False
         self._scalars: list[tuple[str, Any]] = []
@@ -318,7 +319,7 @@ class InspectSession:
                 if self._at_exit is not None:
                     self._at_exit.cancel()
                 self._hooks.remove()
-                overflow, self._overflow = self._overflow, None
+                overflow, self._overflow, self._watched_model = self._overflow, None, None
                 self._inspector = None
                 self._modules = ()
                 inspector.stop()
@@ -352,8 +353,10 @@ class InspectSession:
         from te_precision_callbacks.debug_utils import DebugActivationOverflow
 
         if self._overflow is not None:
+            if model is self._watched_model:
+                return  # it follows what is replaced inside
             self._overflow.close()
-        options = self._options
+        options, self._watched_model = self._options, model
         self._overflow = DebugActivationOverflow(model, distributed=options.reduce, process_group=options.process_group)
 
     def _find_layers(self, inspector: Inspector, model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[Layer]:

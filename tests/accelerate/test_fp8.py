@@ -192,4 +192,4 @@ def test_many_of_them_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert len(debugger.unconverted) == 9
     (said,) = [record.message for record in caplog.records if "unconverted" in record.message]
     assert said.startswith("Accelerate left 9 Linear layers unconverted, which run without FP8. 0: 10 x 10: 10 and 10")
-    assert said.endswith("; and 4 more, te_precision_callbacks.accelerate.unconverted_layers(model) has all.")
+    assert said.endswith("; and 4 more: te_precision_callbacks.accelerate.unconverted_layers(model) has all.")

@@ -1,0 +1,183 @@
+"""What activation overflow detection adds to a training step, beside transformers' DebugUnderflowOverflow.
+
+    python benchmarks/overflow.py [--json] [--layers 4 --hidden 256 --sequence 512 --batch 4] [--repeats 15]
+
+A Llama of transformers, built from a config, trains with AdamW on random tokens, in float32 and in bfloat16. A step is
+forward, backward and optimizer step. What is counted:
+  none       the step without detection.
+  ours       with DebugActivationOverflow, as it is by default: gradients too.
+  forward    with DebugActivationOverflow(gradients=False): forwards alone, as upstream watches.
+  upstream   with transformers.debug_utils.DebugUnderflowOverflow, which watches forwards, and the parameters.
+  *_added_percent  the fastest step above the fastest step of none. One process, one model; a step of each in turn.
+  *_host_waits     how often a step waits for the device: reads of one element (``_local_scalar_dense``, which is what
+             ``.item()`` and ``bool()`` do) and looks of this project, each of which is one copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import torch
+from measuring import arguments, machine, milliseconds, progress, report
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.debug_utils import DebugUnderflowOverflow
+
+from te_precision_callbacks.debug_utils import DebugActivationOverflow, slots
+
+COLUMNS = (
+    "case",
+    "none_ms",
+    "ours_ms",
+    "ours_added_percent",
+    "forward_added_percent",
+    "upstream_ms",
+    "upstream_added_percent",
+    "ours_host_waits",
+    "upstream_host_waits",
+)
+
+
+class Training:
+    """A Llama and its optimizer.
+
+    Args:
+        layers, hidden, sequence, batch: the sizes.
+        dtype: of the parameters.
+        device: where it trains.
+    """
+
+    def __init__(
+        self, layers: int, hidden: int, sequence: int, batch: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=8192,
+            hidden_size=hidden,
+            intermediate_size=4 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=max(1, hidden // 64),
+            max_position_embeddings=sequence,
+            use_cache=False,
+        )
+        self.device = device
+        model: torch.nn.Module = LlamaForCausalLM(config)
+        self.model = model.to(device, dtype)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self._tokens = torch.randint(0, config.vocab_size, (batch, sequence), device=device)
+
+    def step(self) -> None:
+        """Forward, backward and optimizer step."""
+        loss = self.model(input_ids=self._tokens, labels=self._tokens).loss
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class HostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def with_upstream(model: torch.nn.Module) -> Iterator[None]:
+    """transformers' detector on a model; it has no end of its own."""
+    before = {module: dict(module._forward_hooks) for module in model.modules()}
+    DebugUnderflowOverflow(model)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for module, hooks in before.items():
+            module._forward_hooks.clear()
+            module._forward_hooks.update(hooks)
+
+
+Way = Callable[[torch.nn.Module], AbstractContextManager[object]]
+
+WAYS: dict[str, Way] = {
+    "none": lambda model: contextlib.nullcontext(),
+    "ours": DebugActivationOverflow,
+    "forward": lambda model: DebugActivationOverflow(model, gradients=False),
+    "upstream": with_upstream,
+}
+
+
+def timed(training: Training, way: Way) -> float:
+    """A step in milliseconds, after one that warms up."""
+    with way(training.model), contextlib.redirect_stdout(io.StringIO()):
+        training.step()
+        return milliseconds(training.step, training.device)
+
+
+def host_waits(training: Training, way: Way) -> int:
+    """How often a step waits for the device."""
+    counting = HostWaits()
+    copies = mock.Mock(side_effect=slots.to_host)
+    with way(training.model), contextlib.redirect_stdout(io.StringIO()):
+        training.step()
+        with mock.patch.object(slots, "to_host", copies), counting:
+            training.step()
+    return counting.count + copies.call_count
+
+
+def measure(training: Training, repeats: int, name: str) -> dict[str, Any]:
+    """One case."""
+    best = dict.fromkeys(WAYS, math.inf)
+    for number in range(1, repeats + 1):
+        for way, start in WAYS.items():
+            best[way] = min(best[way], timed(training, start))
+        progress(f"{name}, round {number} of {repeats}: " + ", ".join(f"{way} {ms:.0f} ms" for way, ms in best.items()))
+    without = host_waits(training, WAYS["none"])
+    case: dict[str, Any] = {"case": name}
+    for way, ms in best.items():
+        case[f"{way}_ms"] = ms
+        if way != "none":
+            case[f"{way}_added_percent"] = 100 * (ms / best["none"] - 1)
+            case[f"{way}_host_waits"] = host_waits(training, WAYS[way]) - without
+    return case
+
+
+def _options(given: list[str] | None) -> argparse.Namespace:
+    parser = arguments(__doc__)
+    parser.add_argument("--layers", type=int, default=4, help="Transformer layers (default: 4)")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 64 (default: 256)")
+    parser.add_argument("--sequence", type=int, default=512, help="tokens of a sequence (default: 512)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences of a batch (default: 4)")
+    parser.add_argument("--repeats", type=int, default=15, help="timed steps of each way (default: 15)")
+    return parser.parse_args(given)
+
+
+def main(given: list[str] | None = None) -> None:
+    options = _options(given)
+    logging.getLogger("te_precision_callbacks").setLevel(logging.ERROR)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    described = machine(device)
+    progress(described) if options.json else print(described, end="\n\n")
+    sizes = {name: getattr(options, name) for name in ("layers", "hidden", "sequence", "batch")}
+    cases = []
+    for dtype in (torch.float32, torch.bfloat16):
+        training = Training(**sizes, dtype=dtype, device=device)
+        name = str(dtype).removeprefix("torch.")
+        cases.append({**measure(training, options.repeats, name), **sizes, "machine": described})
+    notes = "A step of each in turn, the fastest counts. Host waits: those that detection adds to a step."
+    report(cases, COLUMNS, notes, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

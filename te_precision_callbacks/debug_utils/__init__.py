@@ -1,0 +1,26 @@
+"""Activation overflow: where an activation or a gradient becomes inf or nan, and what led to it.
+
+    from te_precision_callbacks.debug_utils import DebugActivationOverflow
+
+    debug_overflow = DebugActivationOverflow(model)
+
+See :class:`DebugActivationOverflow`, and :func:`detect_overflow` for a look inside of a forward.
+"""
+
+from te_precision_callbacks.debug_utils.detector import DebugActivationOverflow
+from te_precision_callbacks.debug_utils.direct import detect_overflow
+from te_precision_callbacks.debug_utils.errors import (
+    AbortAfterBatch,
+    ActivationOverflowError,
+    OverflowDetectorError,
+    OverflowOptionError,
+)
+
+__all__ = [
+    "AbortAfterBatch",
+    "ActivationOverflowError",
+    "DebugActivationOverflow",
+    "OverflowDetectorError",
+    "OverflowOptionError",
+    "detect_overflow",
+]

@@ -1,0 +1,688 @@
+"""The detector."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import Any, Literal, get_args
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from te_precision_callbacks.debug_utils import report as text
+from te_precision_callbacks.debug_utils.agreement import Find, agree
+from te_precision_callbacks.debug_utils.errors import (
+    AbortAfterBatch,
+    ActivationOverflowError,
+    OverflowDetectorError,
+    OverflowOptionError,
+)
+from te_precision_callbacks.debug_utils.events import Call, Event, Gradient, Labelled
+from te_precision_callbacks.debug_utils.hooks import ModelHooks, Watched, outside_of_dynamo
+from te_precision_callbacks.debug_utils.interval import GradientRoles, History, Interval, Record, seen
+from te_precision_callbacks.debug_utils.scales import fp8_scale
+from te_precision_callbacks.debug_utils.slots import Measured, Values
+from te_precision_callbacks.debug_utils.structure import arguments, tensors_in
+from te_precision_callbacks.debug_utils.verdict import Judge, near_limit
+from te_precision_callbacks.engine.reduction import is_distributed
+from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.session.forward import NO_BACKWARD, ForwardClassifier, ForwardKind
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["deferred", "immediate"]
+
+MOST_SLOTS = 65_536
+"""Slots after which frames that nobody has looked at are looked at by their rank alone, before the next forward."""
+
+_MOST_SLOTS_IMMEDIATE = 1024
+"""Slots after which the mode ``immediate``, which has looked at them, begins anew."""
+
+
+class _Pass:
+    """An outermost call of a watched module, and all calls inside of it.
+
+    Attributes:
+        interval: where it is noted; None: not at all.
+        frames: whether it makes frames; a recomputed forward does not.
+        gradients: whether its tensors' gradients are watched.
+        looks: whether it is looked at when it ends.
+    """
+
+    __slots__ = ("frames", "gradients", "interval", "looks", "open")
+
+    def __init__(self, interval: Interval | None, *, frames: bool, gradients: bool, looks: bool) -> None:
+        self.interval = interval
+        self.frames = frames
+        self.gradients = gradients
+        self.looks = looks
+        self.open: list[tuple[Watched, list[tuple[str, Record]]]] = []
+
+    def close(self, watched: Watched) -> list[tuple[str, Record]] | None:
+        """What was taken by the call of a module that ends; None if none has begun."""
+        if all(opened is not watched for opened, _ in reversed(self.open)):
+            return None
+        while True:  # a call above it has never ended
+            opened, taken = self.open.pop()
+            if opened is watched:
+                return taken
+
+
+class _Thread(threading.local):
+    """What runs in a thread: on a GPU, recomputed forwards and gradients come from a thread of autograd."""
+
+    current: _Pass | None = None
+
+
+class _Running(threading.local):
+    """The detectors whose models are running, the innermost last."""
+
+    def __init__(self) -> None:
+        self.detectors: list[DebugActivationOverflow] = []
+
+
+running = _Running()
+
+
+class DebugActivationOverflow:
+    """Stops a run where an activation or a gradient becomes inf or nan, and shows what led to it.
+
+    It works from its construction on, or as a context manager, which takes its hooks away at the end::
+
+        with DebugActivationOverflow(model):
+            for batch in loader:
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()          # raises ActivationOverflowError, before the weights are touched
+                optimizer.zero_grad()
+
+    The report shows the last frames up to the bad one: ``abs_max`` is the largest magnitude, ``>`` what enters a
+    module, ``<`` what leaves it, ``[0]`` the batch::
+
+        < [0] encoder.block.2.layer.1.DenseReluDense.wo: Linear: output has infs
+
+
+        last 40 frames:
+        ...
+        abs_max= 1.80e+04 > [0] encoder.block.2.layer.1.DenseReluDense.wo: Linear: input[0]
+        abs_max=      inf < [0] encoder.block.2.layer.1.DenseReluDense.wo: Linear: output
+
+    In the mode ``deferred`` nothing waits for the device in forward and backward. All is looked at once, before an
+    optimizer of the model steps or in :meth:`look`; without gradients, at the end of the outermost forward.
+
+    Args:
+        model: the model, or a list of the chunks of one, on any device and in any wrapper.
+        max_frames: how many frames a report has at most.
+        mode: ``deferred``, or ``immediate``: looks at the end of each module's forward, and raises from there.
+        gradients: whether gradients are watched, of activations and parameters.
+        parameters: whether the values of each module's parameters are shown, and looked at.
+        abs_min: whether a column with the smallest magnitude is shown; each tensor is read once more for it.
+        trace_batches: numbers of batches whose frames are all logged (as warnings), and not looked at.
+        abort_after_batch: the number of a batch after which :class:`AbortAfterBatch` is raised.
+        allow_neg_inf: patterns (as in ``fnmatch``) of the paths of modules that make -inf on purpose.
+        warn_above: a share of the dtype's largest number: one warning for each module with an output above it. None: no
+            warning.
+        distributed: whether all ranks stop together, with the culprit of the one on which it came first: one number is
+            reduced in each training look, which all ranks must take part in.
+        process_group: over which ranks; None for all.
+
+    Attributes:
+        loss_scaled: whether the loss is scaled by a GradScaler, which looks after infinite gradients by itself: they
+            are shown, and are no reason to stop. May be set at any time.
+
+    Raises:
+        OverflowOptionError: a value that a keyword does not take.
+        OverflowDetectorError: no model, or one that another detector is watching.
+        ActivationOverflowError: while training, or in :meth:`look` or :meth:`close`: an inf or nan.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        max_frames: int = 40,
+        *,
+        mode: Mode = "deferred",
+        gradients: bool = True,
+        parameters: bool = False,
+        abs_min: bool = False,
+        trace_batches: Iterable[int] = (),
+        abort_after_batch: int | None = None,
+        allow_neg_inf: Iterable[str] = (),
+        warn_above: float | None = 0.9,
+        distributed: bool = True,
+        process_group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        roots = _roots(model)
+        self._max_frames = _count("max_frames", max_frames, least=1)
+        if mode not in get_args(Mode):
+            raise OverflowOptionError(f"mode= is one of {', '.join(map(repr, get_args(Mode)))}, not {mode!r}.")
+        self._immediate = mode == "immediate"
+        self._gradients = gradients
+        self._parameters = parameters
+        self._abs_min = abs_min
+        self._traced = frozenset(_count("trace_batches", batch) for batch in _several("trace_batches", trace_batches))
+        self._last_batch = None if abort_after_batch is None else _count("abort_after_batch", abort_after_batch)
+        patterns = _several("allow_neg_inf", allow_neg_inf)
+        for pattern in patterns:
+            if not isinstance(pattern, str):
+                raise OverflowOptionError(f"allow_neg_inf= takes patterns of module paths, not {pattern!r}.")
+        if warn_above is not None and not (isinstance(warn_above, (int, float)) and 0 < warn_above <= 1):
+            raise OverflowOptionError(f"warn_above= is a share between 0 and 1, or None, not {warn_above!r}.")
+        if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):
+            raise OverflowOptionError(f"process_group= is a torch.distributed.ProcessGroup, not {process_group!r}.")
+        self._warn_above = warn_above
+        self._warned: set[str] = set()
+        self._traced_last = -1
+        self._distributed = distributed
+        self._group = process_group
+        self.loss_scaled = False
+
+        self._judge = Judge(patterns, self._traced)
+        self._history = History(self._max_frames)
+        self._training = Interval(abs_min=abs_min)
+        self._evaluation = Interval(abs_min=abs_min)
+        self._thread = _Thread()
+        # The kinds of forwards are those of a session; whether a module is in eval mode says nothing of them here.
+        self._classify = ForwardClassifier(precision_features_in_eval=False)
+        self._classify.eval_mode_counts = False
+        self._batch = -1
+        self._batches_are_given = False
+        self._looked = True
+        self._due = False
+        self._closed = False
+        self._broken = False
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._leaf_hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks = ModelHooks(roots, self, parameter_gradients=gradients)
+        self._step_hook = register_optimizer_step_pre_hook(_before_step_of(weakref.ref(self)))
+        weakref.finalize(self, self._step_hook.remove)
+
+    # ------------------------------------------------------------------ for the training loop
+
+    @property
+    def batch_number(self) -> int:
+        """The number of the batch that is running or was the last, 0-based."""
+        return max(self._batch, 0)
+
+    def begin_batch(self) -> None:
+        """Say that a batch begins, where the loop does not call the model itself but modules in it.
+
+        From the first call on, batches are counted by these calls alone.
+
+        Raises:
+            AbortAfterBatch: the batch before was the last one that was wanted.
+        """
+        self._batches_are_given = True
+        if not self._closed:
+            self._next_batch()
+
+    def look(self) -> None:
+        """Look at what training has done since the last look; where ranks stop together, on all of them.
+
+        Not needed where an optimizer of the model steps: it looks before each step.
+
+        Raises:
+            ActivationOverflowError: there was an inf or nan.
+            AbortAfterBatch: the last batch that was wanted is over.
+        """
+        if self._closed or not self._due:
+            return
+        self._thread.current = None  # no call is running, whatever an interrupt has left
+        self._due = False
+        find = self._look_at(self._training)
+        if self._distributed and is_distributed(self._group):
+            find = agree(find, self._group)
+        self._stop_if(find)
+        if self._last_batch is not None and self._batch >= self._last_batch:
+            self._abort()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Look at what was not looked at, on this rank alone, and take all hooks away. Closing twice does nothing.
+
+        Args:
+            error: what ended the run. What is found is logged then, and not raised over it.
+
+        Raises:
+            ActivationOverflowError: without ``error``: there was an inf or nan.
+        """
+        if self._closed:
+            return
+        find = None if self._broken else self._look_at(self._training)
+        self._remove()
+        if find is None:
+            return
+        if error is None:
+            self._stop_if(find)
+        else:
+            logger.error(find.report)
+
+    def __enter__(self) -> DebugActivationOverflow:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(error)
+
+    # ------------------------------------------------------------------ what the hooks call
+
+    def enter(self, watched: Watched, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        """The forward of a module begins."""
+        if self._closed:
+            return
+        try:
+            current = self._thread.current
+            if current is None or (watched.is_root and current.frames and _calls_running(watched.module) == 1):
+                # Nothing runs around the model: an interrupt, of which hooks hear nothing, has left the last call.
+                current = self._begin(watched)
+            self._take(current, watched, inputs, keywords)
+        except PrecisionDebugError:
+            raise
+        except Exception as error:
+            self._fail(error)
+
+    def leave(self, watched: Watched, output: Any, *, failed: bool) -> None:
+        """The forward of a module has ended."""
+        current = self._thread.current
+        if current is None:
+            return
+        made = False
+        try:
+            made = self._give(current, watched, output, failed=failed)
+        except Exception as error:
+            self._fail(error)
+        if made and self._immediate and not self._broken and current.interval is not None:
+            self._check_last(current.interval)
+        if not current.open:
+            self._end(current, failed=failed)
+
+    @outside_of_dynamo
+    def parameter_gradient(self, watched: Watched, name: str, parameter: torch.Tensor) -> None:
+        """The gradient of a parameter was accumulated."""
+        if self._closed or self._broken or parameter.grad is None or _is_recorded():
+            return
+        try:
+            measured = self._training.slots.measure(parameter.grad)
+            roles = [("<", watched, f"grad of {name}")]
+            self._training.events.append(Gradient(self.batch_number, roles, measured, (None,)))
+        except Exception as error:
+            self._fail(error)
+            return
+        if self._immediate:
+            self._check_last(self._training)
+
+    def label(self, tensor: torch.Tensor, label: str) -> None:
+        """Add a frame with a label, in a forward that is running."""
+        current = self._thread.current
+        if self._closed or self._broken or current is None or current.interval is None or not current.frames:
+            return
+        place = current.open[-1][0] if current.open else None
+        measured = current.interval.slots.measure(tensor)
+        current.interval.events.append(Labelled(self.batch_number, label, measured, place))
+
+    # ------------------------------------------------------------------ a forward
+
+    def _begin(self, watched: Watched) -> _Pass:
+        """An outermost call begins."""
+        if torch._C._current_graph_task_id() == NO_BACKWARD:
+            if self._training.slots.used >= MOST_SLOTS:
+                self._stop_if(self._look_at(self._training))
+            elif self._immediate and self._training.slots.used >= _MOST_SLOTS_IMMEDIATE:
+                self._training.forget_numbers()
+            self._count_batch(watched)
+        new = self._thread.current = self._new_pass(watched)
+        if self not in running.detectors:
+            running.detectors.append(self)
+        return new
+
+    def _new_pass(self, watched: Watched) -> _Pass:
+        if _is_recorded():
+            return _Pass(None, frames=False, gradients=False, looks=False)
+        kind = self._classify(watched.module)
+        if torch._C._current_graph_task_id() != NO_BACKWARD:
+            # Recomputed: the first forward made the frames. Of a reentrant checkpoint only this one sees gradients.
+            gradients = self._gradients and kind is ForwardKind.OBSERVED
+            return _Pass(self._training, frames=False, gradients=gradients, looks=False)
+        if kind is ForwardKind.UNTOUCHED:
+            self._evaluation.clear()
+            return _Pass(self._evaluation, frames=True, gradients=False, looks=True)
+        self._due = True
+        return _Pass(self._training, frames=True, gradients=self._gradients, looks=False)
+
+    def _count_batch(self, watched: Watched) -> None:
+        if watched.is_root or self._looked:
+            if self._hooks.synchronize():
+                self._optimizers.clear()
+            if not self._batches_are_given:
+                self._next_batch()
+        self._looked = False
+
+    def _next_batch(self) -> None:
+        if self._last_batch is not None and self._batch >= self._last_batch:
+            self._abort()
+        self._batch += 1
+
+    def _take(self, current: _Pass, watched: Watched, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        """Measure the inputs of a call, before the module can change them."""
+        taken: list[tuple[str, Record]] = []
+        current.open.append((watched, taken))
+        interval = current.interval
+        if interval is None or self._broken:
+            return
+        gradients = current.gradients and torch.is_grad_enabled()
+        for role, tensor in arguments(inputs, keywords):
+            record = interval.measure(tensor) if current.frames else interval.record(tensor)
+            taken.append((role, record))
+            if gradients and tensor.requires_grad:
+                self._gradient_roles(tensor, record).takers.append((watched, role))
+
+    def _give(self, current: _Pass, watched: Watched, output: Any, *, failed: bool) -> bool:
+        """Note a call that has ended; whether it made an event."""
+        taken = current.close(watched)
+        interval = current.interval
+        if failed or taken is None or interval is None or self._broken:
+            return False
+        gradients = current.gradients and torch.is_grad_enabled()
+        given: list[tuple[str, Measured]] = []
+        one = isinstance(output, torch.Tensor)
+        for role, tensor in (("output", output),) if one else tensors_in(output, "output"):
+            record = interval.measure(tensor) if current.frames else interval.record(tensor)
+            if record.measured is not None:
+                given.append((role, record.measured))
+            if gradients and tensor.requires_grad:
+                self._gradient_roles(tensor, record).makers.append((watched, role))
+        if not current.frames:
+            return False
+        entered = [(role, record.measured) for role, record in taken if record.measured is not None]
+        own = self._own_parameters(watched, interval) if self._parameters else ()
+        if not (entered or given or own):
+            return False
+        scale = fp8_scale(watched.module, "scaling_fwd", interval.slots) if watched.quantizes else None
+        interval.events.append(Call(watched, self.batch_number, own, entered, given, scale))
+        return True
+
+    def _own_parameters(self, watched: Watched, interval: Interval) -> list[tuple[str, Measured]]:
+        parameters = watched.module.named_parameters(recurse=False)
+        return [(name, interval.slots.measure(parameter)) for name, parameter in parameters]
+
+    def _end(self, current: _Pass, *, failed: bool) -> None:
+        """An outermost call has ended."""
+        self._thread.current = None
+        if self in running.detectors:
+            running.detectors.remove(self)
+        if current.looks and not failed and not self._closed and not self._broken:
+            self._stop_if(self._look_at(self._evaluation))
+            if self._last_batch is not None and self._batch >= self._last_batch and not self._batches_are_given:
+                self._abort()
+
+    # ------------------------------------------------------------------ a backward
+
+    def _gradient_roles(self, tensor: torch.Tensor, record: Record) -> GradientRoles:
+        """Watch the gradient of a tensor, if it is not yet."""
+        if record.gradient is None:
+            roles = record.gradient = GradientRoles(self.batch_number)
+            if tensor.dtype.is_floating_point:
+                with contextlib.suppress(RuntimeError):  # such as under a transform of torch.func
+                    handle = tensor.register_hook(functools.partial(self._gradient, roles))  # type: ignore[no-untyped-call]
+                    if tensor.is_leaf:  # it outlives the graph
+                        self._leaf_hooks.append(handle)
+        return record.gradient
+
+    @outside_of_dynamo
+    def _gradient(self, roles: GradientRoles, gradient: torch.Tensor) -> None:
+        """A gradient has arrived."""
+        if self._closed or self._broken:
+            return
+        try:
+            measured = self._training.measure(gradient).measured
+            frames = roles.frames()
+            if measured is None or not frames:
+                return
+            scales = [
+                fp8_scale(place.module, "scaling_bwd", self._training.slots)
+                if sign == ">" and isinstance(place, Watched) and place.quantizes
+                else None
+                for sign, place, _ in frames
+            ]
+            self._training.events.append(Gradient(roles.batch, frames, measured, scales))
+        except Exception as error:
+            self._fail(error)
+            return
+        if self._immediate:
+            self._check_last(self._training)
+
+    # ------------------------------------------------------------------ looking
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Look before an optimizer of the model steps; other arguments for the step, if it is given a closure.
+
+        Args:
+            optimizer: any optimizer.
+            args: the optimizer again, and the positional arguments of ``step``.
+            keywords: the others.
+        """
+        if self._closed:
+            return None
+        ours = self._optimizers.get(optimizer)
+        if ours is None:
+            ours = self._optimizers[optimizer] = self._hooks.holds_parameter_of(optimizer)
+        if not ours:
+            return None
+        self.look()
+        # Lightning, and an optimizer such as LBFGS, run forward and backward inside of the step.
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._looking_after(args[1]), *args[2:]), keywords
+        if callable(keywords.get("closure")):
+            return args, {**keywords, "closure": self._looking_after(keywords["closure"])}
+        return None
+
+    def _looking_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure, and a look at what it has done."""
+
+        def run_and_look() -> Any:
+            loss = closure()
+            self.look()
+            return loss
+
+        return run_and_look
+
+    def _look_at(self, interval: Interval) -> Find | None:
+        """Read an interval, and begin it anew; the first overflow in it."""
+        find = None
+        try:
+            if interval.events and not self._broken:
+                values = interval.slots.read()
+                find = self._judged(interval.events, values)
+        except Exception as error:
+            self._fail(error)
+        interval.clear()
+        if interval is self._training:
+            for handle in self._leaf_hooks:
+                handle.remove()
+            self._leaf_hooks.clear()
+        self._looked = True
+        return find
+
+    def _check_last(self, interval: Interval) -> None:
+        """The mode ``immediate``: look at the event that was just made."""
+        events, interval.events = interval.events, []
+        try:
+            find = self._judged(events, interval.slots.read())
+        except Exception as error:
+            self._fail(error)
+            return
+        self._stop_if(find)
+
+    def _judged(self, events: Sequence[Event], values: Values) -> Find | None:
+        """The first overflow; the other frames are kept for later reports, traced, and compared with the limits."""
+        if self._traced:
+            self._trace(events, values)
+        bad = self._judge.first_bad(events, values, loss_scaled=self.loss_scaled)
+        if self._warn_above is not None:
+            self._warn_of(events[: None if bad is None else bad[0]], values, self._warn_above)
+        if bad is None:
+            self._history.add(events, values)
+            return None
+        index, number = bad
+        before = [*self._history, *seen(events[: index + 1], values)]
+        after = len(list(events[index].frames())) - 1 - number
+        frames = before[: len(before) - after][-self._max_frames :]
+        culprit = frames[-1]
+        place = culprit.frame.place
+        return Find(
+            path="" if place is None else place.path,
+            class_name="" if place is None else place.class_name,
+            role=culprit.frame.role,
+            batch=culprit.batch,
+            rank=_rank(),
+            sequence=index,
+            headline=text.headline(culprit),
+            report=text.report(frames, abs_min=self._abs_min),
+        )
+
+    def _trace(self, events: Sequence[Event], values: Values) -> None:
+        lines: list[str] = []
+        for event in events:
+            if event.batch in self._traced:
+                if event.batch != self._traced_last:
+                    self._traced_last = event.batch
+                    lines.append(f"*** batch {event.batch} ***")
+                lines += [text.line(frame, abs_min=self._abs_min) for frame in seen([event], values)]
+        if lines:
+            logger.warning("%s", "\n".join(lines))
+
+    def _warn_of(self, events: Sequence[Event], values: Values, share: float) -> None:
+        for near in near_limit(events, values, share):
+            if near.place.path not in self._warned:
+                self._warned.add(near.place.path)
+                limit = torch.finfo(near.dtype).max
+                logger.warning(
+                    "%s: %s: %s comes near an overflow in batch %d: abs_max=%.2e is %.0f%% of what %s holds (%.2e)."
+                    " This is said once for each module.",
+                    near.place.path or "The model",
+                    near.place.class_name,
+                    near.role,
+                    near.batch,
+                    near.amax,
+                    100 * near.amax / limit,
+                    str(near.dtype).removeprefix("torch."),
+                    limit,
+                )
+
+    def _stop_if(self, find: Find | None) -> None:
+        if find is None:
+            return
+        self._remove()
+        if find.rank == _rank():
+            logger.error("%s", find.report)
+        over = (
+            f" on rank {find.rank}" if torch.distributed.is_available() and torch.distributed.is_initialized() else ""
+        )
+        raise ActivationOverflowError(
+            f"{find.headline}, in batch {find.batch}{over}. The report in the log, and in this exception's attribute"
+            " 'report', has the frames before it: go up from the last one to where abs_max began to grow, and run that"
+            " part in a higher precision, or make its values smaller. detect_overflow() looks inside of a forward.",
+            path=find.path,
+            class_name=find.class_name,
+            role=find.role,
+            batch=find.batch,
+            rank=find.rank,
+            report=find.report,
+        )
+
+    def _abort(self) -> None:
+        find = self._look_at(self._training)
+        batch = self._batch
+        self._remove()
+        self._stop_if(find)
+        raise AbortAfterBatch(batch)
+
+    def _fail(self, error: Exception) -> None:
+        """A failure in observation: it is said once, and nothing is observed any more."""
+        if not self._broken:
+            self._broken = True
+            logger.error(
+                "Activation overflow detection failed (%s: %s), and is off from here on. Training goes on.",
+                type(error).__name__,
+                error,
+                exc_info=error,
+            )
+
+    def _remove(self) -> None:
+        """Take all hooks away, and forget what was seen."""
+        self._closed = True
+        self._thread.current = None
+        if self in running.detectors:
+            running.detectors.remove(self)
+        self._hooks.remove()
+        self._step_hook.remove()
+        for handle in self._leaf_hooks:
+            handle.remove()
+        self._leaf_hooks.clear()
+        self._training.clear()
+        self._evaluation.clear()
+        self._history = History(self._max_frames)
+
+
+def _before_step_of(detector: weakref.ref[DebugActivationOverflow]) -> Any:
+    """The hook of all optimizers of the process; it does not keep the detector, and so not the model, alive."""
+
+    @outside_of_dynamo
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> Any:
+        found = detector()
+        return None if found is None else found._before_step(optimizer, args, keywords)
+
+    return before_step
+
+
+def _calls_running(module: torch.nn.Module) -> int:
+    """How many calls of a module are on the stack. A model may call itself: Lightning's training_step runs so."""
+    count = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        count += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return count
+
+
+def _is_recorded() -> bool:
+    """Whether what runs is recorded, for TorchScript or a CUDA graph: there are no numbers that anyone will read."""
+    if torch._C._get_tracing_state() is not None:
+        return True
+    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return in_use and torch.cuda.is_current_stream_capturing()
+
+
+def _rank() -> int:
+    return (
+        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+    )
+
+
+def _roots(model: object) -> list[tuple[str, torch.nn.Module]]:
+    if isinstance(model, torch.nn.Module):
+        return [("", model)]
+    chunks = list(model) if isinstance(model, Iterable) else []
+    if not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
+        raise OverflowDetectorError(f"The model is a torch.nn.Module or a list of them, not {model!r}.")
+    return [(f"chunk{index}", chunk) for index, chunk in enumerate(chunks)]
+
+
+def _several(key: str, value: object) -> tuple[Any, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise OverflowOptionError(f"{key}= is a list, not {value!r}.")
+    return tuple(value)
+
+
+def _count(key: str, value: Any, *, least: int = 0) -> int:
+    if type(value) is not int or value < least:
+        raise OverflowOptionError(f"{key}= takes whole numbers from {least} on, not {value!r}.")
+    return value

@@ -1,0 +1,44 @@
+"""A look at one tensor, at once."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+
+from te_precision_callbacks.debug_utils.detector import running
+from te_precision_callbacks.debug_utils.hooks import outside_of_dynamo
+from te_precision_callbacks.debug_utils.slots import Slot, Slots
+
+logger = logging.getLogger(__name__)
+
+
+@outside_of_dynamo
+def detect_overflow(tensor: torch.Tensor, label: str) -> bool:
+    """Look whether a tensor has an inf or nan, and log it as an error: between two operations inside of a forward.
+
+        forwarded_states = self.layer_norm(hidden_states)
+        detect_overflow(forwarded_states, "after layer_norm")
+
+    Where a :class:`DebugActivationOverflow` watches the forward that is running, its report gets a frame with the
+    label. The host waits for the tensor.
+
+    Args:
+        tensor: any shape, dtype and device.
+        label: what the log and the report call it.
+
+    Returns:
+        Whether there is an inf, of either sign, or a nan. A tensor whose elements cannot be known has none.
+    """
+    for detector in running.detectors:
+        detector.label(tensor, label)
+    slots = Slots(abs_min=False)
+    measured = slots.measure(tensor)
+    if not isinstance(measured, Slot):
+        return False
+    low, high = slots.read().extremes(measured)
+    if math.isfinite(low) and math.isfinite(high):
+        return False
+    logger.error("%s has %s", label, "nans" if math.isnan(high) else "infs")
+    return True

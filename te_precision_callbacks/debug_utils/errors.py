@@ -1,0 +1,65 @@
+"""The exceptions of activation overflow detection."""
+
+from __future__ import annotations
+
+from te_precision_callbacks.errors import OptionError, PrecisionDebugError
+
+
+class ActivationOverflowError(PrecisionDebugError, RuntimeError):
+    """An activation or a gradient became inf or nan.
+
+    Attributes:
+        path: the module's path in the model, without wrapper parts; empty for the model itself.
+        class_name: the module's class.
+        role: which tensor of it: ``output``, ``input[0]``, ``grad_output[logits]``, ``grad of weight``, or the label
+            that was given to :func:`~te_precision_callbacks.debug_utils.detect_overflow`.
+        batch: the batch number, 0-based.
+        rank: the rank on which it happened.
+        report: the whole report.
+    """
+
+    def __init__(
+        self, message: str, *, path: str, class_name: str, role: str, batch: int, rank: int, report: str
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.class_name = class_name
+        self.role = role
+        self.batch = batch
+        self.rank = rank
+        self.report = report
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuilt, (self.args[0], self.__dict__)
+
+
+def _rebuilt(message: str, attributes: dict[str, object]) -> ActivationOverflowError:
+    """For pickle: a process that a trainer spawned sends its exception to the one that waits for it."""
+    error = ActivationOverflowError(message, path="", class_name="", role="", batch=0, rank=0, report="")
+    error.__dict__.update(attributes)
+    return error
+
+
+class OverflowDetectorError(PrecisionDebugError, ValueError):
+    """A detector cannot be made: a model that is watched already, or no model."""
+
+
+class OverflowOptionError(OptionError, ValueError):
+    """A value that a keyword of the detector does not take."""
+
+
+class AbortAfterBatch(PrecisionDebugError, ValueError):
+    """The batch is over after which the detector was asked to end the run (``abort_after_batch=``).
+
+    Attributes:
+        batch: its number, 0-based.
+    """
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(
+            f"Stopped after batch {batch}, as abort_after_batch={batch} asks for. Nothing is wrong with it."
+        )
+        self.batch = batch
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return AbortAfterBatch, (self.batch,)

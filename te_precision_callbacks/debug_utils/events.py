@@ -1,0 +1,121 @@
+"""What was seen, in order: the calls of modules, gradients that arrived, and tensors with a label.
+
+An event is made while the model runs, and is expanded into the frames of a report only if there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from te_precision_callbacks.debug_utils.slots import Measured, Slot
+
+
+class Place(Protocol):
+    """A module as reports name it.
+
+    Attributes:
+        path: in the model, without wrapper parts; empty for the model itself.
+        class_name: its class.
+    """
+
+    path: str
+    class_name: str
+
+
+class Frame(NamedTuple):
+    """A line of a report.
+
+    Attributes:
+        sign: ``>`` for what enters a module's forward or backward, ``<`` for what leaves it, ``=`` for the rest.
+        place: the module; None for a label outside of any.
+        role: which tensor.
+        measured: its numbers.
+        scale: the FP8 scale under which the module quantizes it: a slot with the number, or the number of the format
+            that the largest magnitude is scaled to.
+    """
+
+    sign: str
+    place: Place | None
+    role: str
+    measured: Measured
+    scale: Slot | float | None = None
+
+
+class Event(Protocol):
+    """Something that was seen in a batch."""
+
+    batch: int
+
+    def frames(self) -> Iterator[Frame]:
+        """Its lines of a report."""
+
+
+Tensors = Sequence[tuple[str, Measured]]
+
+
+class Call:
+    """The forward of a module: emitted at its end."""
+
+    __slots__ = ("batch", "inputs", "outputs", "parameters", "place", "scale")
+
+    def __init__(
+        self,
+        place: Place,
+        batch: int,
+        parameters: Tensors,
+        inputs: Tensors,
+        outputs: Tensors,
+        scale: Slot | float | None,
+    ) -> None:
+        self.place = place
+        self.batch = batch
+        self.parameters = parameters
+        self.inputs = inputs
+        self.outputs = outputs
+        self.scale = scale
+
+    def frames(self) -> Iterator[Frame]:
+        for role, measured in self.parameters:
+            yield Frame("=", self.place, role, measured)
+        for index, (role, measured) in enumerate(self.inputs):
+            yield Frame(">", self.place, role, measured, self.scale if index == 0 else None)
+        for role, measured in self.outputs:
+            yield Frame("<", self.place, role, measured)
+
+
+class Gradient:
+    """A gradient, for each module that its tensor left or entered."""
+
+    __slots__ = ("batch", "measured", "roles", "scales")
+
+    def __init__(
+        self,
+        batch: int,
+        roles: Sequence[tuple[str, Place, str]],
+        measured: Measured,
+        scales: Sequence[Slot | float | None],
+    ) -> None:
+        self.batch = batch
+        self.roles = roles
+        self.measured = measured
+        self.scales = scales
+
+    def frames(self) -> Iterator[Frame]:
+        for (sign, place, role), scale in zip(self.roles, self.scales, strict=True):
+            yield Frame(sign, place, role, self.measured, scale)
+
+
+class Labelled:
+    """A tensor that was given to ``detect_overflow`` inside of a forward."""
+
+    __slots__ = ("batch", "label", "measured", "place")
+
+    def __init__(self, batch: int, label: str, measured: Measured, place: Place | None) -> None:
+        self.batch = batch
+        self.label = label
+        self.measured = measured
+        self.place = place
+
+    def frames(self) -> Iterator[Frame]:
+        yield Frame("=", None, self.label, self.measured)

@@ -1,0 +1,230 @@
+"""The hooks of a detector on a model, and their removal."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from te_precision_callbacks.debug_utils.errors import OverflowDetectorError
+from te_precision_callbacks.debug_utils.tree import TreeShape, class_name, is_compiled, watched_modules
+
+logger = logging.getLogger(__name__)
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def outside_of_dynamo(function: FunctionT) -> FunctionT:
+    """Keeps a hook out of a compiled function, which runs it between two graphs."""
+    return cast(FunctionT, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+
+
+class Watched:
+    """A module that is watched.
+
+    Attributes:
+        path: in the model, without wrapper parts.
+        class_name: its class.
+        module: the module.
+        quantizes: whether it is one of Transformer Engine's that may quantize its input.
+        is_root: whether batches are counted by its calls.
+    """
+
+    __slots__ = ("__weakref__", "class_name", "handles", "is_root", "module", "path", "quantizes")
+
+    def __init__(self, path: str, module: torch.nn.Module, *, is_root: bool) -> None:
+        self.path = path
+        self.class_name = class_name(module)
+        self.module = module
+        self.quantizes = "fp8_meta" in module.__dict__
+        self.is_root = is_root
+        self.handles: list[RemovableHandle] = []
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+
+class Receiver(Protocol):
+    """What hooks call."""
+
+    def enter(self, watched: Watched, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        """A forward begins."""
+
+    def leave(self, watched: Watched, output: Any, *, failed: bool) -> None:
+        """A forward has ended, with an output or an exception."""
+
+    def parameter_gradient(self, watched: Watched, name: str, parameter: torch.Tensor) -> None:
+        """The gradient of a parameter was accumulated."""
+
+
+class _Hook:
+    """A hook of one module; a copy of the module is not watched."""
+
+    __slots__ = ("_receiver", "_watched")
+
+    def __init__(self, receiver: Receiver, watched: Watched) -> None:
+        self._receiver = receiver
+        self._watched = watched
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return not_watched
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _unwatched_copy, ()
+
+
+class _Enter(_Hook):
+    @outside_of_dynamo
+    def __call__(self, module: torch.nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self._receiver.enter(self._watched, inputs, keywords)
+
+
+class _Leave(_Hook):
+    @outside_of_dynamo
+    def __call__(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        # After an exception torch calls the hook without an output, from where it handles the exception.
+        self._receiver.leave(self._watched, output, failed=output is None and sys.exc_info()[0] is not None)
+
+
+def not_watched(*args: Any) -> None:
+    """What a copy of a watched module has in the place of a hook."""
+
+
+def _unwatched_copy() -> Callable[..., None]:
+    return not_watched
+
+
+class ModelHooks:
+    """All hooks of a detector on a model.
+
+    Args:
+        roots: the models, each with what its paths begin with. Batches are counted by the calls of the first one.
+        receiver: what the hooks call.
+        parameter_gradients: whether the gradients of parameters are wanted.
+
+    Raises:
+        OverflowDetectorError: another detector watches a module of it.
+    """
+
+    def __init__(
+        self, roots: Sequence[tuple[str, torch.nn.Module]], receiver: Receiver, *, parameter_gradients: bool
+    ) -> None:
+        self._roots = roots
+        self._receiver = receiver
+        self._parameter_gradients = parameter_gradients
+        self._watched: dict[int, Watched] = {}
+        self._parameters: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
+        self._told_of_compiled = False
+        for path, module in watched_modules(roots):
+            if any(isinstance(hook, _Hook) for hook in module._forward_pre_hooks.values()):
+                raise OverflowDetectorError(
+                    f"An activation overflow detector is watching {path or 'this model'!r} ({class_name(module)})"
+                    " already. Call close() on that one first."
+                )
+        self._shape: TreeShape | None = None
+        self.synchronize()
+
+    def synchronize(self) -> bool:
+        """Watch what has come into the model, and no longer what has left it; whether anything had changed."""
+        if self._shape is not None and not self._shape.changed():
+            return False
+        found = {id(module): (path, module) for path, module in watched_modules(self._roots)}
+        for key in [key for key in self._watched if key not in found]:
+            self._watched.pop(key).remove()
+        first = next(iter(found), None)
+        for key, (path, module) in found.items():
+            known = self._watched.get(key)
+            if known is None:
+                self._watched[key] = self._watch(path, module, is_root=key == first)
+            else:
+                known.path, known.is_root = path, key == first
+        self._watch_parameters()
+        self._shape = TreeShape([root for _, root in self._roots])
+        self._tell_of_compiled()
+        return True
+
+    def holds_parameter_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer steps a parameter of the model."""
+        own = {id(parameter) for _, root in self._roots for parameter in root.parameters()}
+        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        for watched in self._watched.values():
+            watched.remove()
+        for _, handle in self._parameters.values():
+            handle.remove()
+        self._watched.clear()
+        self._parameters.clear()
+
+    def _watch(self, path: str, module: torch.nn.Module, *, is_root: bool) -> Watched:
+        watched = Watched(path, module, is_root=is_root)
+        if not isinstance(module, torch.jit.ScriptModule):  # which refuses hooks
+            watched.handles = [
+                module.register_forward_pre_hook(_Enter(self._receiver, watched), with_kwargs=True),
+                # Called after an exception too, so that what has begun is known to be over.
+                module.register_forward_hook(_Leave(self._receiver, watched), always_call=True),
+            ]
+        return watched
+
+    def _watch_parameters(self) -> None:
+        if not self._parameter_gradients:
+            return
+        found: dict[int, tuple[Watched, str, torch.nn.Parameter]] = {}
+        for watched in self._watched.values():
+            for name, parameter in watched.module.named_parameters(recurse=is_compiled(watched.module)):
+                found.setdefault(id(parameter), (watched, name, parameter))
+        for key in [key for key in self._parameters if key not in found]:
+            self._parameters.pop(key)[1].remove()
+        for key, (watched, name, parameter) in found.items():
+            if key not in self._parameters and parameter.requires_grad and parameter.is_leaf:
+                call = functools.partial(_parameter_gradient, weakref.ref(self._receiver), weakref.ref(watched), name)
+                self._parameters[key] = parameter, _after_accumulation(parameter, call)
+
+    def _tell_of_compiled(self) -> None:
+        """Say once which modules cannot be watched."""
+        opaque = [watched for watched in self._watched.values() if is_compiled(watched.module)]
+        if not opaque or self._told_of_compiled:
+            return
+        self._told_of_compiled = True
+        scripted = [watched for watched in opaque if not watched.handles]
+        compiled = [watched for watched in opaque if watched.handles]
+        if compiled:
+            logger.warning(
+                "Activation overflow: %s compiled: what enters and leaves is watched, but not the modules inside. To"
+                " have those watched too, run without torch.compile.",
+                _are(compiled),
+            )
+        if scripted:
+            logger.warning(
+                "Activation overflow: %s TorchScript, which takes no hooks, and cannot be watched: only what other"
+                " modules give to it or take from it is.",
+                _are(scripted),
+            )
+
+
+def _parameter_gradient(
+    receiver: weakref.ref[Receiver], watched: weakref.ref[Watched], name: str, parameter: torch.Tensor
+) -> None:
+    """The hook of a parameter: weak, since a parameter's hooks are not seen by the collector of cycles."""
+    found, module = receiver(), watched()
+    if found is not None and module is not None:
+        found.parameter_gradient(module, name, parameter)
+
+
+def _after_accumulation(parameter: torch.nn.Parameter, call: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def _are(watched: Sequence[Watched]) -> str:
+    first = f"{watched[0].path or 'the model'} ({watched[0].class_name})"
+    return f"{first} is" if len(watched) == 1 else f"{first} and {len(watched) - 1} more modules are"

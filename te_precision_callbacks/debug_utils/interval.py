@@ -1,0 +1,136 @@
+"""What was seen between two looks: events, and the slots that they refer to."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from te_precision_callbacks.debug_utils.events import Event, Frame, Place
+from te_precision_callbacks.debug_utils.slots import Measured, Slots, Values
+
+
+class GradientRoles:
+    """The modules that a tensor left and entered, which its gradient will enter and leave.
+
+    Attributes:
+        takers: that took the tensor, in the order of the forward.
+        makers: that gave it.
+        batch: of the forward.
+    """
+
+    __slots__ = ("batch", "makers", "takers")
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.takers: list[tuple[Place, str]] = []
+        self.makers: list[tuple[Place, str]] = []
+
+    def frames(self) -> list[tuple[str, Place, str]]:
+        """Sign, module and role of each frame: inner modules end first, and begin last."""
+        left = [("<", place, f"grad_{role}") for place, role in reversed(self.takers)]
+        return left + [(">", place, f"grad_{role}") for place, role in reversed(self.makers)]
+
+
+class Record:
+    """A tensor that was seen, as it was at one version; it keeps neither the tensor nor its graph alive."""
+
+    __slots__ = ("gradient", "measured", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, version: int) -> None:
+        self.tensor = weakref.ref(tensor)
+        self.version = version
+        self.measured: Measured | None = None
+        self.gradient: GradientRoles | None = None
+
+
+class Interval:
+    """The events since the last look.
+
+    Args:
+        abs_min: whether the smallest magnitudes are measured too.
+    """
+
+    def __init__(self, *, abs_min: bool) -> None:
+        self.slots = Slots(abs_min=abs_min)
+        self.events: list[Event] = []
+        self._records: dict[int, Record] = {}
+
+    def record(self, tensor: torch.Tensor) -> Record:
+        """The record of a tensor: one for all modules that it passes, until it is changed in place."""
+        try:
+            version = tensor._version
+        except RuntimeError:  # born in inference mode: nobody counts what happens to it
+            return Record(tensor, -1)
+        key = id(tensor)
+        known = self._records.get(key)
+        if known is not None and known.version == version and known.tensor() is tensor:
+            return known
+        record = self._records[key] = Record(tensor, version)
+        return record
+
+    def measure(self, tensor: torch.Tensor) -> Record:
+        """The record of a tensor, with its numbers."""
+        record = self.record(tensor)
+        if record.measured is None:
+            record.measured = self.slots.measure(tensor)
+        return record
+
+    def forget_numbers(self) -> None:
+        """Use the slots again, and measure each tensor again that comes."""
+        self._records = {key: record for key, record in self._records.items() if record.tensor() is not None}
+        for record in self._records.values():
+            record.measured = None
+        self.slots.reset()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.events = []
+        self._records.clear()
+        self.slots.reset()
+
+
+class Seen(NamedTuple):
+    """A frame with its numbers.
+
+    Attributes:
+        batch: of its event.
+        frame: the frame.
+        values: where its numbers are.
+    """
+
+    batch: int
+    frame: Frame
+    values: Values
+
+
+class History:
+    """The last frames that were looked at, for the report of a later one.
+
+    Args:
+        length: how many frames it can give.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._parts: deque[tuple[list[Event], Values]] = deque()
+
+    def add(self, events: Sequence[Event], values: Values) -> None:
+        """Append events; each has at least one frame."""
+        self._parts.append((list(events[-self._length :]), values))
+        while sum(len(part) for part, _ in self._parts) - len(self._parts[0][0]) >= self._length:
+            self._parts.popleft()
+
+    def __iter__(self) -> Iterator[Seen]:
+        for events, values in self._parts:
+            yield from seen(events, values)
+
+
+def seen(events: Sequence[Event], values: Values) -> Iterator[Seen]:
+    """The frames of events."""
+    for event in events:
+        for frame in event.frames():
+            yield Seen(event.batch, frame, values)

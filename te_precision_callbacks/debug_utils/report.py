@@ -1,0 +1,64 @@
+"""The text of a report: the culprit, and the frames before it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from te_precision_callbacks.debug_utils.events import Frame
+from te_precision_callbacks.debug_utils.interval import Seen
+from te_precision_callbacks.debug_utils.slots import Slot, Values
+from te_precision_callbacks.debug_utils.verdict import what
+
+
+def headline(culprit: Seen) -> str:
+    """Which tensor is bad, and of which kind: the first line, and the exception's."""
+    frame = culprit.frame
+    kind = what(*culprit.values.extremes(frame.measured)) if isinstance(frame.measured, Slot) else ""
+    return f"{_where(culprit)} has {kind}"
+
+
+def report(frames: Sequence[Seen], *, abs_min: bool) -> str:
+    """The report whose last frame is the culprit."""
+    lines = [headline(frames[-1]), "", "", f"last {len(frames)} frames:"]
+    return "\n".join([*lines, *(line(frame, abs_min=abs_min) for frame in frames)])
+
+
+def line(seen: Seen, *, abs_min: bool) -> str:
+    """One frame: ``abs_max= 3.17e+03 < [0] encoder.block.1.layer.1.DenseReluDense.wo: Linear: output``."""
+    frame, values = seen.frame, seen.values
+    columns = []
+    if abs_min:
+        least = f"{values.least(frame.measured):.2e}" if isinstance(frame.measured, Slot) else frame.measured.why
+        columns.append(f"abs_min={least:>9}")
+    columns.append(f"abs_max={_abs_max(frame, values):>9}")
+    scale = _scale(frame, values)
+    ending = f" FP8 scale {scale:#.3g}" if scale is not None else ""
+    return f"{' '.join(columns)} {_where(seen)}{ending}"
+
+
+def _where(seen: Seen) -> str:
+    frame = seen.frame
+    names = [] if frame.place is None else [frame.place.path, frame.place.class_name]
+    return f"{frame.sign} [{seen.batch}] {': '.join(name for name in [*names, frame.role] if name)}"
+
+
+def _abs_max(frame: Frame, values: Values) -> str:
+    if not isinstance(frame.measured, Slot):
+        return frame.measured.why
+    return f"{amax(frame.measured, values):.2e}"
+
+
+def amax(slot: Slot, values: Values) -> float:
+    """The largest magnitude; nan if there is one."""
+    low, high = values.extremes(slot)
+    return math.nan if math.isnan(low) or math.isnan(high) else max(abs(low), abs(high))
+
+
+def _scale(frame: Frame, values: Values) -> float | None:
+    if isinstance(frame.scale, Slot):
+        return values.extremes(frame.scale)[1]
+    if frame.scale is None or not isinstance(frame.measured, Slot):
+        return None
+    largest = amax(frame.measured, values)
+    return frame.scale / largest if 0 < largest < math.inf else 1.0

@@ -1,0 +1,52 @@
+"""The tensors in what a module takes and gives: tuples, lists, mappings and dataclasses, however nested.
+
+list(tensors_in({"logits": a, "cache": (b, None)}, "output")) == [("output[logits]", a), ("output[cache][0]", b)]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+_DEEPEST = 8
+
+_WITHOUT_TENSORS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+
+
+_POSITIONAL = tuple(f"input[{index}]" for index in range(64))
+
+
+def arguments(inputs: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a call's arguments: ``input[0]``, ``input[hidden_states]``."""
+    for index, value in enumerate(inputs):
+        role = _POSITIONAL[index] if index < len(_POSITIONAL) else f"input[{index}]"
+        if isinstance(value, torch.Tensor):
+            yield role, value
+        elif value is not None:
+            yield from tensors_in(value, role)
+    for name, value in keywords.items():
+        if value is not None:
+            yield from tensors_in(value, f"input[{name}]")
+
+
+def tensors_in(value: Any, role: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor with its role: that of ``value``, and the index, key or field in brackets.
+
+    Nesting is followed to a depth of 8; objects of other classes, such as key-value caches, are not looked into.
+    """
+    if isinstance(value, torch.Tensor):
+        yield role, value
+    elif type(value) in _WITHOUT_TENSORS or depth == _DEEPEST:
+        return
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from tensors_in(item, f"{role}[{index}]", depth + 1)
+    elif isinstance(value, Mapping):  # ModelOutput of transformers is one
+        for key, item in value.items():
+            yield from tensors_in(item, f"{role}[{key}]", depth + 1)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None), f"{role}[{field.name}]", depth + 1)

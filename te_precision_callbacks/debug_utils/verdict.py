@@ -1,0 +1,101 @@
+"""Which frame is the first bad one, and which come near their dtype's limit."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from te_precision_callbacks.debug_utils.events import Call, Event, Gradient, Place
+from te_precision_callbacks.debug_utils.slots import Measured, Slot, Values
+
+
+class Judge:
+    """Finds what is wrong in a list of events.
+
+    A nan or +inf is, in any tensor. A -inf is where a module makes it from inputs without one; a mask that enters with
+    -inf in it is not.
+
+    Args:
+        allow_neg_inf: patterns of the paths of modules that may make -inf.
+        not_in: batches that are not judged.
+    """
+
+    def __init__(self, allow_neg_inf: Sequence[str], not_in: Collection[int]) -> None:
+        self._allowed = tuple(allow_neg_inf)
+        self._not_in = not_in
+
+    def first_bad(self, events: Sequence[Event], values: Values, *, loss_scaled: bool) -> tuple[int, int] | None:
+        """The number of the event and of the frame in it.
+
+        Args:
+            events: in their order.
+            values: their numbers.
+            loss_scaled: whether gradients may be inf or nan, since a GradScaler looks after them.
+        """
+        suspects = values.not_finite()
+        if not suspects:
+            return None
+        excused: set[int] = set()
+        for index, event in enumerate(events):
+            if event.batch in self._not_in or (loss_scaled and isinstance(event, Gradient)):
+                continue
+            neg_inf_is_bad = True
+            if isinstance(event, Call):
+                entered = any(measured in suspects and _has_neg_inf(measured, values) for _, measured in event.inputs)
+                neg_inf_is_bad = not (entered or self._allows(event.place))
+                if not neg_inf_is_bad:  # what holds the module passes its output on
+                    excused.update(id(measured) for _, measured in event.outputs)
+            for number, frame in enumerate(event.frames()):
+                if frame.measured not in suspects or not isinstance(frame.measured, Slot):
+                    continue
+                low, high = values.extremes(frame.measured)
+                if math.isnan(high) or high == math.inf:
+                    return index, number
+                is_input = isinstance(event, Call) and frame.sign == ">"
+                if low == -math.inf and neg_inf_is_bad and not is_input and id(frame.measured) not in excused:
+                    return index, number
+        return None
+
+    def _allows(self, place: Place) -> bool:
+        return any(fnmatch.fnmatchcase(place.path, pattern) for pattern in self._allowed)
+
+
+def _has_neg_inf(measured: Measured, values: Values) -> bool:
+    return isinstance(measured, Slot) and values.extremes(measured)[0] == -math.inf
+
+
+class NearLimit(NamedTuple):
+    """An output close to overflowing.
+
+    Attributes:
+        batch: of the call.
+        place: the module.
+        role: which output.
+        dtype: its dtype.
+        amax: its largest magnitude.
+    """
+
+    batch: int
+    place: Place
+    role: str
+    dtype: torch.dtype
+    amax: float
+
+
+def near_limit(events: Sequence[Event], values: Values, share: float) -> Iterator[NearLimit]:
+    """Outputs with a magnitude above a share of the largest number of their dtype."""
+    suspects = values.above(share)
+    for event in events if suspects else ():
+        if isinstance(event, Call):
+            for role, measured in event.outputs:
+                if isinstance(measured, Slot) and measured in suspects:
+                    yield NearLimit(event.batch, event.place, role, measured.store.dtype, suspects[measured])
+
+
+def what(low: float, high: float) -> str:
+    """``nans`` or ``infs``."""
+    return "nans" if math.isnan(low) or math.isnan(high) else "infs"

@@ -1,0 +1,89 @@
+"""``debug="activation_overflow"`` under the Lightning callback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from te_precision_callbacks import PrecisionDebugCallback
+from te_precision_callbacks.debug_utils import ActivationOverflowError
+from tests.conftest import statistics
+from tests.lightning.models import Plain, loader
+
+
+class Overflowing(Plain):
+    """Calls its layers itself, never its own forward; the second layer overflows in one batch."""
+
+    def __init__(self, at: int, factor: float = float("inf")) -> None:
+        super().__init__()
+        self.at, self.factor = at, factor
+        self.before: dict[str, torch.Tensor] = {}
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if batch_idx == self.at:
+            self.before = {name: value.detach().clone() for name, value in self.named_parameters()}
+            with torch.no_grad():
+                self.net[0].bias.fill_(self.factor)
+        return self.net(batch).pow(2).mean()
+
+
+def trainer(callback: PrecisionDebugCallback, folder: Path, **options: Any) -> L.Trainer:
+    return L.Trainer(
+        default_root_dir=folder,
+        max_epochs=1,
+        accelerator="cpu",
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_fit_ends_with_the_module_and_the_batch(tmp_path: Path, accumulate: int) -> None:
+    callback = PrecisionDebugCallback(statistics(), debug="activation_overflow")
+    model = Overflowing(at=4)
+    with pytest.raises(ActivationOverflowError) as caught:
+        trainer(callback, tmp_path, accumulate_grad_batches=accumulate).fit(model, loader(8))
+    error = caught.value
+    assert (error.path, error.class_name, error.role) == ("net.0", "Linear", "output")
+    assert error.batch == 4
+    assert error.report.splitlines()[0] == "< [4] net.0: Linear: output has infs"
+    for name, value in model.named_parameters():
+        if name != "net.0.bias":
+            assert torch.equal(value, model.before[name]), "the optimizer has not stepped"
+    assert not callback.session.running
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_healthy_fit_with_validation_ends_without_a_hook_on_the_model(tmp_path: Path) -> None:
+    callback = PrecisionDebugCallback(statistics(), debug=["activation_overflow", "te_precision"])
+    model = Plain()
+    fit = trainer(callback, tmp_path, val_check_interval=2)
+    fit.fit(model, loader(6), loader(2))
+    assert fit.global_step == 6
+    assert callback.session.overflow is None
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_the_gradients_of_a_scaled_loss_are_the_scalers_affair(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    class Looks(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            assert callback.session.overflow is not None
+            seen.append(callback.session.overflow.loss_scaled)
+
+    callback = PrecisionDebugCallback(statistics(), debug="activation_overflow")
+    plugin = L.pytorch.plugins.MixedPrecision("bf16-mixed", "cpu")
+    fit = trainer(callback, tmp_path, plugins=[plugin])
+    fit.callbacks.append(Looks())
+    plugin.scaler = torch.amp.GradScaler("cpu")
+    fit.fit(Plain(), loader(2))
+    assert seen == [True, True]

@@ -1,0 +1,81 @@
+"""A rank of two: python ddp_script.py CASE FOLDER RANK. Writes what it ended with to FOLDER/RANK.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow
+
+
+class Collectives:
+    """Counts the all_reduce calls of Python, which are the detector's: DDP's own come from C++."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._all_reduce = dist.all_reduce
+        dist.all_reduce = self  # type: ignore[assignment]
+
+    def __call__(self, *arguments: object, **keywords: object) -> object:
+        self.count += 1
+        return self._all_reduce(*arguments, **keywords)  # type: ignore[arg-type]
+
+
+def main(case: str, folder: Path, rank: int) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=30)
+    )
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    collectives = Collectives()
+    ended: dict[str, object] = {"rank": rank, "error": None}
+    inside = case == "hooks inside"
+    if inside:
+        watching = DebugActivationOverflow(model)
+    parallel = DistributedDataParallel(model)
+    if not inside:
+        watching = DebugActivationOverflow(parallel, distributed=case != "not distributed")
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    steps = 0
+    try:
+        for step in range(5):
+            inputs = torch.ones(2, 4)
+            bad = step == 3
+            if bad and rank == 1 and case in ("first input", "hooks inside", "not distributed"):
+                inputs[0, 0] = float("inf")
+            if bad and case == "both":  # earlier on rank 1
+                (model[0] if rank == 1 else model[2]).register_forward_hook(lambda m, i, o: o.abs() * float("inf"))
+            if case == "evaluation" and rank == 0:
+                with torch.no_grad():
+                    for _ in range(3):
+                        model(inputs)
+            before = collectives.count
+            loss = parallel(inputs).sum()
+            loss.backward()
+            if case == "not distributed" and bad and rank == 0:
+                break  # the other one stops alone, before its step
+            optimizer.step()
+            optimizer.zero_grad()
+            ended["collectives in a step"] = collectives.count - before
+            steps += 1
+    except ActivationOverflowError as error:
+        ended |= {"error": str(error), "path": error.path, "role": error.role, "bad rank": error.rank}
+        ended["report"] = error.report
+    ended |= {"steps": steps, "finite": all(bool(p.isfinite().all()) for p in model.parameters())}
+    ended["collectives"] = collectives.count
+    watching.close()
+    (folder / f"{rank}.json").write_text(json.dumps(ended))
+    # gloo waits for what the other rank has not joined.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,117 @@
+"""Models that overflow at a known place, and what plain hooks see of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from transformers import T5Config, T5ForConditionalGeneration
+
+WO = "encoder.block.2.layer.1.DenseReluDense.wo"
+
+
+def mini_t5(*, dtype: torch.dtype = torch.float16) -> torch.nn.Module:
+    """A T5 with gated GELU, three layers in the encoder and one in the decoder, without dropout."""
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=64,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=3,
+        num_decoder_layers=1,
+        num_heads=4,
+        feed_forward_proj="gated-gelu",
+        dropout_rate=0.0,
+        decoder_start_token_id=0,  # type: ignore[call-arg]
+        pad_token_id=0,
+        use_cache=False,
+    )
+    model: torch.nn.Module = T5ForConditionalGeneration(config)
+    return model.to(dtype).train()
+
+
+def tokens(seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 64, (2, 8), generator=torch.Generator().manual_seed(seed))
+
+
+def overflow_at(model: torch.nn.Module, path: str, weight: float = 6e4) -> None:
+    """Let a Linear of a float16 model overflow from now on; nan as a weight makes nans."""
+    with torch.no_grad():
+        model.get_parameter(f"{path}.weight").fill_(weight)
+
+
+class Line(NamedTuple):
+    """A frame of a report, taken apart."""
+
+    abs_max: str
+    sign: str
+    batch: int
+    path: str
+    class_name: str
+    role: str
+
+
+_LINE = re.compile(r"abs_max=(.{9}) ([<>=]) \[(\d+)\] (?:(?:(\S+): )?(\w+): )?(.+)")
+
+
+def lines_of(report: str) -> list[Line]:
+    """The frames of a report, whose form is checked on the way."""
+    first, empty, also_empty, count, *frames = report.splitlines()
+    assert (empty, also_empty) == ("", "")
+    assert count == f"last {len(frames)} frames:"
+    found = []
+    for frame in frames:
+        match = _LINE.fullmatch(frame)
+        assert match is not None, frame
+        abs_max, sign, batch, path, class_name, role = match.groups()
+        found.append(Line(abs_max, sign, int(batch), path or "", class_name or "", role))
+    assert frames[-1].endswith(first.rpartition(" has ")[0])
+    return found
+
+
+def seen_by_plain_hooks(model: torch.nn.Module, run: Callable[[], object]) -> list[Line]:
+    """What forward hooks of plain torch see of a run, as the lines of batch 0."""
+    found: list[Line] = []
+    entered: list[list[tuple[str, str]]] = []
+    handles = []
+
+    def watch(path: str, module: torch.nn.Module) -> None:
+        name = type(module).__name__
+
+        def before(module: torch.nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            entered.append(_amaxes(dict(enumerate(inputs)) | keywords, "input"))
+
+        def after(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            found.extend(Line(amax, ">", 0, path, name, role) for role, amax in entered.pop())
+            found.extend(Line(amax, "<", 0, path, name, role) for role, amax in _amaxes(output, "output"))
+
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(after))
+
+    for path, module in model.named_modules():
+        watch(path, module)
+    run()
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def _amaxes(value: Any, role: str) -> list[tuple[str, str]]:
+    if isinstance(value, torch.Tensor):
+        return [(role, f"{value.detach().double().abs().max().item():9.2e}")]
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple) else ()
+    return [found for key, item in items for found in _amaxes(item, f"{role}[{key}]")]
+
+
+def hooks_on(model: torch.nn.Module) -> int:
+    """How many hooks there are on modules and parameters."""
+    count = 0
+    for module in model.modules():
+        count += len(module._forward_hooks) + len(module._forward_pre_hooks)
+        count += len(module._forward_hooks_always_called) + len(module._forward_pre_hooks_with_kwargs)
+    for parameter in model.parameters():
+        count += len(parameter._post_accumulate_grad_hooks or ()) + len(parameter._backward_hooks or ())
+    return count

@@ -1,0 +1,61 @@
+"""Two processes under DDP: they stop together, and evaluation needs no other rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(case: str, folder: Path) -> list[dict[str, Any]]:
+    """What each rank ended with."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    script = str(Path(__file__).with_name("ddp_script.py"))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, case, str(folder), str(rank)], env=environment, stderr=subprocess.PIPE, text=True
+        )
+        for rank in (0, 1)
+    ]
+    output = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], output
+    return [{**json.loads((folder / f"{rank}.json").read_text()), "stderr": output[rank]} for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("case", ["first input", "hooks inside"])
+def test_all_ranks_stop_together(case: str, tmp_path: Path) -> None:
+    ranks = run(case, tmp_path)
+    for rank in ranks:
+        assert rank["error"].startswith("> [3] 0: Linear: input[0] has infs, in batch 3 on rank 1. ")
+        assert (rank["path"], rank["role"], rank["bad rank"]) == ("0", "input[0]", 1)
+        assert rank["steps"] == 3
+        assert rank["finite"], "the optimizer has not spread what DDP averaged"
+        assert rank["collectives in a step"] == 1
+    assert ranks[0]["report"] == ranks[1]["report"]
+    assert "last 40 frames:" not in ranks[0]["stderr"], "the report is logged where it happened"
+    assert "last 40 frames:" in ranks[1]["stderr"]
+
+
+def test_the_first_culprit_of_all_ranks(tmp_path: Path) -> None:
+    ranks = run("both", tmp_path)
+    # A hook of somebody else, after that of the detector, makes the inf: it is seen where it enters the next module.
+    assert [(rank["path"], rank["role"], rank["bad rank"]) for rank in ranks] == [("1", "input[0]", 1)] * 2
+
+
+def test_one_rank_alone(tmp_path: Path) -> None:
+    first, second = run("not distributed", tmp_path)
+    assert (first["error"], first["collectives"]) == (None, 0)
+    assert second["error"].startswith("> [3] 0: Linear: input[0] has infs")
+    assert second["collectives"] == 0
+
+
+def test_evaluation_makes_no_collective(tmp_path: Path) -> None:
+    ranks = run("evaluation", tmp_path)
+    assert [(rank["error"], rank["steps"], rank["collectives"]) for rank in ranks] == [(None, 5, 5), (None, 5, 5)]

@@ -1,0 +1,542 @@
+"""Which modules are watched, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from te_precision_callbacks.debug_utils import (
+    AbortAfterBatch,
+    ActivationOverflowError,
+    DebugActivationOverflow,
+    OverflowDetectorError,
+    OverflowOptionError,
+)
+from te_precision_callbacks.errors import OptionError
+from tests.overflow.models import Line, hooks_on, lines_of
+
+INF = float("inf")
+
+
+class Scale(torch.nn.Module):
+    """Multiplies by a parameter."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(factor))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def frames(model: torch.nn.Module, run: Callable[[], object], detector: DebugActivationOverflow) -> list[Line]:
+    """All frames of a run, after which the model is given an inf."""
+    run()
+    with pytest.raises(ActivationOverflowError) as raised:
+        model(torch.tensor([INF]))
+        detector.close()
+    return lines_of(raised.value.report)[:-1]
+
+
+def roles(lines: list[Line]) -> list[tuple[str, str, str, str]]:
+    return [(line.sign, line.path, line.role, line.abs_max.strip()) for line in lines]
+
+
+def test_a_layer_that_is_replaced_later_is_watched() -> None:
+    """As Accelerate does it between the construction and the first step."""
+    model = torch.nn.Sequential(Scale(), Scale())
+    replaced = model[1]
+    detector = DebugActivationOverflow(model)
+    model[1] = Scale(INF)
+    with pytest.raises(ActivationOverflowError, match=r"1: Scale: output has infs"):
+        model(torch.ones(1)).sum().backward()
+        detector.look()
+    assert hooks_on(model) == hooks_on(replaced) == 0
+
+
+def test_a_layer_that_left_and_parameters_that_changed() -> None:
+    model = torch.nn.Sequential(Scale(), Scale())
+    first = model[0]
+    with DebugActivationOverflow(model):
+        assert hooks_on(first) > 0
+        model[0] = torch.nn.Sequential(Scale(), Scale())
+        model[1].factor = torch.nn.Parameter(torch.tensor(2.0))
+        model(torch.ones(1))
+        assert hooks_on(first) == 0
+        assert all(hooks_on(scale) > 0 for scale in (model[0][0], model[0][1], model[1]))
+        assert len(model[1].factor._post_accumulate_grad_hooks) == 1  # type: ignore[arg-type, union-attr]
+    assert hooks_on(model) == 0
+
+
+def test_in_place_operations() -> None:
+    """An input is measured before the module changes it, and its gradient is that of what it was."""
+    model = torch.nn.Sequential(Scale(-3.0), torch.nn.ReLU(inplace=True), Scale(5.0), torch.nn.Hardtanh(inplace=True))
+    detector = DebugActivationOverflow(model)
+    lines = frames(model, lambda: model(torch.tensor([2.0, -1.0])).sum().backward(), detector)
+    assert roles(lines[:10]) == [
+        (">", "0", "input[0]", "2.00e+00"),
+        ("<", "0", "output", "6.00e+00"),
+        (">", "1", "input[0]", "6.00e+00"),
+        ("<", "1", "output", "3.00e+00"),
+        (">", "2", "input[0]", "3.00e+00"),
+        ("<", "2", "output", "1.50e+01"),
+        (">", "3", "input[0]", "1.50e+01"),
+        ("<", "3", "output", "1.00e+00"),
+        (">", "", "input[0]", "2.00e+00"),
+        ("<", "", "output", "1.00e+00"),
+    ]
+    gradients = [line for line in roles(lines[10:]) if "grad of" not in line[2]]
+    assert gradients == [
+        (">", "", "grad_output", "1.00e+00"),
+        (">", "3", "grad_output", "1.00e+00"),
+        ("<", "3", "grad_input[0]", "1.00e+00"),
+        (">", "2", "grad_output", "1.00e+00"),
+        ("<", "2", "grad_input[0]", "5.00e+00"),
+        (">", "1", "grad_output", "5.00e+00"),
+        ("<", "1", "grad_input[0]", "0.00e+00"),
+        (">", "0", "grad_output", "0.00e+00"),
+    ]
+
+
+def test_a_module_that_is_called_twice_and_a_shared_one() -> None:
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = Scale(2.0)
+            self.same = self.scale
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.same(self.scale(x))  # type: ignore[no-any-return]
+
+    model = Twice()
+    detector = DebugActivationOverflow(model)
+    lines = frames(model, lambda: model(torch.tensor([1.0])).sum().backward(), detector)
+    shown = [line for line in roles(lines) if line[1] == "scale"]
+    assert shown[:8] == [
+        (">", "scale", "input[0]", "1.00e+00"),
+        ("<", "scale", "output", "2.00e+00"),
+        (">", "scale", "input[0]", "2.00e+00"),
+        ("<", "scale", "output", "4.00e+00"),
+        (">", "scale", "grad_output", "1.00e+00"),
+        ("<", "scale", "grad_input[0]", "2.00e+00"),
+        (">", "scale", "grad_output", "2.00e+00"),
+        ("<", "scale", "grad of factor", "4.00e+00"),
+    ]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recompute(reentrant: bool) -> None:
+    """Frames of the first forward alone, and each gradient once."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = Scale(3.0)
+            self.block = torch.nn.Sequential(Scale(2.0), Scale(5.0))
+            self.recomputes = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x)
+            if not self.recomputes:
+                return self.block(x)  # type: ignore[no-any-return]
+            return checkpoint(self.block, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+    def run(*, recomputes: bool) -> list[tuple[str, str, str, str]]:
+        model = Model()
+        model.recomputes = recomputes
+        detector = DebugActivationOverflow(model, 100)
+        run = lambda: model(torch.tensor([1.0])).sum().backward()  # noqa: E731
+        found = [line for line in frames(model, run, detector) if line.batch == 0]
+        assert detector.batch_number == 1
+        assert hooks_on(model) == 0
+        return roles(found)
+
+    with_recompute, without = run(recomputes=True), run(recomputes=False)
+    assert [line for line in with_recompute if "grad" not in line[2]] == [
+        line for line in without if "grad" not in line[2]
+    ]
+    # Both copies of a reentrant checkpoint's tensors see a gradient, in turn.
+    assert sorted(set(with_recompute)) == sorted(set(without))
+    if not reentrant:
+        assert with_recompute == without
+    with pytest.raises(ActivationOverflowError, match=r"block\.1: Scale: grad_input\[0\] has infs"):
+        model = Model()
+        with torch.no_grad():
+            model.block[1].factor.fill_(1e30)
+        with DebugActivationOverflow(model):
+            (model(torch.tensor([1e-35])) * 1e30).sum().backward()
+
+
+def test_wrappers_and_chunks_do_not_show_in_paths() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    inner = torch.nn.Sequential(checkpoint_wrapper(Scale()), Scale(INF))  # type: ignore[no-untyped-call]
+    with pytest.raises(ActivationOverflowError, match=r"< \[0\] chunk1\.1: Scale: output") as raised:
+        with DebugActivationOverflow([Scale(), inner]):
+            inner(torch.ones(1))
+    lines = lines_of(raised.value.report)
+    assert [(line.path, line.class_name) for line in lines[:2]] == [("chunk1.0", "Scale")] * 2
+
+
+def test_copies_are_not_watched() -> None:
+    model = torch.nn.Sequential(Scale())
+    with DebugActivationOverflow(model) as detector:
+        model(torch.ones(1))
+        saved = io.BytesIO()
+        torch.save(model, saved)
+        saved.seek(0)
+        for copied in (copy.deepcopy(model), torch.load(saved, weights_only=False), pickle.loads(pickle.dumps(model))):
+            copied(torch.tensor([INF]))
+            copied(torch.tensor([1.0])).sum().backward()
+            DebugActivationOverflow(copied).close()
+        detector.look()
+
+
+def test_two_detectors_on_one_model() -> None:
+    model = torch.nn.Sequential(Scale(), torch.nn.Sequential(Scale()))
+    first = DebugActivationOverflow(model[1])
+    before = hooks_on(model)
+    with pytest.raises(OverflowDetectorError, match=r"is watching '1\.0'|is watching '1'"):
+        DebugActivationOverflow(model)
+    assert hooks_on(model) == before, "and the second has left nothing behind"
+    first.close()
+    with DebugActivationOverflow(model):
+        pass
+    assert hooks_on(model) == 0
+
+
+def test_closing_twice_and_using_it_afterwards() -> None:
+    model = Scale()
+    detector = DebugActivationOverflow(model)
+    output = model(torch.ones(1))
+    detector.close()
+    detector.close()
+    output.sum().backward()
+    detector.look()
+    detector.begin_batch()
+    model(torch.tensor([INF]))
+    assert hooks_on(model) == 0
+
+
+def test_closing_after_an_error_logs_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model = Scale(INF)
+    with pytest.raises(KeyError, match="mine"), DebugActivationOverflow(model):
+        model(torch.ones(1))
+        raise KeyError("mine")
+    assert caplog.records[0].getMessage().startswith("< [0] Scale: output has infs\n")
+    assert hooks_on(model) == 0
+
+
+def test_a_forward_that_raises() -> None:
+    class Moody(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = Scale()
+            self.raises = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.scale(x)
+            if self.raises:
+                raise ValueError("not today")
+            return x
+
+    model = torch.nn.Sequential(Moody(), Scale(INF))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        detector = DebugActivationOverflow(model)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="not today"):
+                model(torch.ones(1))
+        model[0].raises = False
+        with pytest.raises(ActivationOverflowError, match=r"< \[2\] 1: Scale: output") as raised, torch.no_grad():
+            model(torch.ones(1))
+    assert detector.batch_number == 2
+    assert [line.path for line in lines_of(raised.value.report)] == ["0.scale", "0.scale", "0", "0", "1", "1"]
+
+
+def test_an_interrupt_inside_of_a_forward() -> None:
+    class Interrupted(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.sum() < 0:
+                raise KeyboardInterrupt
+            return x
+
+    model = torch.nn.Sequential(Scale(), Interrupted(), Scale(1e30))
+    with DebugActivationOverflow(model) as watching:
+        for value in (-1.0, 1.0, -1.0):
+            try:
+                model(torch.tensor([value]))
+            except KeyboardInterrupt:
+                continue
+        with torch.no_grad(), pytest.raises(ActivationOverflowError, match=r"< \[3\] 2: Scale: output has infs"):
+            model(torch.tensor([1e30]))
+    assert watching.batch_number == 3
+
+
+def test_a_model_that_calls_itself() -> None:
+    """As Lightning's strategies do: the model's call runs training_step, which calls the model."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = Scale(2.0)
+
+        def forward(self, x: torch.Tensor, outer: bool = True) -> torch.Tensor:
+            return self(x, outer=False) * 3 if outer else self.scale(x)  # type: ignore[no-any-return]
+
+    model = Model()
+    watching = DebugActivationOverflow(model, gradients=False)
+    lines = [line for line in frames(model, lambda: model(torch.tensor([1.0])), watching) if line.batch == 0]
+    assert [(line.sign, line.path, line.abs_max.strip()) for line in lines] == [
+        (">", "scale", "1.00e+00"),
+        ("<", "scale", "2.00e+00"),
+        (">", "", "1.00e+00"),
+        ("<", "", "2.00e+00"),
+        (">", "", "1.00e+00"),
+        ("<", "", "6.00e+00"),
+    ]
+
+
+def test_a_failure_of_its_own_is_said_once_and_kills_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class Evil(dict[str, torch.Tensor]):
+        def items(self) -> Any:
+            raise LookupError("no items")
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = Scale()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return Evil(out=self.scale(x))
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DebugActivationOverflow(model):
+        for _ in range(3):
+            model(torch.ones(1))["out"].sum().backward()
+            optimizer.step()
+    assert [(record.levelno, "LookupError: no items" in record.getMessage()) for record in caplog.records] == [
+        (logging.ERROR, True)
+    ]
+    assert hooks_on(model) == 0
+
+
+@pytest.mark.parametrize("how", ["function", "method", "inside", "graph"])
+def test_compiled(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A compiled model is watched from outside, which is said once; a compiled function runs the hooks in between."""
+    torch._dynamo.reset()
+    model: torch.nn.Module = torch.nn.Sequential(Scale(2.0), torch.nn.Sequential(Scale(1e30), Scale(1e30)))
+    whole: Any = model
+    paths = [""]
+    if how == "function":
+        whole = model = torch.compile(model, backend="eager")  # type: ignore[assignment]
+    elif how == "method":
+        model.compile(backend="eager")
+    elif how == "inside":
+        model[1] = torch.compile(model[1], backend="eager")  # type: ignore[operator, index]
+        paths = ["0", "1"]
+    else:
+        whole = torch.compile(lambda x: model(x), backend="eager")
+        paths = ["0", "1.0", "1.1"]
+    with pytest.raises(ActivationOverflowError) as raised, DebugActivationOverflow(model):
+        whole(torch.tensor([1.0])).sum().backward()
+    assert list(dict.fromkeys(line.path for line in lines_of(raised.value.report))) == paths
+    assert raised.value.class_name == ("Scale" if how == "graph" else "Sequential")
+    told = [record.getMessage() for record in caplog.records if "is compiled" in record.getMessage()]
+    assert len(told) == (how != "graph")
+    assert hooks_on(model) == 0
+
+
+def test_scripted_and_traced(caplog: pytest.LogCaptureFixture) -> None:
+    """TorchScript refuses hooks: that is said, and what goes in and comes out is seen around it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(Scale(INF))
+        traced = torch.jit.trace(Scale(INF), torch.ones(1))
+    for module in (scripted, traced):
+        model = torch.nn.Sequential(module, Scale())
+        with pytest.raises(ActivationOverflowError, match=r"> \[0\] 1: Scale: input\[0\] has infs"):
+            with DebugActivationOverflow(model):
+                model(torch.ones(1))
+        with DebugActivationOverflow(module):
+            module(torch.ones(1))
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "is TorchScript, which takes no hooks" in record.getMessage()
+    ]
+    assert len(told) == 4
+
+
+def test_tracing_a_watched_model() -> None:
+    model = torch.nn.Sequential(Scale(INF))
+    with DebugActivationOverflow(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.trace(model, torch.ones(1), check_trace=False)
+
+
+def test_a_model_without_parameters() -> None:
+    model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Softmax(dim=0))
+    with DebugActivationOverflow(model) as detector:
+        model(torch.ones(3, requires_grad=True)).sum().backward()
+        detector.look()
+    with pytest.raises(ActivationOverflowError, match=r"> \[0\] 0: ReLU: input\[0\] has nans"):
+        with DebugActivationOverflow(model):
+            model(torch.tensor([float("nan")]))
+
+
+def test_the_model_is_let_go() -> None:
+    import gc
+    import weakref
+
+    model = Scale()
+    gone = weakref.ref(model)
+    DebugActivationOverflow(model)
+    model(torch.ones(1))
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("keywords", "text"),
+    [
+        ({"mode": "fast"}, r"mode= is one of 'deferred', 'immediate', not 'fast'"),
+        ({"max_frames": 0}, r"max_frames= takes whole numbers from 1 on, not 0"),
+        ({"max_frames": 2.5}, r"max_frames="),
+        ({"trace_batches": 3}, r"trace_batches= is a list, not 3"),
+        ({"trace_batches": [-1]}, r"trace_batches= takes whole numbers from 0 on"),
+        ({"abort_after_batch": True}, r"abort_after_batch="),
+        ({"allow_neg_inf": "encoder"}, r"allow_neg_inf= is a list, not 'encoder'"),
+        ({"allow_neg_inf": [3]}, r"allow_neg_inf= takes patterns of module paths, not 3"),
+        ({"warn_above": 0}, r"warn_above= is a share between 0 and 1, or None, not 0"),
+        ({"warn_above": 2.0}, r"warn_above="),
+        ({"process_group": "world"}, r"process_group= is a torch\.distributed\.ProcessGroup, not 'world'"),
+    ],
+)
+def test_bad_options(keywords: dict[str, Any], text: str) -> None:
+    model = Scale()
+    with pytest.raises(OverflowOptionError, match=text) as raised:
+        DebugActivationOverflow(model, **keywords)
+    assert isinstance(raised.value, OptionError)
+    assert hooks_on(model) == 0
+
+
+@pytest.mark.parametrize("model", [None, [], [3], torch.ones(2), "model"])
+def test_no_model(model: Any) -> None:
+    with pytest.raises(OverflowDetectorError, match=r"The model is a torch\.nn\.Module or a list of them"):
+        DebugActivationOverflow(model)
+
+
+# ------------------------------------------------------------------------------------ what the newer class upstream has
+
+
+def test_parameters_and_abs_min() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[0.5, -4.0]]))
+        model[0].bias.fill_(float("nan"))
+    with pytest.raises(ActivationOverflowError, match=r"= \[0\] 0: Linear: bias has nans") as raised:
+        with DebugActivationOverflow(model, parameters=True, abs_min=True):
+            model(torch.ones(1, 2))
+    assert raised.value.report.splitlines()[4:] == [
+        "abs_min= 5.00e-01 abs_max= 4.00e+00 = [0] 0: Linear: weight",
+        "abs_min=      nan abs_max=      nan = [0] 0: Linear: bias",
+    ]
+
+
+def test_abs_min_of_any_tensor() -> None:
+    class Takes(torch.nn.Module):
+        def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+            return inputs[0] * INF
+
+    inputs = (torch.tensor([-2.0, 3.0]), torch.tensor([True, False]), torch.tensor([-5, 7]), torch.empty(0))
+    model = Takes()
+    with pytest.raises(ActivationOverflowError) as raised, DebugActivationOverflow(model, abs_min=True):
+        model(*inputs)
+    assert [line[:27] for line in raised.value.report.splitlines()[4:-1]] == [
+        "abs_min= 2.00e+00 abs_max= ",
+        "abs_min= 0.00e+00 abs_max= ",
+        "abs_min= 5.00e+00 abs_max= ",
+        "abs_min=    empty abs_max= ",
+    ]
+
+
+@pytest.mark.parametrize("mode", ["deferred", "immediate"])
+def test_tracing_of_batches(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Sequential(Scale(2.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with DebugActivationOverflow(model, mode=mode, trace_batches=[1, 2], gradients=False):
+        for value in (1.0, 2.0, INF, 4.0):
+            model(torch.tensor([value])).sum().backward()
+            model.zero_grad()
+            optimizer.step()
+    assert all(record.levelno == logging.WARNING for record in caplog.records)
+    assert "\n".join(record.getMessage() for record in caplog.records).splitlines() == [
+        "*** batch 1 ***",
+        "abs_max= 2.00e+00 > [1] 0: Scale: input[0]",
+        "abs_max= 4.00e+00 < [1] 0: Scale: output",
+        "abs_max= 2.00e+00 > [1] Sequential: input[0]",
+        "abs_max= 4.00e+00 < [1] Sequential: output",
+        "*** batch 2 ***",
+        "abs_max=      inf > [2] 0: Scale: input[0]",
+        "abs_max=      inf < [2] 0: Scale: output",
+        "abs_max=      inf > [2] Sequential: input[0]",
+        "abs_max=      inf < [2] Sequential: output",
+    ]
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_abort_after_a_batch(steps: bool) -> None:
+    model = Scale()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    DebugActivationOverflow(model, abort_after_batch=2)
+    done = []
+    with pytest.raises(AbortAfterBatch, match=r"after batch 2, as abort_after_batch=2 asks") as raised:
+        for batch in range(10):
+            model(torch.ones(1)).sum().backward()
+            if steps:
+                optimizer.step()
+            done.append(batch)
+    assert isinstance(raised.value, ValueError)
+    assert done == ([0, 1] if steps else [0, 1, 2])
+    assert hooks_on(model) == 0
+
+
+def test_a_warning_before_the_overflow(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Tanh()).half()
+    with DebugActivationOverflow(model, warn_above=0.5), torch.no_grad():
+        for value in (32000.0, 33000.0, 60000.0):
+            model(torch.tensor([1.0, -value]).half())
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (
+            logging.WARNING,
+            "0: Identity: output comes near an overflow in batch 1: abs_max=3.30e+04 is 50% of what float16 holds"
+            " (6.55e+04). This is said once for each module.",
+        )
+    ]
+    caplog.clear()
+    with DebugActivationOverflow(model, warn_above=None), torch.no_grad():
+        model(torch.tensor([65000.0]).half())
+    assert not caplog.records
+
+
+def test_errors_survive_pickling() -> None:
+    model = Scale(INF)
+    with pytest.raises(ActivationOverflowError) as raised, DebugActivationOverflow(model):
+        model(torch.ones(1))
+    copied = pickle.loads(pickle.dumps(raised.value))
+    assert (str(copied), copied.report, copied.batch) == (str(raised.value), raised.value.report, 0)

@@ -1,0 +1,205 @@
+"""The report on a T5 in float16: its frames, their order and their numbers."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Literal
+
+import pytest
+import torch
+
+from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow
+from tests.overflow.models import WO, Line, hooks_on, lines_of, mini_t5, overflow_at, seen_by_plain_hooks, tokens
+
+MODES: list[Literal["deferred", "immediate"]] = ["deferred", "immediate"]
+
+# The second half of an encoder block, in the order of the page that describes the report: a module's inputs, its
+# outputs; a container after what is in it.
+FEED_FORWARD = [
+    ("<", "layer.1.layer_norm", "T5LayerNorm", "output"),
+    (">", "layer.1.DenseReluDense.wi_0", "Linear", "input[0]"),
+    ("<", "layer.1.DenseReluDense.wi_0", "Linear", "output"),
+    (">", "layer.1.DenseReluDense.act", "NewGELUActivation", "input[0]"),
+    ("<", "layer.1.DenseReluDense.act", "NewGELUActivation", "output"),
+    (">", "layer.1.DenseReluDense.wi_1", "Linear", "input[0]"),
+    ("<", "layer.1.DenseReluDense.wi_1", "Linear", "output"),
+    (">", "layer.1.DenseReluDense.dropout", "Dropout", "input[0]"),
+    ("<", "layer.1.DenseReluDense.dropout", "Dropout", "output"),
+    (">", "layer.1.DenseReluDense.wo", "Linear", "input[0]"),
+    ("<", "layer.1.DenseReluDense.wo", "Linear", "output"),
+]
+
+
+def train(model: torch.nn.Module, *, first: int = 0, steps: int) -> None:
+    """Plain training, which the detector looks at before each optimizer step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(first, first + steps):
+        loss = model(input_ids=tokens(step), labels=tokens(step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def expected(model: torch.nn.Module, culprit: str, batch: int) -> list[Line]:
+    """All frames of a batch up to the output of ``culprit``, from plain hooks and float64."""
+    found = seen_by_plain_hooks(model, lambda: model(input_ids=tokens(batch), labels=tokens(batch)))
+    last = next(i for i, line in enumerate(found) if (line.path, line.role) == (culprit, "output"))
+    return [line._replace(batch=batch) for line in found[: last + 1]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("batch", [0, 17])
+def test_an_overflow(mode: Literal["deferred", "immediate"], batch: int, caplog: pytest.LogCaptureFixture) -> None:
+    model = mini_t5()
+    detector = DebugActivationOverflow(model, mode=mode)
+    train(model, steps=batch)
+    assert detector.batch_number == max(batch - 1, 0)
+    overflow_at(model, WO)
+    with pytest.raises(ActivationOverflowError) as raised:
+        train(model, first=batch, steps=1)
+    error = raised.value
+    assert hooks_on(model) == 0
+    lines = lines_of(error.report)
+    wanted = expected(model, WO, batch)
+    assert len(lines) == 40
+    assert lines == wanted[-40:]
+    shown = [(line.sign, line.path.removeprefix("encoder.block.2."), line.class_name, line.role) for line in lines]
+    assert shown[-len(FEED_FORWARD) :] == FEED_FORWARD
+    assert error.report.startswith(f"< [{batch}] {WO}: Linear: output has infs\n\n\nlast 40 frames:\n")
+    assert error.report.endswith(f"\nabs_max=      inf < [{batch}] {WO}: Linear: output")
+    assert (error.path, error.class_name, error.role, error.batch, error.rank) == (WO, "Linear", "output", batch, 0)
+    assert f"< [{batch}] {WO}: Linear: output has infs, in batch {batch}" in str(error)
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [(logging.ERROR, error.report)]
+
+
+def test_both_modes_give_the_same_report() -> None:
+    reports = []
+    for mode in MODES:
+        model = mini_t5()
+        overflow_at(model, WO)
+        with pytest.raises(ActivationOverflowError) as raised, DebugActivationOverflow(model, mode=mode):
+            model(input_ids=tokens(), labels=tokens())
+        reports.append(raised.value.report)
+    assert reports[0] == reports[1]
+
+
+def test_immediate_raises_inside_of_the_forward() -> None:
+    model = mini_t5()
+    overflow_at(model, WO)
+    after = []
+    model.get_submodule("encoder.block.2").register_forward_hook(lambda *_: after.append(True))
+    with pytest.raises(ActivationOverflowError), DebugActivationOverflow(model, mode="immediate"):
+        model(input_ids=tokens(), labels=tokens())
+    assert not after
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_nan(mode: Literal["deferred", "immediate"]) -> None:
+    model = mini_t5()
+    overflow_at(model, WO, float("nan"))
+    with pytest.raises(ActivationOverflowError, match=r"wo: Linear: output has nans") as raised:
+        with DebugActivationOverflow(model, mode=mode):
+            model(input_ids=tokens(), labels=tokens())
+    assert raised.value.report.endswith(f"abs_max=      nan < [0] {WO}: Linear: output")
+    assert lines_of(raised.value.report) == expected(model, WO, 0)[-40:]
+
+
+def test_how_many_frames() -> None:
+    model = mini_t5()
+    overflow_at(model, WO)
+    for frames in (1, 7, 10_000):
+        with pytest.raises(ActivationOverflowError) as raised, DebugActivationOverflow(model, frames):
+            model(input_ids=tokens(), labels=tokens())
+        assert lines_of(raised.value.report) == expected(model, WO, 0)[-frames:]
+
+
+def test_frames_of_earlier_batches_come_first() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    detector = DebugActivationOverflow(model, 12, gradients=False)
+    for value in (1.0, 2.0, 3.0):
+        model(torch.full((2, 4), value)).sum().backward()
+        optimizer.step()
+    model(torch.tensor([[float("inf")] * 4]))
+    with pytest.raises(ActivationOverflowError) as raised:
+        detector.close()
+    lines = lines_of(raised.value.report)
+    # Four frames a batch: into and out of the Linear, and the Sequential. The culprit is the first of batch 3.
+    assert [line.batch for line in lines] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3]
+    assert [(line.batch, line.abs_max.strip()) for line in lines if line.sign == ">" and line.path == "0"] == [
+        (1, "2.00e+00"),
+        (2, "3.00e+00"),
+        (3, "inf"),
+    ]
+    assert lines[-1] == Line("      inf", ">", 3, "0", "Linear", "input[0]")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_backward_that_overflows(mode: Literal["deferred", "immediate"]) -> None:
+    """A gradient beyond float16, while all activations are small: found before the optimizer spreads it."""
+    torch.manual_seed(0)
+    first, second, third = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    model = torch.nn.Sequential(first, torch.nn.Tanh(), second, torch.nn.Tanh(), third).half()
+    with torch.no_grad():
+        second.weight.fill_(300.0)
+        third.weight.copy_(torch.eye(8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    inputs = torch.zeros(4, 8).half()  # so that tanh is steep everywhere
+    with torch.no_grad():
+        first.bias.zero_()
+        second.bias.zero_()
+    weights = copy.deepcopy(model.state_dict())
+
+    # By hand, in float64: the gradient of the last output is 100 everywhere, third passes it on, tanh' is 1 at 0, and
+    # second multiplies it by 8 * 300.
+    at_first = 100.0 * 8 * 300
+    assert at_first > torch.finfo(torch.float16).max
+
+    detector = DebugActivationOverflow(model, mode=mode)
+    with pytest.raises(ActivationOverflowError) as raised:
+        loss = (model(inputs) * 100).sum()
+        loss.backward()
+        optimizer.step()
+    error = raised.value
+    assert (error.path, error.class_name, error.role, error.batch) == ("2", "Linear", "grad_input[0]", 0)
+    assert error.report.startswith("< [0] 2: Linear: grad_input[0] has infs\n")
+    backward = [line for line in lines_of(error.report) if "grad" in line.role]
+    assert [(line.sign, line.path, line.role, line.abs_max.strip()) for line in backward[:2]] == [
+        (">", "", "grad_output", "1.00e+02"),
+        (">", "4", "grad_output", "1.00e+02"),
+    ]
+    inputs_and_outputs = [(line.sign, line.path, line.role) for line in backward if "grad of" not in line.role]
+    assert inputs_and_outputs == [
+        (">", "", "grad_output"),
+        (">", "4", "grad_output"),
+        ("<", "4", "grad_input[0]"),
+        (">", "3", "grad_output"),
+        ("<", "3", "grad_input[0]"),
+        (">", "2", "grad_output"),
+        ("<", "2", "grad_input[0]"),
+    ]
+    assert {line.abs_max for line in backward if line.role.startswith("grad_")} == {" 1.00e+02", "      inf"}
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert hooks_on(model) == 0
+    assert detector.batch_number == 0
+
+
+def test_the_gradients_of_parameters() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    DebugActivationOverflow(model)
+    inputs = torch.tensor([[1.0, 2.0]])
+    model(inputs).sum().backward()
+    by_hand = {name: parameter.grad.abs().max().item() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
+    model[1].weight.grad = None
+    model[1].weight.register_hook(lambda gradient: gradient * float("inf"))
+    model.zero_grad()
+    with pytest.raises(ActivationOverflowError, match=r"< \[1\] 1: Linear: grad of weight has infs") as raised:
+        model(inputs).sum().backward()
+        optimizer.step()
+    lines = lines_of(raised.value.report)
+    for path, name in (("0", "weight"), ("0", "bias"), ("1", "weight"), ("1", "bias")):
+        shown = [line.abs_max for line in lines if (line.path, line.role, line.batch) == (path, f"grad of {name}", 0)]
+        assert shown == [f"{by_hand[f'{path}.{name}']:9.2e}"]

@@ -1,0 +1,310 @@
+"""What modules take and give besides plain tensors: nesting, keywords, other dtypes and layouts, masks."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers.modeling_outputs import BaseModelOutput
+
+from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow, detect_overflow
+from tests.overflow.models import Line, lines_of
+
+INF = float("inf")
+
+
+class Function(torch.nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        return self.function(*inputs, **keywords)
+
+
+class ThenBad(torch.nn.Module):
+    """Runs a module, and makes an inf after it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Any, **keywords: Any) -> torch.Tensor:
+        self.model(*inputs, **keywords)
+        return torch.tensor(INF)
+
+
+def report_of(model: torch.nn.Module, *inputs: Any, **keywords: Any) -> list[Line]:
+    """All frames of a call of a model."""
+    outer = ThenBad(model)
+    with pytest.raises(ActivationOverflowError, match="ThenBad: output has infs") as raised:
+        with DebugActivationOverflow(outer, 1000):
+            outer(*inputs, **keywords)
+    return [line for line in lines_of(raised.value.report) if line.path == "model"]
+
+
+def shown(lines: list[Line]) -> list[tuple[str, str, str]]:
+    return [(line.sign, line.role, line.abs_max.strip()) for line in lines]
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor | None
+
+
+@dataclass
+class Fields:
+    number: int
+    tensor: torch.Tensor
+    more: dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    ("output", "role"),
+    [
+        (lambda x: x, "output"),
+        (lambda x: (None, x), "output[1]"),
+        (lambda x: [3, [x]], "output[1][0]"),
+        (lambda x: {"loss": None, "logits": x}, "output[logits]"),
+        (lambda x: OrderedDict(hidden=(x,)), "output[hidden][0]"),
+        (lambda x: Pair(x, None), "output[0]"),
+        (lambda x: Fields(3, torch.ones(1), {"inner": [x]}), "output[more][inner][0]"),
+        (lambda x: BaseModelOutput(last_hidden_state=x), "output[last_hidden_state]"),
+        (lambda x: BaseModelOutput(hidden_states=(torch.ones(1), x)), "output[hidden_states][1]"),
+    ],
+)
+@pytest.mark.parametrize("bad", [INF, -INF, math.nan])
+def test_nested_outputs(output: Callable[[torch.Tensor], Any], role: str, bad: float) -> None:
+    model = torch.nn.Sequential(OrderedDict(inner=Function(lambda x: output(x * bad))))
+    with pytest.raises(ActivationOverflowError) as raised, DebugActivationOverflow(model):
+        model(torch.ones(2))
+    error = raised.value
+    assert (error.path, error.class_name, error.role) == ("inner", "Function", role)
+    kind = "nans" if math.isnan(bad) else "infs"
+    assert error.report.startswith(f"< [0] inner: Function: {role} has {kind}\n")
+
+
+def test_inputs_by_keyword_and_nested() -> None:
+    model = Function(lambda *inputs, **keywords: None)
+    ones = torch.ones(2)
+    lines = report_of(model, ones, (2 * ones, [3 * ones]), None, 7, states={"a": -4 * ones}, mask=None, x=5 * ones)
+    assert shown(lines) == [
+        (">", "input[0]", "1.00e+00"),
+        (">", "input[1][0]", "2.00e+00"),
+        (">", "input[1][1][0]", "3.00e+00"),
+        (">", "input[states][a]", "4.00e+00"),
+        (">", "input[x]", "5.00e+00"),
+    ]
+    with pytest.raises(ActivationOverflowError, match=r"> \[0\] Function: input\[states\]\[a\] has nans"):
+        with DebugActivationOverflow(model):
+            model(ones, states={"a": ones * math.nan})
+
+
+@pytest.mark.parametrize(
+    ("tensor", "abs_max"),
+    [
+        (torch.tensor([True, False]), "1.00e+00"),
+        (torch.tensor([-7, 3]), "7.00e+00"),
+        (torch.tensor([200], dtype=torch.uint8), "2.00e+02"),
+        (torch.tensor([40_000], dtype=torch.int32).to(torch.uint16), "4.00e+04"),
+        (torch.tensor([-(2**63), 5]), "9.22e+18"),
+        (torch.tensor([1e300], dtype=torch.float64), "1.00e+300"),
+        (torch.tensor([-2.5]).bfloat16(), "2.50e+00"),
+        (torch.tensor([3 + 4j]), "5.00e+00"),
+        (torch.empty(0, 3), "empty"),
+        (torch.empty(0, dtype=torch.int64), "empty"),
+        (torch.ones(3, device="meta"), "meta"),
+        (torch.tensor(-3.0), "3.00e+00"),
+        (torch.tensor([[0.0, -6.0]]).to_sparse(), "6.00e+00"),
+        (torch.tensor([[0.0, -6.0]]).to_sparse_csr(), "6.00e+00"),
+        (torch.zeros(2, 2).to_sparse(), "empty"),
+        (torch.arange(6.0).view(2, 3).t(), "5.00e+00"),
+        (torch.arange(6.0).view(2, 3)[:, :2], "4.00e+00"),
+        (torch.arange(6.0).view(2, 3)[:, 1:].t(), "5.00e+00"),
+        (torch.tensor([[-9.0]]).expand(100, 1000), "9.00e+00"),
+        (torch.arange(12.0)[1:9].view(2, 4).flip(0)[..., None].expand(2, 4, 3), "8.00e+00"),
+        (torch.quantize_per_tensor(torch.tensor([2.0]), 0.1, 0, torch.qint8), "2.00e+00"),
+    ],
+)
+def test_any_tensor(tensor: torch.Tensor, abs_max: str) -> None:
+    lines = report_of(Function(lambda x: None), tensor)
+    assert shown(lines) == [(">", "input[0]", abs_max)]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+)
+def test_float8(dtype: torch.dtype) -> None:
+    values = torch.tensor([0.5, -3.0, 2.0])
+    assert shown(report_of(Function(lambda x: None), values.to(dtype))) == [(">", "input[0]", "3.00e+00")]
+    makes = Function(lambda x: (x / x).to(dtype))
+    with pytest.raises(ActivationOverflowError, match="output has nans"), DebugActivationOverflow(makes):
+        makes(torch.tensor([1.0, 0.0]))
+    if torch.tensor(INF).to(dtype).float().isinf():
+        makes = Function(lambda x: (x * INF).to(dtype))
+        with pytest.raises(ActivationOverflowError, match="output has infs"), DebugActivationOverflow(makes):
+            makes(values.abs())
+
+
+def test_inference_mode_and_vmap() -> None:
+    model = torch.nn.Linear(2, 2)
+    with DebugActivationOverflow(model) as detector:
+        with torch.inference_mode():
+            inside = model(torch.ones(3, 2))
+        with torch.no_grad():
+            model(inside)
+        assert torch.func.vmap(model)(torch.ones(5, 3, 2)).shape == (5, 3, 2)
+        model(torch.ones(3, 2)).sum().backward()
+        detector.look()
+    with torch.inference_mode():
+        with DebugActivationOverflow(model), pytest.raises(ActivationOverflowError, match=r"input\[0\] has infs"):
+            model(torch.full((1, 2), INF))
+
+
+# ---------------------------------------------------------------------------------------------------------------- masks
+
+
+class Attention(torch.nn.Module):
+    """One head, under an additive mask."""
+
+    def __init__(self, size: int = 8) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(size, 3 * size)
+        self.softmax = torch.nn.Softmax(dim=-1)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key, value = self.qkv(x).chunk(3, dim=-1)
+        return self.softmax(query @ key.mT + mask) @ value, mask
+
+
+class Masked(torch.nn.Module):
+    """Makes its own mask, with ``lowest`` in it, and hands it to two attentions."""
+
+    def __init__(self, lowest: float) -> None:
+        super().__init__()
+        self.lowest = lowest
+        self.first, self.second = Attention(), Attention()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.full((x.shape[1], x.shape[1]), self.lowest).triu(1)
+        hidden, mask = self.first(x, mask)
+        return self.second(hidden, mask=mask)[0]
+
+
+@pytest.mark.parametrize("lowest", [-INF, torch.finfo(torch.float32).min, -1e4])
+@pytest.mark.parametrize("mode", ["deferred", "immediate"])
+def test_masks_are_no_alarm(lowest: float, mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = Masked(lowest)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DebugActivationOverflow(model, mode=mode):
+        for _ in range(3):
+            model(torch.randn(2, 5, 8)).sum().backward()
+            optimizer.step()
+        with torch.no_grad():
+            model(torch.randn(2, 5, 8))
+    assert not caplog.records, "and no warning of a mask that comes near the limit"
+
+
+def test_a_transformer_of_torch_with_masks() -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(5)
+    assert mask.isinf().any()
+    with DebugActivationOverflow(model):
+        model(torch.randn(2, 5, 8), mask=mask).sum().backward()
+
+
+def test_neg_inf_that_a_module_makes() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log = Function(torch.log)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.log(x)  # type: ignore[no-any-return]
+
+    zeros = torch.zeros(2)
+    with pytest.raises(ActivationOverflowError, match=r"log: Function: output has infs"):
+        model = Model()
+        with DebugActivationOverflow(model):
+            model(zeros)
+    for pattern in ("log", "l*", "?og"):
+        model = Model()
+        with DebugActivationOverflow(model, allow_neg_inf=[pattern]):
+            model(zeros)  # nor is what the model around it passes on
+    model = Model()
+    with pytest.raises(ActivationOverflowError), DebugActivationOverflow(model, allow_neg_inf=["lo"]):
+        model(zeros)
+    model = Model()
+    with pytest.raises(ActivationOverflowError, match="has nans"), DebugActivationOverflow(model, allow_neg_inf=["*"]):
+        model(torch.tensor([-1.0]))
+
+
+def test_pos_inf_that_enters_is_an_alarm() -> None:
+    model = Function(lambda x: 1 / x)
+    with pytest.raises(ActivationOverflowError, match=r"> \[0\] Function: input\[0\] has infs"):
+        with DebugActivationOverflow(model):
+            model(torch.tensor([1.0, INF]))
+
+
+# ------------------------------------------------------------------------------------------------------ detect_overflow
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        (torch.tensor([1.0, INF]), "infs"),
+        (torch.tensor([1.0, -INF]), "infs"),
+        (torch.tensor([math.nan]), "nans"),
+        (torch.tensor([math.nan]).half(), "nans"),
+        (torch.tensor([1e38]), None),
+        (torch.tensor([3]), None),
+        (torch.tensor([True]), None),
+        (torch.empty(0), None),
+        (torch.ones(2, device="meta"), None),
+        (torch.tensor([1.0, math.nan]).to(torch.float8_e4m3fn), "nans"),
+    ],
+)
+def test_detect_overflow(tensor: torch.Tensor, kind: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    assert detect_overflow(tensor, "after layer_norm") is (kind is not None)
+    assert [record.getMessage() for record in caplog.records] == ([f"after layer_norm has {kind}"] if kind else [])
+
+
+@pytest.mark.parametrize("mode", ["deferred", "immediate"])
+def test_detect_overflow_adds_a_frame(mode: Any) -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.dense = torch.nn.Identity(), torch.nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.norm(x)
+            detect_overflow(x, "after norm")
+            x = self.dense(x) * 1e30
+            detect_overflow(x, "after the product")
+            return x / 1e30
+
+    model = torch.nn.Sequential(Block())
+    with pytest.raises(ActivationOverflowError) as raised, DebugActivationOverflow(model, mode=mode):
+        model(torch.full((2,), 3e10))
+    assert raised.value.report.splitlines() == [
+        "= [0] after the product has infs",
+        "",
+        "",
+        "last 6 frames:",
+        "abs_max= 3.00e+10 > [0] 0.norm: Identity: input[0]",
+        "abs_max= 3.00e+10 < [0] 0.norm: Identity: output",
+        "abs_max= 3.00e+10 = [0] after norm",
+        "abs_max= 3.00e+10 > [0] 0.dense: Identity: input[0]",
+        "abs_max= 3.00e+10 < [0] 0.dense: Identity: output",
+        "abs_max=      inf = [0] after the product",
+    ]
+    assert (raised.value.path, raised.value.role) == ("", "after the product")

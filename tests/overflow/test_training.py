@@ -1,0 +1,323 @@
+"""In a training loop: when it looks, what that costs, and when it keeps quiet."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import tracemalloc
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow, detector, slots
+from tests.overflow.models import hooks_on, lines_of
+
+INF = float("inf")
+
+
+class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the reads of single elements, and refuses the copies to the host that no look makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def tiny_llama() -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        use_cache=False,
+    )
+    model: torch.nn.Module = LlamaForCausalLM(config)
+    return model
+
+
+def mlp() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, value: float = 1.0) -> None:
+    model(torch.full((2, 4), value)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_200_steps_of_a_healthy_run(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is raised or said, nothing else comes out of the training, and no hook is left."""
+
+    def run(*, watched: bool) -> dict[str, torch.Tensor]:
+        model = tiny_llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        torch.manual_seed(1)
+        detector = DebugActivationOverflow(model) if watched else None
+        for _ in range(200):
+            batch = torch.randint(0, 32, (2, 8))
+            model(input_ids=batch, labels=batch).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if detector is not None:
+            assert detector.batch_number == 199
+            assert hooks_on(model) > 0
+            detector.close()
+        assert hooks_on(model) == 0
+        return copy.deepcopy(model.state_dict())
+
+    with_it, without = run(watched=True), run(watched=False)
+    assert all(torch.equal(value, without[name]) for name, value in with_it.items())
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("mode", ["deferred", "immediate"])
+@pytest.mark.parametrize("backward", [True, False])
+def test_memory_does_not_grow(backward: bool, mode: Any) -> None:
+    """Neither where an optimizer steps, nor where nobody looks: then by the limit alone."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def run(steps: int) -> int:
+        for _ in range(steps):
+            if backward:
+                step(model, optimizer)
+            else:
+                model(torch.ones(2, 4))
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    with mock.patch.object(detector, "MOST_SLOTS", 500), DebugActivationOverflow(model, mode=mode):
+        run(200)
+        tracemalloc.start()
+        try:
+            before = run(100)
+            after = run(1000)
+        finally:
+            tracemalloc.stop()
+    assert after - before < 100_000  # bytes: an interval; a thousand batches of frames would be more than a million
+
+
+def test_one_copy_a_look_and_nothing_else() -> None:
+    model = tiny_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batch = torch.randint(0, 32, (2, 8))
+
+    def reads(*, watched: bool) -> tuple[list[int], list[int]]:
+        """Reads of elements, and copies, in each of: forward and backward, the optimizer's step, an evaluation."""
+        counting, copies = HostReads(), mock.Mock(side_effect=slots.to_host)
+        elements, looks = [0], [0]
+
+        def note() -> None:
+            elements.append(counting.count)
+            looks.append(copies.call_count)
+
+        with mock.patch.object(slots, "to_host", copies):
+            overflow = DebugActivationOverflow(model) if watched else None
+            with counting:
+                model(input_ids=batch, labels=batch).loss.backward()
+                model(input_ids=batch, labels=batch).loss.backward()
+                note()
+                optimizer.step()
+                note()
+                with torch.no_grad():
+                    model(input_ids=batch, labels=batch)
+                note()
+            if overflow is not None:
+                overflow.close()
+            assert copies.call_count == looks[-1], "close() has nothing left to look at"
+        return elements, looks
+
+    elements, looks = reads(watched=True)
+    without, _ = reads(watched=False)
+    assert elements == without
+    assert looks == [0, 0, 1, 2]
+
+
+def test_an_optimizer_of_another_model_does_not_look() -> None:
+    model, other = mlp(), mlp()
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
+    watching = DebugActivationOverflow(model)
+    model(torch.full((1, 4), INF)).sum().backward()
+    step(other, theirs)
+    with pytest.raises(ActivationOverflowError):
+        ours.step()
+    assert watching.batch_number == 0
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+def test_a_closure(keyword: bool) -> None:
+    """As Lightning steps: forward and backward run inside of the optimizer's step, before the update."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 4), INF)).sum()
+        loss.backward()
+        return float(loss)
+
+    DebugActivationOverflow(model)
+    with pytest.raises(ActivationOverflowError, match=r"> \[0\] 0: Linear: input\[0\] has infs"):
+        optimizer.step(closure=closure) if keyword else optimizer.step(closure)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model = mlp()
+    lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    calls = []
+
+    def healthy() -> torch.Tensor:
+        lbfgs.zero_grad()
+        loss = model(torch.ones(2, 4)).pow(2).sum()
+        loss.backward()
+        calls.append(loss.item())
+        return loss  # type: ignore[no-any-return]
+
+    with DebugActivationOverflow(model):
+        loss = lbfgs.step(healthy)
+    assert float(loss) == calls[0] > calls[-1]
+
+
+def test_gradient_accumulation() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+    DebugActivationOverflow(model)
+    with pytest.raises(ActivationOverflowError, match=r"> \[2\] 0: Linear: input\[0\] has infs"):
+        for value in (1.0, 2.0, INF, 3.0):
+            model(torch.full((2, 4), value)).sum().backward()
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("no_gradients", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_the_forward_itself_raises(no_gradients: Any) -> None:
+    model = mlp()
+    with DebugActivationOverflow(model), no_gradients():
+        model(torch.ones(1, 4))
+        with pytest.raises(ActivationOverflowError, match=r"> \[1\] 0: Linear: input\[0\] has infs") as raised:
+            model(torch.full((1, 4), INF))
+    assert [line.batch for line in lines_of(raised.value.report)] == [0] * 8 + [1]
+
+
+def test_an_evaluation_between_micro_batches_is_looked_at_by_itself() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    DebugActivationOverflow(model)
+    model(torch.full((1, 4), INF))
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    with pytest.raises(ActivationOverflowError, match=r"\[0\] 0: Linear: input\[0\] has infs"):
+        optimizer.step()
+
+
+def test_batches_where_the_model_itself_is_not_called() -> None:
+    """As Lightning does it: the trainer calls training_step, which calls modules."""
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 1)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watching = DebugActivationOverflow(model)
+    for batch in range(3):
+        model["b"](model["a"](torch.ones(2, 4))).sum().backward()
+        optimizer.step()
+        assert watching.batch_number == batch
+    watching.close()
+    watching = DebugActivationOverflow(model)
+    for batch in range(3):
+        watching.begin_batch()
+        model["b"](model["a"](torch.ones(2, 4))).sum().backward()
+        assert watching.batch_number == batch
+    optimizer.step()
+    watching.begin_batch()
+    with pytest.raises(ActivationOverflowError, match=r"> \[3\] b: Linear: input\[0\]"):
+        model["b"](torch.full((1, 4), INF))
+        watching.look()
+
+
+def test_begin_batch_counts_alone() -> None:
+    model = mlp()
+    with DebugActivationOverflow(model) as watching:
+        for batch in range(3):
+            watching.begin_batch()
+            model(torch.ones(1, 4))
+            with torch.no_grad():
+                model(torch.ones(1, 4))
+            assert watching.batch_number == batch
+
+
+def test_a_grad_scaler_that_skips() -> None:
+    """With ``loss_scaled`` infinite gradients are its business, and what a forward makes is ours."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=1000)
+
+    def loss_of(value: float) -> torch.Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return model(torch.full((2, 4), value)).float().sum()  # type: ignore[no-any-return]
+
+    skipped = 0
+    with DebugActivationOverflow(model) as watching:
+        watching.loss_scaled = True
+        for _ in range(60):
+            scaler.scale(loss_of(1.0)).backward()  # type: ignore[no-untyped-call]
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            skipped += scaler.get_scale() < before
+        assert 20 < skipped < 60
+        with pytest.raises(ActivationOverflowError, match=r"input\[0\] has infs"):
+            loss_of(INF)
+            watching.look()
+
+
+def test_a_grad_scaler_without_loss_scaled() -> None:
+    model = mlp().half()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    with pytest.raises(ActivationOverflowError, match="grad"), DebugActivationOverflow(model):
+        scaler.scale(model(torch.ones(2, 4).half()).float().sum()).backward()  # type: ignore[no-untyped-call]
+
+
+def test_leaves_that_need_gradients_keep_no_hook() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.ones(2, 4, requires_grad=True)
+    with DebugActivationOverflow(model):
+        for _ in range(3):
+            model(inputs).sum().backward()
+            optimizer.step()
+            assert not inputs._backward_hooks
+        model(inputs)
+    assert not inputs._backward_hooks
+
+
+def test_gradients_can_be_left_out() -> None:
+    model = mlp()
+    with DebugActivationOverflow(model, gradients=False):
+        (model(torch.ones(2, 4)).sum() * INF).backward()
+    with pytest.raises(ActivationOverflowError, match=r"> \[0\] Sequential: grad_output has infs"):
+        with DebugActivationOverflow(model):
+            (model(torch.ones(2, 4)).sum() * INF).backward()
+
+
+def test_the_graph_is_let_go() -> None:
+    import weakref
+
+    model = mlp()
+    with DebugActivationOverflow(model):
+        output = model(torch.ones(2, 4))
+        gone = weakref.ref(output)
+        del output
+        assert gone() is None
