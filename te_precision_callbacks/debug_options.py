@@ -18,6 +18,7 @@ Importing this module is quick and imports no framework.
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from te_precision_callbacks.debug_utils import DebugActivationOverflow
-    from te_precision_callbacks.options import SessionKeywords
+    from te_precision_callbacks.options import SessionKeywords, SessionOptions
 
 ACTIVATION_OVERFLOW = "activation_overflow"
 """Stop where an activation or a gradient becomes inf or nan: :mod:`te_precision_callbacks.debug_utils`."""
@@ -66,8 +67,11 @@ def parse_debug(value: DebugValue, *, valid: Sequence[str] = DEBUG_OPTIONS) -> t
             raise UnknownDebugOptionError(f"debug= takes names, not {part!r}. There are {_listed(valid)}.")
         for name in part.split():
             if name not in valid:
+                close = difflib.get_close_matches(name, valid, n=1)
+                meant = f" Did you mean {close[0]!r}?" if close and "," not in name else ""
                 raise UnknownDebugOptionError(
-                    f"There is no debug option {name!r}. There are {_listed(valid)}; several are separated by spaces."
+                    f"There is no debug option {name!r}.{meant} There are {_listed(valid)}; several are separated by"
+                    " spaces."
                 )
             names[name] = None
     return tuple(names)
@@ -96,6 +100,11 @@ def check_config_option(debug: Iterable[str], config: object) -> None:
 
 class DebugRun(Protocol):
     """What :func:`debugging` gives: a context manager around a training loop, and its step."""
+
+    @property
+    def overflow(self) -> DebugActivationOverflow | None:
+        """Inside of the block, with ``activation_overflow``: what looks for inf and nan. A loop with a GradScaler sets
+        its ``loss_scaled``."""
 
     def __enter__(self) -> Any:
         """Begin."""
@@ -159,10 +168,12 @@ def debugging(arguments: argparse.Namespace, model: torch.nn.Module, **keywords:
     Args:
         arguments: the parsed arguments.
         model: the complete model.
-        **keywords: for the session, see :class:`te_precision_callbacks.options.SessionOptions`.
+        **keywords: see :class:`te_precision_callbacks.options.SessionOptions`; ``debug`` is what the arguments say.
+            ``activation_overflow`` alone has use for ``reduce`` and ``process_group``, and leaves the others be.
 
     Raises:
-        OptionError: the parser has not got the options, or the config was given without ``te_precision``.
+        OptionError: the parser has not got the options, or the config was given without ``te_precision``; an unknown
+            keyword, or a value that it does not take.
         UnknownDebugOptionError: an unknown name.
         ConfigError: the config cannot be used.
     """
@@ -173,35 +184,43 @@ def debugging(arguments: argparse.Namespace, model: torch.nn.Module, **keywords:
             f"The arguments have no {error.name!r}: call add_debug_options(parser) before parsing."
         ) from None
     check_config_option(debug, config)
+    if "debug" in keywords:
+        raise OptionError("debugging() takes no debug=: the parsed arguments say it.")
+    from te_precision_callbacks.options import SessionOptions
+
+    options = SessionOptions.from_keywords(config, debug=debug, **keywords)
     if TE_PRECISION in debug:
         from te_precision_callbacks.session import InspectSession
 
-        keywords["debug"] = debug
-        return InspectSession(config, model=model, **keywords)
-    return _WithoutSession(model if ACTIVATION_OVERFLOW in debug else None)
+        return InspectSession.from_options(options, model)
+    return _WithoutSession(model, options)
 
 
 class _WithoutSession:
     """The watch for inf and nan alone, or nothing."""
 
-    def __init__(self, model: torch.nn.Module | None) -> None:
+    def __init__(self, model: torch.nn.Module, options: SessionOptions) -> None:
         self._model = model
-        self._watch: DebugActivationOverflow | None = None
+        self._options = options
+        self.overflow: DebugActivationOverflow | None = None
 
     def __enter__(self) -> Self:
-        if self._model is not None:
+        if ACTIVATION_OVERFLOW in self._options.debug:
             from te_precision_callbacks.debug_utils import DebugActivationOverflow
 
-            self._watch = DebugActivationOverflow(self._model, distributed=True)
+            options = self._options
+            self.overflow = DebugActivationOverflow(
+                self._model, distributed=options.reduce, process_group=options.process_group
+            )
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.close(error)
+        overflow, self.overflow = self.overflow, None
+        if overflow is not None:
+            overflow.close(error)
 
     def step(self, logging_step: int | None = None) -> None:
-        if self._watch is not None:
-            self._watch.look()
+        if self.overflow is not None:
+            self.overflow.look()

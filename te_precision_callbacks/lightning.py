@@ -24,6 +24,7 @@ from te_precision_callbacks.session import InspectSession, SessionError
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+    from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 except ImportError as error:
     raise MissingExtraError("te_precision_callbacks.lightning", "lightning") from error
 
@@ -120,7 +121,7 @@ class PrecisionDebugCallback(Callback):
             session.iteration = self._restored_iteration
         session.attach(pl_module)
         if session.overflow is not None:
-            session.overflow.loss_scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+            session.overflow.loss_scaled = _scales_loss(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Take the step of a resumed fit: before its first batch the trainer has not restored all of its own."""
@@ -196,6 +197,13 @@ class PrecisionDebugCallback(Callback):
     def _stop(self, error: BaseException | None) -> None:
         if self._session is not None:
             self._session.stop(error, self._step_of_batch)
+
+
+def _scales_loss(trainer: Trainer) -> bool:
+    """Whether the loss is scaled: by the plugin's GradScaler, or for float16 by DeepSpeed, which has one of its own."""
+    plugin = trainer.precision_plugin
+    of_deepspeed = isinstance(plugin, DeepSpeedPrecision) and plugin.precision.startswith("16")
+    return getattr(plugin, "scaler", None) is not None or of_deepspeed
 
 
 class _LoggerSink:

@@ -87,8 +87,10 @@ class SessionOptions:
             OptionError: an unknown keyword, or a value that it does not take.
             ConfigError: the config cannot be used.
         """
-        known = {entry.name for entry in fields(cls)} - {"config"}
+        known = {entry.name for entry in fields(cls)}
         for key in keywords:
+            if key == "step_on":
+                raise OptionError("step_on= is an option of PrecisionDebugCallback and PrecisionDebugger alone.")
             if key not in known:
                 raise OptionError(f"There is no option {key!r}.{suggestion(key, known)}")
         for key in ("reduce", "precision_features_in_eval", "allow_unmatched", "strict"):

@@ -26,10 +26,9 @@ def summary(session: InspectSession, *, unconverted: Mapping[str, str] | None = 
         session: a session, also one that was stopped.
         unconverted: layers that a trainer left without Transformer Engine: name -> why.
     """
+    tables = [precision_table(session), unconverted_table(unconverted or {}), statistics_table(session)]
     return Group(
-        precision_table(session),
-        *([unconverted_table(unconverted)] if unconverted else []),
-        statistics_table(session),
+        *(table for table in tables if table.row_count),
         f"Logs: {session.log_dir / EVENTS_FOLDER}",
         f"      {session.log_dir / STATISTICS_FOLDER}",
     )

@@ -132,6 +132,34 @@ def test_an_overflow_stops_the_loop(tmp_path: Path, flags: list[str]) -> None:
     assert not [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
 
 
+@pytest.mark.parametrize("flags", [["activation_overflow"], ["activation_overflow", "te_precision"]])
+def test_a_loop_with_a_grad_scaler_says_so(tmp_path: Path, flags: list[str]) -> None:
+    """Its first scale is too high, which it finds out by itself."""
+    model = torch.nn.Linear(32, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=3e38)
+    with debugging(parser().parse_args(["--debug", *flags]), model, log_dir=tmp_path) as debug:
+        assert debug.overflow is not None
+        debug.overflow.loss_scaled = True
+        for step in range(4):
+            scaler.scale(model(100 * batch(step)).pow(2).mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            debug.step()
+    assert scaler.get_scale() < 3e38, "gradients were infinite"
+
+
+def test_the_keywords_are_checked_whatever_is_asked_for(tmp_path: Path) -> None:
+    arguments = parser().parse_args(["--debug", "activation_overflow"])
+    with pytest.raises(OptionError, match="There is no option 'log_dri'"):
+        debugging(arguments, net(), log_dri="x")  # type: ignore[call-arg]
+    with pytest.raises(OptionError, match="reduce= is True or False"):
+        debugging(arguments, net(), reduce="no")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="takes no debug="):
+        debugging(arguments, net(), debug="te_precision")
+
+
 def test_without_a_flag_nothing_is_done(tmp_path: Path) -> None:
     model = net()
     train(parser().parse_args([]), model, spoil_at=1, log_dir=tmp_path)

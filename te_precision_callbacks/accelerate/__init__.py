@@ -20,6 +20,6 @@ except ImportError as error:
     raise MissingExtraError("te_precision_callbacks.accelerate", "accelerate") from error
 
 from te_precision_callbacks.accelerate.conversion import unconverted_layers, warn_of_unconverted
-from te_precision_callbacks.accelerate.debugger import STATE_FILE, PrecisionDebugger
+from te_precision_callbacks.accelerate.debugger import STATE_FILE, PrecisionDebugger, scales_loss
 
-__all__ = ["STATE_FILE", "PrecisionDebugger", "unconverted_layers", "warn_of_unconverted"]
+__all__ = ["STATE_FILE", "PrecisionDebugger", "scales_loss", "unconverted_layers", "warn_of_unconverted"]

@@ -93,5 +93,6 @@ def chunks_of(model: Any) -> list[torch.nn.Module]:
     if isinstance(chunks, (list, tuple)) and chunks and all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
         return list(chunks)
     raise OptionError(
-        f"model= is the torch.nn.Module that accelerator.prepare() gave back, or a list of them, not {model!r}."
+        f"model= is the torch.nn.Module that accelerator.prepare() gave back, or a list of them, not a"
+        f" {type(model).__name__}."
     )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from typing_extensions import Self, Unpack
 
 from te_precision_callbacks.accelerate.conversion import chunks_of, warn_of_unconverted
@@ -46,9 +49,9 @@ class PrecisionDebugger:
     Written below ``log_dir``, a file a rank: ``nvdlfw_inspect_logs`` (which features acted where) and
     ``nvdlfw_inspect_statistics_logs`` (every statistic).
 
-    ``accelerator.save_state`` saves the debug iteration, in a file of its own, and ``load_state`` restores it: from the
-    making of the debugger on, before or after :meth:`start`. Checkpoints with and without that file load with and
-    without a debugger.
+    ``accelerator.save_state`` saves the debug iteration, in a file of its own, and ``load_state`` restores it: for as
+    long as the debugger lives, before :meth:`start` and after :meth:`stop` too. Checkpoints with and without that file
+    load with and without a debugger.
 
     Modules in eval mode and forwards without gradients are not observed; features that change precision act there as in
     training. After an exception what was gathered since the last step is written, without a collective.
@@ -80,7 +83,7 @@ class PrecisionDebugger:
     ) -> None:
         if not isinstance(accelerator, Accelerator):
             raise OptionError(
-                f"accelerator= is an accelerate.Accelerator, not {accelerator!r}. The order is"
+                f"accelerator= is an accelerate.Accelerator, not a {type(accelerator).__name__}. The order is"
                 " PrecisionDebugger(accelerator, model, config)."
             )
         check_step_on(step_on)
@@ -96,7 +99,6 @@ class PrecisionDebugger:
         self._last_logging_step: int | None = None
         self._stopped = False
         self._said_stopped = False
-        self._hooks: list[Any] = []
         self._hook_checkpoints()
 
     @property
@@ -132,7 +134,6 @@ class PrecisionDebugger:
         session = self._session
         if session.running:
             raise SessionError("start(): the debugger is running already. Call stop() before you start it again.")
-        self._hook_checkpoints()
         self._said_stopped = False
         folder = self._accelerator.logging_dir or self._accelerator.project_dir or "."
         select = MetricSelection(self._options.prefix, self._options.log_filter)
@@ -141,7 +142,7 @@ class PrecisionDebugger:
             self._take_up_iteration()
             session.attach(self._model)
             if session.overflow is not None:
-                session.overflow.loss_scaled = self._accelerator.scaler is not None
+                session.overflow.loss_scaled = scales_loss(self._accelerator)
             self._unconverted = warn_of_unconverted(self._accelerator, self._model)
         except BaseException as error:
             self.stop(error)
@@ -164,8 +165,8 @@ class PrecisionDebugger:
                 ``strict=True`` it raises.
             ActivationOverflowError: with ``debug="activation_overflow"``, an inf or nan since the last look.
         """
-        if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
-            raise OptionError(f"step= is a count of steps from 0 on, not {step!r}.")
+        if step is not None:
+            step = _count(step)
         if not self._session.running:
             self._refuse_step()
             return None
@@ -191,8 +192,6 @@ class PrecisionDebugger:
             if was_running:
                 self._stopped = True
                 self._next_iteration = session.iteration
-            while self._hooks:
-                self._hooks.pop().remove()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -205,16 +204,30 @@ class PrecisionDebugger:
     # ------------------------------------------------------------------ checkpoints
 
     def _hook_checkpoints(self) -> None:
-        """Take part in ``save_state`` and ``load_state``.
+        """Take part in ``save_state`` and ``load_state`` for as long as the debugger lives, also after :meth:`stop`.
 
         Not through ``register_for_checkpointing``: with it a checkpoint loads only where the same number of objects is
         registered, so that none could be loaded with the debugger that was saved without it, or the other way round.
         """
-        if not self._hooks:
-            self._hooks.append(self._accelerator.register_save_state_pre_hook(self._save))
-            self._hooks.append(self._accelerator.register_load_state_pre_hook(self._load))
+        debugger_or_none = weakref.ref(self)  # the accelerator does not keep it, its session and the model alive
 
-    def _save(self, models: Any, weights: Any, output_dir: str) -> None:
+        def save(models: Any, weights: Any, output_dir: str) -> None:
+            debugger = debugger_or_none()
+            if debugger is not None:
+                debugger._save(Path(output_dir))
+
+        def load(models: Any, input_dir: str) -> None:
+            debugger = debugger_or_none()
+            if debugger is not None:
+                debugger._load(Path(input_dir))
+
+        for handle in (
+            self._accelerator.register_save_state_pre_hook(save),
+            self._accelerator.register_load_state_pre_hook(load),
+        ):
+            weakref.finalize(self, handle.remove)
+
+    def _save(self, folder: Path) -> None:
         """Write the iteration where Accelerate writes the model, so that a process that has the one has the other."""
         accelerator = self._accelerator
         iteration = self._session.iteration if self._session.running else self._next_iteration
@@ -223,15 +236,15 @@ class PrecisionDebugger:
             accelerator.is_local_main_process if on_each_node else accelerator.is_main_process
         ):
             return
-        path = Path(output_dir) / STATE_FILE
+        path = folder / STATE_FILE
         try:
             path.write_text(json.dumps({"iteration": iteration, "step_on": self._step_on}), encoding="utf-8")
         except OSError as error:
             logger.warning("The debug iteration cannot be saved: %s. Training goes on.", error)
 
-    def _load(self, models: Any, input_dir: str) -> None:
+    def _load(self, folder: Path) -> None:
         """Take up the iteration of a checkpoint; one that was counted in another way is left alone."""
-        path = Path(input_dir) / STATE_FILE
+        path = folder / STATE_FILE
         if self._options.start_step is not None or not path.exists():
             return
         try:
@@ -244,7 +257,7 @@ class PrecisionDebugger:
             logger.warning(
                 "The debug iteration of %s was counted with step_on=%r, and is not restored with step_on=%r."
                 " start_step= sets it.",
-                input_dir,
+                folder,
                 step_on,
                 self._step_on,
             )
@@ -276,6 +289,24 @@ class PrecisionDebugger:
         if not self._said_stopped:
             self._said_stopped = True
             logger.warning("step(): the debugger was stopped, so nothing is observed any more. Training goes on.")
+
+
+def _count(step: SupportsIndex) -> int:
+    """A step, also as an integer of numpy."""
+    try:
+        count = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise OptionError(f"step= is a count of steps from 0 on, not {step!r}.")
+    return count
+
+
+def scales_loss(accelerator: Accelerator) -> bool:
+    """Whether the loss is scaled, so that an inf in a gradient is no error but a reason to scale it down: by the
+    accelerator's GradScaler, or for float16 by DeepSpeed or Megatron-LM, which have their own."""
+    of_others = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+    return accelerator.scaler is not None or (of_others and accelerator.mixed_precision == "fp16")
 
 
 def _require_prepared(accelerator: Accelerator, model: torch.nn.Module) -> None:

@@ -27,7 +27,7 @@ from te_precision_callbacks.debug_utils.events import Call, Event, Gradient, Lab
 from te_precision_callbacks.debug_utils.hooks import ModelHooks, Watched, outside_of_dynamo
 from te_precision_callbacks.debug_utils.interval import GradientRoles, History, Interval, Record, seen
 from te_precision_callbacks.debug_utils.scales import fp8_scale
-from te_precision_callbacks.debug_utils.slots import Measured, Values
+from te_precision_callbacks.debug_utils.slots import Measured, Unmeasured, Values
 from te_precision_callbacks.debug_utils.structure import arguments, tensors_in
 from te_precision_callbacks.debug_utils.verdict import Judge, near_limit
 from te_precision_callbacks.engine.reduction import is_distributed
@@ -39,10 +39,18 @@ logger = logging.getLogger(__name__)
 Mode = Literal["deferred", "immediate"]
 
 MOST_SLOTS = 65_536
-"""Slots after which frames that nobody has looked at are looked at by their rank alone, before the next forward."""
+"""Slots after which frames that nobody has looked at are looked at by their rank alone, before the next forward.
+
+Where ranks stop together, what is found there waits for the next look of all.
+"""
 
 _MOST_SLOTS_IMMEDIATE = 1024
 """Slots after which the mode ``immediate``, which has looked at them, begins anew."""
+
+_FOREIGN_STEPS = 10
+"""Steps of other optimizers after which a model that none of its own has stepped is spoken of."""
+
+_UNKNOWN = Unmeasured("unknown")
 
 
 class _Pass:
@@ -62,9 +70,9 @@ class _Pass:
         self.frames = frames
         self.gradients = gradients
         self.looks = looks
-        self.open: list[tuple[Watched, list[tuple[str, Record]]]] = []
+        self.open: list[tuple[Watched, list[tuple[str, Measured | None]]]] = []
 
-    def close(self, watched: Watched) -> list[tuple[str, Record]] | None:
+    def close(self, watched: Watched) -> list[tuple[str, Measured | None]] | None:
         """What was taken by the call of a module that ends; None if none has begun."""
         if all(opened is not watched for opened, _ in reversed(self.open)):
             return None
@@ -135,6 +143,8 @@ class DebugActivationOverflow:
     Attributes:
         loss_scaled: whether the loss is scaled by a GradScaler, which looks after infinite gradients by itself: they
             are shown, and are no reason to stop. May be set at any time.
+        abandoned: tells whether the loop that made the detector has ended without closing it: then forwards, backwards
+            and steps are not its any more, and it does nothing. None: never. May be set at any time.
 
     Raises:
         OverflowOptionError: a value that a keyword does not take.
@@ -182,6 +192,7 @@ class DebugActivationOverflow:
         self._distributed = distributed
         self._group = process_group
         self.loss_scaled = False
+        self.abandoned: Callable[[], bool] | None = None
 
         self._judge = Judge(patterns, self._traced)
         self._history = History(self._max_frames)
@@ -197,7 +208,13 @@ class DebugActivationOverflow:
         self._due = False
         self._closed = False
         self._broken = False
-        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._pending: Find | None = None
+        self._dropped = 0
+        self._foreign_steps: int | None = 0
+        # How many parameters each group had, and whether one of them is the model's.
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], bool]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._leaf_hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._hooks = ModelHooks(roots, self, parameter_gradients=gradients)
         self._step_hook = register_optimizer_step_pre_hook(_before_step_of(weakref.ref(self)))
@@ -231,11 +248,14 @@ class DebugActivationOverflow:
             ActivationOverflowError: there was an inf or nan.
             AbortAfterBatch: the last batch that was wanted is over.
         """
-        if self._closed or not self._due:
+        if self._closed or self._is_abandoned():
+            return
+        self._foreign_steps = None  # there is somebody who looks
+        if not self._due:
             return
         self._thread.current = None  # no call is running, whatever an interrupt has left
         self._due = False
-        find = self._look_at(self._training)
+        find = self._look_at_training()
         if self._distributed and is_distributed(self._group):
             find = agree(find, self._group)
         self._stop_if(find)
@@ -253,7 +273,7 @@ class DebugActivationOverflow:
         """
         if self._closed:
             return
-        find = None if self._broken else self._look_at(self._training)
+        find = self._look_at_training()
         self._remove()
         if find is None:
             return
@@ -305,7 +325,7 @@ class DebugActivationOverflow:
     @outside_of_dynamo
     def parameter_gradient(self, watched: Watched, name: str, parameter: torch.Tensor) -> None:
         """The gradient of a parameter was accumulated."""
-        if self._closed or self._broken or parameter.grad is None or _is_recorded():
+        if self._closed or self._broken or parameter.grad is None or self._is_abandoned() or _is_recorded():
             return
         try:
             measured = self._training.slots.measure(parameter.grad)
@@ -322,27 +342,34 @@ class DebugActivationOverflow:
         current = self._thread.current
         if self._closed or self._broken or current is None or current.interval is None or not current.frames:
             return
-        place = current.open[-1][0] if current.open else None
-        measured = current.interval.slots.measure(tensor)
-        current.interval.events.append(Labelled(self.batch_number, label, measured, place))
+        try:
+            if not self._is_abandoned():
+                measured = current.interval.slots.measure(tensor)
+                current.interval.events.append(Labelled(self.batch_number, label, measured))
+        except Exception as error:
+            self._fail(error)
 
     # ------------------------------------------------------------------ a forward
 
     def _begin(self, watched: Watched) -> _Pass:
         """An outermost call begins."""
+        abandoned = self._is_abandoned()
+        # First of all: a rank that fails below takes part in the next look of all.
+        new = self._thread.current = self._new_pass(watched, abandoned=abandoned)
+        if abandoned:
+            return new
+        if self not in running.detectors:
+            running.detectors.append(self)
         if torch._C._current_graph_task_id() == NO_BACKWARD:
             if self._training.slots.used >= MOST_SLOTS:
-                self._stop_if(self._look_at(self._training))
+                self._make_room()
             elif self._immediate and self._training.slots.used >= _MOST_SLOTS_IMMEDIATE:
                 self._training.forget_numbers()
             self._count_batch(watched)
-        new = self._thread.current = self._new_pass(watched)
-        if self not in running.detectors:
-            running.detectors.append(self)
         return new
 
-    def _new_pass(self, watched: Watched) -> _Pass:
-        if _is_recorded():
+    def _new_pass(self, watched: Watched, *, abandoned: bool) -> _Pass:
+        if abandoned or _is_recorded():
             return _Pass(None, frames=False, gradients=False, looks=False)
         kind = self._classify(watched.module)
         if torch._C._current_graph_task_id() != NO_BACKWARD:
@@ -356,12 +383,14 @@ class DebugActivationOverflow:
         return _Pass(self._training, frames=True, gradients=self._gradients, looks=False)
 
     def _count_batch(self, watched: Watched) -> None:
-        if watched.is_root or self._looked:
-            if self._hooks.synchronize():
-                self._optimizers.clear()
-            if not self._batches_are_given:
-                self._next_batch()
+        begins = watched.is_root or self._looked
         self._looked = False
+        if not begins:
+            return
+        if not self._batches_are_given:
+            self._next_batch()
+        if not self._broken and self._hooks.synchronize():
+            self._optimizers.clear()
 
     def _next_batch(self) -> None:
         if self._last_batch is not None and self._batch >= self._last_batch:
@@ -370,15 +399,18 @@ class DebugActivationOverflow:
 
     def _take(self, current: _Pass, watched: Watched, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """Measure the inputs of a call, before the module can change them."""
-        taken: list[tuple[str, Record]] = []
+        taken: list[tuple[str, Measured | None]] = []
         current.open.append((watched, taken))
         interval = current.interval
         if interval is None or self._broken:
             return
         gradients = current.gradients and torch.is_grad_enabled()
         for role, tensor in arguments(inputs, keywords):
+            if tensor is None:
+                taken.append((role, _UNKNOWN))
+                continue
             record = interval.measure(tensor) if current.frames else interval.record(tensor)
-            taken.append((role, record))
+            taken.append((role, record.measured))
             if gradients and tensor.requires_grad:
                 self._gradient_roles(tensor, record).takers.append((watched, role))
 
@@ -392,6 +424,9 @@ class DebugActivationOverflow:
         given: list[tuple[str, Measured]] = []
         one = isinstance(output, torch.Tensor)
         for role, tensor in (("output", output),) if one else tensors_in(output, "output"):
+            if tensor is None:
+                given.append((role, _UNKNOWN))
+                continue
             record = interval.measure(tensor) if current.frames else interval.record(tensor)
             if record.measured is not None:
                 given.append((role, record.measured))
@@ -399,7 +434,7 @@ class DebugActivationOverflow:
                 self._gradient_roles(tensor, record).makers.append((watched, role))
         if not current.frames:
             return False
-        entered = [(role, record.measured) for role, record in taken if record.measured is not None]
+        entered = [(role, measured) for role, measured in taken if measured is not None]
         own = self._own_parameters(watched, interval) if self._parameters else ()
         if not (entered or given or own):
             return False
@@ -417,6 +452,7 @@ class DebugActivationOverflow:
         if self in running.detectors:
             running.detectors.remove(self)
         if current.looks and not failed and not self._closed and not self._broken:
+            self._looked = True
             self._stop_if(self._look_at(self._evaluation))
             if self._last_batch is not None and self._batch >= self._last_batch and not self._batches_are_given:
                 self._abort()
@@ -437,7 +473,7 @@ class DebugActivationOverflow:
     @outside_of_dynamo
     def _gradient(self, roles: GradientRoles, gradient: torch.Tensor) -> None:
         """A gradient has arrived."""
-        if self._closed or self._broken:
+        if self._closed or self._broken or self._is_abandoned():
             return
         try:
             measured = self._training.measure(gradient).measured
@@ -469,12 +505,10 @@ class DebugActivationOverflow:
             args: the optimizer again, and the positional arguments of ``step``.
             keywords: the others.
         """
-        if self._closed:
+        if self._closed or self._is_abandoned():
             return None
-        ours = self._optimizers.get(optimizer)
-        if ours is None:
-            ours = self._optimizers[optimizer] = self._hooks.holds_parameter_of(optimizer)
-        if not ours:
+        if not self._is_ours(optimizer):
+            self._count_foreign_step()
             return None
         self.look()
         # Lightning, and an optimizer such as LBFGS, run forward and backward inside of the step.
@@ -483,6 +517,33 @@ class DebugActivationOverflow:
         if callable(keywords.get("closure")):
             return args, {**keywords, "closure": self._looking_after(keywords["closure"])}
         return None
+
+    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer steps a parameter of the model; groups may be added to it."""
+        try:
+            sizes = [len(group["params"]) for group in optimizer.param_groups]
+            known = self._optimizers.get(optimizer)
+            if known is None or known[0] != sizes:
+                known = self._optimizers[optimizer] = sizes, self._hooks.holds_parameter_of(optimizer)
+            return known[1]
+        except Exception as error:
+            self._fail(error)
+            return True  # other ranks may wait for this one in their look
+
+    def _count_foreign_step(self) -> None:
+        """Say once that nobody looks, where no optimizer of the model has ever stepped."""
+        if self._foreign_steps is None or not self._due:
+            return
+        self._foreign_steps += 1
+        if self._foreign_steps == _FOREIGN_STEPS:
+            self._foreign_steps = None
+            logger.warning(
+                "Activation overflow: %d steps of optimizers have passed, none of which holds a parameter of the model,"
+                " and nothing was looked at before them. Optimizers that step copies of the parameters (DeepSpeed ZeRO,"
+                " Megatron's distributed optimizer) are not known by them: call look() of the detector before each"
+                " step of theirs.",
+                _FOREIGN_STEPS,
+            )
 
     def _looking_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure, and a look at what it has done."""
@@ -494,13 +555,28 @@ class DebugActivationOverflow:
 
         return run_and_look
 
+    def _look_at_training(self) -> Find | None:
+        """A look: the first overflow since the last one."""
+        find = self._look_at(self._training)
+        find, self._pending, self._dropped = self._pending or find, None, 0
+        self._looked = True
+        return find
+
+    def _make_room(self) -> None:
+        """Empty the slots, where nobody looks. A rank that others would wait for keeps what is found for the look."""
+        events = len(self._training.events)
+        find = self._look_at(self._training)
+        if not (self._distributed and is_distributed(self._group)):
+            self._stop_if(find)
+        self._pending = self._pending or find
+        self._dropped += events
+
     def _look_at(self, interval: Interval) -> Find | None:
         """Read an interval, and begin it anew; the first overflow in it."""
         find = None
         try:
             if interval.events and not self._broken:
-                values = interval.slots.read()
-                find = self._judged(interval.events, values)
+                find = self._judged(interval, interval.events)
         except Exception as error:
             self._fail(error)
         interval.clear()
@@ -508,24 +584,24 @@ class DebugActivationOverflow:
             for handle in self._leaf_hooks:
                 handle.remove()
             self._leaf_hooks.clear()
-        self._looked = True
         return find
 
     def _check_last(self, interval: Interval) -> None:
         """The mode ``immediate``: look at the event that was just made."""
         events, interval.events = interval.events, []
         try:
-            find = self._judged(events, interval.slots.read())
+            find = self._judged(interval, events)
         except Exception as error:
             self._fail(error)
             return
         self._stop_if(find)
 
-    def _judged(self, events: Sequence[Event], values: Values) -> Find | None:
+    def _judged(self, interval: Interval, events: Sequence[Event]) -> Find | None:
         """The first overflow; the other frames are kept for later reports, traced, and compared with the limits."""
+        values = interval.slots.read()
         if self._traced:
             self._trace(events, values)
-        bad = self._judge.first_bad(events, values, loss_scaled=self.loss_scaled)
+        bad = self._judge.first_bad(events, values, excused=interval.excused, loss_scaled=self.loss_scaled)
         if self._warn_above is not None:
             self._warn_of(events[: None if bad is None else bad[0]], values, self._warn_above)
         if bad is None:
@@ -543,7 +619,7 @@ class DebugActivationOverflow:
             role=culprit.frame.role,
             batch=culprit.batch,
             rank=_rank(),
-            sequence=index,
+            sequence=self._dropped + index,
             headline=text.headline(culprit),
             report=text.report(frames, abs_min=self._abs_min),
         )
@@ -599,11 +675,14 @@ class DebugActivationOverflow:
         )
 
     def _abort(self) -> None:
-        find = self._look_at(self._training)
+        find = self._look_at_training()
         batch = self._batch
         self._remove()
         self._stop_if(find)
         raise AbortAfterBatch(batch)
+
+    def _is_abandoned(self) -> bool:
+        return self.abandoned is not None and self.abandoned()
 
     def _fail(self, error: Exception) -> None:
         """A failure in observation: it is said once, and nothing is observed any more."""

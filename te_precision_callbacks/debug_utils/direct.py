@@ -13,6 +13,8 @@ from te_precision_callbacks.debug_utils.slots import Slot, Slots
 
 logger = logging.getLogger(__name__)
 
+_told_of: set[type[Exception]] = set()
+
 
 @outside_of_dynamo
 def detect_overflow(tensor: torch.Tensor, label: str) -> bool:
@@ -29,16 +31,33 @@ def detect_overflow(tensor: torch.Tensor, label: str) -> bool:
         label: what the log and the report call it.
 
     Returns:
-        Whether there is an inf, of either sign, or a nan. A tensor whose elements cannot be known has none.
+        Whether there is an inf, of either sign, or a nan. A tensor whose elements cannot be known has none. Nothing
+        is raised: a failure of the look itself is logged, once for each kind.
     """
     for detector in running.detectors:
         detector.label(tensor, label)
     slots = Slots(abs_min=False)
-    measured = slots.measure(tensor)
-    if not isinstance(measured, Slot):
+    try:
+        measured = slots.measure(tensor)
+        if not isinstance(measured, Slot):
+            return False
+        low, high = slots.read().extremes(measured)
+    except Exception as error:
+        _tell_of_failure(error, label)
         return False
-    low, high = slots.read().extremes(measured)
     if math.isfinite(low) and math.isfinite(high):
         return False
     logger.error("%s has %s", label, "nans" if math.isnan(high) else "infs")
     return True
+
+
+def _tell_of_failure(error: Exception, label: str) -> None:
+    if type(error) not in _told_of:
+        _told_of.add(type(error))
+        logger.error(
+            "detect_overflow(..., %r) failed (%s: %s), and says no. This is said once.",
+            label,
+            type(error).__name__,
+            error,
+            exc_info=error,
+        )

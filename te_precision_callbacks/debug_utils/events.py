@@ -28,7 +28,7 @@ class Frame(NamedTuple):
 
     Attributes:
         sign: ``>`` for what enters a module's forward or backward, ``<`` for what leaves it, ``=`` for the rest.
-        place: the module; None for a label outside of any.
+        place: the module; None for a label.
         role: which tensor.
         measured: its numbers.
         scale: the FP8 scale under which the module quantizes it: a slot with the number, or the number of the format
@@ -109,13 +109,12 @@ class Gradient:
 class Labelled:
     """A tensor that was given to ``detect_overflow`` inside of a forward."""
 
-    __slots__ = ("batch", "label", "measured", "place")
+    __slots__ = ("batch", "label", "measured")
 
-    def __init__(self, batch: int, label: str, measured: Measured, place: Place | None) -> None:
+    def __init__(self, batch: int, label: str, measured: Measured) -> None:
         self.batch = batch
         self.label = label
         self.measured = measured
-        self.place = place
 
     def frames(self) -> Iterator[Frame]:
         yield Frame("=", None, self.label, self.measured)

@@ -52,11 +52,17 @@ class Interval:
 
     Args:
         abs_min: whether the smallest magnitudes are measured too.
+
+    Attributes:
+        slots: the numbers of its tensors.
+        events: what was seen, and not looked at.
+        excused: the slots that may hold -inf.
     """
 
     def __init__(self, *, abs_min: bool) -> None:
         self.slots = Slots(abs_min=abs_min)
         self.events: list[Event] = []
+        self.excused: set[Measured] = set()
         self._records: dict[int, Record] = {}
 
     def record(self, tensor: torch.Tensor) -> Record:
@@ -84,11 +90,13 @@ class Interval:
         self._records = {key: record for key, record in self._records.items() if record.tensor() is not None}
         for record in self._records.values():
             record.measured = None
+        self.excused.clear()
         self.slots.reset()
 
     def clear(self) -> None:
         """Begin anew."""
         self.events = []
+        self.excused.clear()
         self._records.clear()
         self.slots.reset()
 

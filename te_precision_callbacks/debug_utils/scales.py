@@ -25,7 +25,8 @@ def fp8_scale(module: Any, direction: Literal["scaling_fwd", "scaling_bwd"], slo
 
     Returns:
         Under delayed scaling a slot; under current scaling, where the scale follows from the tensor's amax, the number
-        that the amax is scaled to; None for any other module, recipe and precision.
+        that the amax is scaled to; None for any other module, recipe and precision, and where another version of
+        Transformer Engine keeps its quantizers otherwise.
     """
     meta = getattr(module, "fp8_meta", None)
     if not isinstance(meta, dict) or not getattr(module, "fp8", False):
@@ -33,7 +34,14 @@ def fp8_scale(module: Any, direction: Literal["scaling_fwd", "scaling_bwd"], slo
     scale = getattr(meta.get(direction), "scale", None)
     if isinstance(scale, torch.Tensor) and scale.numel():
         return slots.note(scale.reshape(-1)[0])
-    quantizers = getattr(module, "quantizers", {}).get(direction) or [None]
+    try:
+        return _current_scaling(module, direction)
+    except (AttributeError, LookupError, TypeError):
+        return None
+
+
+def _current_scaling(module: Any, direction: Literal["scaling_fwd", "scaling_bwd"]) -> float | None:
+    quantizers = module.quantizers.get(direction) or [None]
     quantizer = quantizers[0]
     # A module that normalizes its input first quantizes another tensor than the one that enters.
     enters_gemm = direction == "scaling_bwd" or type(module).__name__ == "Linear"

@@ -43,7 +43,8 @@ class Slot:
     Attributes:
         store: the store that it is in.
         index: its row there.
-        low, high, least: one-element tensors: the smallest and the largest element, and the smallest magnitude.
+        low, high, least: one-element tensors: the smallest and the largest element, and the smallest magnitude. They
+            hold anything until they are written; ``least`` is only where it was asked for.
     """
 
     __slots__ = ("high", "index", "least", "low", "store")
@@ -92,7 +93,8 @@ class _Store:
         size = min(_LARGEST_CHUNK, max(_FIRST_CHUNK, len(self.slots)))
         # Tensors that are born in inference mode cannot be written outside of it.
         with torch.inference_mode(False):
-            chunk = torch.zeros((size, 3), dtype=self.dtype, device=self.device)
+            # Not filled: that would be queued on the stream of now, and could come after what another stream writes.
+            chunk = torch.empty((size, 3), dtype=self.dtype, device=self.device)
             cells = iter(chunk.view(-1).unbind())
         self._chunks.append(chunk)
         first = len(self.slots)
@@ -108,7 +110,7 @@ class Values:
         self._rows = rows
 
     def not_finite(self) -> set[Measured]:
-        """The slots with an inf or nan."""
+        """The slots with an inf or nan as an extreme."""
         found: set[Measured] = set()
         for store, rows in self._rows.items():
             bad = ~np.isfinite(rows[:, :2])
@@ -185,7 +187,8 @@ class Slots:
             if self._abs_min:
                 slot.least.copy_(_least_magnitude(values))
         except (RuntimeError, NotImplementedError, TypeError):
-            # A tensor class or a transform (vmap) that has no such operation; what it holds cannot be known.
+            # A tensor class or a transform (vmap) that has no such operation; what it holds cannot be known. A slot
+            # that was taken stays unwritten, and is given to nobody.
             return Unmeasured("unknown")
         return slot
 
@@ -230,7 +233,7 @@ class Slots:
 def to_host(rows: torch.Tensor) -> npt.NDArray[np.float64]:
     """Copy a matrix to the host, as float64."""
     # On the CPU too, where numpy would otherwise see later changes.
-    copied = torch.empty(rows.shape, dtype=rows.dtype).copy_(rows)
+    copied = torch.empty(rows.shape, dtype=rows.dtype, device="cpu").copy_(rows)
     return copied.numpy().astype(np.float64, copy=False)
 
 

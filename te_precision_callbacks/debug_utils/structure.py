@@ -19,8 +19,8 @@ _WITHOUT_TENSORS = frozenset({type(None), bool, int, float, complex, str, bytes,
 _POSITIONAL = tuple(f"input[{index}]" for index in range(64))
 
 
-def arguments(inputs: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a call's arguments: ``input[0]``, ``input[hidden_states]``."""
+def arguments(inputs: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """The tensors in a call's arguments: ``input[0]``, ``input[hidden_states]``. None as in :func:`tensors_in`."""
     for index, value in enumerate(inputs):
         role = _POSITIONAL[index] if index < len(_POSITIONAL) else f"input[{index}]"
         if isinstance(value, torch.Tensor):
@@ -32,16 +32,23 @@ def arguments(inputs: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[tu
             yield from tensors_in(value, f"input[{name}]")
 
 
-def tensors_in(value: Any, role: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(value: Any, role: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Each tensor with its role: that of ``value``, and the index, key or field in brackets.
 
-    Nesting is followed to a depth of 8; objects of other classes, such as key-value caches, are not looked into.
+    Nesting is followed to a depth of 8; objects of other classes, such as key-value caches, are not looked into. None
+    stands for a container that raises when it is looked into.
     """
     if isinstance(value, torch.Tensor):
         yield role, value
-    elif type(value) in _WITHOUT_TENSORS or depth == _DEEPEST:
-        return
-    elif isinstance(value, (tuple, list)):
+    elif type(value) not in _WITHOUT_TENSORS and depth < _DEEPEST:
+        try:
+            yield from _items(value, role, depth)
+        except Exception:  # code of the user's, such as a mapping that computes its items
+            yield role, None
+
+
+def _items(value: Any, role: str, depth: int) -> Iterator[tuple[str, torch.Tensor | None]]:
+    if isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
             yield from tensors_in(item, f"{role}[{index}]", depth + 1)
     elif isinstance(value, Mapping):  # ModelOutput of transformers is one

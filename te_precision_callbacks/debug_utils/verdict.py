@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from te_precision_callbacks.debug_utils.events import Call, Event, Gradient, Place
+from te_precision_callbacks.debug_utils.events import Call, Event, Gradient, Labelled, Place
 from te_precision_callbacks.debug_utils.slots import Measured, Slot, Values
 
 
@@ -17,7 +17,7 @@ class Judge:
     """Finds what is wrong in a list of events.
 
     A nan or +inf is, in any tensor. A -inf is where a module makes it from inputs without one; a mask that enters with
-    -inf in it is not.
+    -inf in it is not, and -inf under a label is not: inside of a forward masks are made.
 
     Args:
         allow_neg_inf: patterns of the paths of modules that may make -inf.
@@ -28,27 +28,29 @@ class Judge:
         self._allowed = tuple(allow_neg_inf)
         self._not_in = not_in
 
-    def first_bad(self, events: Sequence[Event], values: Values, *, loss_scaled: bool) -> tuple[int, int] | None:
+    def first_bad(
+        self, events: Sequence[Event], values: Values, *, excused: set[Measured], loss_scaled: bool
+    ) -> tuple[int, int] | None:
         """The number of the event and of the frame in it.
 
         Args:
             events: in their order.
             values: their numbers.
+            excused: the slots that may hold -inf wherever they come up, to which is added.
             loss_scaled: whether gradients may be inf or nan, since a GradScaler looks after them.
         """
         suspects = values.not_finite()
         if not suspects:
             return None
-        excused: set[int] = set()
         for index, event in enumerate(events):
             if event.batch in self._not_in or (loss_scaled and isinstance(event, Gradient)):
                 continue
-            neg_inf_is_bad = True
+            neg_inf_is_bad = not isinstance(event, Labelled)
             if isinstance(event, Call):
                 entered = any(measured in suspects and _has_neg_inf(measured, values) for _, measured in event.inputs)
                 neg_inf_is_bad = not (entered or self._allows(event.place))
                 if not neg_inf_is_bad:  # what holds the module passes its output on
-                    excused.update(id(measured) for _, measured in event.outputs)
+                    excused.update(measured for _, measured in event.outputs)
             for number, frame in enumerate(event.frames()):
                 if frame.measured not in suspects or not isinstance(frame.measured, Slot):
                     continue
@@ -56,7 +58,7 @@ class Judge:
                 if math.isnan(high) or high == math.inf:
                     return index, number
                 is_input = isinstance(event, Call) and frame.sign == ">"
-                if low == -math.inf and neg_inf_is_bad and not is_input and id(frame.measured) not in excused:
+                if low == -math.inf and neg_inf_is_bad and not is_input and frame.measured not in excused:
                     return index, number
         return None
 

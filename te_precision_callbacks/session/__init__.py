@@ -14,7 +14,7 @@ from te_precision_callbacks.session.errors import (
     SessionError,
     TransformerEngineUnavailableError,
 )
-from te_precision_callbacks.session.session import InspectSession
+from te_precision_callbacks.session.session import InspectSession, running_session
 
 __all__ = [
     "FeatureLoadError",
@@ -22,4 +22,5 @@ __all__ = [
     "ObservationError",
     "SessionError",
     "TransformerEngineUnavailableError",
+    "running_session",
 ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import re
 
+import torch.distributed
+
 from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.session.errors import ObservationError
 
@@ -52,7 +54,14 @@ class ObservationFailures:
                 logger.warning("%s cannot be had: %s. Training goes on without it.", where, error)
             return
         self._count += 1
-        if self._count == 1:
+        if not known and _is_lost_connection(error):
+            logger.error(
+                "%s: rank %d cannot reach the other ranks. One of them has probably ended: its own output says why. %s",
+                where,
+                self._rank,
+                _text(error),
+            )
+        elif self._count == 1:
             logger.error(
                 "Precision debugging failed on rank %d: %s: %s. Training goes on; what failed is missing in the"
                 " statistics. The same failure is not reported again. strict=True would end the run here.",
@@ -68,6 +77,13 @@ class ObservationFailures:
         """Say at the end how many failures were only counted."""
         if self._count > 1:
             logger.error("Precision debugging failed %d times on rank %d.", self._count, self._rank)
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Whether a collective failed on its way: NCCL has an exception for it, and gloo's text begins with its file."""
+    return isinstance(error, torch.distributed.DistError) or (
+        isinstance(error, RuntimeError) and "gloo/transport" in str(error)
+    )
 
 
 def _text(error: BaseException) -> str:

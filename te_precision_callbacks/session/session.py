@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import math
+import traceback
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -43,6 +45,18 @@ TENSORS = ("activation", "weight", "gradient", "output", "wgrad", "dgrad")
 _VERSIONED = ("torch", "transformer_engine", "nvdlfw_inspect", "te-precision-callbacks")
 
 
+_last_started: weakref.ref[InspectSession] | None = None
+
+
+def running_session() -> InspectSession | None:
+    """The session that is running in this process, of whichever front door; there is one at a time.
+
+    In a notebook, ``running_session().stop()`` ends one that nothing else refers to any more.
+    """
+    session = None if _last_started is None else _last_started()
+    return session if session is not None and session.running else None
+
+
 class InspectSession:
     """Precision debugging for a training loop.
 
@@ -79,10 +93,12 @@ class InspectSession:
         self._setup(SessionOptions.from_keywords(config, **keywords), model)
 
     @classmethod
-    def from_options(cls, options: SessionOptions) -> InspectSession:
+    def from_options(
+        cls, options: SessionOptions, model: torch.nn.Module | Sequence[torch.nn.Module] | None = None
+    ) -> InspectSession:
         """A session with options that were checked before."""
         session = cls.__new__(cls)
-        session._setup(options, None)
+        session._setup(options, model)
         return session
 
     def _setup(self, options: SessionOptions, model: torch.nn.Module | Sequence[torch.nn.Module] | None) -> None:
@@ -111,6 +127,10 @@ class InspectSession:
         self._last: dict[tuple[str, str, str], Row] = {}
         self._final_iteration = options.start_step or 0
         self._last_logging_step: int | None = None
+        self._owner_has_left: Callable[[], bool] | None = None
+        self._said_ended = False
+        self._started_at = ""
+        self._classify.abandoned = self._is_abandoned
 
     # ------------------------------------------------------------------ what a session is, for those who look at it
 
@@ -153,11 +173,17 @@ class InspectSession:
     def abandoned(self) -> Callable[[], bool] | None:
         """Tells whether the loop that started the session has ended without stopping it: then forwards run as without a
         session. It is asked in each forward of a watched module; None where a loop stops its session in any case."""
-        return self._classify.abandoned
+        return self._owner_has_left
 
     @abandoned.setter
     def abandoned(self, value: Callable[[], bool] | None) -> None:
-        self._classify.abandoned = value
+        self._owner_has_left = value
+        if self._overflow is not None:
+            self._overflow.abandoned = value
+
+    def _is_abandoned(self) -> bool:
+        inspector, has_left = self._inspector, self._owner_has_left
+        return inspector is None or inspector.ended or (has_left is not None and has_left())
 
     @property
     def overflow(self) -> DebugActivationOverflow | None:
@@ -194,12 +220,19 @@ class InspectSession:
             sinks: receivers of records, before those of the options.
 
         Raises:
-            SessionError: a session is running already.
+            SessionError: a session is running already in this process.
             TransformerEngineUnavailableError: Transformer Engine cannot be imported.
             FeatureLoadError: a feature could not be loaded.
         """
         if self._inspector is not None:
             raise SessionError("This session is running already. Call stop() before start(), or make another one.")
+        other = running_session()
+        if other is not None:
+            raise SessionError(
+                f"Another session is running, started at {other._started_at}; in a process there is one at a time. Stop"
+                " that one first; where nothing refers to it any more, with"
+                " te_precision_callbacks.session.running_session().stop()."
+            )
         model = self._model
         self._setup(self._options, model)  # afresh: with the rank of now, and nothing of an earlier run
         import_transformer_engine()
@@ -214,6 +247,9 @@ class InspectSession:
             receive=self._receive,
             receive_statistics=self._receive_statistics,
         )
+        global _last_started
+        _last_started = weakref.ref(self)
+        self._started_at = _place_in_script()
         self._inspector = inspector
         self._sinks = [StatisticsLog(), *sinks, *self._options.sinks]
         try:
@@ -285,6 +321,9 @@ class InspectSession:
         if self._overflow is not None:
             self._overflow.look()
         iteration = inspector.iteration
+        if inspector.ended:
+            self._say_ended()
+            return None
         self._start_sinks()
         local = False
         try:
@@ -331,7 +370,7 @@ class InspectSession:
         return self.start()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop(error)
 
@@ -339,6 +378,14 @@ class InspectSession:
 
     def _stop_at_exit(self) -> None:
         self.stop(SessionError("The process ended while the session was running."))
+
+    def _say_ended(self) -> None:
+        if not self._said_ended:
+            self._said_ended = True
+            logger.error(
+                "The script has called debug_api.end_debug() while the session was running, so nothing is observed any"
+                " more. Training goes on. Leave initialize, step and end_debug to the session."
+            )
 
     def _running(self, what: str) -> Inspector:
         if self._inspector is None:
@@ -352,12 +399,16 @@ class InspectSession:
             return
         from te_precision_callbacks.debug_utils import DebugActivationOverflow
 
-        if self._overflow is not None:
-            if model is self._watched_model:
+        former = self._overflow
+        if former is not None:
+            if _same(model, self._watched_model):
                 return  # it follows what is replaced inside
-            self._overflow.close()
+            former.close(SessionError("Another model was attached."))
         options, self._watched_model = self._options, model
         self._overflow = DebugActivationOverflow(model, distributed=options.reduce, process_group=options.process_group)
+        self._overflow.abandoned = self._owner_has_left
+        if former is not None:
+            self._overflow.loss_scaled = former.loss_scaled
 
     def _find_layers(self, inspector: Inspector, model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[Layer]:
         chunks = [model] if isinstance(model, torch.nn.Module) else model
@@ -477,6 +528,21 @@ class InspectSession:
                 failed.append((sink, error))
         for sink, failure in failed:
             self._failures.report(doing, type(sink).__name__, failure)
+
+
+def _place_in_script() -> str:
+    """Where the user's code is: file and line of the innermost frame that is of no installed package."""
+    package = str(Path(__file__).parents[1])
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(package) and "site-packages" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno}"
+    return "an unknown place"
+
+
+def _same(a: object, b: object) -> bool:
+    """Whether both are the same model, or lists of the same chunks."""
+    first, second = (list(model) if isinstance(model, (list, tuple)) else [model] for model in (a, b))
+    return len(first) == len(second) and all(one is other for one, other in zip(first, second, strict=True))
 
 
 def _warn_if_idle(section: Section, features: NamespacedFeatures) -> None:

@@ -58,10 +58,10 @@ def import_transformer_engine() -> None:
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         # A package without its compiled part raises RuntimeError or FileNotFoundError, not ImportError.
         raise TransformerEngineUnavailableError(
-            f"Transformer Engine cannot be imported ({type(error).__name__}: {error}). On a machine with a GPU install"
-            " its compiled build: pip install 'transformer-engine[pytorch]'. Without one install"
-            " 'te-precision-callbacks[reference]', and call te_precision_callbacks.reference.install() before anything"
-            " imports Transformer Engine, or start the script with 'te-precision run SCRIPT'."
+            "Transformer Engine cannot be imported. On a machine with a GPU install its compiled build: pip install"
+            " 'transformer-engine[pytorch]'. Without one install 'te-precision-callbacks[reference]', and call"
+            " te_precision_callbacks.reference.install_where_needed() before anything imports Transformer Engine, or"
+            f" start the script with 'te-precision run SCRIPT'. What happened: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -223,6 +223,8 @@ class Inspector:
         self._receive = receive
         self._snapshot: Snapshot | None = None
         self._initialized = False
+        self._manager: Any = None
+        self._last_iteration = 0
 
     def start(self, rank: int) -> None:
         """Start upstream with every feature and no config yet.
@@ -237,9 +239,8 @@ class Inspector:
 
         if debug_api.DEBUG_MANAGER is not None:
             raise SessionError(
-                "nvidia-dlfw-inspect is initialized already, by another session or by debug_api.initialize() in the"
-                " script. Only one can run at a time: stop the other session, or call debug_api.end_debug() first and"
-                " leave initialize, step and end_debug to this one."
+                "nvidia-dlfw-inspect is initialized already, by debug_api.initialize() in the script. Only one can run"
+                " at a time: call debug_api.end_debug() first, and leave initialize, step and end_debug to the session."
             )
         self._snapshot = Snapshot()
         self._snapshot.detach_handlers()
@@ -255,6 +256,7 @@ class Inspector:
             self._initialize(debug_api)
         self._initialized = True
         manager: Any = debug_api.DEBUG_MANAGER
+        self._manager = manager
         manager._tensor_reduction_group = self._process_group
         self._api.reduce = self._reduce
         self._api.receiver = self._receive_statistics
@@ -353,11 +355,18 @@ class Inspector:
             self._snapshot.restore_module_names()
 
     @property
-    def iteration(self) -> int:
-        """The debug iteration."""
+    def ended(self) -> bool:
+        """Whether the script has ended upstream by itself since the start, with ``debug_api.end_debug()``."""
         import nvdlfw_inspect.api as debug_api
 
-        return int(debug_api.DEBUG_MANAGER._trainer_iteration_count)
+        return self._manager is not None and debug_api.DEBUG_MANAGER is not self._manager
+
+    @property
+    def iteration(self) -> int:
+        """The debug iteration."""
+        if self._manager is not None:
+            self._last_iteration = int(self._manager._trainer_iteration_count)
+        return self._last_iteration
 
     @iteration.setter
     def iteration(self, value: int) -> None:
@@ -373,7 +382,7 @@ class Inspector:
 
     def log_local_statistics(self) -> None:
         """Have the gathered statistics of this rank logged, without a collective. Nothing, if it never started."""
-        if not self._initialized:
+        if not self._initialized or self.ended:
             return
         self._api.log_local_statistics()
 
@@ -385,9 +394,10 @@ class Inspector:
         from transformer_engine.debug.features.utils.stats_buffer import STATS_BUFFERS
 
         try:
-            debug_api.end_debug()
+            if not self.ended:
+                debug_api.end_debug()
         finally:
-            debug_api.DEBUG_MANAGER = None
+            debug_api.DEBUG_MANAGER = self._manager = None
             # A start that failed has no manager to end, and may have got as far as the namespace's features.
             vars(STATS_BUFFERS).pop("log_stats", None)
             ENGINE.reset()

@@ -13,12 +13,12 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 from typing_extensions import Unpack
 
-from te_precision_callbacks.accelerate import warn_of_unconverted
+from te_precision_callbacks.accelerate import scales_loss, warn_of_unconverted
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.records import MetricSelection
-from te_precision_callbacks.session import InspectSession, SessionError
+from te_precision_callbacks.session import InspectSession, SessionError, running_session
 from te_precision_callbacks.transformers.closing import DebugCallback, close_with, refuse_data_parallel
 from te_precision_callbacks.transformers.history import HistorySummary
 from te_precision_callbacks.transformers.loop import find_handler, find_loop
@@ -118,6 +118,12 @@ class PrecisionDebugTrainerCallback(DebugCallback):
                 "on_train_begin: the event has no model. Call it with model=, as transformers' Trainer does."
             )
         refuse_data_parallel(args)
+        if running_session() is not None:
+            logger.warning(
+                "A session of another trainer or of the script is running, and in a process there is one at a time."
+                " This training goes on without precision debugging."
+            )
+            return
         handler = self._find_handler()
         reporting = None
         if handler is None:
@@ -135,10 +141,10 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             session.attach(model)
             session.observing = False
             loop = find_loop(handler, state) if handler is not None else None
-            if session.overflow is not None and loop is not None:
-                session.overflow.loss_scaled = loop.scales_loss
             if loop is not None and loop.accelerator is not None:
                 warn_of_unconverted(loop.accelerator, model)
+                if session.overflow is not None:
+                    session.overflow.loss_scaled = scales_loss(loop.accelerator)
             history = HistorySummary(self._options.prefix)
             self._training = Training(session, reporting, history, loop, model)
         except BaseException as error:

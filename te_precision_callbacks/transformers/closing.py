@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from abc import ABC, abstractmethod
@@ -61,24 +60,35 @@ def closing(handler: CallbackHandler) -> Iterator[None]:
 
 def close_with(trainer: transformers.Trainer, callback: DebugCallback) -> None:
     """Put :func:`closing` around ``train`` of this one trainer, as long as the callback lives."""
-    own, callback_or_none = trainer.train, weakref.ref(callback)
-
-    @functools.wraps(own)
-    def train(*args: Any, **keywords: Any) -> Any:
-        if callback_or_none() not in trainer.callback_handler.callbacks:
-            logger.warning(
-                "%s was given this trainer and is not one of its callbacks, so it does nothing. Add it with"
-                " trainer.add_callback(callback).",
-                type(callback_or_none()).__name__,
-            )
-        with closing(trainer.callback_handler):
-            return own(*args, **keywords)
-
+    train = _ClosingTrain(trainer, callback)
     trainer.train = train  # type: ignore[method-assign]
     weakref.finalize(callback, _restore_train, weakref.ref(trainer), weakref.ref(train))
 
 
-def _restore_train(trainer: weakref.ref[transformers.Trainer], train: weakref.ref[Any]) -> None:
+class _ClosingTrain:
+    """What stands in the place of a trainer's method ``train``; a copy or pickle of the trainer has the method."""
+
+    def __init__(self, trainer: transformers.Trainer, callback: DebugCallback) -> None:
+        self._trainer = trainer
+        self._own = trainer.train
+        self._callback = weakref.ref(callback)
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        handler, callback = self._trainer.callback_handler, self._callback()
+        if callback is not None and callback not in handler.callbacks:
+            logger.warning(
+                "%s was given this trainer and is not one of its callbacks, so it does nothing. Add it with"
+                " trainer.add_callback(callback).",
+                type(callback).__name__,
+            )
+        with closing(handler):
+            return self._own(*args, **keywords)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._trainer, "train")
+
+
+def _restore_train(trainer: weakref.ref[transformers.Trainer], train: weakref.ref[_ClosingTrain]) -> None:
     """Give the trainer its own method back, unless somebody else has put something there since."""
     found = trainer()
     if found is not None and found.__dict__.get("train") is train():

@@ -11,13 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from te_precision_callbacks.records import Row, StepRecords
+from te_precision_callbacks.records.metrics import badness
 
-_SUMMARIES = (
-    ("worst_underflows%", "underflows%", 1),
-    ("worst_sqnr_db", "sqnr_db", -1),
-    ("nonfinite_num", "nonfinite_num", 1),
-)
-"""Key, a part of the statistic's name (which also has a recipe and a direction), 1 where a high value is the worst."""
+_SUMMARIES = {"worst_underflows%": "underflows%", "worst_sqnr_db": "sqnr_db", "nonfinite_num": "nonfinite_num"}
+"""Key, and a part of the statistic's name, which also has a recipe and a direction."""
 
 _TRAINING_METRICS = ("loss", "train_loss")
 
@@ -36,12 +33,12 @@ class HistorySummary:
     def add(self, records: StepRecords) -> None:
         """Take the statistics of a step."""
         for row in records:
-            for key, part, sign in _SUMMARIES:
-                if part not in row.statistic or not math.isfinite(row.value):
+            for key, part in _SUMMARIES.items():
+                if part not in row.statistic or row.value == math.inf:
                     continue  # an SQNR of inf: the quantized tensor is exact
-                badness = sign * row.value
-                if key not in self._worst or badness > self._worst[key][0]:
-                    self._worst[key] = (badness, row)
+                bad = badness(row.statistic, row.value)
+                if key not in self._worst or bad > self._worst[key][0]:
+                    self._worst[key] = (bad, row)
 
     def update(self, entry: dict[str, Any]) -> None:
         """Put the summary into the entry of a logging event of the training, and begin anew.

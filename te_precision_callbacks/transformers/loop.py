@@ -55,11 +55,6 @@ class TrainingLoop:
         return getattr(self._trainer(), "accelerator", None)
 
     @property
-    def scales_loss(self) -> bool:
-        """Whether the loss is scaled, so that an inf in a gradient is no error but a reason to scale it down."""
-        return getattr(self.accelerator, "scaler", None) is not None
-
-    @property
     def running(self) -> bool:
         """Whether this is called from inside of it; from another thread it cannot be told, and is taken as if it were.
 

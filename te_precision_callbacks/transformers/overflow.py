@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from te_precision_callbacks.accelerate import scales_loss
 from te_precision_callbacks.transformers.closing import DebugCallback, refuse_data_parallel
 from te_precision_callbacks.transformers.loop import find_handler, find_loop
 
@@ -37,7 +38,8 @@ class ActivationOverflowCallback(DebugCallback):
         self._watch = DebugActivationOverflow(model, distributed=True)
         handler = find_handler()
         loop = find_loop(handler, state) if handler is not None else None
-        self._watch.loss_scaled = loop is not None and loop.scales_loss
+        accelerator = None if loop is None else loop.accelerator
+        self._watch.loss_scaled = accelerator is not None and scales_loss(accelerator)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any

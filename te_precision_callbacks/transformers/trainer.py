@@ -7,6 +7,7 @@ from typing import Any
 
 import transformers
 
+from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.debug_options import ACTIVATION_OVERFLOW, TE_PRECISION, DebugValue, check_config_option
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.session import InspectSession, SessionError
@@ -25,6 +26,7 @@ class Trainer(transformers.Trainer):
     Args:
         *arguments, **keywords: as transformers' Trainer takes them.
         debug: debug options beside those of ``args.debug``, in the same form; all that transformers takes as well.
+        te_precision_config: the config of ``te_precision``, in the place of ``args.te_precision_config``.
 
     Raises:
         UnknownDebugOptionError: an unknown name; a ValueError.
@@ -38,11 +40,15 @@ class Trainer(transformers.Trainer):
         Trainer(model, args, train_dataset=data, debug="activation_overflow").train()
     """
 
-    def __init__(self, *arguments: Any, debug: DebugValue = None, **keywords: Any) -> None:
+    def __init__(
+        self, *arguments: Any, debug: DebugValue = None, te_precision_config: ConfigSource = None, **keywords: Any
+    ) -> None:
         more = parse_options(debug)
         super().__init__(*arguments, **keywords)
         options = parse_options([*parse_options(self.args.debug), *more])
-        config = getattr(self.args, "te_precision_config", None)
+        config = te_precision_config
+        if config is None:
+            config = getattr(self.args, "te_precision_config", None)
         check_config_option(options, config)
         if options != self.args.debug:
             self.args = copy.copy(self.args)  # the caller may give it to another trainer

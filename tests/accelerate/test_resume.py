@@ -25,14 +25,22 @@ def fresh(**keywords: Any) -> tuple[Accelerator, Any, Any, Any]:
     return accelerator, *prepared(accelerator, Plain(), batches=6)
 
 
+def saved(folder: Path, *, inside: bool = True) -> Path:
+    """A checkpoint, three iterations old."""
+    accelerator, *loop = fresh()
+    debugger = PrecisionDebugger(accelerator, loop[0], statistics(), log_dir=folder / "first")
+    with debugger:
+        run(accelerator, debugger, *loop)
+        if inside:
+            accelerator.save_state(str(folder / "checkpoint"), safe_serialization=False)
+    if not inside:
+        accelerator.save_state(str(folder / "checkpoint"), safe_serialization=False)
+    return folder / "checkpoint"
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Three iterations old."""
-    accelerator, *loop = fresh()
-    with PrecisionDebugger(accelerator, loop[0], statistics(), log_dir=tmp_path / "first") as debugger:
-        run(accelerator, debugger, *loop)
-        accelerator.save_state(str(tmp_path / "checkpoint"), safe_serialization=False)
-    return tmp_path / "checkpoint"
+    return saved(tmp_path)
 
 
 def resumed(keeper: Keeper, folder: Path, checkpoint: Path, *, before_start: bool, **keywords: Any) -> list[int]:
@@ -48,6 +56,11 @@ def resumed(keeper: Keeper, folder: Path, checkpoint: Path, *, before_start: boo
             accelerator.load_state(str(checkpoint))
         run(accelerator, debugger, *loop)
     return keeper.iterations
+
+
+def test_a_checkpoint_that_is_saved_after_the_block(tmp_path: Path, keeper: Keeper) -> None:
+    checkpoint = saved(tmp_path, inside=False)
+    assert resumed(keeper, tmp_path, checkpoint, before_start=True) == [3, 4, 5]
 
 
 @pytest.mark.parametrize("before_start", [True, False])
@@ -74,12 +87,12 @@ def test_a_checkpoint_with_the_debugger_loads_without_it(checkpoint: Path) -> No
     accelerator.load_state(str(checkpoint))
 
 
-def test_a_stopped_debugger_takes_no_part(tmp_path: Path) -> None:
+def test_a_debugger_that_never_ran_saves_nothing(tmp_path: Path) -> None:
     accelerator, *loop = fresh()
-    with PrecisionDebugger(accelerator, loop[0], statistics(), log_dir=tmp_path) as debugger:
-        run(accelerator, debugger, *loop)
+    debugger = PrecisionDebugger(accelerator, loop[0], statistics(), log_dir=tmp_path)
     accelerator.save_state(str(tmp_path / "checkpoint"), safe_serialization=False)
     assert not (tmp_path / "checkpoint" / STATE_FILE).exists()
+    del debugger
 
 
 def test_beside_objects_that_the_script_registers(tmp_path: Path, keeper: Keeper) -> None:

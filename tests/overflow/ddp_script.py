@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow
+from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow, detector
+from te_precision_callbacks.debug_utils.hooks import ModelHooks
 
 
 class Collectives:
@@ -26,6 +27,25 @@ class Collectives:
     def __call__(self, *arguments: object, **keywords: object) -> object:
         self.count += 1
         return self._all_reduce(*arguments, **keywords)  # type: ignore[arg-type]
+
+
+def fails(hooks: ModelHooks) -> bool:
+    raise LookupError("of the detector's own")
+
+
+def accumulate(model: torch.nn.Sequential, parallel: DistributedDataParallel, rank: int) -> None:
+    """Three forwards for one step: rank 1 has an inf in the second, at its third call, rank 0 in the third at once."""
+    for micro in range(3):
+        inputs = torch.ones(2, 4)
+        if rank == 0 and micro == 2:
+            inputs[0, 0] = float("inf")
+        with parallel.no_sync():
+            if rank == 1 and micro == 1:
+                handle = model[1].register_forward_hook(lambda m, i, o: o.abs() * float("inf"))
+                parallel(inputs).sum().backward()
+                handle.remove()
+            else:
+                parallel(inputs).sum().backward()
 
 
 def main(case: str, folder: Path, rank: int) -> None:
@@ -44,11 +64,13 @@ def main(case: str, folder: Path, rank: int) -> None:
         watching = DebugActivationOverflow(parallel, distributed=case != "not distributed")
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
     steps = 0
+    if case == "no room":
+        detector.MOST_SLOTS = 1
     try:
         for step in range(5):
             inputs = torch.ones(2, 4)
             bad = step == 3
-            if bad and rank == 1 and case in ("first input", "hooks inside", "not distributed"):
+            if bad and rank == 1 and case in ("first input", "hooks inside", "not distributed", "failure"):
                 inputs[0, 0] = float("inf")
             if bad and case == "both":  # earlier on rank 1
                 (model[0] if rank == 1 else model[2]).register_forward_hook(lambda m, i, o: o.abs() * float("inf"))
@@ -56,7 +78,11 @@ def main(case: str, folder: Path, rank: int) -> None:
                 with torch.no_grad():
                     for _ in range(3):
                         model(inputs)
+            if case == "failure" and rank == 0 and step == 2:
+                ModelHooks.synchronize = fails  # type: ignore[assignment, method-assign]
             before = collectives.count
+            if case == "no room" and bad:
+                accumulate(model, parallel, rank)
             loss = parallel(inputs).sum()
             loss.backward()
             if case == "not distributed" and bad and rank == 0:

@@ -49,6 +49,22 @@ def test_the_first_culprit_of_all_ranks(tmp_path: Path) -> None:
     assert [(rank["path"], rank["role"], rank["bad rank"]) for rank in ranks] == [("1", "input[0]", 1)] * 2
 
 
+def test_a_rank_whose_slots_are_full_waits_for_the_others(tmp_path: Path) -> None:
+    """What it finds before the next look of all is told there, in the order of all forwards since the last one."""
+    for rank in run("no room", tmp_path):
+        # Batches 0 to 2 are healthy steps; 3 is the first forward of those that are accumulated.
+        assert rank["error"].startswith("> [4] 2: Linear: input[0] has infs, in batch 4 on rank 1. ")
+        assert (rank["steps"], rank["finite"]) == (3, True)
+
+
+def test_a_detector_that_failed_takes_part(tmp_path: Path) -> None:
+    ranks = run("failure", tmp_path)
+    for rank in ranks:
+        assert rank["error"].startswith("> [3] 0: Linear: input[0] has infs, in batch 3 on rank 1. ")
+        assert (rank["steps"], rank["finite"]) == (3, True)
+    assert "detection failed (LookupError: of the detector's own)" in ranks[0]["stderr"]
+
+
 def test_one_rank_alone(tmp_path: Path) -> None:
     first, second = run("not distributed", tmp_path)
     assert (first["error"], first["collectives"]) == (None, 0)

@@ -7,12 +7,19 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow, detect_overflow
+from te_precision_callbacks.debug_utils import (
+    ActivationOverflowError,
+    DebugActivationOverflow,
+    detect_overflow,
+    direct,
+)
+from te_precision_callbacks.debug_utils.slots import Slots
 from tests.overflow.models import Line, lines_of
 
 INF = float("inf")
@@ -168,6 +175,63 @@ def test_inference_mode_and_vmap() -> None:
             model(torch.full((1, 2), INF))
 
 
+class BadItems(dict[str, torch.Tensor]):
+    def items(self) -> Any:
+        raise LookupError("no items")
+
+
+@dataclass
+class BadField:
+    tensor: torch.Tensor
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "tensor":
+            raise LookupError("no field")
+        return super().__getattribute__(name)
+
+
+def test_containers_that_raise_are_unknown() -> None:
+    model = Function(lambda *inputs, **keywords: (BadItems(x=torch.ones(1)), 4 * inputs[0]))
+    ones = torch.ones(2)
+    assert shown(report_of(model, ones, BadItems(x=ones), (BadField(ones), 2 * ones), x=3 * ones)) == [
+        (">", "input[0]", "1.00e+00"),
+        (">", "input[1]", "unknown"),
+        (">", "input[2][0]", "unknown"),
+        (">", "input[2][1]", "2.00e+00"),
+        (">", "input[x]", "3.00e+00"),
+        ("<", "output[0]", "unknown"),
+        ("<", "output[1]", "4.00e+00"),
+    ]
+
+
+def test_a_default_device() -> None:
+    model = Function(lambda x: 1 / x)
+    zeros = torch.zeros(2)
+    with torch.device("meta"):
+        assert detect_overflow(1 / zeros, "the quotient")
+        with pytest.raises(ActivationOverflowError, match="output has infs"), DebugActivationOverflow(model):
+            model(zeros)
+
+
+def test_slots_are_not_filled_and_not_read_before_they_are_written(caplog: pytest.LogCaptureFixture) -> None:
+    """A fill is queued on the stream of its moment, and may come after what another stream has written."""
+    empty = torch.empty
+
+    def empty_of_nan(*size: Any, **keywords: Any) -> torch.Tensor:
+        made = empty(*size, **keywords)
+        return made.fill_(math.nan) if made.is_floating_point() else made
+
+    zeros = mock.Mock(side_effect=torch.zeros)
+    model = torch.nn.Linear(2, 2)
+    with mock.patch.object(torch, "empty", empty_of_nan), mock.patch.object(torch, "zeros", zeros):
+        with DebugActivationOverflow(model) as detector:
+            torch.func.vmap(model)(torch.ones(5, 3, 2))  # has no extremes
+            model(torch.ones(3, 2)).sum().backward()
+            detector.look()
+    assert not zeros.called
+    assert not caplog.records
+
+
 # ---------------------------------------------------------------------------------------------------------------- masks
 
 
@@ -222,7 +286,8 @@ def test_a_transformer_of_torch_with_masks() -> None:
         model(torch.randn(2, 5, 8), mask=mask).sum().backward()
 
 
-def test_neg_inf_that_a_module_makes() -> None:
+@pytest.mark.parametrize("mode", ["deferred", "immediate"])
+def test_neg_inf_that_a_module_makes(mode: Any) -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -234,18 +299,24 @@ def test_neg_inf_that_a_module_makes() -> None:
     zeros = torch.zeros(2)
     with pytest.raises(ActivationOverflowError, match=r"log: Function: output has infs"):
         model = Model()
-        with DebugActivationOverflow(model):
+        with DebugActivationOverflow(model, mode=mode):
             model(zeros)
     for pattern in ("log", "l*", "?og"):
         model = Model()
-        with DebugActivationOverflow(model, allow_neg_inf=[pattern]):
+        with DebugActivationOverflow(model, mode=mode, allow_neg_inf=[pattern]):
             model(zeros)  # nor is what the model around it passes on
     model = Model()
-    with pytest.raises(ActivationOverflowError), DebugActivationOverflow(model, allow_neg_inf=["lo"]):
+    with pytest.raises(ActivationOverflowError), DebugActivationOverflow(model, mode=mode, allow_neg_inf=["lo"]):
         model(zeros)
     model = Model()
-    with pytest.raises(ActivationOverflowError, match="has nans"), DebugActivationOverflow(model, allow_neg_inf=["*"]):
-        model(torch.tensor([-1.0]))
+    with pytest.raises(ActivationOverflowError, match="has nans"):
+        with DebugActivationOverflow(model, mode=mode, allow_neg_inf=["*"]):
+            model(torch.tensor([-1.0]))
+    model = Model()
+    with pytest.raises(ActivationOverflowError, match=r"< \[1\] log: Function: output has nans"):
+        with DebugActivationOverflow(model, mode=mode, allow_neg_inf=["log"]):
+            for value in (0.0, -1.0):  # what was excused in a batch is not in the next one
+                model(torch.tensor([value]))
 
 
 def test_pos_inf_that_enters_is_an_alarm() -> None:
@@ -308,3 +379,36 @@ def test_detect_overflow_adds_a_frame(mode: Any) -> None:
         "abs_max=      inf = [0] after the product",
     ]
     assert (raised.value.path, raised.value.role) == ("", "after the product")
+
+
+@pytest.mark.parametrize("mode", ["deferred", "immediate"])
+def test_a_mask_under_a_label_is_no_alarm(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Scores(torch.nn.Module):
+        def forward(self, x: torch.Tensor, fill: float) -> torch.Tensor:
+            scores = x.masked_fill(torch.tensor([True, False]), fill)
+            detect_overflow(scores, "after the mask")
+            return scores.softmax(0)
+
+    model = torch.nn.Sequential(Scores())
+    with DebugActivationOverflow(model, mode=mode):
+        model[0](torch.ones(2), -INF)
+    assert [record.getMessage() for record in caplog.records] == ["after the mask has infs"]
+    for fill, kind in ((INF, "infs"), (math.nan, "nans")):
+        with pytest.raises(ActivationOverflowError, match=rf"= \[0\] after the mask has {kind}"):
+            with DebugActivationOverflow(model, mode=mode):
+                model[0](torch.ones(2), fill)
+
+
+def test_a_failure_of_detect_overflow_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with mock.patch.object(direct, "_told_of", set()), mock.patch.object(Slots, "read", side_effect=LookupError("no")):
+        assert not detect_overflow(torch.tensor([INF]), "here")
+        assert not detect_overflow(torch.tensor([INF]), "there")
+    (record,) = caplog.records
+    assert record.getMessage().startswith("detect_overflow(..., 'here') failed (LookupError: no)")
+    model = Function(lambda x: detect_overflow(x, "inside"))
+    caplog.clear()
+    with DebugActivationOverflow(model):
+        with mock.patch.object(Slots, "measure", side_effect=LookupError("no")):
+            with mock.patch.object(direct, "_told_of", set()):
+                assert model(torch.tensor([INF])) is False
+    assert len(caplog.records) == 2, "one of the detector, one of detect_overflow"

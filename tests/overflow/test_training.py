@@ -158,6 +158,95 @@ def test_an_optimizer_of_another_model_does_not_look() -> None:
     assert watching.batch_number == 0
 
 
+def flat_copy(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """An optimizer of a copy of all parameters in one tensor, as DeepSpeed ZeRO and Megatron have it."""
+    flat = torch.nn.Parameter(torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+    flat.grad = torch.zeros_like(flat)
+    return torch.optim.SGD([flat], lr=0.1)
+
+
+def test_an_optimizer_of_flat_copies_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp()
+    optimizer = flat_copy(model)
+    with DebugActivationOverflow(model):
+        for _ in range(30):
+            step(model, optimizer)
+    (record,) = caplog.records
+    assert "none of which holds a parameter of the model" in record.getMessage()
+    assert "call look() of the detector before each step" in record.getMessage()
+    caplog.clear()
+    with DebugActivationOverflow(model) as watching:
+        for _ in range(30):
+            model(torch.ones(2, 4)).sum().backward()
+            watching.look()
+            optimizer.step()
+        model(torch.full((1, 4), INF))
+        with pytest.raises(ActivationOverflowError):
+            watching.look()
+    assert [record.levelname for record in caplog.records] == ["ERROR"], "the report alone"
+
+
+@pytest.mark.parametrize("theirs_first", [0, 5])
+def test_an_adversary_that_steps_more_often_is_not_warned_of(
+    theirs_first: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, other = mlp(), mlp()
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.0) for m in (model, other))
+    with DebugActivationOverflow(model):
+        for count in (theirs_first, 50):
+            for _ in range(count):
+                model(torch.ones(2, 4)).detach()
+                step(other, theirs)
+            step(model, ours)
+    assert not caplog.records
+
+
+def test_parameters_that_an_optimizer_gets_later() -> None:
+    model, other = mlp(), mlp()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    DebugActivationOverflow(model)
+    step(model, optimizer)
+    optimizer.add_param_group({"params": list(model.parameters())})
+    with pytest.raises(ActivationOverflowError):
+        step(model, optimizer, INF)
+
+
+def test_direct_calls_do_not_count_where_room_is_made() -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 1)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with mock.patch.object(detector, "MOST_SLOTS", 1), DebugActivationOverflow(model) as watching:
+        for batch in range(3):
+            model["b"](model["a"](torch.ones(2, 4))).sum().backward()
+            assert watching.batch_number == batch
+            optimizer.step()
+
+
+def test_abandoned() -> None:
+    """A loop that ended without a word: what others do with the model is none of the detector's business."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ended = mock.Mock(return_value=False)
+    watching = DebugActivationOverflow(model)
+    watching.abandoned = ended
+    step(model, optimizer)
+    with mock.patch.object(slots, "to_host", side_effect=slots.to_host) as reads:
+        bad = model(torch.ones(2, 4)).sum() * INF
+        ended.return_value = True
+        bad.backward()
+        ended.reset_mock()
+        model(torch.full((2, 4), INF))
+        assert ended.call_count == 1, "once for the outermost call"
+        with torch.no_grad():
+            model(torch.full((2, 4), INF))
+        watching.look()
+        optimizer.step()
+        assert not reads.called
+        assert watching.batch_number == 1
+        ended.return_value = False
+        watching.close()
+        assert reads.call_count == 1, "nothing bad is among what was noted before"
+
+
 @pytest.mark.parametrize("keyword", [False, True])
 def test_a_closure(keyword: bool) -> None:
     """As Lightning steps: forward and backward run inside of the optimizer's step, before the update."""

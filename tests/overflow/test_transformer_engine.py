@@ -62,6 +62,25 @@ def test_current_scaling() -> None:
     ]
 
 
+@pytest.mark.parametrize("names", [None, [], ["scaling_fwd"]])
+def test_quantizers_of_another_version(names: list[str] | None) -> None:
+    """A module that keeps its quantizers otherwise has no scale in its frames, and is watched all the same."""
+
+    class Float8CurrentScalingQuantizer:
+        pass
+
+    class Linear(torch.nn.Linear):
+        fp8 = True
+
+    model = Linear(2, 2)
+    model.fp8_meta = {}  # type: ignore[assignment]
+    if names is not None:
+        model.quantizers = {name: [Float8CurrentScalingQuantizer()] for name in names}  # type: ignore[assignment]
+    with pytest.raises(ActivationOverflowError, match=r"> \[0\] Linear: input\[0\] has infs"):
+        with DebugActivationOverflow(model):
+            model(torch.tensor([[INF, 1.0]]))
+
+
 def test_a_transformer_layer_names_itself_and_has_no_scale_without_fp8() -> None:
     model = te.TransformerLayer(32, 64, 4, device="cpu")
     watching = DebugActivationOverflow(model, 1000)

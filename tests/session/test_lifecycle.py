@@ -16,7 +16,7 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 
-from te_precision_callbacks.session import FeatureLoadError, InspectSession, SessionError
+from te_precision_callbacks.session import FeatureLoadError, InspectSession, SessionError, running_session
 from te_precision_callbacks.session.upstream import Snapshot
 from tests.conftest import Keeper, feature, global_state, module_state, statistics
 
@@ -167,12 +167,46 @@ def test_another_transformer_engine_is_refused_by_what_it_lacks(
 def test_two_sessions_at_once_are_refused(tmp_path: Path) -> None:
     net = model()
     with InspectSession(statistics(), model=net, log_dir=tmp_path / "1") as session:
-        with pytest.raises(SessionError, match="initialized already"):
+        with pytest.raises(SessionError, match=rf"Another session is running, started at {__file__}:\d+"):
             InspectSession(statistics(), model=net, log_dir=tmp_path / "2").start()
         with pytest.raises(SessionError, match="running already"):
             session.start()
         train_step(net)
         assert session.step() is not None, "the first one is unharmed"
+
+
+def test_a_session_that_nothing_refers_to_any_more_can_be_stopped(tmp_path: Path) -> None:
+    def cell() -> None:
+        InspectSession(statistics(), model=model(), log_dir=tmp_path).start()
+
+    assert running_session() is None
+    cell()
+    with pytest.raises(SessionError, match=r"running_session\(\).stop\(\)"):
+        cell()
+    forgotten = running_session()
+    assert forgotten is not None
+    forgotten.stop()
+    assert running_session() is None
+
+
+def test_a_script_that_ends_upstream_by_itself_trains_on(
+    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = model()
+    before = module_state(net)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+        train_step(net)
+        session.step()
+        debug_api.end_debug()
+        for _ in range(2):
+            train_step(net)
+            assert session.step() is None
+        assert session.iteration == 1
+    assert keeper.iterations == [0]
+    assert keeper.closed == [None]
+    assert module_state(net) == before
+    (said,) = [record.message for record in caplog.records if record.levelno >= logging.ERROR]
+    assert said.startswith("The script has called debug_api.end_debug()")
 
 
 def test_a_session_beside_a_users_own_initialize_is_refused(tmp_path: Path) -> None:
@@ -274,7 +308,7 @@ def test_a_session_that_cannot_start_leaves_a_running_one_alone(tmp_path: Path, 
     net = model()
     with InspectSession(statistics(), model=net, log_dir=tmp_path / "1", sinks=[keeper]) as session:
         train_step(net)
-        with pytest.raises(SessionError, match="initialized already"):
+        with pytest.raises(SessionError, match="Another session is running"):
             InspectSession(statistics(), model=net, log_dir=tmp_path / "2").start()
         train_step(net)
         session.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from transformers.trainer_callback import CallbackHandler
 
 from te_precision_callbacks import ConfigError, PrecisionDebugTrainerCallback
 from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.records import Row, StepRecords
 from te_precision_callbacks.session import SessionError
 from te_precision_callbacks.transformers.closing import DataParallelError
+from te_precision_callbacks.transformers.history import HistorySummary
 from tests.conftest import Keeper, feature, module_state, statistics
 from tests.lightning.models import logged_lines
 from tests.transformers.models import FP8_STATISTICS, Net, arguments, llama, sample, trainer
@@ -138,6 +141,16 @@ def test_a_second_training_has_a_session_of_its_own(tmp_path: Path, keeper: Keep
 
 
 # ---------------------------------------------------------------------- log_history
+
+
+def test_what_is_not_finite_is_the_worst_in_the_log_history() -> None:
+    rows = [Row(layer, "activation", None, "sqnr_db", value) for layer, value in (("good", 30.0), ("bad", -math.inf))]
+    exact = Row("exact", "activation", None, "sqnr_db", math.inf)
+    history = HistorySummary("te")
+    history.add(StepRecords.from_rows(0, 0, [*rows, exact]))
+    entry: dict[str, Any] = {"loss": 1.0}
+    history.update(entry)
+    assert (entry["te/worst_sqnr_db"], entry["te/worst_sqnr_db_layer"]) == (-math.inf, "bad")
 
 
 def test_log_history_gets_the_worst_of_what_was_collected_since_the_last_event(tmp_path: Path, keeper: Keeper) -> None:
@@ -323,3 +336,18 @@ def test_a_callback_can_be_pickled_and_a_model_copied_while_it_trains(tmp_path: 
     copied = copies.callback
     trainer(arguments(tmp_path / "copy", max_steps=1), copied).train()
     assert sorted(first_layer(tmp_path / "copy")) == [0]
+
+
+def test_a_training_inside_of_another_one_leaves_it_alone(
+    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Searches(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                trainer(arguments(tmp_path / "inner"), PrecisionDebugTrainerCallback(statistics())).train()
+
+    callback = PrecisionDebugTrainerCallback(statistics(), sinks=[keeper])
+    trainer(arguments(tmp_path), callback, Searches()).train()
+    assert keeper.iterations == [0, 1, 2, 3]
+    assert keeper.closed == [None]
+    assert "This training goes on without precision debugging." in caplog.text

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
+import pickle
 import subprocess
 import sys
 import weakref
@@ -20,7 +22,7 @@ from te_precision_callbacks.transformers import Trainer
 from tests.conftest import Keeper, feature, global_state, module_state, statistics
 from tests.lightning.models import board_scalars, logged_lines
 from tests.reference.processes import REPOSITORY
-from tests.transformers.models import Net, arguments, sample, trainer
+from tests.transformers.models import SIZE, Net, arguments, sample, trainer
 
 ERRORS = (ValueError("a bad batch"), KeyboardInterrupt(), SystemExit(3))
 
@@ -156,6 +158,18 @@ def test_a_users_own_use_of_the_model_runs_as_without_a_session(
     assert not model._forward_pre_hooks
 
 
+def test_an_overflow_of_a_users_own_is_no_affair_of_the_training(tmp_path: Path) -> None:
+    _, callback, model = abandoned(tmp_path, debug="activation_overflow")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model.net(torch.full((1, SIZE), math.nan)).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        model.net(torch.full((1, SIZE), math.inf))
+    assert callback.session.running
+    callback.close()
+    assert not any(module._forward_hooks for module in model.modules())
+
+
 def test_another_training_of_the_same_model_is_another_training(tmp_path: Path, keeper: Keeper) -> None:
     """By another trainer, and by the same one without the callback."""
     for same in (False, True):
@@ -222,7 +236,7 @@ from pathlib import Path
 from te_precision_callbacks import reference
 reference.install()
 from tests.conftest import Keeper, statistics
-from tests.transformers.models import Net, arguments, trainer
+from tests.transformers.models import SIZE, Net, arguments, trainer
 from te_precision_callbacks import PrecisionDebugTrainerCallback
 
 class Prints(Keeper):
@@ -293,3 +307,11 @@ def test_a_trainer_that_was_given_is_collected(tmp_path: Path) -> None:
     del made
     gc.collect()
     assert gone() is None
+
+
+def test_a_trainer_that_was_given_can_be_pickled(tmp_path: Path) -> None:
+    """As a hyperparameter search does; what comes back has the method of its class."""
+    made = trainer(arguments(tmp_path), model=torch.nn.Linear(32, 32))
+    made.add_callback(PrecisionDebugTrainerCallback(statistics(), trainer=made))
+    again = pickle.loads(pickle.dumps(made))
+    assert again.train.__func__ is transformers.Trainer.train

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ UNKNOWN: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("value", UNKNOWN, ids=repr)
+@pytest.mark.parametrize("value", UNKNOWN, ids=lambda value: re.sub(" at 0x.*", "", repr(value)))
 def test_an_unknown_value_lists_all_valid_ones(value: Any) -> None:
     for construct in (
         lambda: arguments(Path("run"), TrainingArguments, debug=value),
