@@ -17,9 +17,10 @@ class Find:
     """An overflow.
 
     Attributes:
-        path, class_name, role, batch, rank: as in ActivationOverflowError.
+        path, class_name, role, batch, evaluation, rank: as in ActivationOverflowError.
         sequence: the number of its event since the last look.
         headline: which tensor is bad.
+        advice: what to do.
         report: the whole report.
     """
 
@@ -27,9 +28,11 @@ class Find:
     class_name: str
     role: str
     batch: int
+    evaluation: bool
     rank: int
     sequence: int
     headline: str
+    advice: str
     report: str
 
 

@@ -60,16 +60,18 @@ class _Pass:
         interval: where it is noted; None: not at all.
         frames: whether it makes frames; a recomputed forward does not.
         gradients: whether its tensors' gradients are watched.
-        looks: whether it is looked at when it ends.
+        looks: whether it is looked at when it ends: a forward without gradients.
+        batch: the number that its frames have.
     """
 
-    __slots__ = ("frames", "gradients", "interval", "looks", "open")
+    __slots__ = ("batch", "frames", "gradients", "interval", "looks", "open")
 
     def __init__(self, interval: Interval | None, *, frames: bool, gradients: bool, looks: bool) -> None:
         self.interval = interval
         self.frames = frames
         self.gradients = gradients
         self.looks = looks
+        self.batch = 0
         self.open: list[tuple[Watched, list[tuple[str, Measured | None]]]] = []
 
     def close(self, watched: Watched) -> list[tuple[str, Measured | None]] | None:
@@ -140,6 +142,9 @@ class DebugActivationOverflow:
             reduced in each training look, which all ranks must take part in.
         process_group: over which ranks; None for all.
 
+    After an :class:`ActivationOverflowError` it goes on watching, for a loop that catches it. A second detector on a
+    model takes the place of the first.
+
     Attributes:
         loss_scaled: whether the loss is scaled by a GradScaler, which looks after infinite gradients by itself: they
             are shown, and are no reason to stop. May be set at any time.
@@ -148,7 +153,7 @@ class DebugActivationOverflow:
 
     Raises:
         OverflowOptionError: a value that a keyword does not take.
-        OverflowDetectorError: no model, or one that another detector is watching.
+        OverflowDetectorError: no model.
         ActivationOverflowError: while training, or in :meth:`look` or :meth:`close`: an inf or nan.
     """
 
@@ -194,7 +199,7 @@ class DebugActivationOverflow:
         self.loss_scaled = False
         self.abandoned: Callable[[], bool] | None = None
 
-        self._judge = Judge(patterns, self._traced)
+        self._judge = Judge(patterns)
         self._history = History(self._max_frames)
         self._training = Interval(abs_min=abs_min)
         self._evaluation = Interval(abs_min=abs_min)
@@ -203,6 +208,8 @@ class DebugActivationOverflow:
         self._classify = ForwardClassifier(precision_features_in_eval=False)
         self._classify.eval_mode_counts = False
         self._batch = -1
+        self._evaluation_batch = -1
+        self._trains = False
         self._batches_are_given = False
         self._looked = True
         self._due = False
@@ -211,12 +218,17 @@ class DebugActivationOverflow:
         self._pending: Find | None = None
         self._dropped = 0
         self._foreign_steps: int | None = 0
+        self._saw_forward = False
+        self._said_unseen = False
         # How many parameters each group had, and whether one of them is the model's.
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], bool]] = (
             weakref.WeakKeyDictionary()
         )
         self._leaf_hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._hooks = ModelHooks(roots, self, parameter_gradients=gradients)
+        for pattern in patterns:
+            if not self._hooks.matches(pattern):
+                logger.warning("allow_neg_inf=: no module of the model has a path like %r.", pattern)
         self._step_hook = register_optimizer_step_pre_hook(_before_step_of(weakref.ref(self)))
         weakref.finalize(self, self._step_hook.remove)
 
@@ -224,7 +236,8 @@ class DebugActivationOverflow:
 
     @property
     def batch_number(self) -> int:
-        """The number of the batch that is running or was the last, 0-based."""
+        """The number of the training batch that is running or was the last, 0-based; before the first one, of the
+        forward without gradients."""
         return max(self._batch, 0)
 
     def begin_batch(self) -> None:
@@ -237,6 +250,7 @@ class DebugActivationOverflow:
         """
         self._batches_are_given = True
         if not self._closed:
+            self._begin_training()
             self._next_batch()
 
     def look(self) -> None:
@@ -331,6 +345,7 @@ class DebugActivationOverflow:
             measured = self._training.slots.measure(parameter.grad)
             roles = [("<", watched, f"grad of {name}")]
             self._training.events.append(Gradient(self.batch_number, roles, measured, (None,)))
+            self._due = True
         except Exception as error:
             self._fail(error)
             return
@@ -345,7 +360,7 @@ class DebugActivationOverflow:
         try:
             if not self._is_abandoned():
                 measured = current.interval.slots.measure(tensor)
-                current.interval.events.append(Labelled(self.batch_number, label, measured))
+                current.interval.events.append(Labelled(current.batch, label, measured))
         except Exception as error:
             self._fail(error)
 
@@ -365,7 +380,8 @@ class DebugActivationOverflow:
                 self._make_room()
             elif self._immediate and self._training.slots.used >= _MOST_SLOTS_IMMEDIATE:
                 self._training.forget_numbers()
-            self._count_batch(watched)
+            self._count_batch(watched, new)
+        new.batch = max(self._evaluation_batch, 0) if new.looks and self._trains else self.batch_number
         return new
 
     def _new_pass(self, watched: Watched, *, abandoned: bool) -> _Pass:
@@ -379,23 +395,33 @@ class DebugActivationOverflow:
         if kind is ForwardKind.UNTOUCHED:
             self._evaluation.clear()
             return _Pass(self._evaluation, frames=True, gradients=False, looks=True)
-        self._due = True
+        self._due = self._saw_forward = True
         return _Pass(self._training, frames=True, gradients=self._gradients, looks=False)
 
-    def _count_batch(self, watched: Watched) -> None:
+    def _count_batch(self, watched: Watched, new: _Pass) -> None:
+        if not new.looks and new.interval is not None:
+            self._begin_training()
         begins = watched.is_root or self._looked
         self._looked = False
         if not begins:
             return
-        if not self._batches_are_given:
+        if new.looks and self._trains:
+            self._evaluation_batch += watched.is_root
+        elif not self._batches_are_given:
             self._next_batch()
         if not self._broken and self._hooks.synchronize():
             self._optimizers.clear()
+
+    def _begin_training(self) -> None:
+        """Count anew from the first training batch on; what has no gradients is an evaluation from here."""
+        if not self._trains:
+            self._trains, self._batch = True, -1
 
     def _next_batch(self) -> None:
         if self._last_batch is not None and self._batch >= self._last_batch:
             self._abort()
         self._batch += 1
+        self._evaluation_batch = -1
 
     def _take(self, current: _Pass, watched: Watched, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """Measure the inputs of a call, before the module can change them."""
@@ -412,7 +438,7 @@ class DebugActivationOverflow:
             record = interval.measure(tensor) if current.frames else interval.record(tensor)
             taken.append((role, record.measured))
             if gradients and tensor.requires_grad:
-                self._gradient_roles(tensor, record).takers.append((watched, role))
+                self._gradient_roles(tensor, record, current.batch).takers.append((watched, role))
 
     def _give(self, current: _Pass, watched: Watched, output: Any, *, failed: bool) -> bool:
         """Note a call that has ended; whether it made an event."""
@@ -431,7 +457,7 @@ class DebugActivationOverflow:
             if record.measured is not None:
                 given.append((role, record.measured))
             if gradients and tensor.requires_grad:
-                self._gradient_roles(tensor, record).makers.append((watched, role))
+                self._gradient_roles(tensor, record, current.batch).makers.append((watched, role))
         if not current.frames:
             return False
         entered = [(role, measured) for role, measured in taken if measured is not None]
@@ -439,7 +465,7 @@ class DebugActivationOverflow:
         if not (entered or given or own):
             return False
         scale = fp8_scale(watched.module, "scaling_fwd", interval.slots) if watched.quantizes else None
-        interval.events.append(Call(watched, self.batch_number, own, entered, given, scale))
+        interval.events.append(Call(watched, current.batch, own, entered, given, scale))
         return True
 
     def _own_parameters(self, watched: Watched, interval: Interval) -> list[tuple[str, Measured]]:
@@ -452,17 +478,17 @@ class DebugActivationOverflow:
         if self in running.detectors:
             running.detectors.remove(self)
         if current.looks and not failed and not self._closed and not self._broken:
-            self._looked = True
+            self._looked = self._looked or not self._trains
             self._stop_if(self._look_at(self._evaluation))
-            if self._last_batch is not None and self._batch >= self._last_batch and not self._batches_are_given:
+            if self._last_batch is not None and self._batch >= self._last_batch and not self._trains:
                 self._abort()
 
     # ------------------------------------------------------------------ a backward
 
-    def _gradient_roles(self, tensor: torch.Tensor, record: Record) -> GradientRoles:
+    def _gradient_roles(self, tensor: torch.Tensor, record: Record, batch: int) -> GradientRoles:
         """Watch the gradient of a tensor, if it is not yet."""
         if record.gradient is None:
-            roles = record.gradient = GradientRoles(self.batch_number)
+            roles = record.gradient = GradientRoles(batch)
             if tensor.dtype.is_floating_point:
                 with contextlib.suppress(RuntimeError):  # such as under a transform of torch.func
                     handle = tensor.register_hook(functools.partial(self._gradient, roles))  # type: ignore[no-untyped-call]
@@ -487,6 +513,7 @@ class DebugActivationOverflow:
                 for sign, place, _ in frames
             ]
             self._training.events.append(Gradient(roles.batch, frames, measured, scales))
+            self._due = True
         except Exception as error:
             self._fail(error)
             return
@@ -510,6 +537,7 @@ class DebugActivationOverflow:
         if not self._is_ours(optimizer):
             self._count_foreign_step()
             return None
+        self._warn_of_unseen_forward()
         self.look()
         # Lightning, and an optimizer such as LBFGS, run forward and backward inside of the step.
         if len(args) > 1 and callable(args[1]):
@@ -545,6 +573,19 @@ class DebugActivationOverflow:
                 _FOREIGN_STEPS,
             )
 
+    def _warn_of_unseen_forward(self) -> None:
+        """Say once that gradients came of a forward of which no hook has heard."""
+        events = self._training.events
+        if self._saw_forward or self._said_unseen or self._dropped or not events:
+            return
+        if not any(isinstance(event, Call) for event in events):
+            self._said_unseen = True
+            logger.warning(
+                "Activation overflow: the model was trained without a call of its hooks, so that its forward is not"
+                " watched: it was compiled before the detector was made, or is called by model.forward(). Make the"
+                " detector before the first compiled call, or call torch._dynamo.reset() after making it."
+            )
+
     def _looking_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure, and a look at what it has done."""
 
@@ -560,6 +601,7 @@ class DebugActivationOverflow:
         find = self._look_at(self._training)
         find, self._pending, self._dropped = self._pending or find, None, 0
         self._looked = True
+        self._saw_forward = False
         return find
 
     def _make_room(self) -> None:
@@ -599,9 +641,13 @@ class DebugActivationOverflow:
     def _judged(self, interval: Interval, events: Sequence[Event]) -> Find | None:
         """The first overflow; the other frames are kept for later reports, traced, and compared with the limits."""
         values = interval.slots.read()
-        if self._traced:
+        evaluation = interval is self._evaluation and self._trains
+        traced = frozenset[int]() if evaluation else self._traced
+        if traced:
             self._trace(events, values)
-        bad = self._judge.first_bad(events, values, excused=interval.excused, loss_scaled=self.loss_scaled)
+        bad = self._judge.first_bad(
+            events, values, excused=interval.excused, not_in=traced, loss_scaled=self.loss_scaled
+        )
         if self._warn_above is not None:
             self._warn_of(events[: None if bad is None else bad[0]], values, self._warn_above)
         if bad is None:
@@ -618,9 +664,11 @@ class DebugActivationOverflow:
             class_name="" if place is None else place.class_name,
             role=culprit.frame.role,
             batch=culprit.batch,
+            evaluation=evaluation,
             rank=_rank(),
             sequence=self._dropped + index,
             headline=text.headline(culprit),
+            advice=text.advice(culprit, events[index], loss_scaled=self.loss_scaled),
             report=text.report(frames, abs_min=self._abs_min),
         )
 
@@ -656,20 +704,20 @@ class DebugActivationOverflow:
     def _stop_if(self, find: Find | None) -> None:
         if find is None:
             return
-        self._remove()
+        self._begin_anew()
         if find.rank == _rank():
             logger.error("%s", find.report)
         over = (
             f" on rank {find.rank}" if torch.distributed.is_available() and torch.distributed.is_initialized() else ""
         )
         raise ActivationOverflowError(
-            f"{find.headline}, in batch {find.batch}{over}. The report in the log, and in this exception's attribute"
-            " 'report', has the frames before it: go up from the last one to where abs_max began to grow, and run that"
-            " part in a higher precision, or make its values smaller. detect_overflow() looks inside of a forward.",
+            f"{find.headline}, in {'evaluation ' if find.evaluation else ''}batch {find.batch}{over}. The report in the"
+            f" log, and in this exception's attribute 'report', has the frames before it. {find.advice}",
             path=find.path,
             class_name=find.class_name,
             role=find.role,
             batch=find.batch,
+            evaluation=find.evaluation,
             rank=find.rank,
             report=find.report,
         )
@@ -698,11 +746,16 @@ class DebugActivationOverflow:
     def _remove(self) -> None:
         """Take all hooks away, and forget what was seen."""
         self._closed = True
-        self._thread.current = None
-        if self in running.detectors:
-            running.detectors.remove(self)
         self._hooks.remove()
         self._step_hook.remove()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Forget what was seen."""
+        self._thread.current = None
+        self._due = False
+        if self in running.detectors:
+            running.detectors.remove(self)
         for handle in self._leaf_hooks:
             handle.remove()
         self._leaf_hooks.clear()

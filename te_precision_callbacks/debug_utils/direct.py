@@ -8,6 +8,7 @@ import math
 import torch
 
 from te_precision_callbacks.debug_utils.detector import running
+from te_precision_callbacks.debug_utils.errors import OverflowOptionError
 from te_precision_callbacks.debug_utils.hooks import outside_of_dynamo
 from te_precision_callbacks.debug_utils.slots import Slot, Slots
 
@@ -32,8 +33,15 @@ def detect_overflow(tensor: torch.Tensor, label: str) -> bool:
 
     Returns:
         Whether there is an inf, of either sign, or a nan. A tensor whose elements cannot be known has none. Nothing
-        is raised: a failure of the look itself is logged, once for each kind.
+        else is raised: a failure of the look itself is logged, once for each kind.
+
+    Raises:
+        OverflowOptionError: ``tensor`` is none.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise OverflowOptionError(
+            f"detect_overflow(tensor, label) takes a tensor first, not a {type(tensor).__name__}."
+        )
     for detector in running.detectors:
         detector.label(tensor, label)
     slots = Slots(abs_min=False)

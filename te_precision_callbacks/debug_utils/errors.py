@@ -13,19 +13,30 @@ class ActivationOverflowError(PrecisionDebugError, RuntimeError):
         class_name: the module's class.
         role: which tensor of it: ``output``, ``input[0]``, ``grad_output[logits]``, ``grad of weight``, or the label
             that was given to :func:`~te_precision_callbacks.debug_utils.detect_overflow`.
-        batch: the batch number, 0-based.
+        batch: the batch number, 0-based: of the training, or of an evaluation since the last training batch.
+        evaluation: whether it happened in such an evaluation.
         rank: the rank on which it happened.
         report: the whole report.
     """
 
     def __init__(
-        self, message: str, *, path: str, class_name: str, role: str, batch: int, rank: int, report: str
+        self,
+        message: str,
+        *,
+        path: str,
+        class_name: str,
+        role: str,
+        batch: int,
+        evaluation: bool,
+        rank: int,
+        report: str,
     ) -> None:
         super().__init__(message)
         self.path = path
         self.class_name = class_name
         self.role = role
         self.batch = batch
+        self.evaluation = evaluation
         self.rank = rank
         self.report = report
 
@@ -35,13 +46,15 @@ class ActivationOverflowError(PrecisionDebugError, RuntimeError):
 
 def _rebuilt(message: str, attributes: dict[str, object]) -> ActivationOverflowError:
     """For pickle: a process that a trainer spawned sends its exception to the one that waits for it."""
-    error = ActivationOverflowError(message, path="", class_name="", role="", batch=0, rank=0, report="")
+    error = ActivationOverflowError(
+        message, path="", class_name="", role="", batch=0, evaluation=False, rank=0, report=""
+    )
     error.__dict__.update(attributes)
     return error
 
 
 class OverflowDetectorError(PrecisionDebugError, ValueError):
-    """A detector cannot be made: a model that is watched already, or no model."""
+    """A detector cannot be made: there is no model."""
 
 
 class OverflowOptionError(OptionError, ValueError):

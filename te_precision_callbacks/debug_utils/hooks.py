@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -64,14 +65,17 @@ class Receiver(Protocol):
     def parameter_gradient(self, watched: Watched, name: str, parameter: torch.Tensor) -> None:
         """The gradient of a parameter was accumulated."""
 
+    def close(self, error: BaseException | None = None) -> None:
+        """Another receiver has come to the model."""
+
 
 class _Hook:
     """A hook of one module; a copy of the module is not watched."""
 
-    __slots__ = ("_receiver", "_watched")
+    __slots__ = ("_watched", "receiver")
 
     def __init__(self, receiver: Receiver, watched: Watched) -> None:
-        self._receiver = receiver
+        self.receiver = receiver
         self._watched = watched
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
@@ -84,14 +88,19 @@ class _Hook:
 class _Enter(_Hook):
     @outside_of_dynamo
     def __call__(self, module: torch.nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        self._receiver.enter(self._watched, inputs, keywords)
+        self.receiver.enter(self._watched, inputs, keywords)
 
 
 class _Leave(_Hook):
     @outside_of_dynamo
     def __call__(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         # After an exception torch calls the hook without an output, from where it handles the exception.
-        self._receiver.leave(self._watched, output, failed=output is None and sys.exc_info()[0] is not None)
+        self.receiver.leave(self._watched, output, failed=output is None and sys.exc_info()[0] is not None)
+
+
+def _hooks_of(module: torch.nn.Module) -> list[_Hook]:
+    hooks: Iterable[object] = module._forward_pre_hooks.values()
+    return [hook for hook in hooks if isinstance(hook, _Hook)]
 
 
 def not_watched(*args: Any) -> None:
@@ -110,8 +119,7 @@ class ModelHooks:
         receiver: what the hooks call.
         parameter_gradients: whether the gradients of parameters are wanted.
 
-    Raises:
-        OverflowDetectorError: another detector watches a module of it.
+    Another detector on a module of it is closed.
     """
 
     def __init__(
@@ -123,12 +131,9 @@ class ModelHooks:
         self._watched: dict[int, Watched] = {}
         self._parameters: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
         self._told_of_compiled = False
-        for path, module in watched_modules(roots):
-            if any(isinstance(hook, _Hook) for hook in module._forward_pre_hooks.values()):
-                raise OverflowDetectorError(
-                    f"An activation overflow detector is watching {path or 'this model'!r} ({class_name(module)})"
-                    " already. Call close() on that one first."
-                )
+        for former in {hook.receiver for _, module in watched_modules(roots) for hook in _hooks_of(module)}:
+            logger.warning("Activation overflow: this detector takes the place of another one on the model.")
+            former.close(OverflowDetectorError("Another detector took its place."))
         self._shape: TreeShape | None = None
         self.synchronize()
 
@@ -150,6 +155,10 @@ class ModelHooks:
         self._shape = TreeShape([root for _, root in self._roots])
         self._tell_of_compiled()
         return True
+
+    def matches(self, pattern: str) -> bool:
+        """Whether a watched module has a path like a pattern."""
+        return any(fnmatch.fnmatchcase(watched.path, pattern) for watched in self._watched.values())
 
     def holds_parameter_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer steps a parameter of the model."""

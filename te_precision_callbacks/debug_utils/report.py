@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from te_precision_callbacks.debug_utils.events import Frame
+from te_precision_callbacks.debug_utils.events import Call, Event, Frame, Gradient
 from te_precision_callbacks.debug_utils.interval import Seen
 from te_precision_callbacks.debug_utils.slots import Slot, Values
 from te_precision_callbacks.debug_utils.verdict import what
@@ -16,6 +16,26 @@ def headline(culprit: Seen) -> str:
     frame = culprit.frame
     kind = what(*culprit.values.extremes(frame.measured)) if isinstance(frame.measured, Slot) else ""
     return f"{_where(culprit)} has {kind}"
+
+
+def advice(culprit: Seen, event: Event, *, loss_scaled: bool) -> str:
+    """What to do about it."""
+    frame = culprit.frame
+    if isinstance(event, Gradient):
+        scaler = "" if loss_scaled else " Where a GradScaler scales the loss, set loss_scaled of the detector to True."
+        return f"The forward was finite: the gradient became too large on its way back.{scaler}"
+    if isinstance(event, Call) and frame.sign == ">":
+        return (
+            "It came into the module from outside of those that are watched: from the data, or from code between"
+            " modules, into which detect_overflow() looks."
+        )
+    if isinstance(frame.measured, Slot) and culprit.values.extremes(frame.measured)[1] < math.inf:
+        path = "" if frame.place is None else frame.place.path
+        return f"It is -inf alone: a module that makes it on purpose is excused with allow_neg_inf=[{path!r}]."
+    return (
+        "Go up from the last one to where abs_max began to grow, and run that part in a higher precision, or make its"
+        " values smaller. detect_overflow() looks inside of a forward."
+    )
 
 
 def report(frames: Sequence[Seen], *, abs_min: bool) -> str:

@@ -21,15 +21,19 @@ class Judge:
 
     Args:
         allow_neg_inf: patterns of the paths of modules that may make -inf.
-        not_in: batches that are not judged.
     """
 
-    def __init__(self, allow_neg_inf: Sequence[str], not_in: Collection[int]) -> None:
+    def __init__(self, allow_neg_inf: Sequence[str]) -> None:
         self._allowed = tuple(allow_neg_inf)
-        self._not_in = not_in
 
     def first_bad(
-        self, events: Sequence[Event], values: Values, *, excused: set[Measured], loss_scaled: bool
+        self,
+        events: Sequence[Event],
+        values: Values,
+        *,
+        excused: set[Measured],
+        not_in: Collection[int],
+        loss_scaled: bool,
     ) -> tuple[int, int] | None:
         """The number of the event and of the frame in it.
 
@@ -37,13 +41,14 @@ class Judge:
             events: in their order.
             values: their numbers.
             excused: the slots that may hold -inf wherever they come up, to which is added.
+            not_in: batches that are not judged.
             loss_scaled: whether gradients may be inf or nan, since a GradScaler looks after them.
         """
         suspects = values.not_finite()
         if not suspects:
             return None
         for index, event in enumerate(events):
-            if event.batch in self._not_in or (loss_scaled and isinstance(event, Gradient)):
+            if event.batch in not_in or (loss_scaled and isinstance(event, Gradient)):
                 continue
             neg_inf_is_bad = not isinstance(event, Labelled)
             if isinstance(event, Call):
@@ -95,7 +100,8 @@ def near_limit(events: Sequence[Event], values: Values, share: float) -> Iterato
         if isinstance(event, Call):
             for role, measured in event.outputs:
                 if isinstance(measured, Slot) and measured in suspects:
-                    yield NearLimit(event.batch, event.place, role, measured.store.dtype, suspects[measured])
+                    amax = suspects.pop(measured)  # a container gives the same tensor again
+                    yield NearLimit(event.batch, event.place, role, measured.store.dtype, amax)
 
 
 def what(low: float, high: float) -> str:

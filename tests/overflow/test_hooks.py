@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import logging
+import math
 import pickle
 import warnings
 from collections.abc import Callable
@@ -22,7 +24,6 @@ from te_precision_callbacks.debug_utils import (
     OverflowDetectorError,
     OverflowOptionError,
 )
-from te_precision_callbacks.debug_utils.hooks import ModelHooks
 from te_precision_callbacks.debug_utils.slots import Slots
 from te_precision_callbacks.errors import OptionError
 from tests.overflow.models import Line, hooks_on, lines_of
@@ -63,7 +64,9 @@ def test_a_layer_that_is_replaced_later_is_watched() -> None:
     with pytest.raises(ActivationOverflowError, match=r"1: Scale: output has infs"):
         model(torch.ones(1)).sum().backward()
         detector.look()
-    assert hooks_on(model) == hooks_on(replaced) == 0
+    assert hooks_on(replaced) == 0
+    detector.close()
+    assert hooks_on(model) == 0
 
 
 def test_a_layer_that_left_and_parameters_that_changed() -> None:
@@ -204,17 +207,75 @@ def test_copies_are_not_watched() -> None:
         detector.look()
 
 
-def test_two_detectors_on_one_model() -> None:
+def test_a_second_detector_takes_the_place_of_the_first(caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.Sequential(Scale(), torch.nn.Sequential(Scale()))
     first = DebugActivationOverflow(model[1])
-    before = hooks_on(model)
-    with pytest.raises(OverflowDetectorError, match=r"is watching '1\.0'|is watching '1'"):
-        DebugActivationOverflow(model)
-    assert hooks_on(model) == before, "and the second has left nothing behind"
-    first.close()
-    with DebugActivationOverflow(model):
-        pass
+    model[1](torch.tensor([INF]))
+    with DebugActivationOverflow(model) as second:
+        takes_over, found = (record.getMessage() for record in caplog.records)
+        assert "takes the place of another one" in takes_over
+        assert found.startswith("> [0] 0: Scale: input[0] has infs"), "what the first had not told yet"
+        model(torch.ones(1)).sum().backward()
+        assert len({id(hook.receiver) for module in model.modules() for hook in module._forward_hooks.values()}) == 1
+        first.close()
+        assert second.batch_number == 0
+        assert hooks_on(model) > 0
     assert hooks_on(model) == 0
+
+
+def test_it_goes_on_watching_after_a_find() -> None:
+    """For a loop that catches it, and for the cell of a notebook that is run again."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), Scale())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DebugActivationOverflow(model):
+        for value in (1.0, INF, 1.0, INF, math.nan, 1.0):
+            expected = pytest.raises(ActivationOverflowError) if not math.isfinite(value) else contextlib.nullcontext()
+            with expected:
+                model(torch.full((1, 2), value)).sum().backward()
+                optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    assert hooks_on(model) == 0
+
+
+def test_a_forward_of_which_no_hook_hears(caplog: pytest.LogCaptureFixture) -> None:
+    """Compiled before the detector was made, or called beside the hooks: it is looked at, and said once."""
+    model = Scale()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DebugActivationOverflow(model):
+        for value in (1.0, 1.0, math.nan):
+            expected = pytest.raises(ActivationOverflowError, match="grad of factor has nans")
+            with expected if math.isnan(value) else contextlib.nullcontext():
+                model.forward(torch.tensor([value])).sum().backward()
+                optimizer.step()
+    told = [record.getMessage() for record in caplog.records if "without a call of its hooks" in record.getMessage()]
+    assert len(told) == 1
+    assert torch.isfinite(model.factor).all()
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["counted", "begin_batch"])
+def test_evaluation_batches_are_counted_apart(given: bool) -> None:
+    model = torch.nn.Sequential(Scale(), Scale())
+    with DebugActivationOverflow(model) as detector:
+        for _ in range(2):  # a sanity check
+            with torch.no_grad():
+                model(torch.ones(1))
+        for step in range(4):
+            if given:
+                detector.begin_batch()
+            model(torch.ones(1)).sum().backward()
+            with torch.no_grad():
+                model[0](torch.ones(1))  # a teacher, or a user's own
+            detector.look()
+            assert detector.batch_number == step
+            with torch.no_grad():
+                for index in range(3):
+                    bad = (step, index) == (2, 1)
+                    match = r"> \[1\] 0: Scale: input\[0\] has infs, in evaluation batch 1\."
+                    with pytest.raises(ActivationOverflowError, match=match) if bad else contextlib.nullcontext() as e:
+                        model(torch.tensor([INF if bad else 1.0]))
+                    if e is not None:
+                        assert (e.value.evaluation, e.value.batch) == (True, 1)
 
 
 def test_closing_twice_and_using_it_afterwards() -> None:
@@ -260,9 +321,10 @@ def test_a_forward_that_raises() -> None:
             with pytest.raises(ValueError, match="not today"):
                 model(torch.ones(1))
         model[0].raises = False
-        with pytest.raises(ActivationOverflowError, match=r"< \[2\] 1: Scale: output") as raised, torch.no_grad():
+        with pytest.raises(ActivationOverflowError, match=r"< \[0\] 1: Scale: output") as raised, torch.no_grad():
             model(torch.ones(1))
-    assert detector.batch_number == 2
+    assert detector.batch_number == 1
+    assert raised.value.evaluation
     assert [line.path for line in lines_of(raised.value.report)] == ["0.scale", "0.scale", "0", "0", "1", "1"]
 
 
@@ -280,9 +342,9 @@ def test_an_interrupt_inside_of_a_forward() -> None:
                 model(torch.tensor([value]))
             except KeyboardInterrupt:
                 continue
-        with torch.no_grad(), pytest.raises(ActivationOverflowError, match=r"< \[3\] 2: Scale: output has infs"):
+        with torch.no_grad(), pytest.raises(ActivationOverflowError, match=r"< \[0\] 2: Scale: output has infs"):
             model(torch.tensor([1e30]))
-    assert watching.batch_number == 3
+    assert watching.batch_number == 2
 
 
 def test_a_model_that_calls_itself() -> None:
@@ -325,8 +387,8 @@ def test_a_failure_of_its_own_is_said_once_and_kills_nothing(caplog: pytest.LogC
 def test_a_failure_before_a_step_does_not_reach_the_optimizer(caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.Sequential(Scale())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with DebugActivationOverflow(model):
-        with mock.patch.object(ModelHooks, "holds_parameter_of", side_effect=LookupError("no groups")):
+    with DebugActivationOverflow(model) as detector:
+        with mock.patch.object(detector._hooks, "holds_parameter_of", side_effect=LookupError("no groups")):
             model(torch.ones(1)).sum().backward()
             optimizer.step()
     assert ["LookupError: no groups" in record.getMessage() for record in caplog.records] == [True]

@@ -59,6 +59,7 @@ def test_an_overflow(mode: Literal["deferred", "immediate"], batch: int, caplog:
     with pytest.raises(ActivationOverflowError) as raised:
         train(model, first=batch, steps=1)
     error = raised.value
+    detector.close()
     assert hooks_on(model) == 0
     lines = lines_of(error.report)
     wanted = expected(model, WO, batch)
@@ -182,6 +183,7 @@ def test_a_backward_that_overflows(mode: Literal["deferred", "immediate"]) -> No
     ]
     assert {line.abs_max for line in backward if line.role.startswith("grad_")} == {" 1.00e+02", "      inf"}
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    detector.close()
     assert hooks_on(model) == 0
     assert detector.batch_number == 0
 

@@ -258,7 +258,7 @@ def test_a_closure(keyword: bool) -> None:
         optimizer.zero_grad()
         loss = model(torch.full((2, 4), INF)).sum()
         loss.backward()
-        return float(loss)
+        return float(loss.detach())
 
     DebugActivationOverflow(model)
     with pytest.raises(ActivationOverflowError, match=r"> \[0\] 0: Linear: input\[0\] has infs"):
