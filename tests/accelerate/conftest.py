@@ -26,6 +26,7 @@ def offline_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     yield tmp_path
-    for module, close in (("mlflow", "end_run"), ("wandb", "finish")):  # where a test failed before the script's end
+    # Where a test failed before the script's end; and W&B keeps the settings of its first run in a process.
+    for module, close in (("mlflow", "end_run"), ("wandb", "finish"), ("wandb", "teardown")):
         if module in sys.modules:
             getattr(sys.modules[module], close)()
