@@ -361,10 +361,12 @@ class InspectSession:
                 overflow, self._overflow, self._watched_model = self._overflow, None, None
                 self._inspector = None
                 self._modules = ()
-                inspector.stop()
-                self._failures.summarize()
-                if overflow is not None:
-                    overflow.close(error)  # the last, since it may find one more overflow and raise it
+                try:
+                    inspector.stop()
+                    self._failures.summarize()
+                finally:
+                    if overflow is not None:
+                        overflow.close(error)  # the last, since it may find one more overflow and raise it
 
     def __enter__(self) -> InspectSession:
         return self.start()
