@@ -351,7 +351,7 @@ class Net(torch.nn.Module):
         self.count = 0
     def forward(self, inputs, labels=None):
         self.count += 1
-        return {{"loss": self.fc2(self.fc1(inputs) / (self.count < 3)).sum()}}
+        return {{"loss": self.fc2(self.fc1(inputs).abs() / (self.count < 3)).sum()}}
 
 data = [{{"inputs": torch.ones(4), "labels": torch.ones(1)}}] * 64
 args = TrainingArguments({str(tmp_path)!r}, debug="activation_overflow", use_cpu=True, report_to="none", max_steps=8)
