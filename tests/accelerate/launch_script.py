@@ -33,6 +33,7 @@ def main(folder: Path, failing_rank: int | None) -> None:
     for part in ("first", "second"):
         debugger = PrecisionDebugger(accelerator, model, config, log_dir=folder / part)
         if part == "second":
+            accelerator.wait_for_everyone()  # the main process writes the checkpoint, and no rank waits for it
             accelerator.load_state(str(folder / "checkpoint"))
         with debugger:
             for batch, loss in enumerate(train(accelerator, debugger, model, optimizer, loader)):
