@@ -1,0 +1,347 @@
+"""How Transformer Engine lays quantized tensors out in memory, and their data brought into one plain layout.
+
+Usage::
+
+    part = stored(quantized, columnwise=False)  # None where there are no rowwise data
+    part.codes  # uint8, as stored
+    part.scales  # one for each block: neither padded nor swizzled
+    part.dequantized()  # float32, the tensor's logical shape
+
+Nothing of Transformer Engine is imported: a tensor, or its storage class, is recognised by its attributes, so that a
+subclass is read as its parent. Read from Transformer Engine 2.20.2: ``pytorch/tensor/storage/*.py`` (layouts, and the
+arithmetic of their ``dequantize``), ``common/cast/mxfp8/swizzle.cuh`` and cuBLAS's "1D block scaling factors layout"
+(the order of swizzled scales), ``common/cast/nvfp4/dequantize_nvfp4.cuh``.
+
+With a tensor of M rows (its leading dimensions in one) and K columns:
+
+============== =============================== ====================== ==============================================
+format         data                            a block of the data    scales, as stored
+============== =============================== ====================== ==============================================
+per-tensor FP8 M x K, or its transpose         all                    float32, [1]
+MXFP8          M x K, columnwise too           1 x 32; columnwise 32  E8M0, padded to multiples of 128 x 4; columnwise
+                                               x 1                    of 4 x 128
+FP8, 1D blocks M x K; columnwise the transpose 1 x 128                float32, transposed, padded to a multiple of 4
+                                                                      along the data's rows
+FP8, 2D blocks M x K; columnwise the transpose 128 x 128              float32, padded to a multiple of 4 columns
+NVFP4          M x K; columnwise the           1 x 16                 E4M3, padded to multiples of 128 x 4; and amax,
+               transpose; two codes a byte                            float32, [1] or one for each row
+============== =============================== ====================== ==============================================
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
+
+SWIZZLE_ROWS, SWIZZLE_COLUMNS = 128, 4
+"""The tile of scales that a GEMM of MXFP8 or NVFP4 reads at once."""
+
+PER_TENSOR, MXFP8, BLOCK_1D, BLOCK_2D, NVFP4 = "per_tensor", "mxfp8", "fp8_block_1d", "fp8_block_2d", "nvfp4"
+"""The scaling modes."""
+
+
+class LayoutError(PrecisionDebugError, ValueError):
+    """A quantized tensor whose layout is not known, or does not fit its shape."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One direction of a quantized tensor.
+
+    Attributes:
+        mode: one of the scaling modes above.
+        columnwise: which direction.
+        codes: uint8, [rows, columns], in the order of memory; FP4 has two codes a byte, the even one in the low half.
+        transposed: whether the codes' rows are the tensor's last dimension.
+        element_format: what a code is.
+        scales: one for each block of the codes, [rows / block rows, columns / block columns], rounded up. float32, or
+            the codes of ``scale_format`` as uint8.
+        scale_format: E8M0 or E4M3; None where the scales are float32.
+        block: rows and columns of a block of the codes.
+        amax: NVFP4 only: float32, [1], or [rows] where each row has its own.
+        largest_scale: NVFP4 only: the E4M3 number that stands for the largest scale, 448 or 256.
+        shape: of the tensor. Columnwise NVFP4 data are a matrix, whatever the tensor's leading dimensions were.
+        stored_scale_shape: of the scales in memory.
+        swizzled: whether the scales in memory were in the order that a GEMM reads.
+        hadamard: whether the codes are of a random Hadamard transform of the tensor.
+    """
+
+    mode: str
+    columnwise: bool
+    codes: torch.Tensor
+    transposed: bool
+    element_format: FloatFormat
+    scales: torch.Tensor
+    scale_format: FloatFormat | None
+    block: tuple[int, int]
+    shape: tuple[int, ...]
+    stored_scale_shape: tuple[int, ...]
+    amax: torch.Tensor | None = None
+    largest_scale: float | None = None
+    swizzled: bool = False
+    hadamard: bool = False
+
+    def elements(self) -> torch.Tensor:
+        """The numbers that the codes stand for, without scale: float32, [rows, columns], one a number."""
+        codes = unpacked(self.codes) if self.element_format.bits == 4 else self.codes
+        return self.element_format.decode(codes)
+
+    def block_scales(self) -> torch.Tensor:
+        """The blocks' scales as numbers, without the part that a whole tensor shares: float32, as :attr:`scales`."""
+        return self.scales if self.scale_format is None else self.scale_format.decode(self.scales)
+
+    def factors(self) -> torch.Tensor:
+        """What brings the numbers of each block back: float32, as :attr:`scales`.
+
+        In float32 and in the order of upstream's kernel, which is ``(scale * amax) * (1 / (6 * largest scale))``.
+        """
+        factors = self.block_scales()
+        if self.amax is None or self.largest_scale is None:
+            return factors
+        return factors * self.amax.reshape(-1, 1) * (1.0 / (E2M1.max * self.largest_scale))
+
+    def spread(self, of_blocks: torch.Tensor) -> torch.Tensor:
+        """A number for each block, as :attr:`scales`, as one for each element: [rows, columns]."""
+        rows, columns = self.matrix_shape
+        height, width = self.block
+        if height > 1 or of_blocks.shape[0] < rows:
+            of_blocks = of_blocks.repeat_interleave(height, 0)[:rows]
+        return of_blocks.repeat_interleave(width, 1)[:, :columns]
+
+    def matrix(self) -> torch.Tensor:
+        """The numbers that are stored, in the order of memory: float32, [rows, columns]."""
+        return self.elements() * self.spread(self.factors())
+
+    def dequantized(self) -> torch.Tensor:
+        """The numbers that are stored: float32, the tensor's shape.
+
+        Of a Hadamard transform where :attr:`hadamard` says so.
+        """
+        return self.as_tensor(self.matrix())
+
+    def as_tensor(self, matrix: torch.Tensor) -> torch.Tensor:
+        """A matrix in the order of memory, [rows, columns], in the tensor's shape."""
+        return (matrix.t() if self.transposed else matrix).reshape(self.shape)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns of the numbers in memory."""
+        rows, columns = self.codes.shape
+        return rows, columns * 2 if self.element_format.bits == 4 else columns
+
+
+def is_quantized(tensor: Any) -> bool:
+    """Whether this is a quantized tensor of a format that is known here."""
+    return _mode(tensor) is not None
+
+
+def stored(tensor: Any, *, columnwise: bool) -> Stored | None:
+    """One direction of a quantized tensor; None where it has no data of that direction.
+
+    The rowwise data of per-tensor FP8 are its columnwise data too, and either is read from the layout that is there.
+
+    Raises:
+        LayoutError: the tensor's format is not known, or its buffers do not fit one another.
+    """
+    mode = _mode(tensor)
+    if mode is None:
+        raise LayoutError(f"{type(tensor).__name__}: not a quantized tensor of a format that is known here.")
+    if mode == PER_TENSOR:
+        return _per_tensor(tensor, columnwise)
+    direction = "columnwise" if columnwise else "rowwise"
+    data, scales = getattr(tensor, f"_{direction}_data"), getattr(tensor, f"_{direction}_scale_inv")
+    if data is None:
+        return None
+    if scales is None:
+        raise LayoutError(f"The {type(tensor).__name__} has {direction} data and no scales for them.")
+    if mode == NVFP4:
+        return _nvfp4(tensor, data, scales, columnwise)
+    if mode == MXFP8:
+        return _mxfp8(tensor, data, scales, columnwise)
+    return _block_fp8(tensor, mode, data, scales, columnwise)
+
+
+def logical_shape(tensor: Any) -> tuple[int, ...]:
+    """The shape of a quantized tensor, also of one that has columnwise data only."""
+    part = stored(tensor, columnwise=False) or stored(tensor, columnwise=True)
+    if part is None:
+        raise LayoutError(f"The {type(tensor).__name__} has neither rowwise nor columnwise data.")
+    return part.shape
+
+
+def swizzled(scales: torch.Tensor) -> torch.Tensor:
+    """Scales in the order that a GEMM reads, in the same shape.
+
+    Tiles of 128 x 4 follow one another, along a row of tiles first; in a tile the scale of row i and column j is at
+    ``(i % 32) * 16 + (i // 32) * 4 + j``.
+
+    Args:
+        scales: [a multiple of 128, a multiple of 4]; of MXFP8's columnwise data the transpose.
+    """
+    rows, columns = _tiles(scales)
+    tiled = scales.reshape(rows, 4, 32, columns, SWIZZLE_COLUMNS)
+    return tiled.permute(0, 3, 2, 1, 4).reshape(scales.shape)
+
+
+def unswizzled(scales: torch.Tensor) -> torch.Tensor:
+    """Scales in rows and columns, from the order that a GEMM reads: the inverse of :func:`swizzled`."""
+    rows, columns = _tiles(scales)
+    tiled = scales.reshape(rows, columns, 32, 4, SWIZZLE_COLUMNS)
+    return tiled.permute(0, 3, 2, 1, 4).reshape(scales.shape)
+
+
+def unpacked(codes: torch.Tensor) -> torch.Tensor:
+    """FP4 codes one a byte, from two a byte: uint8, the last dimension twice as long."""
+    return torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2)
+
+
+def packed(codes: torch.Tensor) -> torch.Tensor:
+    """FP4 codes two a byte, the even one in the low half: uint8, the last dimension half as long."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def _mode(tensor: Any) -> str | None:
+    if hasattr(tensor, "_fp8_dtype"):
+        if hasattr(tensor, "_transpose_invalid"):
+            return PER_TENSOR
+        if hasattr(tensor, "_is_2D_scaled"):
+            return BLOCK_2D if tensor._is_2D_scaled else BLOCK_1D
+        if hasattr(tensor, "_with_gemm_swizzled_scales"):
+            return MXFP8
+    elif hasattr(tensor, "_fp4_dtype") and hasattr(tensor, "_with_gemm_swizzled_scales"):
+        return NVFP4
+    return None
+
+
+def _per_tensor(tensor: Any, columnwise: bool) -> Stored | None:
+    transpose = None if tensor._transpose_invalid else tensor._transpose
+    transposed = tensor._data is None or (columnwise and transpose is not None)
+    data = transpose if transposed else tensor._data
+    if data is None:
+        return None
+    codes = _matrix(data, transposed)
+    return Stored(
+        mode=PER_TENSOR,
+        columnwise=columnwise,
+        codes=codes,
+        transposed=transposed,
+        element_format=_fp8_format(tensor),
+        scales=tensor._scale_inv.detach().reshape(1, 1),
+        scale_format=None,
+        block=(max(1, codes.shape[0]), max(1, codes.shape[1])),
+        shape=_shape(data, transposed),
+        stored_scale_shape=tuple(tensor._scale_inv.shape),
+    )
+
+
+def _mxfp8(tensor: Any, data: torch.Tensor, scales: torch.Tensor, columnwise: bool) -> Stored:
+    codes = _matrix(data, False)
+    block = (32, 1) if columnwise else (1, 32)
+    # What is swizzled has the blocks of one row, or of one column, in a row.
+    along = scales.detach().reshape(-1, scales.shape[-1])
+    is_swizzled = bool(tensor._with_gemm_swizzled_scales)
+    if is_swizzled:
+        along = unswizzled(along.reshape(along.shape[::-1])).t() if columnwise else unswizzled(along)
+    return Stored(
+        mode=MXFP8,
+        columnwise=columnwise,
+        codes=codes,
+        transposed=False,
+        element_format=_fp8_format(tensor),
+        scales=_unpadded(tensor, along.view(torch.uint8), codes.shape, block),
+        scale_format=E8M0,
+        block=block,
+        shape=tuple(data.shape),
+        stored_scale_shape=tuple(scales.shape),
+        swizzled=is_swizzled,
+    )
+
+
+def _block_fp8(tensor: Any, mode: str, data: torch.Tensor, scales: torch.Tensor, columnwise: bool) -> Stored:
+    codes = _matrix(data, columnwise)
+    block = (128, 128) if mode == BLOCK_2D else (1, 128)
+    return Stored(
+        mode=mode,
+        columnwise=columnwise,
+        codes=codes,
+        transposed=columnwise,
+        element_format=_fp8_format(tensor),
+        scales=_unpadded(tensor, scales.detach() if mode == BLOCK_2D else scales.detach().t(), codes.shape, block),
+        scale_format=None,
+        block=block,
+        shape=_shape(data, columnwise),
+        stored_scale_shape=tuple(scales.shape),
+    )
+
+
+def _nvfp4(tensor: Any, data: torch.Tensor, scales: torch.Tensor, columnwise: bool) -> Stored:
+    codes = _matrix(data, False)
+    rows, columns = codes.shape[0], codes.shape[1] * 2
+    is_swizzled = bool(tensor._with_gemm_swizzled_scales)
+    compact = unswizzled(scales.detach()) if is_swizzled else scales.detach()
+    amax = tensor._amax_columnwise if columnwise else tensor._amax_rowwise
+    if amax is None:
+        raise LayoutError(f"The {type(tensor).__name__} has FP4 data without their amax.")
+    block = (1, 16)
+    return Stored(
+        mode=NVFP4,
+        columnwise=columnwise,
+        codes=codes,
+        transposed=columnwise,
+        element_format=E2M1,
+        scales=_unpadded(tensor, compact.view(torch.uint8), (rows, columns), block),
+        scale_format=E4M3,
+        block=block,
+        shape=(columns, rows) if columnwise else (*data.shape[:-1], columns),
+        stored_scale_shape=tuple(scales.shape),
+        amax=amax.detach().float().reshape(-1),
+        largest_scale=float(getattr(tensor, "_nvfp4_e4m3_max", E4M3.max)),
+        swizzled=is_swizzled,
+        hadamard=columnwise and bool(getattr(tensor._quantizer, "with_rht", False)),
+    )
+
+
+def _matrix(data: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """The data with one dimension left beside the tensor's last one, which is the first one where transposed."""
+    data = data.detach()
+    if data.dim() < 2:
+        return data.reshape(-1, 1) if transposed else data.reshape(1, -1)
+    if transposed:
+        return data.reshape(data.shape[0], math.prod(data.shape[1:]))
+    return data.reshape(math.prod(data.shape[:-1]), data.shape[-1])
+
+
+def _shape(data: torch.Tensor, transposed: bool) -> tuple[int, ...]:
+    return (*data.shape[1:], *data.shape[:1]) if transposed else tuple(data.shape)
+
+
+def _unpadded(
+    tensor: Any, scales: torch.Tensor, shape: tuple[int, ...] | torch.Size, block: tuple[int, int]
+) -> torch.Tensor:
+    needed = tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
+    if scales.dim() != 2 or any(has < needs for has, needs in zip(scales.shape, needed, strict=True)):
+        raise LayoutError(
+            f"The {type(tensor).__name__} has scales of shape {tuple(scales.shape)}, where its data of {tuple(shape)}"
+            f" need {needed}."
+        )
+    return scales[: needed[0], : needed[1]]
+
+
+def _tiles(scales: torch.Tensor) -> tuple[int, int]:
+    if scales.dim() != 2 or scales.shape[0] % SWIZZLE_ROWS or scales.shape[1] % SWIZZLE_COLUMNS:
+        raise LayoutError(
+            f"Scales for a GEMM come in tiles of {SWIZZLE_ROWS} x {SWIZZLE_COLUMNS}, which {tuple(scales.shape)} is not"
+            " made of."
+        )
+    return scales.shape[0] // SWIZZLE_ROWS, scales.shape[1] // SWIZZLE_COLUMNS
+
+
+def _fp8_format(tensor: Any) -> FloatFormat:
+    name = getattr(tensor._fp8_dtype, "name", str(tensor._fp8_dtype))
+    return E5M2 if name == "kFloat8E5M2" else E4M3
