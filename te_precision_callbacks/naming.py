@@ -83,10 +83,9 @@ def named_te_modules(model: torch.nn.Module | Sequence[torch.nn.Module]) -> tupl
     """
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-    roots = [("", model)] if isinstance(model, torch.nn.Module) else [(f"chunk{i}", m) for i, m in enumerate(model)]
     found: dict[int, NamedModule] = {}
     taken: set[str] = set()
-    for prefix, root in roots:
+    for prefix, root in named_roots(model):
         is_lightning = any(base.__name__ == "LightningModule" for base in type(root).__mro__)
         for path, module in module_paths(root, prefix):
             if not isinstance(module, TransformerEngineBaseModule) or id(module) in found:
@@ -98,6 +97,13 @@ def named_te_modules(model: torch.nn.Module | Sequence[torch.nn.Module]) -> tupl
             layers = tuple(_layer(module, name, part, is_lightning) for part in parts)
             found[id(module)] = NamedModule(module, name, layers)
     return tuple(found.values())
+
+
+def named_roots(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
+    """A model, or the chunks of one, each with what the names in it begin with: nothing, or ``chunk0`` and so on."""
+    if isinstance(model, torch.nn.Module):
+        return [("", model)]
+    return [(f"chunk{index}", chunk) for index, chunk in enumerate(model)]
 
 
 def _unique(path: str, taken: set[str]) -> str:

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from te_precision_callbacks.errors import OptionError
-from te_precision_callbacks.naming import is_wrapper_part
+from te_precision_callbacks.naming import is_wrapper_part, named_roots
 
 logger = logging.getLogger(__name__)
 
@@ -77,21 +77,20 @@ def unconverted_layers(model: torch.nn.Module | Sequence[torch.nn.Module]) -> di
             of_children = visit(child, f"{path}.{name}" if path else name, of_children)
         return why
 
-    chunks = chunks_of(model)
-    for index, chunk in enumerate(chunks):
-        visit(chunk, "" if isinstance(model, torch.nn.Module) else f"chunk{index}", None)
+    for prefix, root in roots_of(model):
+        visit(root, prefix, None)
     return found
 
 
-def chunks_of(model: Any) -> list[torch.nn.Module]:
-    """The models: one, or several.
+def roots_of(model: Any) -> list[tuple[str, torch.nn.Module]]:
+    """A model, or several, each with what the names in it begin with.
 
     Raises:
         OptionError: something else.
     """
     chunks = [model] if isinstance(model, torch.nn.Module) else model
     if isinstance(chunks, (list, tuple)) and chunks and all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
-        return list(chunks)
+        return named_roots(model)
     raise OptionError(
         f"model= is the torch.nn.Module that accelerator.prepare() gave back, or a list of them, not a"
         f" {type(model).__name__}."

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from typing_extensions import Self, Unpack
 
-from te_precision_callbacks.accelerate.conversion import chunks_of, warn_of_unconverted
+from te_precision_callbacks.accelerate.conversion import roots_of, warn_of_unconverted
 from te_precision_callbacks.accelerate.tracking import TrackerSink
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.errors import OptionError
@@ -87,8 +87,8 @@ class PrecisionDebugger:
                 " PrecisionDebugger(accelerator, model, config)."
             )
         check_step_on(step_on)
-        for chunk in chunks_of(model):
-            _require_prepared(accelerator, chunk)
+        for _, root in roots_of(model):
+            _require_prepared(accelerator, root)
         self._accelerator = accelerator
         self._model = model
         self._step_on = step_on

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from te_precision_callbacks.engine.reduction import message_device
+
 _MOST_RANKS = 2**20
 _LAST = 2**40
 
@@ -47,7 +49,7 @@ def agree(own: Find | None, group: dist.ProcessGroup | None) -> Find | None:
     """
     rank = dist.get_rank(group)
     key = 0 if own is None else (_LAST - min(own.sequence, _LAST - 1)) * _MOST_RANKS + (_MOST_RANKS - 1 - rank)
-    device = _message_device(group)
+    device = message_device(group)
     greatest = torch.tensor([key], dtype=torch.int64, device=device)
     dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=group)
     first = int(greatest.item())
@@ -59,9 +61,3 @@ def agree(own: Find | None, group: dist.ProcessGroup | None) -> Find | None:
     dist.broadcast_object_list(sent, src=source, group=group, device=device)
     find: Find = sent[0]
     return find
-
-
-def _message_device(group: dist.ProcessGroup | None) -> torch.device:
-    if "nccl" in dist.get_backend_config(group) and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

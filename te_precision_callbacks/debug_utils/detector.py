@@ -24,7 +24,7 @@ from te_precision_callbacks.debug_utils.errors import (
     OverflowOptionError,
 )
 from te_precision_callbacks.debug_utils.events import Call, Event, Gradient, Labelled
-from te_precision_callbacks.debug_utils.hooks import ModelHooks, Watched, outside_of_dynamo
+from te_precision_callbacks.debug_utils.hooks import ModelHooks, Watched
 from te_precision_callbacks.debug_utils.interval import GradientRoles, History, Interval, Record, seen
 from te_precision_callbacks.debug_utils.scales import fp8_scale
 from te_precision_callbacks.debug_utils.slots import Measured, Unmeasured, Values
@@ -32,7 +32,8 @@ from te_precision_callbacks.debug_utils.structure import arguments, tensors_in
 from te_precision_callbacks.debug_utils.verdict import Judge, near_limit
 from te_precision_callbacks.engine.reduction import is_distributed
 from te_precision_callbacks.errors import PrecisionDebugError
-from te_precision_callbacks.session.forward import NO_BACKWARD, ForwardClassifier, ForwardKind
+from te_precision_callbacks.naming import named_roots
+from te_precision_callbacks.session.forward import NO_BACKWARD, ForwardClassifier, ForwardKind, outside_of_dynamo
 
 logger = logging.getLogger(__name__)
 
@@ -575,16 +576,14 @@ class DebugActivationOverflow:
 
     def _warn_of_unseen_forward(self) -> None:
         """Say once that gradients came of a forward of which no hook has heard."""
-        events = self._training.events
-        if self._saw_forward or self._said_unseen or self._dropped or not events:
+        if self._saw_forward or self._said_unseen or self._dropped or not self._training.events:
             return
-        if not any(isinstance(event, Call) for event in events):
-            self._said_unseen = True
-            logger.warning(
-                "Activation overflow: the model was trained without a call of its hooks, so that its forward is not"
-                " watched: it was compiled before the detector was made, or is called by model.forward(). Make the"
-                " detector before the first compiled call, or call torch._dynamo.reset() after making it."
-            )
+        self._said_unseen = True
+        logger.warning(
+            "Activation overflow: the model was trained without a call of its hooks, so that its forward is not"
+            " watched: it was compiled before the detector was made, or is called by model.forward(). Make the"
+            " detector before the first compiled call, or call torch._dynamo.reset() after making it."
+        )
 
     def _looking_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure, and a look at what it has done."""
@@ -601,7 +600,6 @@ class DebugActivationOverflow:
         find = self._look_at(self._training)
         find, self._pending, self._dropped = self._pending or find, None, 0
         self._looked = True
-        self._saw_forward = False
         return find
 
     def _make_room(self) -> None:
@@ -801,11 +799,11 @@ def _rank() -> int:
 
 def _roots(model: object) -> list[tuple[str, torch.nn.Module]]:
     if isinstance(model, torch.nn.Module):
-        return [("", model)]
+        return named_roots(model)
     chunks = list(model) if isinstance(model, Iterable) else []
     if not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
         raise OverflowDetectorError(f"The model is a torch.nn.Module or a list of them, not {model!r}.")
-    return [(f"chunk{index}", chunk) for index, chunk in enumerate(chunks)]
+    return named_roots(chunks)
 
 
 def _several(key: str, value: object) -> tuple[Any, ...]:

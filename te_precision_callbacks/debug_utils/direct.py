@@ -9,8 +9,8 @@ import torch
 
 from te_precision_callbacks.debug_utils.detector import running
 from te_precision_callbacks.debug_utils.errors import OverflowOptionError
-from te_precision_callbacks.debug_utils.hooks import outside_of_dynamo
 from te_precision_callbacks.debug_utils.slots import Slot, Slots
+from te_precision_callbacks.session.forward import outside_of_dynamo
 
 logger = logging.getLogger(__name__)
 

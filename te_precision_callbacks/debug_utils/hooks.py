@@ -8,22 +8,16 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.debug_utils.errors import OverflowDetectorError
 from te_precision_callbacks.debug_utils.tree import TreeShape, class_name, is_compiled, watched_modules
+from te_precision_callbacks.session.forward import outside_of_dynamo
 
 logger = logging.getLogger(__name__)
-
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-
-
-def outside_of_dynamo(function: FunctionT) -> FunctionT:
-    """Keeps a hook out of a compiled function, which runs it between two graphs."""
-    return cast(FunctionT, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 class Watched:

@@ -77,7 +77,7 @@ def pooled(own: Iterable[Entry], group: dist.ProcessGroup | None) -> list[Entry]
     """
     missing = list(dict.fromkeys(own))
     found: dict[Entry, None] = {}
-    device = _message_device(group)
+    device = message_device(group)
     rank, nobody = dist.get_rank(group), dist.get_world_size(group)
     while True:
         lowest = torch.tensor([rank if missing else nobody], device=device)
@@ -162,14 +162,14 @@ class Reduction:
         return news
 
     def _lay_out(self, slots: Slots) -> None:
-        home = _message_device(self.group)
+        home = message_device(self.group)
         described = sorted(self._agreed.values(), key=_order)
         self._layout = _Layout(described, slots, device=_home(slots) if home.type == "cpu" else home, all_of_them=False)
         self._layout_version = slots.version
 
     def _exchange(self, layout: _Layout, message: torch.Tensor) -> Values:
         """The messages of all ranks merged."""
-        message = message.to(_message_device(self.group))
+        message = message.to(message_device(self.group))
         sums, maxima = layout.parts(message)
         dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.group)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.group)
@@ -190,7 +190,7 @@ def _home(slots: Slots) -> torch.device:
     return next((on for on, _, _ in slots.vectors()), torch.device("cpu"))
 
 
-def _message_device(group: dist.ProcessGroup | None) -> torch.device:
+def message_device(group: dist.ProcessGroup | None) -> torch.device:
     """Where the group takes tensors, the same kind of device on all ranks: the GPU if NCCL takes part in it."""
     if "nccl" in dist.get_backend_config(group) and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -225,7 +225,7 @@ class _Layout:
         self._split = self._due + sum(len(entry.sums) for entry in entries if entry.key.shard is None)
         self._pieces: list[_Piece] = []
         self._blocks: dict[tuple[tuple[str, ...], tuple[str, ...]], _Block] = {}
-        moves: dict[tuple[torch.device, str], tuple[list[int], list[int]]] = {}
+        moves: dict[tuple[torch.device, str], list[tuple[int, int, int]]] = {}
         due, added, largest = 0, self._due, self._split
         for entry in entries:
             segment = slots.segments.get(entry.key)
@@ -243,13 +243,17 @@ class _Layout:
             self._pieces.append(piece)
             self._blocks.setdefault((entry.sums, entry.maxima), _Block()).add(piece)
             if segment is not None:
-                _extend(moves, segment.device, "sums", segment.sum_start, sums_at, len(entry.sums))
-                _extend(moves, segment.device, "maxima", segment.maximum_start, piece.maxima_at, len(entry.maxima))
+                for of, start, target, names in (
+                    ("sums", segment.sum_start, sums_at, entry.sums),
+                    ("maxima", segment.maximum_start, piece.maxima_at, entry.maxima),
+                ):
+                    moves.setdefault((segment.device, of), []).append((start, target, len(names)))
         self._length = largest + 1
         self._moves = [
-            (on, of, torch.tensor(source, device=on), torch.tensor(target, device=device))
-            for (on, of), (source, target) in moves.items()
-            if source
+            (on, of, _places(sources, widths).to(on), _places(targets, widths).to(device))
+            for (on, of), ranges in moves.items()
+            for sources, targets, widths in [np.array(ranges).T]
+            if widths.any()
         ]
 
     def parts(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -311,15 +315,10 @@ class _Block:
     @functools.cached_property
     def _cells(self) -> npt.NDArray[np.intp]:
         """[segments, columns]: where each stands in the message."""
-        return np.array(
-            [
-                [
-                    *range(piece.sums_at, piece.sums_at + len(piece.entry.sums)),
-                    *range(piece.maxima_at, piece.maxima_at + len(piece.entry.maxima)),
-                ]
-                for piece, _ in self.pieces
-            ],
-            dtype=np.intp,
+        entry = self.pieces[0][0].entry  # all have the same columns
+        sums_at, maxima_at = np.array([(piece.sums_at, piece.maxima_at) for piece, _ in self.pieces], dtype=np.intp).T
+        return np.concatenate(
+            [sums_at[:, None] + np.arange(len(entry.sums)), maxima_at[:, None] + np.arange(len(entry.maxima))], axis=1
         )
 
     def table(self, sums: tuple[str, ...], maxima: tuple[str, ...], values: Values, due: Sequence[bool]) -> Table:
@@ -354,14 +353,7 @@ class _Block:
         )
 
 
-def _extend(
-    moves: dict[tuple[torch.device, str], tuple[list[int], list[int]]],
-    on: torch.device,
-    of: str,
-    start: int,
-    target: int,
-    width: int,
-) -> None:
-    source_list, target_list = moves.setdefault((on, of), ([], []))
-    source_list.extend(range(start, start + width))
-    target_list.extend(range(target, target + width))
+def _places(starts: npt.NDArray[np.intp], widths: npt.NDArray[np.intp]) -> torch.Tensor:
+    """The whole numbers of ranges, one range after the other: int64."""
+    before = np.cumsum(widths) - widths
+    return torch.from_numpy(np.repeat(starts - before, widths) + np.arange(widths.sum()))

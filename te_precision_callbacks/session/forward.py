@@ -38,8 +38,11 @@ FORWARD_TENSORS = frozenset({"activation", "weight", "output"})
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
-def _outside_of_dynamo(function: FunctionT) -> FunctionT:
-    """Keeps a function out of a compiled model: dynamo cannot import features, which were executed by path."""
+def outside_of_dynamo(function: FunctionT) -> FunctionT:
+    """Keeps a function out of a compiled model, which calls it between two graphs.
+
+    Dynamo cannot import features, which were executed by path; and what a hook notes is not for it to trace.
+    """
     return cast(FunctionT, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
@@ -221,7 +224,7 @@ class ForwardHooks:
         del self._armed[id(module)]
         module.__dict__["is_debug_iter"] = _OfOneModule(self._own_is_debug_iter, module)
 
-    @_outside_of_dynamo
+    @outside_of_dynamo
     def _is_debug_iter(self, module: Any) -> bool:
         """What an armed module asks first in each forward."""
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
@@ -299,7 +302,7 @@ def _session_quantizer(
     class DebugQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
         """Observes if its forward is an observed one; a failure in observation does not reach training."""
 
-        @_outside_of_dynamo
+        @outside_of_dynamo
         def __init__(self, layer_name: str, tensor_name: str, *args: Any, **keywords: Any) -> None:
             self._kind = current.kind
             self._graph_task = torch._C._current_graph_task_id()
@@ -325,7 +328,7 @@ def _session_quantizer(
             else:
                 current.dgrad = self
 
-        @_outside_of_dynamo
+        @outside_of_dynamo
         def process_gemm_output(self, tensor: torch.Tensor) -> torch.Tensor:
             owner, self._shown_first = self._shown_first, None
             shown = super() if owner is None else owner
@@ -376,7 +379,7 @@ def _session_quantizer(
             plan = debug_quantization.API_CALL_MODIFY if modified else debug_quantization.HIGH_PRECISION
             return False, plan
 
-        @_outside_of_dynamo
+        @outside_of_dynamo
         def quantize(self, tensor: Any, *, out: Any = None, dtype: torch.dtype | None = None) -> Any:
             result = super().quantize(tensor, out=out, dtype=dtype)
             if out is None and dtype is None:

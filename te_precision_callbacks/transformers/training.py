@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.session import InspectSession, SessionError
+from te_precision_callbacks.session.forward import outside_of_dynamo
 from te_precision_callbacks.transformers.history import HistorySummary
 from te_precision_callbacks.transformers.loop import TrainingLoop
 from te_precision_callbacks.transformers.reporting import Reporting, TrainerEvent
@@ -116,7 +117,7 @@ class _ClosesAfterTraining:
     """The hook at a model's forward. A copy of the model has nothing to do with the training."""
 
     def __init__(self, training: Training) -> None:
-        self._check = torch.compiler.disable(training.close_if_over)  # type: ignore[no-untyped-call]
+        self._check = outside_of_dynamo(training.close_if_over)
 
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
         self._check()

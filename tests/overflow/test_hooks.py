@@ -238,6 +238,19 @@ def test_it_goes_on_watching_after_a_find() -> None:
     assert hooks_on(model) == 0
 
 
+def test_two_optimizers_of_one_forward(caplog: pytest.LogCaptureFixture) -> None:
+    """A graph that is kept for a second backward has its forward behind it: nothing is said."""
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    model = torch.nn.Sequential(first, second)
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (first, second)]
+    with DebugActivationOverflow(model):
+        output = model(torch.ones(1, 2)).sum()
+        for optimizer, layer in zip(optimizers, (first, second), strict=True):
+            output.backward(retain_graph=True, inputs=list(layer.parameters()))
+            optimizer.step()
+    assert not caplog.records
+
+
 def test_a_forward_of_which_no_hook_hears(caplog: pytest.LogCaptureFixture) -> None:
     """Compiled before the detector was made, or called beside the hooks: it is looked at, and said once."""
     model = Scale()
