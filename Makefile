@@ -1,6 +1,6 @@
 # make demo   train a small FP8 language model under the callback, and show what came out
 # make test   lint, types and all tests
-# make te-suite TE_SRC=<checkout of NVIDIA/TransformerEngine>   Transformer Engine's own debug tests on the backend
+# make te-suite TE_SRC=<checkout of NVIDIA/TransformerEngine>   Transformer Engine's own tests on the reference backend
 #
 # Each makes a virtual environment in .venv with pip on its first call; later calls reuse it.
 
@@ -33,7 +33,7 @@ test: lint
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 te-suite: $(INSTALLED)
-	$(BIN)/python tests/reference/te_suite.py --te-src "$(TE_SRC)" --capability $(CAPABILITY) --features $(FEATURES)
+	$(BIN)/python tests/reference/te_suite.py --te-src "$(TE_SRC)" --capability $(CAPABILITY) --features $(FEATURES) $(if $(WHOLE),--whole)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -51,6 +51,43 @@ def exact_norm(tensor: torch.Tensor, p: float = 2) -> torch.Tensor:
     """Stands for ``torch.norm(tensor, p)``, which on the CPU sums float32 one by one: accumulated in float64."""
     exact: torch.Tensor = torch.linalg.vector_norm(tensor, ord=p, dtype=torch.float64)
     return exact.to(tensor.dtype)
+
+
+def scaled_mm(
+    input: torch.Tensor,
+    mat2: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Stands for ``torch._scaled_mm`` with a scale a matrix, which on the CPU multiplies the matrices by their scales.
+
+    A GPU multiplies the sums, which of FP8 are mostly exact, so that the result does not depend on their order.
+    """
+    if scale_a.numel() != 1 or scale_b.numel() != 1:
+        rest = {"bias": bias, "out_dtype": out_dtype, **options}
+        result: torch.Tensor = torch._scaled_mm(input, mat2, scale_a, scale_b, **rest)
+        return result
+    # The second matrix is the first one to a GPU's GEMM, which counts columns first.
+    sums = (input.float() @ mat2.float()) * scale_b.view(()) * scale_a.view(())
+    if bias is not None:
+        sums += bias.float()
+    return sums.to(out_dtype or input.dtype)
+
+
+class _Finished:
+    """What is waited for after collectives that have blocked."""
+
+    def wait(self) -> None: ...
+
+
+@contextmanager
+def one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = False) -> Iterator[_Finished]:
+    """Stands for ``torch.distributed._coalescing_manager``, which gloo does not have: collectives are not joined."""
+    yield _Finished()
 
 
 # --- the device ------------------------------------------------------------------------------------------------------

@@ -25,4 +25,4 @@ class MissingFunctionError(ReferenceBackendError, NotImplementedError):
 
 
 class UnsupportedRecipeError(ReferenceBackendError, NotImplementedError):
-    """A quantization recipe that the reference backend does not provide."""
+    """A quantizer, or a format of a tensor, that the reference backend does not provide."""

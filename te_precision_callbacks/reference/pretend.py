@@ -79,7 +79,7 @@ def _create_on_cpu() -> None:
 
     # torch's own list of the functions that create tensors; it is cached with the functions as they are now, which is
     # what a default device compares with.
-    constructors = _device._device_constructors()
+    constructors = _device._device_constructors() | {torch.normal}  # which it leaves out
     likes = {function for name, function in vars(torch).items() if name.endswith("_like") and callable(function)}
     for namespace in (torch, torch.fft, torch.nested):
         for name, function in list(vars(namespace).items()):

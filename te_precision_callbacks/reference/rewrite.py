@@ -23,7 +23,16 @@ ON_CUDA = "te_precision_callbacks.reference.cuda_on_cuda"
 NO_TRITON = "te_precision_callbacks.reference.no_triton"
 
 _ALIAS = "_te_reference_cuda"  # the name under which a rewritten module knows one of the two modules above
-_MARKS = ("cuda", "torch.compile", "torch.norm", "autocast", "triton", "is_cpu")
+_MARKS = (
+    "cuda",
+    "torch.compile",
+    "torch.norm",
+    "torch._scaled_mm",
+    "_coalescing_manager",
+    "autocast",
+    "triton",
+    "is_cpu",
+)
 
 _Node = TypeVar("_Node", bound=ast.AST)
 
@@ -81,6 +90,10 @@ class _OnCpu(_OnCuda):
             return _like(node, _backend("current_torch_device"))
         if _dotted(node) == "torch.norm":
             return _like(node, _backend("exact_norm"))
+        if _dotted(node) == "torch._scaled_mm":
+            return _like(node, _backend("scaled_mm"))
+        if _dotted(node) == "torch.distributed._coalescing_manager":
+            return _like(node, _backend("one_by_one"))
         if node.attr == "is_cuda" and isinstance(node.ctx, ast.Load):
             self.generic_visit(node)
             return _like(node, ast.Call(_backend("is_on_device"), [node.value], []))

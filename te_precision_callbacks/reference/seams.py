@@ -133,6 +133,19 @@ SEAMS = (
         "On a CPU it is off by up to 3e-4, relative, in float32.",
     ),
     Seam(
+        "transformer_engine/pytorch/custom_recipes/reference_current_scaling.py",
+        "torch._scaled_mm(",
+        "the sums are multiplied by the scales",
+        "On a CPU torch multiplies the matrices by their scales, which rounds before the sums; a GPU, and the "
+        "backend's GEMM, multiplies the sums.",
+    ),
+    Seam(
+        "transformer_engine/pytorch/distributed.py",
+        "torch.distributed._coalescing_manager(",
+        "the collectives in it run one after the other",
+        "Data and scales of block-scaled tensors are gathered together under it, and gloo does not have it.",
+    ),
+    Seam(
         "transformer_engine/common/triton/permutation.py",
         "import triton",
         "the module `no_triton`, whose kernels raise when they are launched",

@@ -14,14 +14,18 @@ from te_precision_callbacks import reference
 
 reference.install()
 
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
 )
+from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
 from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference import target
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
+from tests.reference import block_formats as spec
 
 KIND = {torch.float32: tex.DType.kFloat32, torch.bfloat16: tex.DType.kBFloat16, torch.float16: tex.DType.kFloat16}
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
@@ -56,7 +60,7 @@ def _gemm(a: Any, b: Any, layout: str, **options: Any) -> list[Any]:
         torch.empty(1),
         1,
         options.pop("accumulate", False),
-        False,
+        options.pop("split", True),
         **options,
     )
 
@@ -264,13 +268,188 @@ def test_missing_columnwise_usage(either_gpu: tuple[int, int]) -> None:
         _gemm(quantized, quantized, "NN", out_dtype=torch.float32)
 
 
+def _block(dim: int = 1, fp8: tex.DType = tex.DType.kFloat8E4M3, power_of_2: bool = True) -> Any:
+    return Float8BlockQuantizer(
+        fp8, rowwise=True, columnwise=True, block_scaling_dim=dim, amax_epsilon=0.0, force_pow_2_scales=power_of_2
+    )
+
+
+def _mxfp8(fp8: tex.DType = tex.DType.kFloat8E4M3, swizzled: bool = False) -> Any:
+    quantizer = MXFP8Quantizer(fp8, rowwise=True, columnwise=True)
+    quantizer.optimize_for_gemm = swizzled
+    return quantizer
+
+
+def _numbers(x: torch.Tensor, scaling: str, rowwise: bool) -> torch.Tensor:
+    """What a quantized tensor stands for in one direction: float64, with numpy."""
+    values = spec.matrix(x)
+    if scaling == "mxfp8":
+        block = (1, 32) if rowwise else (32, 1)
+        codes, exponents = spec.mxfp8(values, block, spec.E4M3)
+        scales = spec.power_of_two(exponents)
+    else:
+        values = values if rowwise else values.T
+        block = (128 if scaling == "2d" else 1, 128)
+        options = {"power_of_2": True, "epsilon": 0.0, "largest": spec.LARGEST[x.dtype]}
+        codes, scales = spec.fp8_block(values, block, spec.E4M3, **options)
+    numbers = torch.from_numpy(spec.E4M3.decode(codes).astype("float64") * spec.spread(scales, block, codes.shape))
+    return numbers if rowwise or scaling == "mxfp8" else numbers.t()
+
+
+BLOCKS: dict[str, tuple[str, str, Any, Any]] = {
+    "1Dx1D": ("1d", "1d", _block, _block),
+    "1Dx2D": ("1d", "2d", _block, lambda: _block(2)),
+    "2Dx1D": ("2d", "1d", lambda: _block(2), _block),
+    "MXFP8": ("mxfp8", "mxfp8", _mxfp8, _mxfp8),
+    "MXFP8, swizzled": ("mxfp8", "mxfp8", lambda: _mxfp8(swizzled=True), lambda: _mxfp8(swizzled=True)),
+    "MXFP8, one swizzled": ("mxfp8", "mxfp8", lambda: _mxfp8(swizzled=True), _mxfp8),
+}
+
+
+@pytest.mark.usefixtures("either_gpu")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("formats", BLOCKS)
+def test_blocks_of_the_direction_that_is_multiplied(formats: str, layout: str) -> None:
+    scaling_a, scaling_b, make_a, make_b = BLOCKS[formats]
+    transa, transb = LAYOUTS[layout]
+    m, n, k = 64, 160, 192
+    # Numbers of very different sizes: what else is in a block decides what the small ones become.
+    a, b = spec.example("spread", (n, k), torch.float32, 0), spec.example("spread", (m, k), torch.float32, 1)
+    a, b = (a if transa else a.t().contiguous()), (b.t().contiguous() if transb else b)
+    numbers_a, numbers_b = _numbers(a, scaling_a, transa), _numbers(b, scaling_b, not transb)
+    expected = (numbers_b.t() if transb else numbers_b) @ (numbers_a.t() if transa else numbers_a)
+    out = _gemm(tex.quantize(a, make_a()), tex.quantize(b, make_b()), layout, out_dtype=torch.float32)[0]
+    bound = (numbers_b.t() if transb else numbers_b).abs() @ (numbers_a.t() if transa else numbers_a).abs()
+    assert bool(((out.double() - expected).abs() <= 1e-6 * bound).all())
+    if "2d" not in (scaling_a, scaling_b):
+        other = _numbers(a, scaling_a, not transa)
+        wrong = (numbers_b.t() if transb else numbers_b) @ (other.t() if transa else other)
+        assert not bool(((out.double() - wrong).abs() <= 1e-6 * bound).all()), "the other direction's numbers differ"
+
+
+def test_nvfp4_blocks_and_amaxes() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(32, 64).bfloat16() * 3, torch.randn(48, 64).bfloat16() * 1e-3
+    quantizer = NVFP4Quantizer(rowwise=True, columnwise=False)
+    operands = tex.quantize(a, quantizer), tex.quantize(b, quantizer)
+    expected = (
+        operands[1].dequantize(dtype=torch.float32).double() @ operands[0].dequantize(dtype=torch.float32).double().t()
+    )
+    for alpha in (1.0, 0.25):
+        out = _gemm(*operands, "TN", out_dtype=torch.float32, alpha=alpha)[0]
+        torch.testing.assert_close(out.double(), alpha * expected, rtol=1e-5, atol=1e-9)
+    with pytest.raises(ReferenceBackendError, match="FP16 output"):
+        _gemm(*operands, "TN", out_dtype=torch.float16)
+    operands[0]._row_scaled_nvfp4 = True
+    with pytest.raises(ReferenceBackendError, match="row-scaled"):
+        _gemm(*operands, "TN", out_dtype=torch.float32)
+
+
+@pytest.mark.usefixtures("either_gpu")
+@pytest.mark.parametrize("make", [_block, _mxfp8])
+def test_missing_direction_of_blocks(make: Any) -> None:
+    x = torch.randn(32, 32)
+    quantizer = make()
+    quantizer.set_usage(columnwise=False)
+    rowwise = tex.quantize(x, quantizer)
+    quantizer.set_usage(rowwise=False, columnwise=True)
+    columnwise = tex.quantize(x, quantizer)
+    with pytest.raises(ReferenceBackendError, match="operand A is missing column-wise usage"):
+        _gemm(rowwise, rowwise, "NN", out_dtype=torch.float32)
+    with pytest.raises(ReferenceBackendError, match="operand B is missing row-wise usage"):
+        _gemm(columnwise, columnwise, "NN", out_dtype=torch.float32)
+    with pytest.raises(ReferenceBackendError, match="operand B is missing column-wise usage"):
+        _gemm(columnwise, rowwise, "NT", out_dtype=torch.float32)
+
+
+@pytest.mark.usefixtures("either_gpu")
+def test_formats_that_do_not_go_together() -> None:
+    x = torch.randn(32, 32)
+    tensors = [x, *(tex.quantize(x, make()) for make in (_current, _block, _mxfp8))]
+    for a in tensors:
+        for b in tensors:
+            if a is not b:
+                with pytest.raises(ReferenceBackendError, match=r"incompatible scaling modes.*give both the same"):
+                    _gemm(a, b, "TN", out_dtype=torch.float32)
+    for make in (_mxfp8, _current, _block):
+        e5m2 = tex.quantize(x, make(tex.DType.kFloat8E5M2) if make is not _block else _block(1, tex.DType.kFloat8E5M2))
+        with pytest.raises(ReferenceBackendError, match=r"both E5M2.*CUBLAS_STATUS_NOT_SUPPORTED"):
+            _gemm(e5m2, e5m2, "TN", out_dtype=torch.float32)
+
+
+def test_what_hopper_refuses_with_fp8_blocks(either_gpu: tuple[int, int]) -> None:
+    x = torch.randn(32, 32)
+    one, two = tex.quantize(x, _block()), tex.quantize(x, _block(2))
+    bias = torch.ones(32)
+    cases: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (two, two, {}, "2D by 2D"),
+        (one, one, {"split": False}, "CUBLAS_STATUS_NOT_SUPPORTED"),
+        (one, two, {"bias": bias, "grad": True}, "Epilogue requested outside"),
+        (one, two, {"gelu": True}, "Epilogue requested outside"),
+        (one, one, {"gelu": True, "gelu_in": x, "grad": True}, "unsupported value or parameter"),
+        (tex.quantize(x[:20], _block()), one, {}, "operand A has 20 rows: the outer dimension requirement"),
+        (one, tex.quantize(x[:20], _block()), {}, "operand B has 20 rows: the outer dimension requirement"),
+    ]
+    for a, b, options, message in cases:
+        if either_gpu == (9, 0):
+            with pytest.raises(ReferenceBackendError, match=message):
+                _gemm(a, b, "TN", out_dtype=torch.float32, **options)
+        else:  # multiplied as MXFP8
+            assert _gemm(a, b, "TN", out_dtype=torch.float32, **options)[0].shape == (b.shape[0], a.shape[0])
+    assert _gemm(one, tex.quantize(x[:20], _block(2)), "TN", out_dtype=torch.float32)[0].shape == (20, 32)
+    out = _gemm(one, two, "TN", out_dtype=torch.bfloat16, gelu=True, gelu_in=x, grad=True)[0]
+    assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("either_gpu")
+@pytest.mark.parametrize("make", [_block, _mxfp8])
+def test_blocks_without_rows_and_with_epilogues(make: Any) -> None:
+    torch.manual_seed(0)
+    weight, x = tex.quantize(torch.randn(32, 64), make()), tex.quantize(torch.randn(64, 64), make())
+    none = tex.quantize(torch.randn(0, 64), make())
+    assert _gemm(weight, none, "TN", out_dtype=torch.bfloat16)[0].shape == (0, 32)
+    plain = _gemm(weight, x, "TN", out_dtype=torch.float32)[0]
+    bias = torch.randn(32)
+    assert torch.equal(_gemm(weight, x, "TN", out_dtype=torch.float32, bias=bias)[0], plain + bias)
+    start = torch.randn(64, 32)
+    out = _gemm(weight, x, "TN", out_dtype=torch.float32, out=start.clone(), accumulate=True)[0]
+    assert torch.equal(out, plain + start)
+
+
+@pytest.mark.usefixtures("either_gpu")
+@pytest.mark.parametrize("make", [_block, _mxfp8])
+def test_output_in_blocks_is_rounded_first(make: Any) -> None:
+    torch.manual_seed(0)
+    operands = tex.quantize(torch.randn(64, 64), make()), tex.quantize(torch.randn(32, 64), make())
+    rounded = _gemm(*operands, "TN", out_dtype=torch.bfloat16)[0]
+    for wanted in (make(), _delayed(3.0)):
+        out = _gemm(*operands, "TN", out_dtype=torch.bfloat16, quantizer=wanted)[0]
+        expected = tex.quantize(rounded, make() if isinstance(wanted, type(make())) else _delayed(3.0))
+        assert torch.equal(out.dequantize(), expected.dequantize())
+
+
+@pytest.mark.usefixtures("either_gpu")
+@pytest.mark.parametrize("make", [_block, _mxfp8])
+def test_grouped_blocks(make: Any) -> None:
+    torch.manual_seed(0)
+    rows = [64, 0, 32]
+    x, grads = [torch.randn(count, 64) for count in rows], [torch.randn(count, 32) for count in rows]
+    fp8 = [[tex.quantize(tensor, make()) for tensor in tensors] for tensors in (x, grads)]
+    out = [torch.full((32, 64), 2.0) for _ in rows]
+    _grouped(*fp8, "NT", out, accumulate=True)
+    for index in (0, 2):
+        alone = _gemm(fp8[0][index], fp8[1][index], "NT", out_dtype=torch.float32)[0]
+        assert torch.equal(out[index], alone + 2.0)
+    assert bool((out[1] == 2.0).all())
+
+
 def _grouped(a: list[Any], b: list[Any], layout: str, out: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
     transa, transb = LAYOUTS[layout]
     none = [torch.empty(0)] * len(a)
     return tex.te_general_grouped_gemm(
         a, transa, b, transb, out, KIND[out[0].dtype], options.get("m_splits", []), options.get("bias", none),
         tex.DType.kBFloat16, options.get("single_output", False), options.get("gelu", none),
-        options.get("grad", False), [torch.empty(1)], 1, options.get("accumulate", False), False, 132,
+        options.get("grad", False), [torch.empty(1)], 1, options.get("accumulate", False), True, 132,
     )  # fmt: skip
 
 

@@ -177,31 +177,32 @@ def test_blackwell() -> None:
         quantizer = Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")
         transposed = quantizer(torch.randn(32, 32))._transpose is not None
         torch.manual_seed(0)
-        losses = train(te.Linear(64, 64), torch.randn(32, 64), DelayedScaling())
+        losses = [train(te.Linear(64, 64), torch.randn(32, 64), recipe) for recipe in (DelayedScaling(), None)]
         answer = [type(te.get_default_recipe()).__name__, transposed, losses]
         """
     )
     assert default == "MXFP8BlockScaling"
     assert not transposed
-    assert losses[-1] < losses[0]
+    assert all(of_recipe[-1] < of_recipe[0] for of_recipe in losses)
 
 
-def test_a_recipe_that_the_backend_does_not_have() -> None:
+def test_blackwell_s_recipe_is_refused_on_hopper_and_fp8_blocks_are_not() -> None:
     done = python(
         """
         from te_precision_callbacks import reference
         reference.install()
         import torch
         import transformer_engine.pytorch as te
-        from transformer_engine.common.recipe import Float8BlockScaling
+        from transformer_engine.common.recipe import Float8BlockScaling, MXFP8BlockScaling
 
-        with te.autocast(enabled=True, recipe=Float8BlockScaling()):
-            te.Linear(128, 128)(torch.randn(128, 128))
+        for recipe in (Float8BlockScaling(), MXFP8BlockScaling()):
+            with te.autocast(enabled=True, recipe=recipe):
+                te.Linear(128, 128)(torch.randn(128, 128)).sum().backward()
+            print("trained in", type(recipe).__name__)
         """
     )
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("te_precision_callbacks.reference.errors.UnsupportedRecipeError"), done.stderr
-    assert "Float8BlockScaling" in last
+    assert done.stdout.split("\n") == ["trained in Float8BlockScaling", ""], done.stderr
+    assert "Device compute capability 10.0 or higher required for MXFP8" in done.stderr
 
 
 def _indented(code: str) -> str:

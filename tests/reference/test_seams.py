@@ -131,6 +131,33 @@ def test_the_norm_is_exact() -> None:
         assert cuda_on_cpu.exact_norm(x, p=p).item() == exact.float().item()
 
 
+def test_a_scaled_product_multiplies_the_sums_by_the_scales() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(16, 32, generator=generator).to(torch.float8_e4m3fn)
+    b = torch.randn(48, 32, generator=generator).to(torch.float8_e4m3fn)
+    scales, bias = (torch.tensor([0.0123]), torch.tensor([0.0377])), torch.randn(48, generator=generator).bfloat16()
+    names = execute("import torch\nscaled_mm = torch._scaled_mm\n")
+    assert names["scaled_mm"] is cuda_on_cpu.scaled_mm
+    # Sums of so few FP8 products are exact.
+    exact = (a.double() @ b.double().t()).float() * scales[1] * scales[0]
+    out = cuda_on_cpu.scaled_mm(a, b.t(), *scales, out_dtype=torch.float32, use_fast_accum=True)
+    assert torch.equal(out, exact)
+    out = cuda_on_cpu.scaled_mm(a, b.t(), scale_a=scales[0], scale_b=scales[1], bias=bias, out_dtype=torch.bfloat16)
+    assert torch.equal(out, (exact + bias.float()).bfloat16())
+
+
+def test_collectives_are_not_joined() -> None:
+    names = execute(
+        """
+        import torch
+        with torch.distributed._coalescing_manager(group=None, device="cuda", async_ops=True) as handle:
+            done = 1
+        handle.wait()
+        """
+    )
+    assert names["done"] == 1
+
+
 def test_a_triton_kernel_can_be_defined_and_not_launched() -> None:
     names = execute(
         """

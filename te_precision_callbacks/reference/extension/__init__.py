@@ -17,10 +17,17 @@ an AttributeError. Nothing of Transformer Engine is imported until a function ne
 file                         what it holds
 ============================ ==========================================================================================
 ``enums.py``                 enumerations
-``formats.py``               E4M3, E5M2, E2M1, E8M0 as data; encoding and decoding
 ``scaling.py``               amax, scale, and their update under delayed scaling
 ``quantizers.py``            which implementation serves which quantizer
+``buffers.py``               making the tensors that quantizers write to
 ``float8.py``                per-tensor FP8
+``float8_block.py``          FP8 in blocks of 128 or 128 x 128
+``mxfp8.py``                 FP8 in blocks of 32
+``nvfp4.py``                 FP4 in blocks of 16
+``nvfp4_weights.py``         its transposes, and casting parts of master weights
+``hadamard.py``              the random Hadamard transform of NVFP4
+``swizzling.py``             the order of scales that a GEMM reads
+``partial_cast.py``          quantizing shards of master weights
 ``quantization.py``          quantize, dequantize and their relatives
 ``operands.py``, ``gemm.py`` matrix products
 ``normalization.py``         LayerNorm, RMSNorm
@@ -118,6 +125,20 @@ from te_precision_callbacks.reference.extension.normalization import (
     rmsnorm_bwd_add,
     rmsnorm_fwd,
 )
+from te_precision_callbacks.reference.extension.nvfp4_weights import (
+    nvfp4_2d_compute_partial_amax,
+    nvfp4_2d_multi_tensor_transpose,
+    nvfp4_2d_partial_cast,
+    nvfp4_2d_scale_transpose,
+    nvfp4_compute_global_scale,
+    nvfp4_compute_per_block_scale,
+    nvfp4_data_transpose,
+    nvfp4_expand_scale_to_fp8,
+    nvfp4_fused_scale,
+    nvfp4_multi_tensor_2d_partial_cast,
+    nvfp4_multi_tensor_compute_partial_amax,
+    nvfp4_multi_tensor_fused_scale,
+)
 from te_precision_callbacks.reference.extension.optimizers import (
     multi_tensor_adam,
     multi_tensor_adam_capturable,
@@ -127,6 +148,13 @@ from te_precision_callbacks.reference.extension.optimizers import (
     multi_tensor_sgd,
 )
 from te_precision_callbacks.reference.extension.padding import fused_multi_row_padding, fused_multi_row_unpadding
+from te_precision_callbacks.reference.extension.partial_cast import (
+    fp8_block_scaling_compute_partial_amax,
+    fp8_block_scaling_partial_cast,
+    multi_tensor_compute_scale_inv_e8m0,
+    mxfp8_scaling_compute_partial_amax,
+    mxfp8_scaling_partial_cast,
+)
 from te_precision_callbacks.reference.extension.quantization import (
     bgrad_quantize,
     create_empty_quantized_tensor,
@@ -135,6 +163,7 @@ from te_precision_callbacks.reference.extension.quantization import (
     multi_tensor_quantize,
     quantize,
     split_quantize,
+    swap_first_dims,
 )
 from te_precision_callbacks.reference.extension.rope import (
     fused_qkv_rope_backward,
@@ -155,6 +184,11 @@ from te_precision_callbacks.reference.extension.softmax import (
     scaled_softmax_forward,
     scaled_upper_triang_masked_softmax_backward,
     scaled_upper_triang_masked_softmax_forward,
+)
+from te_precision_callbacks.reference.extension.swizzling import (
+    multi_tensor_swizzle_scales_for_gemm_,
+    multi_tensor_swizzle_scales_for_gemm_unchecked_,
+    swizzle_scales_for_gemm_,
 )
 from te_precision_callbacks.reference.extension.versions import (
     device_supports_multicast,
@@ -212,6 +246,8 @@ __all__ = [
     "dsreglu",
     "dsrelu",
     "dswiglu",
+    "fp8_block_scaling_compute_partial_amax",
+    "fp8_block_scaling_partial_cast",
     "fp8_transpose",
     "fused_amax_and_scale_update_after_reduction",
     "fused_multi_row_padding",
@@ -238,12 +274,29 @@ __all__ = [
     "multi_tensor_adam_fp8",
     "multi_tensor_adam_param_remainder",
     "multi_tensor_compute_scale_and_scale_inv",
+    "multi_tensor_compute_scale_inv_e8m0",
     "multi_tensor_l2norm",
     "multi_tensor_quantize",
     "multi_tensor_scale",
     "multi_tensor_scale_tensor",
     "multi_tensor_sgd",
+    "multi_tensor_swizzle_scales_for_gemm_",
+    "multi_tensor_swizzle_scales_for_gemm_unchecked_",
     "multi_tensor_unscale_l2norm",
+    "mxfp8_scaling_compute_partial_amax",
+    "mxfp8_scaling_partial_cast",
+    "nvfp4_2d_compute_partial_amax",
+    "nvfp4_2d_multi_tensor_transpose",
+    "nvfp4_2d_partial_cast",
+    "nvfp4_2d_scale_transpose",
+    "nvfp4_compute_global_scale",
+    "nvfp4_compute_per_block_scale",
+    "nvfp4_data_transpose",
+    "nvfp4_expand_scale_to_fp8",
+    "nvfp4_fused_scale",
+    "nvfp4_multi_tensor_2d_partial_cast",
+    "nvfp4_multi_tensor_compute_partial_amax",
+    "nvfp4_multi_tensor_fused_scale",
     "nvte_built_with_cublasmp",
     "qgeglu",
     "qgelu",
@@ -266,7 +319,9 @@ __all__ = [
     "split_quantize",
     "sreglu",
     "srelu",
+    "swap_first_dims",
     "swiglu",
+    "swizzle_scales_for_gemm_",
     "te_general_grouped_gemm",
     "ubuf_built_with_mpi",
 ]

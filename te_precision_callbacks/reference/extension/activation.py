@@ -11,8 +11,8 @@ tanh approximation. A gated activation splits the last dimension in half: the fi
 the second half multiplies it.
 
 Where the quantizer is one of delayed scaling, the float32 result is quantized directly. Otherwise it is first rounded
-to the type of the input, and the amax of current scaling is the one of the float32 result
-(``pytorch/csrc/extensions/activation.cpp``).
+to the type of the input (MXFP8's fused kernel does that too), and the amax of current scaling is the one of the float32
+result (``pytorch/csrc/extensions/activation.cpp``, ``common/cast/mxfp8/*.cuh``).
 """
 
 from __future__ import annotations
@@ -157,9 +157,9 @@ def _halves(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _bias_backward(act: Activation, grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list[Any]:
     value = act.gradient(grad.detach().contiguous().float(), fwd_input.detach().contiguous().float())
     dact = quantize_result(value, grad.dtype, quantizer, measure_first=True)
-    # Fused kernels sum what they quantize, in float32; the unfused path sums the tensor rounded to the input's type.
-    fused = quantizer is not None and casting_for(quantizer).fuses
-    return [row_sum(value if fused else value.to(grad.dtype)).to(grad.dtype), dact]
+    # Fused kernels sum the float32 result; the unfused path sums the tensor rounded to the input's type.
+    unrounded = quantizer is not None and casting_for(quantizer).sums_unrounded
+    return [row_sum(value if unrounded else value.to(grad.dtype)).to(grad.dtype), dact]
 
 
 def gelu(input: torch.Tensor, quantizer: Any) -> Any:

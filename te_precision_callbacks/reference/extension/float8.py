@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
+from te_precision_callbacks.reference.extension.buffers import build, empty, is_noop, transposed_shape
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
 from te_precision_callbacks.reference.extension.scaling import amax_of, scale_from_amax
 from te_precision_callbacks.reference.target import capability
@@ -60,24 +61,22 @@ class _PerTensorScaling:
         from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
         from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
-        shape = list(shape)
         with_data, with_transpose = _usages(quantizer)
-        # Where there is no accelerator there is no pinned memory, and nothing to pin it for.
-        pin_memory = pin_memory and torch.cuda.is_available()
-
-        def empty(size: Sequence[int], element: torch.dtype) -> torch.Tensor:
-            return torch.empty(size, dtype=element, device=device, pin_memory=pin_memory)
-
-        buffers = {
-            "data": empty(shape, torch.uint8) if with_data else None,
-            "data_transpose": empty(shape[-1:] + shape[:-1], torch.uint8) if with_transpose else None,
-            "fp8_scale_inv": empty([1], torch.float32),
-            "fp8_dtype": quantizer.dtype,
-            "quantizer": quantizer,
-        }
-        if quantizer.internal:
-            return Float8TensorStorage(**buffers, fake_dtype=dtype)
-        return Float8Tensor(**buffers, shape=shape, stride=_contiguous_stride(shape), dtype=dtype, device=device)
+        shape = list(shape)
+        data = empty(shape, torch.uint8, device, pin_memory) if with_data else None
+        transpose = empty(transposed_shape(shape), torch.uint8, device, pin_memory) if with_transpose else None
+        return build(
+            Float8Tensor,
+            Float8TensorStorage,
+            quantizer,
+            shape,
+            dtype,
+            device,
+            data=data,
+            data_transpose=transpose,
+            fp8_scale_inv=empty([1], torch.float32, device, pin_memory),
+            fp8_dtype=quantizer.dtype,
+        )
 
     def fit(self, quantizer: Any, out: Any) -> None:
         """Give ``out`` the buffers that the quantizer's usages ask for, and only those."""
@@ -96,11 +95,11 @@ class _PerTensorScaling:
         if not with_data:
             out._data = None
         elif data is None:
-            out._data = torch.empty(shape, dtype=torch.uint8, device=device)
+            out._data = empty(shape, torch.uint8, device)
         if not with_transpose:
             out._transpose = None
         elif transpose is None:
-            out._transpose = torch.empty(shape[-1:] + shape[:-1], dtype=torch.uint8, device=device)
+            out._transpose = empty(transposed_shape(shape), torch.uint8, device)
         out._transpose_invalid = not with_transpose
         # A quantizer has Transformer Engine's own enumeration, which is also what a tensor must have.
         out._fp8_dtype = quantizer.dtype
@@ -123,8 +122,12 @@ class _PerTensorScaling:
 class DelayedScaling(_PerTensorScaling):
     """The scale comes from earlier steps; this step's amax is recorded for later ones."""
 
-    fuses = True
-    takes_amax = False
+    rounds_first = False
+    sums_unrounded = True
+
+    def takes_amax(self, quantizer: Any) -> bool:
+        """No: what is written is measured."""
+        return False
 
     def write(
         self,
@@ -135,7 +138,7 @@ class DelayedScaling(_PerTensorScaling):
         amax: torch.Tensor | None = None,
     ) -> None:
         """Quantize with ``quantizer.scale``; raise ``quantizer.amax`` to the amax of ``source``."""
-        if source.numel() == 0 or _is_noop(noop):
+        if source.numel() == 0 or is_noop(noop):
             return
         measured = amax_of(source) if amax is None else amax
         self.cast(quantizer, source, quantizer.scale, out)
@@ -145,8 +148,12 @@ class DelayedScaling(_PerTensorScaling):
 class CurrentScaling(_PerTensorScaling):
     """The scale comes from the tensor's own amax."""
 
-    fuses = False
-    takes_amax = True
+    rounds_first = True
+    sums_unrounded = False
+
+    def takes_amax(self, quantizer: Any) -> bool:
+        """Yes."""
+        return True
 
     def write(
         self,
@@ -164,7 +171,7 @@ class CurrentScaling(_PerTensorScaling):
             # Before the no-op flag, as upstream: a collective that one rank skips would hang the others.
             group = quantizer._canonicalized_amax_reduction_group()
             torch.distributed.all_reduce(measured, op=torch.distributed.ReduceOp.MAX, group=group)
-        if _is_noop(noop):
+        if is_noop(noop):
             return
         scale = scale_from_amax(
             measured,
@@ -180,14 +187,3 @@ def _usages(quantizer: Any) -> tuple[bool, bool]:
     if has_any_layout_gemm():
         return True, False
     return bool(quantizer.rowwise_usage), bool(quantizer.columnwise_usage)
-
-
-def _is_noop(noop: torch.Tensor | None) -> bool:
-    return noop is not None and bool(noop.view(-1)[0] == 1.0)
-
-
-def _contiguous_stride(shape: Sequence[int]) -> list[int]:
-    strides = [1] * len(shape)
-    for index in range(len(shape) - 2, -1, -1):
-        strides[index] = strides[index + 1] * shape[index + 1]
-    return strides

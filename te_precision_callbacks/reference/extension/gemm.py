@@ -9,8 +9,12 @@ Usage::
 The extension is column-major: in row-major terms, and with A and B as matrices whose leading dimensions are one, the
 result is ``op(B) @ op(A)``. ``pytorch/csrc/extensions/gemm.cpp`` and ``common/gemm/cublaslt_gemm.cu`` (TE 2.20).
 
-Operands become float32, products and sums are float32, and scales multiply the sums, as cuBLAS does it. The order of
-the sums is torch's, so a result is not bit-equal to a GPU's.
+Operands become float32, of the direction that the GPU reads, times the scales of their blocks; products and sums are
+float32, and what whole tensors share as a scale multiplies the sums, as cuBLAS does it. FP8 blocks on Hopper are summed
+block by block, and the scales multiply these sums, which are mostly exact: that is what
+``tests/pytorch/references/blockwise_fp8_gemm_reference.py`` of Transformer Engine's repository says of cuBLAS. The
+order of other sums is torch's, so a result is not bit-equal to a GPU's. What cuBLAS refuses is refused too, as far as
+it can be told from the operands.
 """
 
 from __future__ import annotations
@@ -20,16 +24,24 @@ from typing import Any, SupportsInt
 
 import torch
 
+from te_precision_callbacks import layouts
+from te_precision_callbacks.formats import E2M1, E5M2
+from te_precision_callbacks.layouts import Stored, is_quantized
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 from te_precision_callbacks.reference.extension.activation import GELU
+from te_precision_callbacks.reference.extension.buffers import matrix_shape
 from te_precision_callbacks.reference.extension.dtypes import torch_dtype
 from te_precision_callbacks.reference.extension.float8 import DelayedScaling
-from te_precision_callbacks.reference.extension.operands import Operand, logical_shape, operand
+from te_precision_callbacks.reference.extension.operands import FP8_BLOCKS, Operand, logical_shape, operand
 from te_precision_callbacks.reference.extension.quantization import row_sum
 from te_precision_callbacks.reference.extension.quantizers import casting_for
+from te_precision_callbacks.reference.target import capability
 
 # cuBLAS wants the leading dimension of an FP8 matrix to be a multiple of 16 bytes.
 FP8_ALIGNMENT = 16
+# With FP8 blocks, of rows of the result and of rows of 1D blocks.
+FP8_BLOCK_ROWS = 8
+NOT_SUPPORTED = "cuBLAS has no such GEMM (CUBLAS_STATUS_NOT_SUPPORTED)"
 
 
 @torch.no_grad()
@@ -75,7 +87,7 @@ def generic_gemm(
         workspace: has no effect.
         workspace_size: has no effect.
         accumulate: add to D, in place.
-        use_split_accumulator: has no effect: sums are float32 either way.
+        use_split_accumulator: sums are float32 either way; FP8 blocks on Hopper need it.
         comm_overlap: must be None.
         comm_type: has no effect.
         extra_output: comes back as it is.
@@ -97,28 +109,33 @@ def generic_gemm(
 
     a = operand(A, rowwise=transA, name="A")
     b = operand(B, rowwise=not transB, name="B")
+    empty = 0 in a.matrix_shape or 0 in b.matrix_shape
+    by_blocks = a.mode in FP8_BLOCKS and capability() < (10, 0)
     shape = _result_shape(a, transA, b, transB)
     dtype = _result_dtype(A, a, D, output_dtype)
     if D is not None and logical_shape(D) != shape:
         raise ReferenceBackendError(f"GEMM output has shape {logical_shape(D)}; {shape} is needed.")
-    low_precision = a.is_fp8 or b.is_fp8
-    gelu_dtype = torch_dtype(bias_type) if low_precision else dtype
-    empty = a.values.numel() == 0 or b.values.numel() == 0
+    if not empty:
+        _check_formats(a, transA, b, transB, dtype)
+        if by_blocks:
+            _check_fp8_blocks(a, transA, b, transB, dtype, use_split_accumulator, bias is not None, gelu, grad)
+    gelu_dtype = torch_dtype(bias_type) if a.is_fp8 or b.is_fp8 else dtype
 
     bias_grad = gelu_input = None
     if empty:
         # Upstream launches nothing: the result is 0, or what it was; no bias, no GELU.
-        value = torch.zeros(shape, dtype=torch.float32, device=a.values.device)
+        value = torch.zeros(shape, dtype=torch.float32, device=a.source.device)
         if accumulate and D is not None:
             value = D.float()
         if bias is not None and grad:
-            bias_grad = torch.zeros(b.shape[-1], dtype=dtype, device=a.values.device)
+            bias_grad = torch.zeros(b.shape[-1], dtype=dtype, device=a.source.device)
         if gelu and not grad:
-            gelu_input = torch.zeros(shape, dtype=gelu_dtype, device=a.values.device)
+            gelu_input = torch.zeros(shape, dtype=gelu_dtype, device=a.source.device)
     else:
-        value = _product(a, transA, b, transB, alpha).view(shape)
-        if accumulate and D is not None:
-            value += beta * D.float()
+        value = (_product_by_blocks(a, b, alpha) if by_blocks else _product(a, transA, b, transB, alpha)).view(shape)
+        # FP8 blocks are rounded before they are added, as the same reference says, and after a bias.
+        if accumulate and D is not None and (gelu or not by_blocks):
+            value = (value.to(dtype).float() if by_blocks else value) + beta * D.float()
         if grad:
             if gelu:
                 value = GELU.gradient(value, _needed(gelu_in).float().view(shape))
@@ -130,7 +147,10 @@ def generic_gemm(
             if gelu:
                 gelu_input = value.to(gelu_dtype)
                 value = GELU.value(value)
-    return [_store(value, dtype, quantizer, D, low_precision), bias_grad, gelu_input, extra_output]
+        if accumulate and D is not None and by_blocks and not gelu:
+            value = value.to(dtype).float() + beta * D.float()
+    per_tensor = layouts.PER_TENSOR in (a.mode, b.mode)
+    return [_store(value, dtype, quantizer, D, per_tensor), bias_grad, gelu_input, extra_output]
 
 
 @torch.no_grad()
@@ -215,6 +235,8 @@ def te_general_grouped_gemm(
 
 def _product(a: Operand, transa: bool, b: Operand, transb: bool, alpha: float) -> torch.Tensor:
     value = torch.matmul(b.values.t() if transb else b.values, a.values.t() if transa else a.values)
+    if a.part is not None and b.part is not None and a.mode == layouts.NVFP4:
+        return value.mul_(_nvfp4_alpha(a.part, b.part, alpha))
     # One after the other: the product of two small scales could fall below float32's range.
     for scale in (a.scale_inv, b.scale_inv):
         if scale is not None:
@@ -222,25 +244,62 @@ def _product(a: Operand, transa: bool, b: Operand, transb: bool, alpha: float) -
     return value.mul_(alpha) if alpha != 1.0 else value
 
 
+def _nvfp4_alpha(a: Stored, b: Stored, alpha: float) -> torch.Tensor:
+    """What brings a product back: float32, [1].
+
+    Divided, as in TE's pure-torch reference, whose bfloat16 results TE's tests of modules want bit for bit. The GPU
+    (``compute_nvfp4_per_tensor_scale_kernel`` of ``common/recipe/nvfp4.cu``) multiplies by the reciprocal instead,
+    which for one in six pairs of amaxes is one unit in the last place of float32 off.
+    """
+    if a.amax is None or b.amax is None or a.largest_scale is None or b.largest_scale is None:
+        raise ReferenceBackendError("NVFP4 GEMM operands need their amaxes.")
+    both = alpha * (a.amax * b.amax)
+    return both / torch.full_like(both, E2M1.max * E2M1.max * a.largest_scale * b.largest_scale)
+
+
+def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
+    """FP8 blocks on Hopper: ``sum += (sum of a block * scale) * other scale``, the scale of 1D blocks first.
+
+    In memory both operands have what is summed over along their rows, whatever the layout.
+    """
+    if a.part is None or b.part is None:
+        raise ReferenceBackendError("FP8 blocks are multiplied with FP8 blocks.")
+    rows, columns = a.part.elements(), b.part.elements()
+    scales_a, scales_b = (part.scales.repeat_interleave(part.block[0], 0) for part in (a.part, b.part))
+    scales_a, scales_b = scales_a[: rows.shape[0]].t().unsqueeze(1), scales_b[: columns.shape[0]].t().unsqueeze(2)
+    if b.mode == layouts.BLOCK_2D:
+        first, second = scales_a, scales_b
+    else:
+        first, second = scales_b, scales_a
+    length = a.part.block[1]
+    total = rows.new_zeros(columns.shape[0], rows.shape[0])
+    for index in range(first.shape[0]):
+        block = slice(index * length, (index + 1) * length)
+        partial = torch.matmul(columns[:, block], rows[:, block].t()) * first[index]
+        # A fused multiply-add rounds once; the product of two float32 numbers has a place in float64.
+        total = torch.addcmul(total.double(), partial.double(), second[index].double()).float()
+    return total.mul_(alpha) if alpha != 1.0 else total
+
+
 def _column_sum(b: Operand) -> torch.Tensor:
     total = b.values.sum(dim=0)
     return total if b.scale_inv is None else total * b.scale_inv
 
 
-def _store(value: torch.Tensor, dtype: torch.dtype, quantizer: Any, out: Any, low_precision: bool) -> Any:
+def _store(value: torch.Tensor, dtype: torch.dtype, quantizer: Any, out: Any, per_tensor: bool) -> Any:
     if quantizer is None:
         return value.to(dtype) if out is None else out.copy_(value)
     casting = casting_for(quantizer)
     if out is None:
         out = casting.create(quantizer, value.shape, dtype, value.device)
-    # cuBLAS itself writes FP8 only from FP8 and with a known scale; all else is rounded to `dtype` first.
-    straight = low_precision and isinstance(casting, DelayedScaling)
+    # cuBLAS itself writes FP8 only from per-tensor FP8 and with a known scale; all else is rounded to `dtype` first.
+    straight = per_tensor and isinstance(casting, DelayedScaling)
     casting.write(quantizer, value if straight else value.to(dtype), out)
     return out
 
 
 def _rows(shape: Sequence[int]) -> int:
-    return int(torch.Size(shape[:-1]).numel())
+    return matrix_shape(shape)[0]
 
 
 def _result_shape_of(A: Any, transa: bool, B: Any, transb: bool) -> tuple[int, ...]:
@@ -258,26 +317,77 @@ def _result_shape(a: Operand, transa: bool, b: Operand, transb: bool) -> tuple[i
         raise ReferenceBackendError(
             f"GEMM operands do not fit: A {a.shape}, transposed: {transa}; B {b.shape}, transposed: {transb}."
         )
-    if a.is_fp8 != b.is_fp8 or (not a.is_fp8 and a.dtype != b.dtype):
-        raise ReferenceBackendError(
-            f"GEMM operands have types {_type_name(a)} and {_type_name(b)}; give both the same."
-        )
-    if a.is_fp8 and inner_a % FP8_ALIGNMENT and a.values.numel() and b.values.numel():
-        raise ReferenceBackendError(
-            f"GEMM of FP8 operands over {inner_a} products each: the GPU needs a multiple of {FP8_ALIGNMENT}. Pad A "
-            f"{a.shape} and B {b.shape}."
-        )
     leading = (b.shape[-1],) if transb else b.shape[:-1]
     return (*leading, _rows(a.shape) if transa else a.shape[-1])
 
 
+def _check_formats(a: Operand, transa: bool, b: Operand, transb: bool, dtype: torch.dtype) -> None:
+    """What every GPU refuses: ``common/gemm/cublaslt_gemm.cu``, and cuBLAS's table of types."""
+    both_in_blocks = a.mode in FP8_BLOCKS and b.mode in FP8_BLOCKS
+    if (a.mode, a.dtype) != (b.mode, b.dtype) and not both_in_blocks:
+        what = "types" if a.mode is None and b.mode is None else "incompatible scaling modes,"
+        raise ReferenceBackendError(f"GEMM operands have {what} {a.kind} and {b.kind}; give both the same.")
+    inner = _inner(a, transa)
+    if a.is_fp8 and inner % FP8_ALIGNMENT:
+        raise ReferenceBackendError(
+            f"GEMM of FP8 operands over {inner} products each: the leading dimension requirement of the GPU is a "
+            f"multiple of {FP8_ALIGNMENT}. Pad A {a.shape} and B {b.shape}."
+        )
+    if a.element_format is E5M2 and b.element_format is E5M2:
+        raise ReferenceBackendError(f"GEMM operands are both E5M2: {NOT_SUPPORTED}. One of them has to be E4M3.")
+    if a.mode == layouts.NVFP4 and dtype == torch.float16:
+        raise ReferenceBackendError("FP4 GEMM does not support FP16 output. Ask for bfloat16 or float32.")
+
+
+def _check_fp8_blocks(
+    a: Operand,
+    transa: bool,
+    b: Operand,
+    transb: bool,
+    dtype: torch.dtype,
+    use_split_accumulator: bool,
+    with_bias: bool,
+    gelu: bool,
+    grad: bool,
+) -> None:
+    """What Hopper refuses with FP8 blocks. Blackwell multiplies them as MXFP8, which has none of it."""
+    rows_a = a.matrix_shape[0 if transa else 1]
+    rows_b = b.matrix_shape[1 if transb else 0]
+    for name, rows, is_bound in (("A", rows_a, True), ("B", rows_b, b.mode == layouts.BLOCK_1D)):
+        if is_bound and rows % FP8_BLOCK_ROWS:
+            raise ReferenceBackendError(
+                f"GEMM operand {name} has {rows} rows: the outer dimension requirement of FP8 block scaling is a "
+                f"multiple of {FP8_BLOCK_ROWS}. Pad it."
+            )
+    if a.mode == b.mode == layouts.BLOCK_2D:
+        raise ReferenceBackendError(
+            "Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling GEMM is supported, but got 2D by 2D."
+        )
+    if (grad and with_bias) or (gelu and not grad):
+        raise ReferenceBackendError(
+            "Epilogue requested outside of the available and tested cuBLAS functionality for FP8 block scaled GEMM: it "
+            "adds a bias or multiplies by GELU's gradient; compute a bias gradient, or GELU, apart."
+        )
+    if gelu and dtype == torch.float32:
+        raise ReferenceBackendError(
+            "GELU's gradient with FP8 blocks and a float32 result: cuBLAS says that an unsupported value or parameter "
+            "was passed to the function. Ask for a bfloat16 result."
+        )
+    if not use_split_accumulator:
+        raise ReferenceBackendError(f"FP8 block scaling without use_split_accumulator: {NOT_SUPPORTED}.")
+
+
+def _inner(a: Operand, transa: bool) -> int:
+    return a.matrix_shape[1 if transa else 0]
+
+
 def _result_dtype(A: Any, a: Operand, out: Any, output_dtype: SupportsInt | None) -> torch.dtype:
-    plain_out = isinstance(out, torch.Tensor) and not hasattr(out, "_fp8_dtype")
+    plain_out = isinstance(out, torch.Tensor) and not is_quantized(out)
     if output_dtype is None:
         if plain_out:
             plain: torch.dtype = out.dtype
             return plain
-        nominal: torch.dtype = A._dtype if a.is_fp8 and not isinstance(A, torch.Tensor) else A.dtype
+        nominal: torch.dtype = A.dtype if isinstance(A, torch.Tensor) else A._dtype
         return nominal
     dtype = torch_dtype(output_dtype)
     if plain_out and out.dtype != dtype:
@@ -289,7 +399,3 @@ def _needed(gelu_in: torch.Tensor | None) -> torch.Tensor:
     if gelu_in is None:
         raise ReferenceBackendError("generic_gemm(gelu=True, grad=True) needs gelu_in.")
     return gelu_in
-
-
-def _type_name(matrix: Operand) -> str:
-    return "FP8" if matrix.is_fp8 else str(matrix.dtype)

@@ -3,26 +3,32 @@
 Usage::
 
     matrix = operand(tensor, rowwise=True, name="A")
-    matrix.values  # float32, [rows, columns], without the scale
-    matrix.scale_inv  # float32, [1], or None
+    matrix.values  # float32, [rows, columns], without what the whole tensor shares as a scale
+    matrix.part  # the codes and scales that they are made of
     dequantized(tensor)  # float32, the logical shape
 
 A block-scaled tensor holds different numbers rowwise and columnwise, so a reader always says which ones it takes. Per-
-tensor FP8 holds the same ones, in one layout or in both.
+tensor FP8 holds the same ones, in one layout or in both. How each format lies in memory is in
+:mod:`te_precision_callbacks.layouts`.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from te_precision_callbacks import layouts
+from te_precision_callbacks.formats import FloatFormat
+from te_precision_callbacks.layouts import Stored, is_quantized, stored
 from te_precision_callbacks.reference.errors import ReferenceBackendError, UnsupportedRecipeError
-from te_precision_callbacks.reference.extension.dtypes import fp8_format
-from te_precision_callbacks.reference.extension.float8 import has_any_layout_gemm, is_float8
+from te_precision_callbacks.reference.extension.buffers import matrix_shape
+from te_precision_callbacks.reference.extension.float8 import has_any_layout_gemm
 
 HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
+FP8_BLOCKS = (layouts.BLOCK_1D, layouts.BLOCK_2D)
 
 
 @dataclass(frozen=True)
@@ -30,21 +36,59 @@ class Operand:
     """A matrix to multiply.
 
     Attributes:
-        values: float32, [rows, columns], all leading dimensions in one; not yet multiplied by ``scale_inv``.
-        scale_inv: float32, shape [1]; None where the values are already the numbers.
         shape: logical shape.
-        dtype: type of the numbers: of the tensor itself, or uint8 for FP8 codes.
+        source: a plain tensor, its leading dimensions in one, or the codes of a quantized one.
+        part: the direction of a quantized tensor that is multiplied; None for a plain one.
     """
 
-    values: torch.Tensor
-    scale_inv: torch.Tensor | None
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    source: torch.Tensor
+    part: Stored | None = None
+
+    @functools.cached_property
+    def values(self) -> torch.Tensor:
+        """float32, [rows, columns]: multiplied by the scales of blocks, not yet by what the whole tensor shares."""
+        if self.part is None:
+            return self.source.float()
+        values = self.part.elements()
+        if self.mode != layouts.PER_TENSOR:
+            values *= self.part.spread(self.part.block_scales())
+        return values.t() if self.part.transposed else values
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return matrix_shape(self.shape)
+
+    @property
+    def mode(self) -> str | None:
+        """Scaling mode, of :mod:`te_precision_callbacks.layouts`; None for a plain tensor."""
+        return None if self.part is None else self.part.mode
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Type of a plain tensor."""
+        return self.source.dtype if self.part is None else None
+
+    @property
+    def element_format(self) -> FloatFormat | None:
+        """What the codes of a quantized tensor are."""
+        return None if self.part is None else self.part.element_format
+
+    @property
+    def scale_inv(self) -> torch.Tensor | None:
+        """float32, shape [1]: of per-tensor FP8."""
+        return self.part.scales.view(1) if self.part is not None and self.mode == layouts.PER_TENSOR else None
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the matrix comes from FP8 codes."""
-        return self.dtype == torch.uint8
+        """Whether the matrix comes from FP8 codes, of whatever scaling."""
+        return self.element_format is not None and self.element_format.bits == 8
+
+    @property
+    def kind(self) -> str:
+        """For errors."""
+        return self.mode or str(self.dtype)
 
 
 def operand(tensor: Any, *, rowwise: bool, name: str) -> Operand:
@@ -59,67 +103,48 @@ def operand(tensor: Any, *, rowwise: bool, name: str) -> Operand:
         ReferenceBackendError: the data that the GPU would need is not there.
         UnsupportedRecipeError: a format that the reference backend does not have.
     """
-    if is_float8(tensor):
-        return _float8_operand(tensor, rowwise, name)
-    values = _plain(tensor)
-    if values.dtype not in HIGH_PRECISION:
-        raise ReferenceBackendError(f"GEMM operand {name} has type {values.dtype}; float32, float16 or bfloat16 works.")
-    return Operand(_matrix(values).float(), None, tuple(values.shape), values.dtype)
+    if not is_quantized(tensor):
+        values = _plain(tensor)
+        if values.dtype not in HIGH_PRECISION:
+            raise ReferenceBackendError(
+                f"GEMM operand {name} has type {values.dtype}; float32, float16 or bfloat16 works."
+            )
+        # Not reshape(-1, ...), which could not tell the rows of a tensor without elements.
+        return Operand(tuple(values.shape), values.reshape(matrix_shape(values.shape)))
+    part = stored(tensor, columnwise=not rowwise)
+    if part is None or not _has_layout_for_gemm(part, rowwise):
+        usage = "row-wise" if rowwise else "column-wise"
+        raise ReferenceBackendError(f"GEMM operand {name} is missing {usage} usage.")
+    if getattr(tensor, "_row_scaled_nvfp4", False):
+        raise ReferenceBackendError(
+            f"GEMM operand {name}: cuBLAS does not support row-scaled NVFP4 inputs. general_gemm() of "
+            "transformer_engine.pytorch.cpp_extensions does it in two steps."
+        )
+    return Operand(part.shape, part.codes, part)
 
 
 def dequantized(tensor: Any) -> torch.Tensor:
-    """The numbers of a tensor, float32, in its logical shape."""
-    if is_float8(tensor):
-        codes, rowwise = tensor._data, True
-        if codes is None:
-            codes, rowwise = _valid_transpose(tensor), False
-        if codes is None:
-            raise ReferenceBackendError(f"The {type(tensor).__name__} has neither rowwise nor columnwise data.")
-        values = fp8_format(tensor._fp8_dtype).decode(codes)
-        values *= tensor._scale_inv.view(())
-        return values if rowwise or values.dim() < 2 else values.movedim(0, -1).contiguous()
-    return _plain(tensor).float()
+    """The numbers of a tensor, float32, in its logical shape: the rowwise ones, or if there are none the others."""
+    if not is_quantized(tensor):
+        return _plain(tensor).float()
+    part = stored(tensor, columnwise=False) or stored(tensor, columnwise=True)
+    if part is None:
+        raise ReferenceBackendError(f"The {type(tensor).__name__} has neither rowwise nor columnwise data.")
+    return part.dequantized().contiguous()
 
 
 def logical_shape(tensor: Any) -> tuple[int, ...]:
     """The shape that a tensor stands for."""
-    if is_float8(tensor):
-        if tensor._data is not None:
-            return tuple(tensor._data.shape)
-        return (*tensor._transpose.shape[1:], *tensor._transpose.shape[:1])
-    return tuple(_plain(tensor).shape)
+    return layouts.logical_shape(tensor) if is_quantized(tensor) else tuple(_plain(tensor).shape)
 
 
-def _float8_operand(tensor: Any, rowwise: bool, name: str) -> Operand:
-    fmt = fp8_format(tensor._fp8_dtype)
-    data, transpose = tensor._data, _valid_transpose(tensor)
-    # One-layout GPUs read the stored transpose for columnwise usage; the others read whichever layout is there.
-    any_layout = has_any_layout_gemm()
-    if data is not None and (rowwise or any_layout):
-        values = fmt.decode(_matrix(data))
-    elif transpose is not None and (any_layout or not rowwise):
-        values = fmt.decode(transpose.reshape(transpose.shape[0], -1)).t()
-    else:
-        usage = "row-wise" if rowwise else "column-wise"
-        raise ReferenceBackendError(f"GEMM operand {name} is missing {usage} usage.")
-    return Operand(values, tensor._scale_inv, logical_shape(tensor), torch.uint8)
-
-
-def _valid_transpose(tensor: Any) -> torch.Tensor | None:
-    transpose: torch.Tensor | None = None if tensor._transpose_invalid else tensor._transpose
-    return transpose
-
-
-def _matrix(tensor: torch.Tensor) -> torch.Tensor:
-    # Also for a tensor without elements, whose leading dimensions view(-1, ...) could not tell.
-    rows = tensor.numel() // tensor.shape[-1] if tensor.numel() else int(torch.Size(tensor.shape[:-1]).numel())
-    return tensor.reshape(rows, tensor.shape[-1])
+def _has_layout_for_gemm(part: Stored, rowwise: bool) -> bool:
+    # Of per-tensor FP8, one-layout GPUs read the stored transpose for columnwise usage, and the data for rowwise usage;
+    # the others read whichever is there.
+    return part.mode != layouts.PER_TENSOR or has_any_layout_gemm() or part.transposed != rowwise
 
 
 def _plain(tensor: Any) -> torch.Tensor:
     if hasattr(tensor, "_rowwise_data") or not isinstance(tensor, torch.Tensor):
-        raise UnsupportedRecipeError(
-            f"{type(tensor).__name__}: the reference backend does not have this format. So far it has per-tensor FP8 "
-            "(delayed scaling and current scaling)."
-        )
+        raise UnsupportedRecipeError(f"{type(tensor).__name__}: the reference backend does not have this format.")
     return tensor.detach()

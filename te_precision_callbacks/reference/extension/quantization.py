@@ -7,7 +7,7 @@ Usage::
     dequantize(out, DType.kFloat32)
 
 ``pytorch/csrc/extensions/cast.cpp`` and ``bias.cpp`` (TE 2.20). How a family of quantizers stores its data is in a file
-of its own (``float8.py``); ``quantizers.py`` picks it.
+of its own (``float8.py``, ``float8_block.py``, ``mxfp8.py``, ``nvfp4.py``); ``quantizers.py`` picks it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from typing import Any, SupportsInt
 
 import torch
 
+from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.dtypes import torch_dtype
 from te_precision_callbacks.reference.extension.float8 import transposed
 from te_precision_callbacks.reference.extension.operands import dequantized
 from te_precision_callbacks.reference.extension.quantizers import casting_for
 from te_precision_callbacks.reference.extension.scaling import amax_of
+from te_precision_callbacks.reference.extension.swizzling import swizzle_scales_for_gemm_
 
 
 @torch.no_grad()
@@ -35,8 +37,17 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: tor
         noop: float32, shape [1]; 1 leaves the data of ``output`` as it is.
 
     Raises:
-        UnsupportedRecipeError: the reference backend does not have the quantizer's recipe.
+        UnsupportedRecipeError: the reference backend does not have the quantizer.
+        ReferenceBackendError: a shape, or a tensor to write to, that the compiled extension refuses too.
     """
+    output = _cast(tensor, quantizer, output, noop)
+    if quantizer is not None and quantizer.optimize_for_gemm:
+        # Where the family's kernel does not write them in that order; other callers of it leave them as they are.
+        swizzle_scales_for_gemm_(output)
+    return output
+
+
+def _cast(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None) -> Any:
     source = tensor.detach().contiguous()
     if quantizer is None:
         return source
@@ -83,11 +94,11 @@ def quantize_result(
     casting = casting_for(quantizer)
     if out is None:
         out = casting.create(quantizer, value.shape, dtype, value.device)
-    if casting.fuses:
+    if not casting.rounds_first:
         casting.write(quantizer, value, out)
     else:
         # Upstream's activation kernels measure the float32 result, its normalization kernels the rounded one.
-        amax = amax_of(value) if measure_first and casting.takes_amax else None
+        amax = amax_of(value) if measure_first and casting.takes_amax(quantizer) else None
         casting.write(quantizer, value.to(dtype), out, amax=amax)
     return out
 
@@ -104,7 +115,7 @@ def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> list[Any]:
         the sum over all rows ([features], the type of ``input``, summed in float32), and the quantized tensor.
     """
     source = input.detach().contiguous()
-    return [row_sum(source).to(source.dtype), quantize(source, quantizer)]
+    return [row_sum(source).to(source.dtype), _cast(source, quantizer)]
 
 
 def row_sum(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,9 +123,10 @@ def row_sum(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1]).sum(dim=0, dtype=torch.float32)
 
 
+@torch.no_grad()
 def multi_tensor_quantize(tensor_list: Sequence[torch.Tensor], quantizer_list: Sequence[Any]) -> list[Any]:
-    """:func:`quantize` for each tensor with its quantizer."""
-    return [quantize(tensor, quantizer) for tensor, quantizer in zip(tensor_list, quantizer_list, strict=True)]
+    """Each tensor quantized with its quantizer; the scales of NVFP4 are not swizzled after that."""
+    return [_cast(tensor, quantizer) for tensor, quantizer in zip(tensor_list, quantizer_list, strict=True)]
 
 
 def split_quantize(
@@ -145,4 +157,21 @@ def fp8_transpose(input: torch.Tensor, dtype: SupportsInt, *, out: torch.Tensor 
         out: uint8, [columns, ...], to write to; a new tensor if None.
     """
     result = transposed(input)
+    return result if out is None else out.copy_(result.view(out.shape))
+
+
+@torch.no_grad()
+def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The first two dimensions exchanged, contiguous.
+
+    Args:
+        tensor: at least 2 dimensions.
+        out: to write to; a new tensor if None.
+
+    Raises:
+        ReferenceBackendError: fewer dimensions.
+    """
+    if tensor.dim() < 2:
+        raise ReferenceBackendError(f"swap_first_dims needs at least 2 dimensions; {tuple(tensor.shape)} was given.")
+    result = tensor.transpose(0, 1).contiguous()
     return result if out is None else out.copy_(result.view(out.shape))

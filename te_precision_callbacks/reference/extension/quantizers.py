@@ -6,7 +6,7 @@ Usage::
     casting_for(quantizer).write(quantizer, tensor, out)
 
 A quantizer is recognised by the name of its class or of a class that it derives from, so that nothing of Transformer
-Engine is imported here, and a user's subclass is served like its parent. Per-tensor FP8 is served so far.
+Engine is imported here, and a user's subclass is served like its parent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from te_precision_callbacks.reference.errors import UnsupportedRecipeError
-from te_precision_callbacks.reference.extension import float8
+from te_precision_callbacks.reference.extension import float8, float8_block, mxfp8, nvfp4
 
 # Transformer Engine's classes are known only at run time.
 Quantizer = Any
@@ -28,11 +28,14 @@ class Casting(Protocol):
     """What the backend knows of one family of quantizers."""
 
     @property
-    def fuses(self) -> bool:
-        """Whether norms, activations and GEMMs quantize straight from float32, without rounding to the input's type."""
+    def rounds_first(self) -> bool:
+        """Whether the float32 result of a norm, an activation or a GEMM is rounded to the nominal type first."""
 
     @property
-    def takes_amax(self) -> bool:
+    def sums_unrounded(self) -> bool:
+        """Whether the bias gradient of an activation is the sum of its float32 gradient, and not of the rounded one."""
+
+    def takes_amax(self, quantizer: Quantizer) -> bool:
         """Whether activations hand over the amax of their float32 result, taken before it is rounded."""
 
     def create(
@@ -62,11 +65,9 @@ class Casting(Protocol):
 _CASTINGS: dict[str, Casting] = {
     "Float8Quantizer": float8.DelayedScaling(),
     "Float8CurrentScalingQuantizer": float8.CurrentScaling(),
-}
-_RECIPES: dict[str, str] = {
-    "Float8BlockQuantizer": "FP8 block scaling (Float8BlockScaling)",
-    "MXFP8Quantizer": "MXFP8 (MXFP8BlockScaling)",
-    "NVFP4Quantizer": "NVFP4 (NVFP4BlockScaling)",
+    "Float8BlockQuantizer": float8_block.BlockScaling(),
+    "MXFP8Quantizer": mxfp8.BlockScaling(),
+    "NVFP4Quantizer": nvfp4.BlockScaling(),
 }
 
 
@@ -80,8 +81,6 @@ def casting_for(quantizer: Quantizer) -> Casting:
     for name in names:
         if name in _CASTINGS:
             return _CASTINGS[name]
-    recipe = next((_RECIPES[name] for name in names if name in _RECIPES), "its recipe")
     raise UnsupportedRecipeError(
-        f"{names[0]}: the reference backend does not have {recipe}. So far it has delayed scaling (DelayedScaling) and "
-        "current scaling (Float8CurrentScaling)."
+        f"{names[0]}: the reference backend does not have this quantizer. It has {', '.join(_CASTINGS)}."
     )

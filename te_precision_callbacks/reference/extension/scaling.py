@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import SupportsInt
 
 import torch
+import torch.nn.functional as F
 
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
@@ -48,6 +49,26 @@ def amax_of(tensor: torch.Tensor) -> torch.Tensor:
     return amax
 
 
+def block_amaxes(matrix: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """The largest magnitude in each block of a matrix; NaN is passed over as in :func:`amax_of`.
+
+    Args:
+        matrix: float32, [rows, columns].
+        height: rows of a block; the last block may have fewer.
+        width: columns of a block; the last block may have fewer.
+
+    Returns:
+        float32, [rows / height, columns / width], rounded up.
+    """
+    rows, columns = matrix.shape
+    magnitudes = F.pad(matrix.abs(), (0, -columns % width, 0, -rows % height))
+    blocks = magnitudes.view(-(-rows // height), height, -(-columns // width), width)
+    amaxes = blocks.amax(dim=(1, 3))
+    if bool(amaxes.isnan().any()):
+        amaxes = torch.where(blocks.isnan(), torch.zeros_like(blocks), blocks).amax(dim=(1, 3))
+    return amaxes
+
+
 @torch.no_grad()
 def compute_amax(tensor: torch.Tensor, amax: torch.Tensor) -> None:
     """Write the largest magnitude of ``tensor`` into ``amax`` (float32, shape [1]). See :func:`amax_of`."""
@@ -55,18 +76,24 @@ def compute_amax(tensor: torch.Tensor, amax: torch.Tensor) -> None:
 
 
 def scale_from_amax(
-    amax: torch.Tensor, fp8_max: float, *, force_pow_2: bool = False, epsilon: float = 0.0
+    amax: torch.Tensor,
+    fp8_max: float,
+    *,
+    force_pow_2: bool = False,
+    epsilon: float = 0.0,
+    largest: float = FLOAT32_MAX,
 ) -> torch.Tensor:
-    """The scale of current scaling: the largest FP8 number divided by amax.
+    """The scale of current and of FP8 block scaling: the largest FP8 number divided by amax.
 
     ``common/recipe/recipe_common.cuh``, ``compute_scale_from_amax`` (TE 2.20). amax is raised to epsilon first. An amax
-    of 0, infinity or NaN gives 1; a quotient beyond float32 gives the largest float32 number.
+    of 0, infinity or NaN gives 1; a quotient beyond float32 gives ``largest``.
 
     Args:
         amax: float32, any shape.
         fp8_max: largest number of the format.
         force_pow_2: round the scale down to a power of two.
         epsilon: lower bound of amax.
+        largest: in place of infinity; rounded down too with ``force_pow_2``.
 
     Returns:
         float32, shape of ``amax``.
@@ -74,7 +101,7 @@ def scale_from_amax(
     bound = torch.full_like(amax, epsilon)
     amax = torch.where(amax < bound, bound, amax)
     scale = torch.full_like(amax, fp8_max) / amax
-    scale = torch.where(scale.isinf(), torch.full_like(scale, FLOAT32_MAX), scale)
+    scale = torch.where(scale.isinf(), torch.full_like(scale, largest), scale)
     if force_pow_2:
         # Sign and exponent only.
         scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)

@@ -1,0 +1,187 @@
+"""FP8 block scaling: a float32 scale for each 128 elements (1D blocks) or for each 128 x 128 (2D blocks).
+
+Usage::
+
+    casting = BlockScaling()
+    out = casting.create(quantizer, tensor.shape, tensor.dtype, tensor.device)
+    casting.write(quantizer, tensor, out)
+    out._rowwise_data  # uint8, the shape of tensor
+    out._columnwise_data  # uint8, [last dimension, *leading dimensions]: the transpose
+    out._rowwise_scale_inv  # float32; with R rows and C columns of data: 1D [C / 128, R], 2D [R / 128, C / 128]
+    out._columnwise_scale_inv  # the same for the transpose
+
+The quotients are rounded up, and the second dimension of scales to a multiple of 4. ``pytorch/csrc/quantizer.cpp``,
+``common/transpose/quantize_transpose_vector_blockwise.cu``, ``..._square_blockwise.cu`` and
+``common/recipe/recipe_common.cuh`` (TE 2.20).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.reference.extension.buffers import (
+    build,
+    empty,
+    is_noop,
+    matrix_shape,
+    padded,
+    round_up,
+    transposed_shape,
+    zeros,
+)
+from te_precision_callbacks.reference.extension.dtypes import fp8_format
+from te_precision_callbacks.reference.extension.scaling import block_amaxes, scale_from_amax
+from te_precision_callbacks.reference.target import capability
+
+BLOCK = 128
+"""Elements, and with 2D blocks rows too, that share a scale."""
+
+
+class BlockScaling:
+    """Quantizing to FP8 in blocks."""
+
+    rounds_first = True
+    sums_unrounded = False
+
+    def takes_amax(self, quantizer: Any) -> bool:
+        """No: it is each block's own."""
+        return False
+
+    def create(
+        self,
+        quantizer: Any,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        pin_memory: bool = False,
+    ) -> Any:
+        """A Float8BlockwiseQTensor, or its storage class for an internal quantizer: data not written, scales 0."""
+        from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
+        from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import (
+            Float8BlockwiseQTensorStorage,
+        )
+
+        is_2d = _is_2d(quantizer)
+        buffers: dict[str, torch.Tensor | None] = {}
+        for direction, usage in _usages(quantizer).items():
+            size = _data_shape(shape, direction)
+            buffers[f"{direction}_data"] = empty(size, torch.uint8, device, pin_memory) if usage else None
+            scales = scale_shape(shape, direction == "columnwise", is_2d)
+            buffers[f"{direction}_scale_inv"] = zeros(scales, torch.float32, device, pin_memory) if usage else None
+        return build(
+            Float8BlockwiseQTensor,
+            Float8BlockwiseQTensorStorage,
+            quantizer,
+            shape,
+            dtype,
+            device,
+            **buffers,
+            fp8_dtype=quantizer.dtype,
+            is_2D_scaled=is_2d,
+        )
+
+    def fit(self, quantizer: Any, out: Any) -> None:
+        """Give ``out`` the buffers that the quantizer's usages ask for, and only those.
+
+        Raises:
+            ReferenceBackendError: ``out`` is not scaled in blocks, or has no data.
+        """
+        if not (hasattr(out, "_fp8_dtype") and hasattr(out, "_is_2D_scaled")):
+            raise ReferenceBackendError(
+                f"{type(quantizer).__name__} writes to a Float8BlockwiseQTensor, not to a {type(out).__name__}."
+            )
+        if out._rowwise_data is not None:
+            shape, device = list(out._rowwise_data.shape), out._rowwise_data.device
+        elif out._columnwise_data is not None:
+            transposed = list(out._columnwise_data.shape)
+            shape, device = transposed[1:] + transposed[:1], out._columnwise_data.device
+        else:
+            raise ReferenceBackendError(f"The {type(out).__name__} to quantize into has no data.")
+        for direction, usage in _usages(quantizer).items():
+            data_name, scales_name = f"_{direction}_data", f"_{direction}_scale_inv"
+            if not usage:
+                setattr(out, data_name, None)
+                setattr(out, scales_name, None)
+                continue
+            if getattr(out, data_name) is None:
+                setattr(out, data_name, empty(_data_shape(shape, direction), torch.uint8, device))
+            if getattr(out, scales_name) is None:
+                needed = scale_shape(shape, direction == "columnwise", _is_2d(quantizer))
+                setattr(out, scales_name, zeros(needed, torch.float32, device))
+
+    def write(
+        self,
+        quantizer: Any,
+        source: torch.Tensor,
+        out: Any,
+        noop: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
+    ) -> None:
+        """Quantize each direction that ``out`` has, in blocks of the shape that ``out`` has.
+
+        Raises:
+            ReferenceBackendError: float32 scales on Blackwell, which has this recipe only as MXFP8, or no usage.
+        """
+        if source.numel() == 0:
+            return
+        if capability() >= (10, 0) and not quantizer.force_pow_2_scales:
+            raise ReferenceBackendError(
+                "On Blackwell and newer, the FP8 block scaling recipe is emulated with MXFP8, which requires using "
+                "power of two scaling factors: force_pow_2_scales=True (in the recipe, fp8_quant_*.power_2_scale)."
+            )
+        if out._rowwise_data is None and out._columnwise_data is None:
+            raise ReferenceBackendError(f"The {type(quantizer).__name__} has neither rowwise nor columnwise usage.")
+        if is_noop(noop):
+            return
+        matrix = source.float().reshape(matrix_shape(source.shape))
+        for columnwise in (False, True):
+            data = out._columnwise_data if columnwise else out._rowwise_data
+            if data is None:
+                continue
+            codes, scale_inv = _quantized(
+                matrix.t() if columnwise else matrix, quantizer, out, torch.finfo(source.dtype).max
+            )
+            data.copy_(codes.view(data.shape))
+            scales = out._columnwise_scale_inv if columnwise else out._rowwise_scale_inv
+            scales.copy_(padded(scale_inv if out._is_2D_scaled else scale_inv.t(), scales.shape))
+
+
+def _quantized(matrix: torch.Tensor, quantizer: Any, out: Any, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, and the inverse scale of each block: float32, [rows / height of a block, columns / 128]."""
+    fmt = fp8_format(out._fp8_dtype)
+    rows, columns = matrix.shape
+    height = BLOCK if out._is_2D_scaled else 1
+    scale = scale_from_amax(
+        block_amaxes(matrix, height, BLOCK),
+        fmt.max,
+        force_pow_2=quantizer.force_pow_2_scales,
+        epsilon=quantizer.amax_epsilon,
+        largest=largest,
+    )
+    each = scale.repeat_interleave(height, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return fmt.encode(matrix * each), torch.reciprocal(scale)
+
+
+def scale_shape(shape: Sequence[int], columnwise: bool, is_2d: bool) -> tuple[int, int]:
+    """Of the scales of a tensor of ``shape``, padding included."""
+    rows, columns = matrix_shape(shape)
+    if columnwise:
+        rows, columns = columns, rows
+    along = -(-columns // BLOCK)
+    return (-(-rows // BLOCK), round_up(along, 4)) if is_2d else (along, round_up(rows, 4))
+
+
+def _data_shape(shape: Sequence[int], direction: str) -> list[int]:
+    return transposed_shape(shape) if direction == "columnwise" else list(shape)
+
+
+def _is_2d(quantizer: Any) -> bool:
+    return int(quantizer.block_scaling_dim) == 2
+
+
+def _usages(quantizer: Any) -> dict[str, bool]:
+    return {"rowwise": bool(quantizer.rowwise_usage), "columnwise": bool(quantizer.columnwise_usage)}

@@ -1,0 +1,57 @@
+"""The random Hadamard transform, which spreads an outlier over 16 elements before they are quantized to NVFP4.
+
+Usage::
+
+    transformed = random_hadamard_transform(tensor.t(), quantizer.rht_matrix_random_sign_mask_t)
+
+Both operands of a GEMM are transformed along the dimension that is summed, so that the transform cancels in the product
+and is never undone. ``common/hadamard_transform/*.cu`` and ``pytorch/tensor/nvfp4_tensor.py`` (TE 2.20).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+SIZE = 16
+"""Elements that are transformed together."""
+
+# What is transformed at once: all that is made of it on the way fits into a cache.
+_ELEMENTS_AT_ONCE = 1 << 18
+
+
+def random_hadamard_transform(matrix: torch.Tensor, sign_mask: int) -> torch.Tensor:
+    """Each group of 16 along the last dimension, as a row, times ``diag(signs) @ H / 4``.
+
+    H is the Hadamard matrix of size 16 in Sylvester's order; row r of it has the sign that bit r of the mask says. The
+    kernels sum on the tensor cores, in float32, and round the sum to bfloat16. Here it is summed in float64 first: the
+    order of the terms then does not matter, and the result is the exact sum, rounded to float32 and to bfloat16. With
+    ``NVTE_USE_FAST_MATH=1`` upstream's fused kernel leaves out the rounding to bfloat16; that is not done here.
+
+    Args:
+        matrix: bfloat16, [rows, a multiple of 16].
+        sign_mask: 1 in bit r for a row of H with changed sign; 0 for no random signs.
+
+    Returns:
+        bfloat16, contiguous, same shape.
+    """
+    rows, columns = matrix.shape
+    result = torch.empty((rows, columns), dtype=torch.bfloat16, device=matrix.device)
+    if result.numel() == 0:
+        return result
+    transform = _matrix(sign_mask, matrix.device)
+    step = max(1, _ELEMENTS_AT_ONCE // columns)
+    for part, out in zip(torch.split(matrix, step), torch.split(result, step), strict=True):
+        groups = part.reshape(-1, SIZE).double()
+        out.copy_(torch.matmul(groups, transform).float().view(out.shape))
+    return result
+
+
+@functools.cache
+def _matrix(sign_mask: int, device: torch.device) -> torch.Tensor:
+    rows = [
+        [(-1.0) ** (row & column).bit_count() * (-1.0) ** (sign_mask >> row & 1) / 4.0 for column in range(SIZE)]
+        for row in range(SIZE)
+    ]
+    return torch.tensor(rows, dtype=torch.float64, device=device)

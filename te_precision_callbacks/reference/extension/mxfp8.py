@@ -1,0 +1,192 @@
+"""MXFP8: a power of two as the scale of each 32 elements.
+
+Usage::
+
+    casting = BlockScaling()
+    out = casting.create(quantizer, tensor.shape, tensor.dtype, tensor.device)
+    casting.write(quantizer, tensor, out)
+    out._rowwise_data  # uint8, the shape of tensor
+    out._rowwise_scale_inv  # uint8, E8M0, [rows, columns / 32], padded to multiples of 128 and 4
+    out._columnwise_data  # uint8, the shape of tensor: not transposed, and other codes than rowwise
+    out._columnwise_scale_inv  # uint8, E8M0, [rows / 32, columns], padded to multiples of 4 and 128
+
+``pytorch/csrc/quantizer.cpp``, ``common/cast/mxfp8/quantize_mxfp8.cuh`` and ``common/util/ptx_arch_spec.cuh`` (TE
+2.20). Each direction is quantized from the high-precision tensor. A GPU older than Blackwell has none of it; here it
+works for every capability, so that its numbers can be asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.formats import E8M0, FloatFormat
+from te_precision_callbacks.layouts import SWIZZLE_COLUMNS, SWIZZLE_ROWS
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.reference.extension.buffers import (
+    build,
+    empty,
+    is_noop,
+    matrix_shape,
+    round_up,
+    zeros,
+)
+from te_precision_callbacks.reference.extension.dtypes import fp8_format
+from te_precision_callbacks.reference.extension.scaling import block_amaxes
+from te_precision_callbacks.reference.extension.swizzling import as_stored
+
+BLOCK = 32
+"""Elements that share a scale."""
+
+
+class BlockScaling:
+    """Quantizing to MXFP8."""
+
+    rounds_first = True
+    sums_unrounded = True
+
+    def takes_amax(self, quantizer: Any) -> bool:
+        """No: it is each block's own."""
+        return False
+
+    def create(
+        self,
+        quantizer: Any,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        pin_memory: bool = False,
+    ) -> Any:
+        """An MXFP8Tensor, or its storage class for an internal quantizer, its data not written, its scales 0.
+
+        Raises:
+            ReferenceBackendError: the rows, or the columns, are not a multiple of 32.
+        """
+        from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Tensor
+        from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
+
+        _check(shape)
+        buffers: dict[str, torch.Tensor | None] = {}
+        for direction, usage in _usages(quantizer).items():
+            buffers[f"{direction}_data"] = empty(shape, torch.uint8, device, pin_memory) if usage else None
+            buffers[f"{direction}_scale_inv"] = (
+                zeros(scale_shape(shape, direction == "columnwise"), torch.uint8, device, pin_memory) if usage else None
+            )
+        return build(
+            MXFP8Tensor,
+            MXFP8TensorStorage,
+            quantizer,
+            shape,
+            dtype,
+            device,
+            **buffers,
+            fp8_dtype=quantizer.dtype,
+            with_gemm_swizzled_scales=bool(quantizer.optimize_for_gemm),
+        )
+
+    def fit(self, quantizer: Any, out: Any) -> None:
+        """Give ``out`` the buffers that the quantizer's usages ask for, and only those; its type and order of scales.
+
+        Raises:
+            ReferenceBackendError: ``out`` is no MXFP8 tensor, or has no data.
+        """
+        if not (hasattr(out, "_fp8_dtype") and hasattr(out, "_with_gemm_swizzled_scales")):
+            raise ReferenceBackendError(
+                f"{type(quantizer).__name__} writes to an MXFP8Tensor, not to a {type(out).__name__}."
+            )
+        data = out._columnwise_data if out._columnwise_data is not None else out._rowwise_data
+        if data is None:
+            raise ReferenceBackendError(f"The {type(out).__name__} to quantize into has no data.")
+        shape = tuple(data.shape)
+        for direction, usage in _usages(quantizer).items():
+            data_name, scales_name = f"_{direction}_data", f"_{direction}_scale_inv"
+            if not usage:
+                setattr(out, data_name, None)
+                setattr(out, scales_name, None)
+                continue
+            if getattr(out, data_name) is None:
+                setattr(out, data_name, empty(shape, torch.uint8, data.device))
+            if getattr(out, scales_name) is None:
+                needed = scale_shape(shape, direction == "columnwise")
+                setattr(out, scales_name, zeros(needed, torch.uint8, data.device))
+        out._fp8_dtype = quantizer.dtype
+        out._with_gemm_swizzled_scales = bool(quantizer.optimize_for_gemm)
+
+    def write(
+        self,
+        quantizer: Any,
+        source: torch.Tensor,
+        out: Any,
+        noop: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
+    ) -> None:
+        """Quantize each direction that ``out`` has."""
+        if source.numel() == 0 or is_noop(noop):
+            return
+        fmt = fp8_format(out._fp8_dtype)
+        matrix = source.float().reshape(matrix_shape(source.shape))
+        for columnwise in (False, True):
+            data = out._columnwise_data if columnwise else out._rowwise_data
+            if data is None:
+                continue
+            height, width = (BLOCK, 1) if columnwise else (1, BLOCK)
+            if quantizer.with_2d_quantization:
+                exponents = e8m0_scales(block_amaxes(matrix, BLOCK, BLOCK), fmt)
+                # One for each row, or for each column, of a block: all the same.
+                exponents = exponents.repeat_interleave(BLOCK, 1 if columnwise else 0)
+            else:
+                exponents = e8m0_scales(block_amaxes(matrix, height, width), fmt)
+            codes = fmt.encode(matrix * reciprocal(exponents).repeat_interleave(height, 0).repeat_interleave(width, 1))
+            data.copy_(codes.view(data.shape))
+            scales = out._columnwise_scale_inv if columnwise else out._rowwise_scale_inv
+            swizzled = bool(out._with_gemm_swizzled_scales)
+            scales.copy_(as_stored(exponents, scales.shape, along_columns=columnwise, swizzled=swizzled))
+
+
+def e8m0_scales(amaxes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """The scale of each block: amax divided by the format's largest number, rounded up to a power of two.
+
+    ``cvt.rp.satfinite.ue8m0x2.f32``: 0 and what is at most 2**-127 becomes 2**-127, infinity becomes 2**127. The
+    division is a product with the float32 reciprocal, as in upstream's kernels.
+
+    Args:
+        amaxes: float32, any shape, no NaN.
+        fmt: of the elements.
+
+    Returns:
+        E8M0 codes, uint8, same shape.
+    """
+    bits = (amaxes * (1.0 / fmt.max)).view(torch.int32)
+    exponents, mantissas = bits >> 23, bits & 0x7FFFFF
+    above = (mantissas > 0) & ~((exponents == 0) & (mantissas <= 0x400000))
+    return (exponents + above).clamp(max=E8M0.max_code).to(torch.uint8)
+
+
+def reciprocal(exponents: torch.Tensor) -> torch.Tensor:
+    """One divided by each E8M0 number: float32, exact, NaN of NaN."""
+    # The largest finite code, 254, stands for 2**127: codes that add up to it are each other's reciprocals.
+    inverse = E8M0.decode((E8M0.max_code - exponents.int()).clamp(min=0).to(torch.uint8))
+    return torch.where(exponents == 0xFF, torch.full_like(inverse, float("nan")), inverse)
+
+
+def scale_shape(shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
+    """Of the scales of a tensor of ``shape``, padding included."""
+    rows, columns = matrix_shape(shape)
+    if columnwise:
+        return round_up(rows // BLOCK, SWIZZLE_COLUMNS), round_up(columns, SWIZZLE_ROWS)
+    return round_up(rows, SWIZZLE_ROWS), round_up(columns // BLOCK, SWIZZLE_COLUMNS)
+
+
+def _usages(quantizer: Any) -> dict[str, bool]:
+    return {"rowwise": bool(quantizer.rowwise_usage), "columnwise": bool(quantizer.columnwise_usage)}
+
+
+def _check(shape: Sequence[int]) -> None:
+    rows, columns = matrix_shape(shape)
+    if rows % BLOCK or columns % BLOCK:
+        raise ReferenceBackendError(
+            f"MXFP8 requires tensor dims that are divisible by {BLOCK} (got shape={tuple(shape)}, which is {rows} rows"
+            f" of {columns}): pad them."
+        )

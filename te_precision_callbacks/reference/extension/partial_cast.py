@@ -1,0 +1,180 @@
+"""Casting a shard of a master weight into its place in a quantized model weight, for distributed optimizers.
+
+Usage::
+
+    # Each rank, of the part of the weight that it holds; then the amaxes are reduced over the ranks.
+    mxfp8_scaling_compute_partial_amax(shard, amax_rowwise, amax_columnwise, rows, columns, start_offset)
+    multi_tensor_compute_scale_inv_e8m0(2048, None, [[amax], [scale_inv]])
+    mxfp8_scaling_partial_cast(shard, rowwise, columnwise, scale_rowwise, scale_columnwise, rows, columns, start_offset)
+
+``common/recipe/mxfp8_scaling.cu``, ``common/recipe/fp8_block_scaling.cu`` and ``common/multi_tensor/compute_scale.cu``
+(TE 2.20); ``pytorch/tensor/utils.py`` calls them. A shard is flat: some consecutive elements of a weight [rows,
+columns], from ``start_offset`` on.
+"""
+
+from __future__ import annotations
+
+from typing import SupportsInt
+
+import torch
+
+from te_precision_callbacks.formats import E4M3
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.reference.extension import float8_block, mxfp8
+from te_precision_callbacks.reference.extension.buffers import padded
+from te_precision_callbacks.reference.extension.dtypes import fp8_format
+from te_precision_callbacks.reference.extension.multi_tensor import TensorLists, groups
+from te_precision_callbacks.reference.extension.scaling import block_amaxes
+
+
+@torch.no_grad()
+def fp8_block_scaling_compute_partial_amax(
+    tensor: torch.Tensor, amax: torch.Tensor, h: int, w: int, start_offset: int, block_len: int
+) -> None:
+    """The amax of each block of 128 x 128 of a weight, over what a shard has of it: 0 where that is nothing.
+
+    Args:
+        tensor: the shard, float32 or bfloat16.
+        amax: float32, [h / 128, at least w / 128], written.
+        h: rows of the weight.
+        w: its columns.
+        start_offset: of the shard's first element in the weight.
+        block_len: 128.
+    """
+    _check_block_length(block_len)
+    amaxes = block_amaxes(_in_place(tensor.float(), h, w, start_offset), block_len, block_len)
+    amax[:, : amaxes.shape[1]] = amaxes
+
+
+@torch.no_grad()
+def fp8_block_scaling_partial_cast(
+    inp: torch.Tensor,
+    out: torch.Tensor,
+    scale: torch.Tensor,
+    h: int,
+    w: int,
+    start_offset: int,
+    block_len: int,
+    out_dtype: SupportsInt,
+) -> None:
+    """Quantize a shard with the scales of blocks of 128 x 128.
+
+    Args:
+        inp: the shard, float32 or bfloat16.
+        out: uint8, as many elements, written.
+        scale: float32, [h / 128, at least w / 128]: what the elements are multiplied by.
+        h: rows of the weight.
+        w: its columns.
+        start_offset: of the shard's first element in the weight.
+        block_len: 128.
+        out_dtype: E4M3 or E5M2.
+    """
+    _check_block_length(block_len)
+    row, column = _places(inp, h, w, start_offset)
+    scaled = inp.reshape(-1).float() * scale[row // block_len, column // block_len]
+    out.copy_(fp8_format(out_dtype).encode(scaled).view(out.shape))
+
+
+@torch.no_grad()
+def mxfp8_scaling_compute_partial_amax(
+    input: torch.Tensor,
+    amax_rowwise: torch.Tensor,
+    amax_colwise: torch.Tensor,
+    rows: int,
+    cols: int,
+    start_offset: int,
+) -> None:
+    """The amax of each block of 32 of a weight, in both directions, over what a shard has of it.
+
+    Args:
+        input: the shard, any float type.
+        amax_rowwise: the type of ``input``, [at least rows, at least cols / 32], written; padding becomes 0.
+        amax_colwise: the same, [at least rows / 32, at least cols].
+        rows: of the weight.
+        cols: of the weight.
+        start_offset: of the shard's first element in the weight.
+    """
+    _check_mxfp8(rows, cols)
+    weight = _in_place(input.float(), rows, cols, start_offset)
+    for amax, height, width in ((amax_rowwise, 1, mxfp8.BLOCK), (amax_colwise, mxfp8.BLOCK, 1)):
+        amax.copy_(padded(block_amaxes(weight, height, width), amax.shape))
+
+
+@torch.no_grad()
+def multi_tensor_compute_scale_inv_e8m0(
+    chunk_size: int, noop_flag: torch.Tensor | None, tensor_lists: TensorLists
+) -> None:
+    """The MXFP8 scale for each amax, for E4M3, of lists [amaxes (bfloat16), scales (uint8)].
+
+    Args:
+        chunk_size: has no effect.
+        noop_flag: has no effect, as upstream.
+        tensor_lists: the two lists.
+
+    Raises:
+        ReferenceBackendError: amaxes of another type.
+    """
+    for amax, scale_inv in groups(tensor_lists, (2,)):
+        if amax.dtype != torch.bfloat16:
+            raise ReferenceBackendError(f"multi_tensor_compute_scale_inv_e8m0: amax should be bf16, not {amax.dtype}.")
+        scale_inv.copy_(mxfp8.e8m0_scales(amax.float(), E4M3).view(scale_inv.shape))
+
+
+@torch.no_grad()
+def mxfp8_scaling_partial_cast(
+    input: torch.Tensor,
+    output_rowwise: torch.Tensor,
+    output_colwise: torch.Tensor,
+    scale_inv_rowwise: torch.Tensor,
+    scale_inv_colwise: torch.Tensor,
+    rows: int,
+    cols: int,
+    start_offset: int,
+) -> None:
+    """Quantize a shard to E4M3 with the scales of its blocks of 32, in both directions.
+
+    Args:
+        input: the shard, any float type.
+        output_rowwise: uint8, as many elements, written.
+        output_colwise: the same.
+        scale_inv_rowwise: uint8, E8M0, [at least rows, at least cols / 32].
+        scale_inv_colwise: uint8, E8M0, [at least rows / 32, at least cols].
+        rows: of the weight.
+        cols: of the weight.
+        start_offset: of the shard's first element in the weight.
+    """
+    _check_mxfp8(rows, cols)
+    row, column = _places(input, rows, cols, start_offset)
+    values = input.reshape(-1).float()
+    for output, exponents in (
+        (output_rowwise, scale_inv_rowwise[row, column // mxfp8.BLOCK]),
+        (output_colwise, scale_inv_colwise[row // mxfp8.BLOCK, column]),
+    ):
+        output.copy_(E4M3.encode(values * mxfp8.reciprocal(exponents)).view(output.shape))
+
+
+def _places(shard: torch.Tensor, rows: int, columns: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row and the column of each element of a shard."""
+    if start < 0 or start + shard.numel() > rows * columns:
+        raise ReferenceBackendError(
+            f"A shard of {shard.numel()} elements from {start} on is not within a weight of {rows} x {columns}."
+        )
+    places = torch.arange(start, start + shard.numel(), device=shard.device)
+    return places // columns, places % columns
+
+
+def _in_place(shard: torch.Tensor, rows: int, columns: int, start: int) -> torch.Tensor:
+    """The weight, with zeros for what the shard has not."""
+    weight = shard.new_zeros(rows, columns)
+    weight[_places(shard, rows, columns, start)] = shard.reshape(-1)
+    return weight
+
+
+def _check_block_length(block_len: int) -> None:
+    if block_len != float8_block.BLOCK:
+        raise ReferenceBackendError(f"block_len={block_len}: only {float8_block.BLOCK} is supported.")
+
+
+def _check_mxfp8(rows: int, columns: int) -> None:
+    if rows % mxfp8.BLOCK or columns % mxfp8.BLOCK:
+        raise ReferenceBackendError(f"A weight of {rows} x {columns}: MXFP8 needs multiples of {mxfp8.BLOCK}.")

@@ -1,0 +1,85 @@
+"""The order of scales that a GEMM of MXFP8 or NVFP4 reads.
+
+Usage::
+
+    swizzle_scales_for_gemm_(tensor)  # both directions, and the tensor's flag
+
+``pytorch/csrc/extensions/swizzle.cpp`` (TE 2.20). The order itself is in :mod:`te_precision_callbacks.layouts`. What
+pads the scales becomes 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from te_precision_callbacks import layouts
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.reference.extension.buffers import padded
+
+
+def as_stored(scales: torch.Tensor, shape: Sequence[int], *, along_columns: bool, swizzled: bool) -> torch.Tensor:
+    """Scales as they lie in memory: padded, and swizzled if asked for.
+
+    Args:
+        scales: uint8, one for each block.
+        shape: of the memory.
+        along_columns: whether the blocks that a GEMM sums over follow one another along the rows of ``scales``
+            (MXFP8's columnwise data), so that its transpose is what is swizzled.
+        swizzled: whether the order is that of a GEMM.
+    """
+    out = padded(scales, shape)
+    if not swizzled or not out.numel():
+        return out
+    return layouts.swizzled(out.t()).reshape(tuple(shape)) if along_columns else layouts.swizzled(out)
+
+
+@torch.no_grad()
+def swizzle_scales_for_gemm_(tensor: Any) -> None:
+    """Swizzle the scales of an MXFP8 or NVFP4 tensor, in both directions, unless they are; others stay as they are."""
+    if not _needs_it(tensor):
+        return
+    for columnwise in (False, True):
+        _swizzle(tensor, columnwise)
+    tensor._with_gemm_swizzled_scales = True
+
+
+@torch.no_grad()
+def multi_tensor_swizzle_scales_for_gemm_(tensors: Sequence[Any], rowwise_usage: bool, columnwise_usage: bool) -> None:
+    """Swizzle the scales of one direction of several tensors.
+
+    The tensors' flags stay as they are, as with the compiled extension: the caller sets them after both directions.
+
+    Args:
+        tensors: all of one format; those whose flag says that they are swizzled are passed over.
+        rowwise_usage: whether the rowwise scales are swizzled.
+        columnwise_usage: whether the columnwise scales are; exactly one of the two.
+
+    Raises:
+        ReferenceBackendError: both directions, or neither.
+    """
+    if rowwise_usage == columnwise_usage:
+        raise ReferenceBackendError(
+            f"rowwise_usage={rowwise_usage} and columnwise_usage={columnwise_usage}: exactly one is needed."
+        )
+    for tensor in tensors:
+        if _needs_it(tensor):
+            _swizzle(tensor, columnwise_usage)
+
+
+multi_tensor_swizzle_scales_for_gemm_unchecked_ = multi_tensor_swizzle_scales_for_gemm_
+
+
+def _needs_it(tensor: Any) -> bool:
+    return not getattr(tensor, "_with_gemm_swizzled_scales", True)
+
+
+def _swizzle(tensor: Any, columnwise: bool) -> None:
+    part = layouts.stored(tensor, columnwise=columnwise)
+    if part is None:
+        return
+    along_columns = columnwise and part.mode == layouts.MXFP8
+    name = "_columnwise_scale_inv" if columnwise else "_rowwise_scale_inv"
+    setattr(tensor, name, as_stored(part.scales, part.stored_scale_shape, along_columns=along_columns, swizzled=True))

@@ -1,0 +1,170 @@
+"""FP8 in blocks computed anew with numpy, from the formats' specifications and the recipes' formulas.
+
+Nothing of the package is used: E4M3 and E5M2 are those of the "OCP 8-bit Floating Point Specification", E8M0 that of
+the "OCP Microscaling Formats Specification"; a scale is what the docstrings of Transformer Engine's recipes and the
+comments of its kernels say. Products are rounded to float32 where the kernels round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+Array = np.ndarray
+
+KINDS = ("random", "spread", "denormal", "huge", "zero", "inf", "nan", "only nan", "negative zero")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LARGEST = {torch.float32: 3.4028235e38, torch.bfloat16: 3.3895314e38, torch.float16: 65504.0}
+
+
+@dataclass(frozen=True)
+class FP8:
+    """E4M3 (no infinity, one NaN) or E5M2 (IEEE)."""
+
+    exponent_bits: int
+    mantissa_bits: int
+    max_code: int
+
+    def magnitudes(self) -> Array:
+        """What the codes 0 to ``max_code`` stand for: float64."""
+        codes = np.arange(self.max_code + 1)
+        exponents, mantissas = codes >> self.mantissa_bits, codes & (2**self.mantissa_bits - 1)
+        bias = 2 ** (self.exponent_bits - 1) - 1
+        fractions = mantissas / 2**self.mantissa_bits + (exponents > 0)
+        return np.ldexp(fractions, np.maximum(exponents, 1) - bias)
+
+    @property
+    def max(self) -> np.float32:
+        return np.float32(self.magnitudes()[-1])
+
+    def encode(self, values: Array) -> Array:
+        """The nearest code, of two the even one; what is beyond the largest number is the largest number."""
+        magnitudes = self.magnitudes()
+        middles = (magnitudes[1:] + magnitudes[:-1]) / 2
+        size = np.abs(values.astype(np.float64))
+        codes = np.searchsorted(middles, size, side="left")  # at a middle: the lower one
+        at_middle = (codes < len(middles)) & (size == middles[np.minimum(codes, len(middles) - 1)])
+        codes = np.where(at_middle & (codes % 2 == 1), codes + 1, codes)
+        codes = np.where(np.isnan(values), 0x7F, codes | (np.signbit(values) << 7))
+        return codes.astype(np.uint8)
+
+    def decode(self, codes: Array) -> Array:
+        """float32, of codes of finite numbers."""
+        numbers = self.magnitudes()[codes & 0x7F]
+        return np.where(codes & 0x80, -numbers, numbers).astype(np.float32)
+
+
+E4M3 = FP8(4, 3, 0x7E)
+E5M2 = FP8(5, 2, 0x7B)
+
+
+def example(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """A tensor to quantize. The special numbers are in some blocks only, whichever direction they go."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    flat = x.view(-1)
+    some = torch.rand(flat.shape, generator=generator) < 0.01
+    if kind == "spread":
+        x *= 2.0 ** torch.randint(-30, 15, shape, generator=generator)
+    elif kind == "denormal":
+        x *= torch.finfo(dtype).smallest_normal / 8
+    elif kind == "huge":
+        x *= torch.finfo(dtype).max / 4
+        x.clamp_(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    elif kind == "zero":
+        x.zero_()
+    elif kind == "inf":
+        flat[some] = float("inf") * flat[some].sign()
+    elif kind == "nan":
+        flat[some] = float("nan")
+    elif kind == "only nan":
+        x.fill_(float("nan"))
+    elif kind == "negative zero":
+        x.fill_(-0.0)
+    return x.to(dtype)
+
+
+def matrix(tensor: torch.Tensor) -> Array:
+    """The tensor as a matrix of float32, its leading dimensions in one."""
+    return tensor.detach().float().reshape(-1, tensor.shape[-1]).numpy()
+
+
+def amaxes(values: Array, block: tuple[int, int]) -> Array:
+    """The largest magnitude of each block, block by block; NaN is passed over."""
+    height, width = block
+    rows, columns = -(-values.shape[0] // height), -(-values.shape[1] // width)
+    out = np.zeros((rows, columns), dtype=np.float32)
+    for i in range(rows):
+        for j in range(columns):
+            part = np.abs(values[i * height : (i + 1) * height, j * width : (j + 1) * width])
+            out[i, j] = np.max(part[~np.isnan(part)], initial=0)
+    return out
+
+
+def spread(of_blocks: Array, block: tuple[int, int], shape: tuple[int, ...]) -> Array:
+    """One number for each element."""
+    rows, columns = np.arange(shape[0]) // block[0], np.arange(shape[1]) // block[1]
+    return of_blocks[rows][:, columns]
+
+
+def e8m0(amax: Array, fmt: FP8) -> Array:
+    """The code of the smallest power of two that is not below amax / the largest number, within 2**-127 to 2**127."""
+    with np.errstate(over="ignore", under="ignore"):
+        quotient = amax * np.float32(1.0 / float(fmt.max))
+    fractions, exponents = np.frexp(quotient.astype(np.float64))
+    exponents = np.where(fractions == 0.5, exponents - 1, exponents)
+    exponents = np.where(quotient == 0, -127, np.where(np.isinf(quotient), 127, np.clip(exponents, -127, 127)))
+    return (exponents + 127).astype(np.uint8)
+
+
+def power_of_two(codes: Array) -> Array:
+    """What E8M0 codes stand for: float64."""
+    return np.where(codes == 255, np.nan, np.ldexp(1.0, codes.astype(np.int64) - 127))
+
+
+def mxfp8(values: Array, block: tuple[int, int], fmt: FP8) -> tuple[Array, Array]:
+    """Codes, and the E8M0 code of each block."""
+    scales = e8m0(amaxes(values, block), fmt)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        scaled = (values.astype(np.float64) / spread(power_of_two(scales), block, values.shape)).astype(np.float32)
+    return fmt.encode(scaled), scales
+
+
+def fp8_block(
+    values: Array, block: tuple[int, int], fmt: FP8, *, power_of_2: bool, epsilon: float, largest: float
+) -> tuple[Array, Array]:
+    """Codes, and the inverse scale of each block: float32."""
+    amax = np.maximum(amaxes(values, block), np.float32(epsilon))
+    with np.errstate(over="ignore", divide="ignore", under="ignore", invalid="ignore"):
+        scale = fmt.max / amax
+        scale = np.where(np.isinf(scale), np.float32(largest), scale).astype(np.float32)
+        if power_of_2:
+            scale = np.exp2(np.floor(np.log2(scale.astype(np.float64)))).astype(np.float32)
+        scale = np.where((amax == 0) | np.isinf(amax), np.float32(1), scale)
+        scaled = values * spread(scale, block, values.shape)
+    return fmt.encode(scaled), np.float32(1) / scale
+
+
+def swizzled(scales: Array) -> Array:
+    """The order of cuBLAS's "1D block scaling factors layout", index by index."""
+    out = np.zeros(scales.size, dtype=scales.dtype)
+    rows, columns = scales.shape
+    for i in range(rows):
+        for j in range(columns):
+            tile = (i // 128) * (columns // 4) + j // 4
+            out[tile * 512 + (i % 32) * 16 + (i % 128) // 32 * 4 + j % 4] = scales[i, j]
+    return out.reshape(rows, columns)
+
+
+def up(number: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-number // multiple) * multiple
+
+
+def pad(scales: Array, rows: int, columns: int) -> Array:
+    """Zeros up to multiples of ``rows`` and ``columns``."""
+    out = np.zeros((up(scales.shape[0], rows), up(scales.shape[1], columns)), dtype=scales.dtype)
+    out[: scales.shape[0], : scales.shape[1]] = scales
+    return out

@@ -1,0 +1,239 @@
+"""FP8 block scaling on the reference backend, bit for bit against numpy."""
+# ruff: noqa: E402 (the backend is installed before Transformer Engine is imported)
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from te_precision_callbacks import reference
+
+reference.install()
+
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer, Float8BlockwiseQTensor
+from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
+
+from te_precision_callbacks.reference import extension as tex
+from te_precision_callbacks.reference import target
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+from tests.reference import block_formats as spec
+
+FORMATS = {"E4M3": (tex.DType.kFloat8E4M3, spec.E4M3), "E5M2": (tex.DType.kFloat8E5M2, spec.E5M2)}
+SHAPES = [(128, 128), (256, 384), (1, 16), (130, 257), (2, 3, 50, 72), (300,)]
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> Iterator[None]:
+    before = target.capability()
+    target.choose((9, 0))
+    yield
+    target.choose(before)
+
+
+def _quantizer(fp8: str = "E4M3", dim: int = 1, **options: Any) -> Any:
+    options = {"rowwise": True, "columnwise": True, "amax_epsilon": 0.0, "force_pow_2_scales": True} | options
+    return Float8BlockQuantizer(FORMATS[fp8][0], block_scaling_dim=dim, **options)
+
+
+def _expected(
+    x: torch.Tensor, columnwise: bool, fp8: str = "E4M3", dim: int = 1, power_of_2: bool = True, epsilon: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales as they lie in memory."""
+    values = spec.matrix(x)
+    codes, scales = spec.fp8_block(
+        values.T if columnwise else values,
+        (128 if dim == 2 else 1, 128),
+        FORMATS[fp8][1],
+        power_of_2=power_of_2,
+        epsilon=epsilon,
+        largest=spec.LARGEST[x.dtype],
+    )
+    shape = (*x.shape[-1:], *x.shape[:-1]) if columnwise else x.shape
+    padded = spec.pad(scales if dim == 2 else scales.T, 1, 4)
+    return torch.from_numpy(codes).reshape(shape), torch.from_numpy(padded)
+
+
+def _assert_is(out: Any, x: torch.Tensor, **options: Any) -> None:
+    for columnwise, data, scales in (
+        (False, out._rowwise_data, out._rowwise_scale_inv),
+        (True, out._columnwise_data, out._columnwise_scale_inv),
+    ):
+        codes, expected = _expected(x, columnwise, **options)
+        assert torch.equal(data, codes)
+        assert torch.equal(scales, expected)
+
+
+@pytest.mark.parametrize("power_of_2", [True, False], ids=["powers_of_2", "float32_scales"])
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("dtype", spec.DTYPES, ids=str)
+@pytest.mark.parametrize("kind", spec.KINDS)
+def test_bytes_and_scales(kind: str, dtype: torch.dtype, fp8: str, dim: int, power_of_2: bool) -> None:
+    for seed, shape in enumerate(SHAPES):
+        x = spec.example(kind, shape, dtype, seed)
+        out = tex.quantize(x, _quantizer(fp8, dim, force_pow_2_scales=power_of_2))
+        assert out.shape == shape
+        assert out._is_2D_scaled is (dim == 2)
+        _assert_is(out, x, fp8=fp8, dim=dim, power_of_2=power_of_2)
+
+
+@pytest.mark.parametrize("power_of_2", [True, False], ids=["powers_of_2", "float32_scales"])
+@pytest.mark.parametrize("dim", [1, 2])
+def test_epsilon_is_the_smallest_amax(dim: int, power_of_2: bool) -> None:
+    x = spec.example("spread", (200, 300), torch.float32)
+    x[:5], x[130:] = 0.0, 1e-6
+    options = {"force_pow_2_scales": power_of_2, "amax_epsilon": 0.3}
+    _assert_is(tex.quantize(x, _quantizer(dim=dim, **options)), x, dim=dim, power_of_2=power_of_2, epsilon=0.3)
+    out = tex.quantize(torch.zeros(4, 16), _quantizer(dim=dim, **options))
+    # 448 / 0.3 is 1493.3, and 1024 the power of two below.
+    assert out._rowwise_scale_inv[0, 0].item() == (2.0**-10 if power_of_2 else np.float32(1) / (448 / np.float32(0.3)))
+
+
+@pytest.mark.parametrize("dtype", spec.DTYPES, ids=str)
+def test_a_scale_beyond_float32_is_the_largest_number_of_the_inputs_type(dtype: torch.dtype) -> None:
+    x = torch.full((1, 128), 2.0**-149 if dtype == torch.float32 else torch.finfo(dtype).smallest_normal / 4).to(dtype)
+    if dtype == torch.bfloat16:
+        x.fill_(2.0**-133)
+    out = tex.quantize(x, _quantizer(force_pow_2_scales=False))
+    scale = 1 / out._rowwise_scale_inv[0, 0].double().item()
+    if dtype == torch.float16:
+        assert scale == pytest.approx(448 / x[0, 0].item(), rel=1e-6), "float16 has no number that small"
+    else:
+        assert scale == pytest.approx(torch.finfo(dtype).max, rel=1e-6)
+    _assert_is(out, x, power_of_2=False)
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("internal", [False, True])
+@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (False, True)])
+def test_usages(rowwise: bool, columnwise: bool, internal: bool, dim: int) -> None:
+    x = spec.example("random", (2, 70, 64), torch.bfloat16)
+    quantizer = _quantizer(dim=dim, rowwise=rowwise, columnwise=columnwise)
+    quantizer.internal = internal
+    out = tex.quantize(x, quantizer)
+    assert type(out) is (Float8BlockwiseQTensorStorage if internal else Float8BlockwiseQTensor)
+    both = tex.quantize(x, _quantizer(dim=dim))
+    for direction, usage in (("rowwise", rowwise), ("columnwise", columnwise)):
+        for name in (f"_{direction}_data", f"_{direction}_scale_inv"):
+            if usage:
+                assert torch.equal(getattr(out, name), getattr(both, name))
+            else:
+                assert getattr(out, name) is None
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_columnwise_data_of_2d_blocks_are_the_transpose(dim: int) -> None:
+    x = spec.example("spread", (150, 200), torch.float32)
+    out = tex.quantize(x, _quantizer(dim=dim))
+    assert torch.equal(out._columnwise_data, out._rowwise_data.t()) is (dim == 2)
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_into_a_tensor_that_is_there(dim: int) -> None:
+    x, other = (spec.example("random", (32, 144), torch.float32, seed) for seed in (0, 1))
+    quantizer = _quantizer(dim=dim)
+    out = tex.quantize(other, quantizer)
+    buffers = [out._rowwise_data, out._columnwise_data, out._rowwise_scale_inv, out._columnwise_scale_inv]
+    assert tex.quantize(x, quantizer, out) is out
+    _assert_is(out, x, dim=dim)
+    after = [out._rowwise_data, out._columnwise_data, out._rowwise_scale_inv, out._columnwise_scale_inv]
+    assert all(a is b for a, b in zip(buffers, after, strict=True))
+    quantizer.set_usage(rowwise=False)
+    tex.quantize(other, quantizer, out)
+    assert (out._rowwise_data, out._rowwise_scale_inv) == (None, None)
+    quantizer.set_usage(rowwise=True)
+    tex.quantize(x, quantizer, out)
+    _assert_is(out, x, dim=dim)
+    quantizer.set_usage(columnwise=False)
+    tex.quantize(other, quantizer, out)
+    assert (out._columnwise_data, out._columnwise_scale_inv) == (None, None)
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_the_noop_flag_leaves_all_as_it_is(dim: int) -> None:
+    x, other = (spec.example("random", (32, 144), torch.float32, seed) for seed in (0, 1))
+    quantizer = _quantizer(dim=dim)
+    out = tex.quantize(x, quantizer)
+    tex.quantize(other, quantizer, out, torch.ones(1))
+    _assert_is(out, x, dim=dim)
+    tex.quantize(other, quantizer, out, torch.zeros(1))
+    _assert_is(out, other, dim=dim)
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("shape", [(0, 64), (4, 0), (2, 0, 128)])
+def test_without_rows_or_columns(shape: tuple[int, ...], dim: int) -> None:
+    out = tex.quantize(torch.ones(shape), _quantizer(dim=dim))
+    assert out._rowwise_data.shape == shape
+    assert out._columnwise_data.shape == (shape[-1], *shape[:-1])
+    assert out._rowwise_scale_inv.numel() == out._columnwise_scale_inv.numel() == 0
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_dequantize(dim: int) -> None:
+    for shape in [(130, 257), (2, 3, 50, 72)]:
+        x = spec.example("spread", shape, torch.float32)
+        out = tex.quantize(x, _quantizer(dim=dim, force_pow_2_scales=False))
+        values, block = spec.matrix(x), (128 if dim == 2 else 1, 128)
+        codes, scales = spec.fp8_block(
+            values, block, spec.E4M3, power_of_2=False, epsilon=0.0, largest=spec.LARGEST[x.dtype]
+        )
+        expected = torch.from_numpy(spec.E4M3.decode(codes) * spec.spread(scales, block, codes.shape)).view(shape)
+        assert torch.equal(tex.dequantize(out, tex.DType.kFloat32), expected)
+        # Transformer Engine's own computation.
+        assert torch.equal(out.dequantize(), expected)
+
+
+def test_the_wrong_tensor_to_write_to() -> None:
+    with pytest.raises(ReferenceBackendError, match="Float8BlockwiseQTensor, not to a Tensor"):
+        tex.quantize(torch.zeros(32, 32), _quantizer(), torch.zeros(32, 32))
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_blackwell_has_powers_of_two_alone(dim: int) -> None:
+    x = spec.example("random", (32, 144), torch.float32)
+    target.choose((10, 0))
+    with pytest.raises(ReferenceBackendError, match="power of two scaling factors"):
+        tex.quantize(x, _quantizer(dim=dim, force_pow_2_scales=False))
+    _assert_is(tex.quantize(x, _quantizer(dim=dim)), x, dim=dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_activations_quantize_what_they_would_return(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(32, 256).to(dtype)
+    _assert_is(tex.swiglu(x, _quantizer()), tex.swiglu(x, None))
+    bias_grad, quantized = tex.bgrad_quantize(x, _quantizer("E5M2"))
+    _assert_is(quantized, x, fp8="E5M2")
+    assert torch.equal(bias_grad, x.float().sum(0).to(dtype))
+
+
+@pytest.mark.parametrize("fp8", FORMATS)
+def test_master_weights_in_shards(fp8: str) -> None:
+    rows, columns = 150, 200
+    weight = spec.example("spread", (rows, columns), torch.float32)
+    whole = tex.quantize(weight, _quantizer(fp8, dim=2))
+    cuts = [(0, 1000), (1000, 1001), (1001, rows * columns)]
+    amax = torch.zeros(2, 4)
+    for start, end in cuts:
+        mine = torch.zeros(2, 4)
+        tex.fp8_block_scaling_compute_partial_amax(weight.view(-1)[start:end], mine, rows, columns, start, 128)
+        torch.maximum(amax, mine, out=amax)  # the reduction over ranks
+    scale, scale_inv = torch.empty(2, 4), torch.empty(2, 4)
+    largest = float(FORMATS[fp8][1].max)
+    tex.multi_tensor_compute_scale_and_scale_inv(
+        2048, torch.zeros(1), [[amax], [scale], [scale_inv]], largest, True, 0.0
+    )
+    assert torch.equal(scale_inv[:, :2], whole._rowwise_scale_inv[:, :2])
+    data = torch.zeros(rows * columns, dtype=torch.uint8)
+    for start, end in cuts:
+        tex.fp8_block_scaling_partial_cast(
+            weight.view(-1)[start:end], data[start:end], scale, rows, columns, start, 128, FORMATS[fp8][0]
+        )
+    assert torch.equal(data.view(rows, columns), whole._rowwise_data)
+    with pytest.raises(ReferenceBackendError, match="only 128"):
+        tex.fp8_block_scaling_compute_partial_amax(weight.view(-1), amax, rows, columns, 0, 64)

@@ -1,0 +1,305 @@
+"""Modules training under FP8 block scaling and MXFP8: every byte and scale that they make, and what comes of them.
+
+Each write of quantized data is recorded on its way through the backend: what was quantized, and what came out. What
+must come out is computed anew with numpy, and results of modules are held against float64 products of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    QParams,
+)
+from transformer_engine.pytorch import quantization, utils
+
+from te_precision_callbacks.reference import target
+from te_precision_callbacks.reference.extension import float8_block, mxfp8
+from tests.reference import block_formats as spec
+
+ROWS = 320  # unlike any dimension of a weight
+MODULES: dict[str, Callable[[], Any]] = {
+    "Linear": lambda **kw: te.Linear(64, 96, **kw),
+    "LayerNormLinear": lambda **kw: te.LayerNormLinear(64, 96, normalization="RMSNorm", **kw),
+    "LayerNormMLP": lambda **kw: te.LayerNormMLP(64, 128, activation="swiglu", **kw),
+    "GroupedLinear": lambda **kw: te.GroupedLinear(2, 64, 96, **kw),
+    "MultiheadAttention": lambda **kw: te.MultiheadAttention(64, 4, attention_dropout=0.0, fuse_qkv_params=True, **kw),
+    "TransformerLayer": lambda **kw: te.TransformerLayer(
+        64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True, **kw
+    ),
+}
+
+
+def float32_scales() -> Any:
+    """What NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 makes of the recipe."""
+    recipe = Float8BlockScaling()
+    for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        setattr(recipe, name, QParams(power_2_scale=False, amax_epsilon=0.0))
+    return recipe
+
+
+RECIPES: dict[str, tuple[tuple[int, int], Callable[[], Any]]] = {
+    "blocks, float32 scales, Hopper": ((9, 0), float32_scales),
+    "blocks, Hopper": ((9, 0), Float8BlockScaling),
+    "blocks, hybrid, Hopper": ((9, 0), lambda: Float8BlockScaling(fp8_format=Format.HYBRID)),
+    "blocks, Blackwell": ((10, 0), Float8BlockScaling),
+    "MXFP8, Blackwell": ((10, 0), MXFP8BlockScaling),
+    "MXFP8, hybrid, Blackwell": ((10, 0), lambda: MXFP8BlockScaling(fp8_format=Format.HYBRID)),
+}
+FORMATS = {"kFloat8E4M3": spec.E4M3, "kFloat8E5M2": spec.E5M2}
+
+
+@dataclass
+class Write:
+    """One quantized tensor."""
+
+    quantizer: Any
+    source: torch.Tensor
+    rowwise: tuple[torch.Tensor, torch.Tensor] | None
+    columnwise: tuple[torch.Tensor, torch.Tensor] | None
+    swizzled: bool
+
+    def expected(self, columnwise: bool) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
+        """Codes and scales, of the matrix or, for FP8 blocks columnwise, of its transpose, and the block."""
+        values, fmt = spec.matrix(self.source), FORMATS[self.quantizer.dtype.name]
+        if hasattr(self.quantizer, "with_2d_quantization"):
+            block = (32, 1) if columnwise else (1, 32)
+            return (*spec.mxfp8(values, block, fmt), block)
+        block = (128 if self.quantizer.block_scaling_dim == 2 else 1, 128)
+        codes, scales = spec.fp8_block(
+            values.T if columnwise else values,
+            block,
+            fmt,
+            power_of_2=self.quantizer.force_pow_2_scales,
+            epsilon=0.0,
+            largest=spec.LARGEST[self.source.dtype],
+        )
+        return codes, scales, block
+
+    def numbers(self, columnwise: bool) -> torch.Tensor:
+        """What the data stand for: float64, a matrix of the tensor's own rows and columns."""
+        codes, scales, block = self.expected(columnwise)
+        decoded = FORMATS[self.quantizer.dtype.name].decode(codes).astype(np.float64)
+        if scales.dtype == np.uint8:
+            return torch.from_numpy(decoded * spec.spread(spec.power_of_two(scales), block, codes.shape))
+        numbers = torch.from_numpy(decoded * spec.spread(scales.astype(np.float64), block, codes.shape))
+        return numbers.t() if columnwise else numbers
+
+
+def assert_bytes(write: Write) -> None:
+    """Data and scales as they lie in memory."""
+    assert write.rowwise is not None or write.columnwise is not None
+    for columnwise, found in ((False, write.rowwise), (True, write.columnwise)):
+        if found is None:
+            continue
+        codes, scales, block = write.expected(columnwise)
+        data, stored = found
+        assert np.array_equal(data.reshape(codes.shape).numpy(), codes)
+        if scales.dtype == np.uint8:
+            wanted = spec.pad(scales, 4, 128) if columnwise else spec.pad(scales, 128, 4)
+            if write.swizzled:
+                wanted = spec.swizzled(wanted.T if columnwise else wanted).reshape(wanted.shape)
+        else:
+            wanted = spec.pad(scales if block[0] == 128 else scales.T, 1, 4)
+        assert np.array_equal(stored.numpy(), wanted)
+
+
+@pytest.fixture
+def stand_for() -> Iterator[Callable[[tuple[int, int]], None]]:
+    """Changes the GPU that the backend stands for, under a Transformer Engine that has asked for it before."""
+    before = target.capability()
+
+    def change(capability: tuple[int, int]) -> None:
+        target.choose(capability)
+        utils._get_device_compute_capability.cache_clear()
+        utils.is_non_tn_fp8_gemm_supported.cache_clear()
+        for support in ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_NVFP4_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"):
+            setattr(quantization, support, None)
+        quantization.FP8GlobalStateManager.reset()
+
+    yield change
+    change(before)
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[Write]:
+    """Every write of quantized data, in order."""
+    recorded: list[Write] = []
+    for scaling in (float8_block.BlockScaling, mxfp8.BlockScaling):
+
+        def recording(
+            self: Any, quantizer: Any, source: torch.Tensor, out: Any, *rest: Any, write: Any = scaling.write, **kw: Any
+        ) -> None:
+            write(self, quantizer, source, out, *rest, **kw)
+            kept = {}
+            for direction in ("rowwise", "columnwise"):
+                data, scales = getattr(out, f"_{direction}_data"), getattr(out, f"_{direction}_scale_inv")
+                kept[direction] = None if data is None else (data.clone(), scales.clone())
+            swizzled = bool(getattr(out, "_with_gemm_swizzled_scales", False))
+            recorded.append(Write(quantizer, source.clone(), **kept, swizzled=swizzled))
+
+        monkeypatch.setattr(scaling, "write", recording)
+    return recorded
+
+
+def run(module: Any, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    if isinstance(module, te.GroupedLinear):
+        return module(x, [ROWS // 2, ROWS // 2], **keywords)
+    in_sequence = isinstance(module, te.TransformerLayer | te.MultiheadAttention)
+    return module(x.view(ROWS // 2, 2, 64) if in_sequence else x, **keywords)
+
+
+def inputs(steps: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Inputs whose blocks are of very different sizes."""
+    for index in range(steps):
+        torch.manual_seed(index)
+        sizes = 2.0 ** torch.randint(-8, 3, (ROWS, 1))
+        yield (torch.randn(ROWS, 64) * sizes).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", MODULES)
+def test_bytes(name: str, recipe: str, dtype: torch.dtype, writes: list[Write], stand_for: Any) -> None:
+    capability, make = RECIPES[recipe]
+    stand_for(capability)
+    torch.manual_seed(0)
+    module = MODULES[name]().to(dtype)
+    for x in inputs(2, dtype):
+        writes.clear()
+        with te.autocast(enabled=True, recipe=make()):
+            out = run(module, x)
+        (10 * out.float().pow(2).mean()).backward()
+        assert len(writes) >= 3
+        for write in writes:
+            assert_bytes(write)
+        formats = {write.quantizer.dtype.name for write in writes}
+        assert formats == ({"kFloat8E4M3", "kFloat8E5M2"} if "hybrid" in recipe else {"kFloat8E4M3"})
+        if "MXFP8" in recipe:
+            assert any(write.swizzled for write in writes), "an ordinary step has its scales in the order of GEMMs"
+        assert x.grad is not None
+        assert bool(x.grad.isfinite().all())
+        assert all(bool(parameter.grad.isfinite().all()) for parameter in module.parameters())
+
+
+def _close(actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor, dtype: torch.dtype) -> None:
+    """Up to the order of float32 sums and the rounding of the result."""
+    rounding = torch.finfo(dtype).eps if dtype != torch.float32 else 0.0
+    error = (actual.double() - expected).abs()
+    assert bool((error <= 1e-6 * bound + rounding * expected.abs()).all()), error.max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_linear_multiplies_what_was_quantized(
+    recipe: str, dtype: torch.dtype, writes: list[Write], stand_for: Any
+) -> None:
+    capability, make = RECIPES[recipe]
+    stand_for(capability)
+    torch.manual_seed(0)
+    module = te.Linear(64, 96).to(dtype)
+    (x,) = inputs(1, dtype)
+    with te.autocast(enabled=True, recipe=make()):
+        out = module(x)
+    grad = torch.randn(ROWS, 96).to(dtype) * (2.0 ** torch.randint(-8, 3, (ROWS, 1))).to(dtype)
+    out.backward(grad)
+    of_input, of_weight, of_grad = writes
+    assert torch.equal(of_input.source, x)
+    assert torch.equal(of_weight.source, module.weight)
+    assert torch.equal(of_grad.source, grad)
+    weight, weight_t = of_weight.numbers(False), of_weight.numbers(True)
+    dy, dy_t = of_grad.numbers(False), of_grad.numbers(True)
+    rows, rows_t = of_input.numbers(False), of_input.numbers(True)
+    bias = module.bias.detach().double()
+    _close(out, rows @ weight.t() + bias, rows.abs() @ weight.abs().t() + bias.abs(), dtype)
+    _close(x.grad, dy @ weight_t, dy.abs() @ weight_t.abs(), dtype)
+    _close(module.weight.grad, dy_t.t() @ rows_t, dy_t.abs().t() @ rows_t.abs(), dtype)
+    _close(module.bias.grad, grad.double().sum(0), grad.double().abs().sum(0), dtype)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", MODULES)
+def test_quantized_model_parameters(name: str, recipe: str, writes: list[Write], stand_for: Any) -> None:
+    capability, make = RECIPES[recipe]
+    stand_for(capability)
+    torch.manual_seed(0)
+    with te.quantized_model_init(enabled=True, recipe=make()):
+        module = MODULES[name](params_dtype=torch.bfloat16)
+    quantized = [p for p in module.parameters() if hasattr(p, "_rowwise_data")]
+    assert len(quantized) == {
+        "LayerNormMLP": 2,
+        "GroupedLinear": 2,
+        "MultiheadAttention": 2,
+        "TransformerLayer": 4,
+    }.get(name, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    for x in inputs(2, torch.bfloat16):
+        writes.clear()
+        optimizer.zero_grad()
+        with te.autocast(enabled=True, recipe=make()):
+            run(module, x).float().pow(2).mean().backward()
+        assert not [write for write in writes if write.source.shape in {p.shape for p in quantized}], "they are kept"
+        before = [p.dequantize() for p in quantized]
+        writes.clear()
+        optimizer.step()
+        assert len(writes) == len(quantized)
+        for parameter, old, write in zip(quantized, before, writes, strict=True):
+            assert_bytes(write)
+            torch.testing.assert_close(write.source, old - 0.05 * parameter.grad, rtol=2**-7, atol=1e-6)
+            assert torch.equal(parameter._rowwise_data, write.rowwise[0])
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["autograd", "fused"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradient_accumulation(recipe: str, fused: bool, writes: list[Write], stand_for: Any) -> None:
+    capability, make = RECIPES[recipe]
+    stand_for(capability)
+    torch.manual_seed(0)
+    module = te.Linear(64, 96, bias=False, fuse_wgrad_accumulation=fused)
+    module.weight.main_grad = torch.zeros(96, 64)
+    total = torch.zeros(96, 64, dtype=torch.float64)
+    bound = torch.zeros(96, 64, dtype=torch.float64)
+    for index, x in enumerate(inputs(3, torch.float32)):
+        writes.clear()
+        with te.autocast(enabled=True, recipe=make()):
+            module(x, is_first_microbatch=index == 0).pow(2).sum().backward()
+        of_weight = [write for write in writes if write.source.shape == module.weight.shape]
+        assert len(of_weight) == (1 if index == 0 else 0), "in later micro-batches the weight is the cached one"
+        of_input, of_grad = writes[0], writes[-1]
+        dy, rows = of_grad.numbers(True), of_input.numbers(True)
+        total += dy.t() @ rows
+        bound += dy.abs().t() @ rows.abs()
+    accumulated = module.weight.main_grad if fused else module.weight.grad
+    _close(accumulated, total, bound, torch.float32)
+
+
+def test_a_recipe_for_each_module(writes: list[Write], stand_for: Any) -> None:
+    stand_for((10, 0))
+    torch.manual_seed(0)
+    recipes = [MXFP8BlockScaling(), Float8BlockScaling(), Float8CurrentScaling(), DelayedScaling(), None]
+    modules = [te.Linear(64, 64, params_dtype=torch.bfloat16) for _ in recipes]
+    (x,) = inputs(1, torch.bfloat16)
+    hidden = x
+    for module, recipe in zip(modules, recipes, strict=True):
+        with ExitStack() as stack:
+            stack.enter_context(te.autocast(enabled=recipe is not None, recipe=recipe))
+            hidden = module(hidden)
+    (1e4 * hidden.float().pow(2).mean()).backward()  # delayed scaling begins with the scale 1
+    kinds = [type(write.quantizer).__name__ for write in writes]
+    assert (kinds.count("MXFP8Quantizer"), kinds.count("Float8BlockQuantizer"), len(kinds)) == (3, 3, 6)
+    for write in writes:
+        assert_bytes(write)
+    assert all(bool(module.weight.grad.isfinite().all()) for module in modules)
+    assert all(bool(module.weight.grad.any()) for module in modules)

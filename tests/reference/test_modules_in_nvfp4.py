@@ -1,0 +1,361 @@
+"""Modules training under NVFP4BlockScaling: every byte, scale and amax that they make, and what comes of them.
+
+Each write of quantized data is recorded on its way through the backend: what was quantized, and what came out. What
+must come out is computed anew with numpy, and results of modules are held against float64 products of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from transformer_engine.pytorch import quantization, utils
+
+from te_precision_callbacks.reference import target
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.reference.extension import nvfp4
+from tests.reference import nvfp4_numpy as expected
+
+ROWS = 320  # unlike any dimension of a weight
+SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
+MODULES: dict[str, Callable[..., Any]] = {
+    "Linear": lambda **kw: te.Linear(64, 96, **kw),
+    "LayerNormLinear": lambda **kw: te.LayerNormLinear(64, 96, normalization="RMSNorm", **kw),
+    "LayerNormMLP": lambda **kw: te.LayerNormMLP(64, 128, **kw),
+    "GroupedLinear": lambda **kw: te.GroupedLinear(2, 64, 96, **kw),
+    "TransformerLayer": lambda **kw: te.TransformerLayer(
+        64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True, **kw
+    ),
+}
+NO_RHT = {"disable_rht": True}
+PLAIN = NO_RHT | {"disable_stochastic_rounding": True}
+RECIPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no transform": NO_RHT,
+    "to nearest": {"disable_stochastic_rounding": True},
+    "1d weights": {"disable_2d_quantization": True},
+    "plain": PLAIN | {"disable_2d_quantization": True},
+    "4over6": PLAIN | {"nvfp4_4over6": "all"},
+    "4over6 weights, 448, MSE": {
+        "nvfp4_4over6": "weights",
+        "nvfp4_4over6_e4m3_use_256": "none",
+        "nvfp4_4over6_err_mode": "MSE",
+    },
+    "row-scaled": PLAIN | {"row_scaled_activation": True},
+    "backward in high precision": {"backward_override": "high_precision"},
+    "backward of dequantized": {"backward_override": "dequantized"},
+}
+
+
+@dataclass
+class Direction:
+    """Data, scales and amax as they lie in memory."""
+
+    data: torch.Tensor
+    scales: torch.Tensor
+    amax: torch.Tensor
+
+
+@dataclass
+class Write:
+    """One quantized tensor; ``measured_before``: its amax came with it."""
+
+    quantizer: Any
+    source: torch.Tensor
+    measured_before: bool
+    rowwise: Direction | None
+    columnwise: Direction | None
+    swizzled: bool
+
+    def matrix(self, columnwise: bool) -> np.ndarray:
+        """What is quantized: the tensor, or its transpose, transformed."""
+        matrix = self.source.float().reshape(-1, self.source.shape[-1]).numpy()
+        if columnwise and self.quantizer.with_rht:
+            transformed = torch.from_numpy(expected.hadamard(matrix.T, SIGNS))
+            return np.asarray(transformed.bfloat16().float().numpy())
+        return matrix.T if columnwise else matrix
+
+    def codes(self, columnwise: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Codes, scales and multipliers, as they must be."""
+        found = self.columnwise if columnwise else self.rowwise
+        assert found is not None
+        quantizer = self.quantizer
+        return expected.quantize(
+            self.matrix(columnwise),
+            found.amax.numpy(),
+            square=quantizer.with_2d_quantization,
+            largest_scale=quantizer.nvfp4_e4m3_max,
+            better_of_two=quantizer.nvfp4_4over6_err_mode if quantizer.nvfp4_use_4over6 else None,
+        )
+
+    def numbers(self, columnwise: bool) -> torch.Tensor:
+        """What the data stand for: float64, the matrix or its (transformed) transpose."""
+        found = self.columnwise if columnwise else self.rowwise
+        assert found is not None
+        _, scales, _ = self.codes(columnwise)
+        codes = expected.unpack(found.data.reshape(scales.shape[0], -1).numpy())
+        return torch.from_numpy(expected.dequantize(codes, scales, found.amax.numpy(), self.quantizer.nvfp4_e4m3_max))
+
+
+def assert_bytes(write: Write) -> None:
+    """Amaxes, scales and data as they lie in memory; where rounding was random, data next to the exact numbers."""
+    assert write.rowwise is not None or write.columnwise is not None
+    for columnwise, found in ((False, write.rowwise), (True, write.columnwise)):
+        if found is None:
+            continue
+        matrix = write.matrix(columnwise)
+        parts = matrix if write.quantizer.row_scaled_nvfp4 else [matrix]
+        amax = np.array([expected.amax(part) for part in parts], dtype=np.float32)
+        if write.measured_before:  # of the float32 result, before it was rounded to bfloat16
+            np.testing.assert_allclose(found.amax.numpy(), amax, rtol=2**-8)
+        else:
+            np.testing.assert_array_equal(found.amax.numpy(), amax)
+        codes, scales, multiplier = write.codes(columnwise)
+        padded = np.zeros(tuple(found.scales.shape), dtype=np.uint8)
+        padded[: scales.shape[0], : scales.shape[1]] = scales
+        np.testing.assert_array_equal(found.scales.numpy(), expected.swizzle(padded) if write.swizzled else padded)
+        data = expected.unpack(found.data.reshape(codes.shape[0], -1).numpy())
+        if not write.quantizer.stochastic_rounding:
+            np.testing.assert_array_equal(data, codes)
+            continue
+        exact = np.clip(np.abs(matrix * multiplier.repeat(16, 1)), 0, 6)
+        index = data & 7
+        lower, upper = expected.E2M1[np.maximum(index, 1) - 1], expected.E2M1[np.minimum(index + 1, 7)]
+        assert ((exact > lower) | (index == 0)).all()
+        assert ((exact < upper) | (index == 7)).all()
+        np.testing.assert_array_equal(data >= 8, np.signbit(matrix))
+
+
+@pytest.fixture(autouse=True)
+def blackwell() -> Iterator[None]:
+    """The GPU that the backend stands for, under a Transformer Engine that has asked for it before."""
+    before = target.capability()
+
+    def change(capability: tuple[int, int]) -> None:
+        target.choose(capability)
+        utils._get_device_compute_capability.cache_clear()
+        utils.is_non_tn_fp8_gemm_supported.cache_clear()
+        for support in ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_NVFP4_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"):
+            setattr(quantization, support, None)
+        quantization.FP8GlobalStateManager.reset()
+
+    change((10, 0))
+    yield
+    change(before)
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[Write]:
+    """Every write of NVFP4 data, in order."""
+    recorded: list[Write] = []
+    original = nvfp4.BlockScaling.write
+
+    def write(self: Any, quantizer: Any, source: Any, out: Any, noop: Any = None, amax: Any = None) -> None:
+        original(self, quantizer, source, out, noop, amax)
+        kept = {}
+        for direction in ("rowwise", "columnwise"):
+            data, scales = getattr(out, f"_{direction}_data"), getattr(out, f"_{direction}_scale_inv")
+            there = data is not None
+            found = getattr(out, f"_amax_{direction}")
+            kept[direction] = Direction(data.clone(), scales.clone(), found.clone()) if there else None
+        swizzled = bool(out._with_gemm_swizzled_scales)
+        recorded.append(Write(quantizer, source.clone(), amax is not None, **kept, swizzled=swizzled))
+
+    monkeypatch.setattr(nvfp4.BlockScaling, "write", write)
+    return recorded
+
+
+def run(module: Any, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    if isinstance(module, te.GroupedLinear):
+        out = module(x, [ROWS // 2, ROWS // 2], **keywords)
+    else:
+        out = module(x.view(ROWS // 2, 2, 64) if isinstance(module, te.TransformerLayer) else x, **keywords)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def inputs(steps: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[torch.Tensor]:
+    """Inputs whose blocks are of very different sizes."""
+    for index in range(steps):
+        torch.manual_seed(index)
+        sizes = 2.0 ** torch.randint(-8, 3, (ROWS, 1))
+        yield (torch.randn(ROWS, 64) * sizes).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    # Transformer Engine's LayerNormMLP has no backward in another precision.
+    [(n, r) for n in MODULES for r in RECIPES if "backward" not in r or n not in ("LayerNormMLP", "TransformerLayer")],
+)
+def test_bytes(name: str, recipe: str, writes: list[Write]) -> None:
+    torch.manual_seed(0)
+    options = RECIPES[recipe]
+    module = MODULES[name](params_dtype=torch.bfloat16)
+    for x in inputs(2):
+        writes.clear()
+        with te.autocast(enabled=True, recipe=NVFP4BlockScaling(**options)):
+            out = run(module, x)
+        (10 * out.float().pow(2).mean()).backward()
+        assert len(writes) >= (2 if "backward" in recipe else 3)
+        for write in writes:
+            assert_bytes(write)
+        quantizers = [write.quantizer for write in writes]
+        both = "backward" not in recipe
+        assert any(q.with_rht for q in quantizers) != options.get("disable_rht", False)
+        assert any(q.stochastic_rounding for q in quantizers) == (
+            both and not options.get("disable_stochastic_rounding", False)
+        )
+        assert any(q.with_2d_quantization for q in quantizers) != options.get("disable_2d_quantization", False)
+        assert any(q.nvfp4_use_4over6 for q in quantizers) == ("nvfp4_4over6" in options)
+        assert any(q.row_scaled_nvfp4 for q in quantizers) == ("row_scaled_activation" in options)
+        assert x.grad is not None
+        assert bool(x.grad.isfinite().all())
+        assert all(bool(parameter.grad.isfinite().all()) for parameter in module.parameters())
+        assert all(bool(parameter.grad.any()) for parameter in module.parameters() if parameter.dim() == 2)
+
+
+def close(actual: torch.Tensor | None, wanted: torch.Tensor, bound: torch.Tensor) -> None:
+    """Up to the order of float32 sums, the rounding of its scales, and that of the result."""
+    assert actual is not None
+    rounding = torch.finfo(actual.dtype).eps if actual.dtype != torch.float32 else 0.0
+    error = (actual.double() - wanted).abs()
+    assert bool((error <= 2e-6 * bound + rounding * wanted.abs()).all()), error.max()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [
+        (name, dtype)
+        for name in ("default", "no transform", "1d weights", "plain", "4over6", "row-scaled")
+        for dtype in (torch.bfloat16, torch.float32)
+        # The transform, and the columns of row-scaled data, take bfloat16 only.
+        if dtype == torch.bfloat16 or name in ("no transform", "plain", "4over6")
+    ],
+    ids=str,
+)
+def test_a_linear_multiplies_what_was_quantized(recipe: str, dtype: torch.dtype, writes: list[Write]) -> None:
+    torch.manual_seed(0)
+    module = te.Linear(64, 96, params_dtype=dtype)
+    (x,) = inputs(1, dtype)
+    with te.autocast(enabled=True, recipe=NVFP4BlockScaling(**RECIPES[recipe])):
+        out = module(x)
+    grad = torch.randn(ROWS, 96).to(dtype) * (2.0 ** torch.randint(-8, 3, (ROWS, 1))).to(dtype)
+    out.backward(grad)
+    of_input, of_weight, of_grad = writes
+    assert torch.equal(of_input.source, x)
+    assert torch.equal(of_weight.source, module.weight)
+    assert torch.equal(of_grad.source, grad)
+    rows, weight, dy = (write.numbers(False) for write in writes)
+    rows_t, weight_t, dy_t = (write.numbers(True) for write in writes)
+    bias = module.bias.detach().double()
+    close(out, rows @ weight.t() + bias, rows.abs() @ weight.abs().t() + bias.abs())
+    close(x.grad, dy @ weight_t.t(), dy.abs() @ weight_t.abs().t())
+    # Both transformed along the rows that are summed over: the transform cancels.
+    close(module.weight.grad, dy_t @ rows_t.t(), dy_t.abs() @ rows_t.abs().t())
+    close(module.bias.grad, grad.double().sum(0), grad.double().abs().sum(0))
+
+
+def test_the_transform_refuses_what_is_not_bfloat16() -> None:
+    module = te.Linear(64, 96)
+    with (
+        te.autocast(enabled=True, recipe=NVFP4BlockScaling()),
+        pytest.raises(ReferenceBackendError, match=r"takes bfloat16, not torch\.float32"),
+    ):
+        module(torch.randn(ROWS, 64))
+
+
+def test_scales_are_in_the_order_of_gemms_in_an_ordinary_step(writes: list[Write]) -> None:
+    torch.manual_seed(0)
+    module = te.Linear(128, 128, params_dtype=torch.bfloat16)
+    x = torch.randn(128, 128, dtype=torch.bfloat16, requires_grad=True)
+    with te.autocast(enabled=True, recipe=NVFP4BlockScaling()):
+        out = module(x)
+    out.sum().backward()
+    assert [write.swizzled for write in writes if write.quantizer.with_rht] == [True, True]
+    for write in writes:
+        assert_bytes(write)
+
+
+@pytest.mark.parametrize("recipe", ["default", "1d weights", "plain", "4over6"])
+@pytest.mark.parametrize("name", MODULES)
+def test_quantized_model_parameters(name: str, recipe: str, writes: list[Write]) -> None:
+    torch.manual_seed(0)
+    options = RECIPES[recipe]
+    with te.quantized_model_init(enabled=True, recipe=NVFP4BlockScaling(**options)):
+        module = MODULES[name](params_dtype=torch.bfloat16)
+    quantized = [p for p in module.parameters() if hasattr(p, "_rowwise_data")]
+    assert len(quantized) == {"LayerNormMLP": 2, "GroupedLinear": 2, "TransformerLayer": 4}.get(name, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    for x in inputs(2):
+        writes.clear()
+        optimizer.zero_grad()
+        with te.autocast(enabled=True, recipe=NVFP4BlockScaling(**options)):
+            run(module, x).float().pow(2).mean().backward()
+        assert not [write for write in writes if write.source.shape in {p.shape for p in quantized}], "they are kept"
+        before = [p.dequantize() for p in quantized]
+        writes.clear()
+        optimizer.step()
+        assert len(writes) == len(quantized)
+        for parameter, old, write in zip(quantized, before, writes, strict=True):
+            assert_bytes(write)
+            torch.testing.assert_close(write.source, old - 0.05 * parameter.grad, rtol=2**-7, atol=1e-6)
+            assert write.rowwise is not None
+            assert torch.equal(parameter._rowwise_data, write.rowwise.data)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["autograd", "fused"])
+def test_gradient_accumulation(fused: bool, writes: list[Write]) -> None:
+    torch.manual_seed(0)
+    module = te.Linear(64, 96, bias=False, fuse_wgrad_accumulation=fused)
+    module.weight.main_grad = torch.zeros(96, 64)
+    total = torch.zeros(96, 64, dtype=torch.float64)
+    bound = torch.zeros(96, 64, dtype=torch.float64)
+    for index, x in enumerate(inputs(3, torch.float32)):
+        writes.clear()
+        with te.autocast(enabled=True, recipe=NVFP4BlockScaling(**NO_RHT)):
+            module(x, is_first_microbatch=index == 0).pow(2).sum().backward()
+        of_weight = [write for write in writes if write.source.shape == module.weight.shape]
+        assert len(of_weight) == (1 if index == 0 else 0), "in later micro-batches the weight is the cached one"
+        rows, dy = writes[0].numbers(True), writes[-1].numbers(True)
+        total += dy @ rows.t()
+        bound += dy.abs() @ rows.abs().t()
+    close(module.weight.main_grad if fused else module.weight.grad, total, bound)
+
+
+def test_training_is_repeatable_and_follows_the_seed() -> None:
+    def gradient(seed: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        module = te.Linear(64, 96, params_dtype=torch.bfloat16)
+        (x,) = inputs(1)
+        torch.manual_seed(seed)
+        with te.autocast(enabled=True, recipe=NVFP4BlockScaling()):
+            out = module(x)
+        out.float().pow(2).mean().backward()
+        assert isinstance(module.weight.grad, torch.Tensor)
+        return module.weight.grad
+
+    assert torch.equal(gradient(1), gradient(1))
+    assert not torch.equal(gradient(1), gradient(2)), "gradients are rounded at random"
+
+
+def test_a_recipe_for_each_module(writes: list[Write]) -> None:
+    torch.manual_seed(0)
+    recipes = [NVFP4BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling(**PLAIN), Float8CurrentScaling(), None]
+    modules = [te.Linear(64, 64, params_dtype=torch.bfloat16) for _ in recipes]
+    (x,) = inputs(1)
+    hidden: Any = x
+    for module, recipe in zip(modules, recipes, strict=True):
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            hidden = module(hidden)
+    hidden.float().pow(2).mean().backward()
+    assert len(writes) == 6
+    assert [write.quantizer.with_rht for write in writes].count(True) == 2
+    for write in writes:
+        assert_bytes(write)
+    assert all(bool(module.weight.grad.isfinite().all()) and bool(module.weight.grad.any()) for module in modules)

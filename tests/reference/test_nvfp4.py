@@ -1,0 +1,493 @@
+"""NVFP4 through Transformer Engine's own quantizer: against the formats' definitions, and TE's pure-torch reference."""
+# ruff: noqa: E402 (the backend is installed before Transformer Engine is imported)
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from te_precision_callbacks import reference
+
+reference.install()
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch import NVFP4Quantizer
+from transformer_engine.pytorch.custom_recipes import reference_utils
+from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
+from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
+from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
+from transformer_engine.pytorch.tensor.utils import quantize_master_weights
+
+from te_precision_callbacks.reference import extension as tex
+from te_precision_callbacks.reference import target
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+from tests.reference import nvfp4_numpy as expected
+from tests.reference.processes import answers
+
+INF, NAN = float("inf"), float("nan")
+TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
+INPUTS = ["random", "outliers", "denormal", "huge", "zero", "negative zero", "inf", "nan", "all nan", "sparse"]
+SHAPES = [(16, 16), (48, 80), (112, 176), (256, 272)]
+
+
+@pytest.fixture(autouse=True)
+def blackwell() -> Iterator[None]:
+    before = target.capability()
+    target.choose((10, 0))
+    yield
+    target.choose(before)
+
+
+def tensor_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator)
+    info = torch.finfo(dtype)
+    if kind == "outliers":
+        values = values * torch.randn(shape, generator=generator).exp() ** 3
+    elif kind == "denormal":
+        values = values * info.tiny / 4
+    elif kind == "huge":
+        values = values.clamp(-3, 3) / 3 * info.max
+    elif kind == "zero":
+        values = values * 0.0
+        values = values.abs()
+    elif kind == "negative zero":
+        values = torch.where(values > 0.5, values, -0.0)
+    elif kind == "sparse":
+        values = values * (torch.rand(shape, generator=generator) > 0.97) + 0.0
+    values = values.to(dtype)
+    flat = values.view(-1)
+    if kind == "inf":
+        flat[3], flat[-7] = INF, -INF
+    elif kind == "nan":
+        flat[3], flat[40], flat[-7] = NAN, NAN, NAN
+    elif kind == "all nan":
+        flat[:] = NAN
+    return values
+
+
+def as_matrix(tensor: torch.Tensor) -> np.ndarray:
+    return np.asarray(tensor.float().reshape(-1, tensor.shape[-1]).numpy())
+
+
+def check(
+    quantized: Any, direction: str, codes: np.ndarray, scales: np.ndarray, amax: Any, swizzled: bool = False
+) -> None:
+    data = getattr(quantized, f"_{direction}_data").numpy()
+    np.testing.assert_array_equal(expected.unpack(data).reshape(codes.shape), codes)
+    stored = getattr(quantized, f"_{direction}_scale_inv")
+    padded = np.zeros((-(-scales.shape[0] // 128) * 128, -(-scales.shape[1] // 4) * 4), dtype=np.uint8)
+    padded[: scales.shape[0], : scales.shape[1]] = scales
+    np.testing.assert_array_equal(stored.numpy(), expected.swizzle(padded) if swizzled else padded)
+    assert quantized._with_gemm_swizzled_scales is swizzled
+    np.testing.assert_array_equal(
+        getattr(quantized, f"_amax_{direction}").numpy(), np.asarray(amax, np.float32).reshape(-1)
+    )
+
+
+@pytest.mark.parametrize("square", [False, True], ids=["1d", "2d"])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bytes_scales_and_amax_are_those_of_the_definitions(
+    shape: tuple[int, int], kind: str, dtype: str, square: bool
+) -> None:
+    source = tensor_of(kind, shape, TYPES[dtype])
+    quantized = NVFP4Quantizer(with_2d_quantization=square)(source)
+    matrix = as_matrix(source)
+    amax = expected.amax(matrix)
+    for direction, part in (("rowwise", matrix), ("columnwise", matrix.T)):
+        codes, scales, _ = expected.quantize(part, amax, square=square)
+        check(quantized, direction, codes, scales, amax)
+
+
+@pytest.mark.parametrize("in_e4m3_units", [False, True], ids=["exact", "fast"])
+@pytest.mark.parametrize("error", ["MAE", "MSE"])
+@pytest.mark.parametrize("largest_scale", [448, 256])
+@pytest.mark.parametrize("square", [False, True], ids=["1d", "2d"])
+@pytest.mark.parametrize("kind", INPUTS)
+def test_four_over_six_takes_the_better_scale(
+    kind: str, square: bool, largest_scale: int, error: str, in_e4m3_units: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", str(int(in_e4m3_units)))
+    source = tensor_of(kind, (48, 80), torch.bfloat16)
+    quantizer = NVFP4Quantizer(
+        with_2d_quantization=square,
+        nvfp4_use_4over6=True,
+        nvfp4_e4m3_max=largest_scale,
+        nvfp4_4over6_err_mode=error,
+    )
+    quantized = quantizer(source)
+    matrix = as_matrix(source)
+    amax = expected.amax(matrix)
+    for direction, part in (("rowwise", matrix), ("columnwise", matrix.T)):
+        codes, scales, _ = expected.quantize(
+            part,
+            amax,
+            square=square,
+            largest_scale=largest_scale,
+            better_of_two=error,
+            in_e4m3_units=in_e4m3_units,
+        )
+        check(quantized, direction, codes, scales, amax)
+    assert (quantized._nvfp4_use_4over6, quantized._nvfp4_e4m3_max) == (True, largest_scale)
+
+
+def test_four_over_six_takes_both_scales() -> None:
+    source = tensor_of("random", (64, 64), torch.float32)
+    with_6, _, _ = expected.quantize(as_matrix(source), expected.amax(as_matrix(source)))
+    quantized = NVFP4Quantizer(nvfp4_use_4over6=True)(source)
+    changed = (expected.unpack(quantized._rowwise_data.numpy()) != with_6).reshape(-1, 16).any(1)
+    assert 0.1 < changed.mean() < 0.9
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_row_scaled_has_an_amax_for_each_row_and_for_each_column(kind: str) -> None:
+    source = tensor_of(kind, (64, 96), torch.bfloat16)
+    quantized = NVFP4Quantizer(row_scaled_nvfp4=True)(source)
+    matrix = as_matrix(source)
+    for direction, part in (("rowwise", matrix), ("columnwise", matrix.T)):
+        amaxes = np.array([expected.amax(row) for row in part], dtype=np.float32)
+        codes, scales, _ = expected.quantize(part, amaxes)
+        check(quantized, direction, codes, scales, amaxes)
+    assert quantized._row_scaled_nvfp4
+
+
+@pytest.mark.parametrize("random_signs", [True, False], ids=["random signs", "no signs"])
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("shape", [(48, 80), (64, 128)], ids=["unfused", "fused"])
+def test_hadamard_transform_of_the_columns(shape: tuple[int, int], kind: str, random_signs: bool) -> None:
+    source = tensor_of(kind, shape, torch.bfloat16)
+    quantizer = NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, with_random_sign_mask=random_signs)
+    quantized = quantizer(source)
+    fused = shape == (64, 128)
+    matrix = as_matrix(source)
+    codes, scales, _ = expected.quantize(matrix, expected.amax(matrix), fused=fused)
+    check(quantized, "rowwise", codes, scales, expected.amax(matrix))
+    transformed = expected.hadamard(matrix.T, SIGNS if random_signs else [1] * 16)
+    transformed = torch.from_numpy(transformed).bfloat16().float().numpy()
+    amax = expected.amax(transformed)
+    codes, scales, _ = expected.quantize(transformed, amax, fused=fused)
+    check(quantized, "columnwise", codes, scales, amax)
+
+
+def test_the_transform_cancels_in_a_product_over_the_transformed_dimension() -> None:
+    left, right = tensor_of("random", (64, 32), torch.bfloat16), tensor_of("random", (64, 48), torch.bfloat16, 1)
+    signs = NVFP4Quantizer().rht_matrix_random_sign_mask_t
+    from te_precision_callbacks.reference.extension.hadamard import random_hadamard_transform as transform
+
+    product = transform(left.t(), signs).double() @ transform(right.t(), signs).double().t()
+    torch.testing.assert_close(product, left.double().t() @ right.double(), rtol=0.0, atol=0.15)
+
+
+REFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # name: (arguments of the quantizer, and of TE's reference)
+    "1d": ({}, {}),
+    "2d": ({"with_2d_quantization": True}, {"quant_tile_shape": (16, 16)}),
+    "row-scaled": ({"row_scaled_nvfp4": True}, {"row_scaled_nvfp4": True}),
+    "4over6": ({"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 256}, {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 256}),
+    "rht": ({"with_rht": True, "with_post_rht_amax": True}, {"with_rht": True}),
+}
+
+
+# Of NaN and -0 TE's reference makes 0, and NaN of a block's amax; its own tests have neither. The kernels, and the
+# definitions above, make the largest number of NaN, keep -0, and pass over NaN.
+@pytest.mark.parametrize("kind", ["random", "outliers", "denormal", "huge", "zero", "inf", "sparse"])
+@pytest.mark.parametrize("how", REFERENCES)
+def test_as_transformer_engines_reference(how: str, kind: str) -> None:
+    if how == "rht" and kind == "inf":
+        pytest.skip("the transform makes NaN of infinities, of which TE's reference makes 0")
+    if how == "rht" and kind == "denormal":
+        pytest.skip("torch's product of bfloat16 matrices, which TE's reference takes, makes 0 of denormals on a CPU")
+    ours, theirs = REFERENCES[how]
+    for dtype in [torch.bfloat16] if how in ("rht", "row-scaled") else TYPES.values():
+        source = tensor_of(kind, (96, 160), dtype) + 0.0  # no -0
+        quantized = NVFP4Quantizer(**ours)(source)
+        wanted = NVFP4QuantizerRef(dtype=reference_utils.Fp4Formats.E2M1, **theirs).quantize(source)
+        for suffix, direction in (("", "rowwise"), ("_t", "columnwise")):
+            data, scales = getattr(wanted, f"data{suffix}"), getattr(wanted, f"scale{suffix}").view(torch.uint8)
+            if how == "row-scaled" and kind in ("zero", "sparse"):
+                # An amax of 0 is no division by 0 in the kernel.
+                usable = getattr(quantized, f"_amax_{direction}") > 0
+            else:
+                usable = torch.ones(data.shape[0], dtype=torch.bool)
+            torch.testing.assert_close(getattr(quantized, f"_{direction}_data")[usable], data[usable], rtol=0, atol=0)
+            stored = getattr(quantized, f"_{direction}_scale_inv")[: scales.shape[0], : scales.shape[1]]
+            torch.testing.assert_close(stored[usable], scales[usable], rtol=0, atol=0)
+        torch.testing.assert_close(quantized._amax_rowwise, wanted.global_amax_row, rtol=0, atol=0)
+        torch.testing.assert_close(quantized._amax_columnwise, wanted.global_amax_col, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("how", ["plain", "2d", "rht unfused", "rht fused"])
+def test_stochastic_rounding_takes_a_neighbour_and_is_repeatable(how: str) -> None:
+    rht = "rht" in how
+    shape = (64, 128) if how == "rht fused" else (48, 80)
+    source = tensor_of("outliers", shape, torch.bfloat16)
+    quantizer = NVFP4Quantizer(
+        stochastic_rounding=True, with_2d_quantization=how == "2d", with_rht=rht, with_post_rht_amax=rht
+    )
+    torch.manual_seed(5)
+    quantized, another = quantizer(source), quantizer(source)
+    torch.manual_seed(5)
+    torch.testing.assert_close(quantizer(source)._rowwise_data, quantized._rowwise_data)
+    assert not torch.equal(another._rowwise_data, quantized._rowwise_data)
+    assert not torch.equal(another._columnwise_data, quantized._columnwise_data)
+    matrix = as_matrix(source)
+    columns = matrix.T
+    if rht:
+        columns = torch.from_numpy(expected.hadamard(columns, SIGNS)).bfloat16().float().numpy()
+    for direction, part in (("rowwise", matrix), ("columnwise", columns)):
+        amax = expected.amax(part)
+        _, scales, multiplier = expected.quantize(part, amax, square=how == "2d")
+        codes = expected.unpack(getattr(quantized, f"_{direction}_data").numpy())
+        check(quantized, direction, codes, scales, amax)
+        exact = np.clip(part * multiplier.repeat(16, 1), -6, 6)
+        index = codes & 7
+        chosen = expected.E2M1[index]
+        lower, upper = expected.E2M1[np.maximum(index, 1) - 1], expected.E2M1[np.minimum(index + 1, 7)]
+        assert ((np.abs(exact) > lower) | (chosen == 0)).all()
+        assert ((np.abs(exact) < upper) | (chosen == 6)).all()
+        assert (np.signbit(exact) == (codes >= 8)).all()
+
+
+def test_stochastic_rounding_is_unbiased() -> None:
+    torch.manual_seed(0)
+    fractions = torch.tensor([0.0, 0.1, 0.25, 0.49, 0.9, 1.2, 1.5, 1.7, 2.3, 2.75, 3.01, 3.9, 4.2, 5.0, 5.9, 6.0])
+    source = fractions.repeat(4096, 1) * torch.tensor([[1.0], [-1.0]]).repeat(2048, 1)
+    quantized = NVFP4Quantizer(stochastic_rounding=True, columnwise=False)(source)
+    numbers = expected.e2m1_numbers(expected.unpack(quantized._rowwise_data.numpy())).reshape(-1, 2, 16)
+    mean = np.stack([numbers[:, 0], -numbers[:, 1]]).mean((0, 1))
+    # The largest distance of neighbours is 2, so 4096 of them have a standard error of at most 1 / 64.
+    np.testing.assert_allclose(mean, fractions.numpy(), atol=4 / 64)
+    assert np.abs(mean - fractions.numpy()).max() > 0  # it was rounded at all
+
+
+@pytest.mark.parametrize("how", ["2d", "2d padded", "1d", "rht", "row-scaled", "4over6"])
+def test_optimize_for_gemm_swizzles_the_scales(how: str) -> None:
+    shape = (96, 160) if how == "2d padded" else (128, 256)
+    source = tensor_of("random", shape, torch.bfloat16)
+    arguments = REFERENCES[how.removesuffix(" padded")][0]
+    compact, quantizer = NVFP4Quantizer(**arguments)(source), NVFP4Quantizer(**arguments)
+    quantizer.optimize_for_gemm = True
+    for quantized in (quantizer(source), tex.quantize(source, quantizer, NVFP4Quantizer(**arguments)(source))):
+        assert quantized._with_gemm_swizzled_scales is True
+        for direction in ("rowwise", "columnwise"):
+            scales = getattr(compact, f"_{direction}_scale_inv").numpy()
+            stored = getattr(quantized, f"_{direction}_scale_inv").numpy()
+            np.testing.assert_array_equal(stored, expected.swizzle(scales))
+            assert not np.array_equal(stored, scales)
+            torch.testing.assert_close(getattr(quantized, f"_{direction}_data"), getattr(compact, f"_{direction}_data"))
+        torch.testing.assert_close(quantized.dequantize(), compact.dequantize(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("optimize", [False, True], ids=["compact", "swizzled"])
+def test_noop_leaves_data_scales_and_amax(optimize: bool) -> None:
+    quantizer = NVFP4Quantizer()
+    quantizer.optimize_for_gemm = optimize
+    first, second = (tensor_of("random", (48, 80), torch.bfloat16, seed) for seed in (0, 1))
+    quantized, before = quantizer(first), quantizer(first)
+    tex.quantize(second, quantizer, quantized, torch.ones(1))
+    for name in ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv", "_amax_rowwise"):
+        torch.testing.assert_close(getattr(quantized, name), getattr(before, name))
+    assert quantized._with_gemm_swizzled_scales is optimize
+    tex.quantize(second, quantizer, quantized, torch.zeros(1))
+    torch.testing.assert_close(quantized._rowwise_data, quantizer(second)._rowwise_data)
+
+
+def test_noop_with_the_transform_still_measures_as_upstream() -> None:
+    quantizer = NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
+    first = tensor_of("random", (48, 80), torch.bfloat16)
+    quantized, data = quantizer(first), quantizer(first)._rowwise_data
+    tex.quantize(first * 2, quantizer, quantized, torch.ones(1))
+    torch.testing.assert_close(quantized._rowwise_data, data)
+    assert quantized._amax_rowwise.item() == 2 * first.abs().max().item()
+
+
+def test_an_update_in_place_keeps_buffers_and_follows_the_usages() -> None:
+    first, second = (tensor_of("random", (2, 24, 80), torch.float32, seed) for seed in (0, 1))
+    quantized = NVFP4Quantizer(columnwise=False)(first)
+    data = quantized._rowwise_data
+    assert (quantized._columnwise_data, quantized._amax_columnwise) == (None, None)
+    both = NVFP4Quantizer()
+    both.update_quantized(second, quantized)
+    assert quantized._rowwise_data is data
+    wanted = both(second)
+    assert tuple(wanted._rowwise_data.shape) == (2, 24, 40)
+    assert tuple(wanted._columnwise_data.shape) == (80, 24)
+    for name in ("_rowwise_data", "_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise"):
+        torch.testing.assert_close(getattr(quantized, name), getattr(wanted, name))
+    columnwise = NVFP4Quantizer(rowwise=False)
+    columnwise.update_quantized(first, quantized)
+    assert (quantized._rowwise_data, quantized._rowwise_scale_inv, quantized._amax_rowwise) == (None, None, None)
+    torch.testing.assert_close(quantized._columnwise_data, both(first)._columnwise_data)
+    rows = NVFP4Quantizer(row_scaled_nvfp4=True, columnwise=False)
+    with pytest.raises(ReferenceBackendError, match="rowwise usage"):
+        tex.quantize(first, NVFP4Quantizer(row_scaled_nvfp4=True, rowwise=False), quantized)
+    target_tensor = NVFP4Quantizer(columnwise=False)(first)
+    rows.update_quantized(first, target_tensor)
+    assert tuple(target_tensor._amax_rowwise.shape) == (48,)
+
+
+@pytest.mark.parametrize("internal", [False, True], ids=["tensor", "storage"])
+def test_dequantize_gives_what_the_definitions_say(internal: bool) -> None:
+    source = tensor_of("outliers", (2, 24, 80), torch.float32)
+    quantizer = NVFP4Quantizer()
+    quantizer.internal = internal
+    quantized = quantizer(source)
+    assert type(quantized) is (NVFP4TensorStorage if internal else NVFP4Tensor)
+    matrix = as_matrix(source)
+    codes, scales, _ = expected.quantize(matrix, expected.amax(matrix))
+    wanted = expected.dequantize(codes, scales, expected.amax(matrix), 448)
+    got = tex.dequantize(quantized, tex.DType.kFloat32)
+    assert got.shape == source.shape
+    np.testing.assert_allclose(as_matrix(got), wanted, rtol=3e-7)
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (32, 0), (0, 16, 32)], ids=str)
+def test_tensors_without_elements(shape: tuple[int, ...]) -> None:
+    quantizer = NVFP4Quantizer()
+    quantized = quantizer(torch.zeros(shape))
+    assert tuple(quantized.shape) == shape
+    assert (quantized._amax_rowwise.item(), quantized._amax_columnwise.item()) == (0.0, 0.0)
+    tex.quantize(torch.zeros(shape), quantizer, quantized)
+    assert quantized.dequantize().shape == shape
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "shape", "message"),
+    [
+        ({}, torch.float32, (24, 32), "multiples of 16"),
+        ({}, torch.float32, (32, 24), "multiples of 16"),
+        ({}, torch.float32, (64,), "multiples of 16"),
+        ({"with_rht": True, "with_post_rht_amax": True}, torch.float32, (32, 32), "bfloat16"),
+        ({"with_rht": True}, torch.bfloat16, (32, 32), "with_post_rht_amax"),
+        ({"row_scaled_nvfp4": True}, torch.float32, (32, 32), "bfloat16"),
+        ({"row_scaled_nvfp4": True}, torch.bfloat16, (48, 32), "multiples of 32"),
+        ({"row_scaled_nvfp4": True, "rowwise": False}, torch.bfloat16, (32, 32), "rowwise usage"),
+        ({"row_scaled_nvfp4": True, "with_2d_quantization": True}, torch.bfloat16, (32, 32), "2D"),
+        ({"row_scaled_nvfp4": True, "stochastic_rounding": True}, torch.bfloat16, (32, 32), "stochastic"),
+        ({"row_scaled_nvfp4": True, "nvfp4_use_4over6": True}, torch.bfloat16, (32, 32), "4over6"),
+        ({"nvfp4_use_4over6": True, "with_rht": True}, torch.bfloat16, (32, 32), "4over6"),
+        ({"nvfp4_use_4over6": True, "stochastic_rounding": True}, torch.bfloat16, (32, 32), "4over6"),
+    ],
+    ids=str,
+)
+def test_what_upstream_refuses_is_refused(
+    options: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ReferenceBackendError, match=message):
+        NVFP4Quantizer(**options)(torch.ones(shape, dtype=dtype))
+
+
+def test_a_tensor_of_another_format_is_no_output() -> None:
+    other = te.Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, device=torch.device("cpu"))(torch.ones(32, 32))
+    with pytest.raises(ReferenceBackendError, match="NVFP4Tensor"):
+        tex.quantize(torch.ones(32, 32), NVFP4Quantizer(), other)
+
+
+def test_amax_is_reduced_over_a_group(tmp_path: Path) -> None:
+    code = """
+    import sys
+    from te_precision_callbacks import reference
+    reference.install(capability=(10, 0))
+    import torch
+    from transformer_engine.pytorch import NVFP4Quantizer
+    rank = {rank}
+    torch.distributed.init_process_group("gloo", init_method="file://{file}", rank=rank, world_size=2)
+    group = torch.distributed.group.WORLD
+    source = torch.full((16, 16), 3.0 / (1 + rank), dtype=torch.bfloat16)
+    plain = NVFP4Quantizer(with_amax_reduction=True, amax_reduction_group=group)(source)
+    transform = dict(with_rht=True, with_post_rht_amax=True)
+    rht = NVFP4Quantizer(with_amax_reduction=True, amax_reduction_group=group, **transform)(source)
+    alone = NVFP4Quantizer(**transform)(source)
+    answer = [q._amax_rowwise.item() for q in (plain, rht)] + [q._amax_columnwise.item() for q in (plain, rht, alone)]
+    answer.append(plain.dequantize().unique().tolist())
+    torch.distributed.destroy_process_group()
+    """
+    with ThreadPoolExecutor(2) as pool:
+        ranks = list(pool.map(lambda rank: answers(code.format(rank=rank, file=tmp_path / "store")), range(2)))
+    assert ranks[0][:4] == ranks[1][:4]
+    assert ranks[0][:3] == [3.0, 3.0, 3.0]
+    assert ranks[0][3] == ranks[0][4] > ranks[1][4]
+    assert (ranks[0][5], ranks[1][5]) == ([3.0], [1.5])
+
+
+def test_the_transpose_of_square_blocks_needs_no_requantization() -> None:
+    source = tensor_of("outliers", (48, 80), torch.bfloat16)
+    wanted = NVFP4Quantizer(with_2d_quantization=True)(source)
+    quantized = NVFP4Quantizer(with_2d_quantization=True, columnwise=False)(source)
+    quantized.update_usage(columnwise_usage=True)
+    torch.testing.assert_close(quantized._columnwise_data, wanted._columnwise_data)
+    torch.testing.assert_close(quantized._columnwise_scale_inv[:80, :3], wanted._columnwise_scale_inv[:80, :3])
+    torch.testing.assert_close(quantized._amax_columnwise, wanted._amax_columnwise)
+    assert not quantized._columnwise_scale_inv[80:, :3].any()
+    with pytest.raises(ReferenceBackendError, match="even number of rows"):
+        tex.nvfp4_data_transpose(torch.zeros(3, 8, dtype=torch.uint8), out=None)
+
+
+@pytest.mark.parametrize("columns", [64, 80], ids=["scales not padded", "scales padded"])
+@pytest.mark.parametrize("split", [640, 333], ids=["even", "odd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_of_a_master_weight_together_make_the_quantized_weight(
+    dtype: torch.dtype, split: int, columns: int
+) -> None:
+    rows = 48
+    master = tensor_of("outliers", (rows, columns), dtype)
+    wanted = NVFP4Quantizer(with_2d_quantization=True, columnwise=False)(master)
+    weight = NVFP4Quantizer(with_2d_quantization=True, columnwise=False)(torch.ones(rows, columns))
+    flat, data = master.view(-1), weight._rowwise_data.view(-1)
+    parts = [(flat[:split], 0), (flat[split:], split)]
+    blocks, amaxes = torch.zeros(2, rows // 16, columns // 16), torch.zeros(2)
+    for index, (part, start) in enumerate(parts):
+        tex.nvfp4_multi_tensor_compute_partial_amax(
+            [part], [blocks[index]], [amaxes[index : index + 1]], [rows], [columns], [start]
+        )
+    block_amax, amax = blocks.amax(0), amaxes.amax().view(1)
+    scale, encode = torch.empty_like(block_amax), torch.empty(1)
+    tex.nvfp4_compute_global_scale(amax, encode)
+    tex.nvfp4_multi_tensor_fused_scale(
+        [block_amax],
+        [amax],
+        [scale],
+        [weight._rowwise_scale_inv],
+        [weight._amax_rowwise],
+        [rows // 16],
+        [columns // 16],
+        [weight._rowwise_scale_inv.shape[0]],
+        16,
+    )
+    for part, start in parts:
+        its_bytes = data[start // 2 : (start + part.numel() + 1) // 2]
+        tex.nvfp4_multi_tensor_2d_partial_cast([part], [its_bytes], [scale], [encode], [rows], [columns], [start], 16)
+    for name in ("_rowwise_data", "_rowwise_scale_inv", "_amax_rowwise"):
+        torch.testing.assert_close(getattr(weight, name), getattr(wanted, name), rtol=0, atol=0)
+
+
+def test_a_part_outside_its_matrix_is_refused() -> None:
+    with pytest.raises(ReferenceBackendError, match="16 x 16"):
+        tex.nvfp4_2d_compute_partial_amax(torch.ones(17), torch.zeros(1, 1), 16, 16, 240)
+    with pytest.raises(ReferenceBackendError, match="block_len=32"):
+        tex.nvfp4_2d_compute_partial_amax(torch.ones(16), torch.zeros(1, 1), 16, 16, 0, 32)
+
+
+def test_a_distributed_optimizer_casts_its_master_weights(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        quantizer = NVFP4Quantizer(with_2d_quantization=True)
+        weights = [quantizer(tensor_of("random", (48, 80), torch.bfloat16, seed)) for seed in (0, 1)]
+        masters = [tensor_of("outliers", (48, 80), torch.float32, seed) for seed in (2, 3)]
+        quantize_master_weights(weights, [master.view(-1) for master in masters], [0, 0], group=None)
+        for weight, master in zip(weights, masters, strict=True):
+            weight.update_usage(columnwise_usage=True)
+            wanted = quantizer(master.bfloat16())  # Transformer Engine rounds to the weight's type first
+            for name in ("_rowwise_data", "_rowwise_scale_inv", "_amax_rowwise", "_columnwise_data"):
+                torch.testing.assert_close(getattr(weight, name), getattr(wanted, name), rtol=0, atol=0)
+    finally:
+        torch.distributed.destroy_process_group()

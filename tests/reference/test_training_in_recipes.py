@@ -1,0 +1,27 @@
+"""A TransformerLayer trains in every recipe, as far from BF16 as the recipe's format explains and no further."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import recipes
+
+
+@pytest.mark.parametrize("capability", ["9.0", "10.0"])
+def test_the_loss_stays_within_what_the_format_explains(capability: str) -> None:
+    command = [sys.executable, recipes.__file__, "--capability", capability, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr
+    found = [recipes.Trained(**row) for row in json.loads(done.stdout)]
+    assert [row.recipe for row in found] == [r.name for r in recipes.RECIPES if r.capability == capability]
+    for row in found:
+        assert row.last_loss < 3.0, row  # from 5.7
+        assert row.holds, row
+    assert done.returncode == 0
+    if capability == "10.0":  # the measure tells a coarser format from a finer one
+        mxfp8, nvfp4 = found
+        assert nvfp4.distance > max(mxfp8.explained)
