@@ -1,19 +1,33 @@
-"""The dynamic range inside blocks of a tensor: ``max_blockwise_dynamic_range``.
+"""Tensors in blocks, and the dynamic range inside them.
 
-As Transformer Engine 2.20.2 (``debug/features/utils/stats_computation.py: compute_max_blockwise_dynamic_range``), but
-that a block at the edge may be a partial one, and that what is not finite is left out.
+    largest_range(tensor, Blocks(32, 1))                       # max_blockwise_dynamic_range, of the user's own blocks
+    blocks = in_blocks(as_matrix(tensor), (1, 32))             # [blocks, elements]
+    range_columns(blocks, {Of.RANGES, Of.RANGE_BINS})          # block_dynamic_range_*, of the blocks of a recipe
+
+``max_blockwise_dynamic_range`` is as in Transformer Engine 2.20.2 (``debug/features/utils/stats_computation.py:
+compute_max_blockwise_dynamic_range``), but that a block at the edge may be a partial one, and that what is not finite
+is left out.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import torch
 
-from te_precision_callbacks.engine.kernels import compiled
+from te_precision_callbacks.engine.kernels import compiled, eager
 from te_precision_callbacks.engine.kernels.columns import NOTHING
-from te_precision_callbacks.engine.quantization import as_matrix, padded
-from te_precision_callbacks.engine.statistics import Blocks
+from te_precision_callbacks.engine.statistics import RANGES, Blocks, Of
+
+RANGE_SUMS = ("ranges", "range_sum")
+"""Number of blocks with a finite element other than 0; the sum of their dynamic ranges."""
+
+RANGE_MAXIMA = ("range_max", "negated_range_min")
+"""The largest dynamic range of a block, and the negated smallest."""
+
+RANGE_KINDS = frozenset({Of.RANGES, Of.RANGE_BINS})
+"""What :func:`range_columns` gives."""
 
 
 def largest_range(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
@@ -54,3 +68,61 @@ def _extremes(pieces: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     magnitude = pieces.to(torch.float32).abs()
     counted = (magnitude > 0) & (magnitude < math.inf)
     return torch.where(counted, magnitude, 0.0).amax(1), torch.where(counted, magnitude, math.inf).amin(1)
+
+
+def range_columns(
+    blocks: torch.Tensor, wanted: Collection[Of]
+) -> dict[Of, tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """What is wanted of the dynamic ranges log2(max(abs(x)) / min(abs(x))) of blocks, over x != 0.
+
+    Args:
+        blocks: [blocks, elements], any float dtype; what is not finite is left out.
+        wanted: of it :data:`RANGE_KINDS` are given.
+
+    Returns:
+        The columns that are added and those of which the maximum is kept: RANGE_SUMS and RANGE_MAXIMA, the counts of
+        the bins and RANGE_MAXIMA. float64.
+    """
+    if RANGE_KINDS.isdisjoint(wanted):
+        return {}
+    found = [compiled.run(_extremes, piece) for piece in compiled.pieces(blocks)]
+    largest, smallest = (torch.cat([piece[index] for piece in found]) for index in (0, 1))
+    counted = largest > 0
+    # The ratio of two float32 first: where it is a power of two, so is what comes out, not nearly.
+    ranges = torch.log2(torch.where(counted, largest.to(torch.float64) / smallest, 1.0))
+    sums = torch.stack([counted.sum(dtype=torch.float64), ranges.sum()])
+    maxima = torch.stack([torch.where(counted, ranges, NOTHING).amax(), torch.where(counted, -ranges, NOTHING).amax()])
+    columns: dict[Of, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+    if Of.RANGES in wanted:
+        columns[Of.RANGES] = sums, maxima
+    if Of.RANGE_BINS in wanted:
+        columns[Of.RANGE_BINS] = eager.count_in_bins(ranges, counted, RANGES), maxima
+    return columns
+
+
+def in_blocks(matrix: torch.Tensor, block: tuple[int, int], filler: float = math.nan) -> torch.Tensor:
+    """A matrix block by block, along a row of blocks first: [blocks, elements of a block].
+
+    Args:
+        matrix: [rows, columns].
+        block: rows and columns of a block.
+        filler: what fills a partial block at an edge; nan, which nothing counts.
+    """
+    height, width = block
+    matrix = padded(matrix, height, width, filler)
+    if height == 1:
+        return matrix.reshape(-1, width)
+    rows, columns = matrix.shape
+    tiles = matrix.reshape(rows // height, height, columns // width, width).transpose(1, 2)
+    return tiles.reshape(-1, height * width)
+
+
+def as_matrix(values: torch.Tensor) -> torch.Tensor:
+    """A tensor as rows of its last dimension."""
+    return values.reshape(-1, values.shape[-1] or 1) if values.ndim > 1 else values.reshape(1, -1)
+
+
+def padded(matrix: torch.Tensor, height: int, width: int, value: float) -> torch.Tensor:
+    """A matrix whose sides are multiples of ``height`` and ``width``, filled up with ``value``."""
+    below, right = -matrix.shape[0] % height, -matrix.shape[1] % width
+    return torch.nn.functional.pad(matrix, (0, right, 0, below), value=value) if below or right else matrix

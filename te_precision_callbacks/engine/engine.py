@@ -11,7 +11,7 @@ and keep no state of their own. It knows neither trainers nor the registry of fe
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,14 +20,17 @@ import torch
 import torch.distributed as dist
 
 from te_precision_callbacks.engine import kernels
-from te_precision_callbacks.engine.blockwise import largest_range
-from te_precision_callbacks.engine.kernels import eager
-from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, EXPONENT_BINS, MAXIMA, MOMENT_SUMS
+from te_precision_callbacks.engine.blockwise import RANGE_MAXIMA, RANGE_SUMS, largest_range
+from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, MAXIMA, MOMENT_SUMS
 from te_precision_callbacks.engine.quantization import (
+    LIMIT_SUMS,
+    LOSS_MAXIMA,
+    LOSS_SUMS,
     SCALE_MAXIMA,
     SCALE_SUMS,
     SIMULATED,
-    Expanded,
+    Columns,
+    InBlocks,
     PerTensor,
     QuantizationError,
     is_e5m2,
@@ -39,7 +42,19 @@ from te_precision_callbacks.engine.quantization import (
 )
 from te_precision_callbacks.engine.reduction import Reduction, Table
 from te_precision_callbacks.engine.slots import Segment, SegmentKey, Slots
-from te_precision_callbacks.engine.statistics import OWN_RECIPE, STATISTICS, Blocks, Of, Request, Statistic
+from te_precision_callbacks.engine.statistics import (
+    EXPONENTS,
+    OF_BLOCKS,
+    OWN_RECIPE,
+    RANGES,
+    SCALES,
+    STATISTICS,
+    Blocks,
+    Of,
+    Request,
+    Statistic,
+    no_blocks,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -231,19 +246,25 @@ def _measurements(table: Table) -> Iterator[Measurement]:
 
 
 def _values(statistic: Statistic, table: Table, rows: Sequence[int]) -> dict[int, float | tuple[float, ...]]:
-    if statistic.value is None:
-        histograms = np.stack(list(table.columns.values()), axis=1)[list(rows)].tolist()
-        return {row: tuple(histogram) for row, histogram in zip(rows, histograms, strict=True)}
     picked = {name: column[rows] for name, column in table.columns.items()}
-    return dict(zip(rows, statistic.value(picked).tolist(), strict=True))
+    if statistic.value is not None:
+        return dict(zip(rows, statistic.value(picked).tolist(), strict=True))
+    bins, _ = _COLUMNS[statistic.of]
+    histograms = np.stack([picked[name] for name in bins], axis=-1).tolist()
+    return dict(zip(rows, map(tuple, histograms), strict=True))
 
 
 _COLUMNS: Mapping[Of, tuple[tuple[str, ...], tuple[str, ...]]] = {
     Of.TENSOR: (MOMENT_SUMS, MAXIMA),
-    Of.EXPONENTS: (tuple(f"bin_{number}" for number in range(EXPONENT_BINS)), ()),
+    Of.EXPONENTS: (EXPONENTS.columns, ()),
     Of.BLOCKS: ((), ("block_range",)),
     Of.QUANTIZED: (COMPARISON_SUMS, ()),
     Of.SCALES: (SCALE_SUMS, SCALE_MAXIMA),
+    Of.SCALE_BINS: (SCALES.columns, SCALE_MAXIMA),
+    Of.SCALE_LIMITS: (LIMIT_SUMS, ()),
+    Of.LOSSES: (LOSS_SUMS, LOSS_MAXIMA),
+    Of.RANGES: (RANGE_SUMS, RANGE_MAXIMA),
+    Of.RANGE_BINS: (RANGES.columns, RANGE_MAXIMA),
 }
 """What a statistic is computed from -> the columns that are added, and those of which the maximum is kept."""
 
@@ -274,8 +295,8 @@ class _Kind(NamedTuple):
 _MOMENTS = _Kind(Of.TENSOR)
 _EXPONENTS = _Kind(Of.EXPONENTS)
 
-_Columns = tuple[torch.Tensor | None, torch.Tensor | None]
-"""The columns that are added, and those of which the maximum is kept."""
+_OF_SCALES = frozenset({Of.SCALES, Of.SCALE_BINS, Of.SCALE_LIMITS})
+"""What can be had of a tensor that exists in its quantized form only."""
 
 
 class _Measuring:
@@ -322,7 +343,7 @@ class _Measuring:
             self._run()
 
     def _run(self) -> None:
-        held: dict[tuple[str, bool], PerTensor | Expanded | None] = {}
+        held: dict[tuple[str, bool], PerTensor | InBlocks | None] = {}
         for recipe, columnwise in dict.fromkeys(
             (kind.recipe, kind.columnwise) for kind in self._wanted if kind.recipe is not None
         ):
@@ -351,19 +372,9 @@ class _Measuring:
             if kind.blocks is not None:
                 self._merge(kind, (None, largest_range(self._values, kind.blocks)))
         for (recipe, columnwise), found in held.items():
-            try:
-                comparison, scales = self._compare(recipe, columnwise, found, compared, amax)
-            except Exception as error:
-                self._failed(recipe, columnwise, error)
-                continue
-            self._merge(_Kind(Of.SCALES, recipe, columnwise), scales)
-            if comparison is not None:
-                self._merge(_Kind(Of.QUANTIZED, recipe, columnwise), (comparison, None))
-            elif _Kind(Of.QUANTIZED, recipe, columnwise) in self._wanted:
-                missing = QuantizationError("the tensor exists in its quantized form only")
-                self._failed(recipe, columnwise, missing, Of.QUANTIZED)
+            self._compare(recipe, columnwise, found, compared, amax)
 
-    def _held(self, recipe: str, columnwise: bool) -> PerTensor | Expanded | None:
+    def _held(self, recipe: str, columnwise: bool) -> PerTensor | InBlocks | None:
         """What a GEMM of the layer reads of a recipe; None where that must be simulated."""
         quantized = self._watched.quantized(columnwise=columnwise)
         if quantized is None:
@@ -383,29 +394,55 @@ class _Measuring:
         self,
         recipe: str,
         columnwise: bool,
-        found: PerTensor | Expanded | None,
+        found: PerTensor | InBlocks | None,
         compared: torch.Tensor | None,
         amax: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, _Columns]:
-        """The columns of a comparison (None where there is nothing to compare with), and those of the scales."""
-        available = self._watched.values is not None
-        wants_scales = _Kind(Of.SCALES, recipe, columnwise) in self._wanted
+    ) -> None:
+        """Merge what is wanted of a recipe, and report what of it cannot be had."""
+        wanted = {kind.of for kind in self._wanted if (kind.recipe, kind.columnwise) == (recipe, columnwise)}
+        its_recipe = recipe or self._recipe or ""
+        refused: dict[str, set[Of]] = {}
+        if self._watched.values is None:
+            refused["the tensor exists in its quantized form only"] = wanted - (_OF_SCALES if found else set())
+        if isinstance(found, PerTensor) or (found is None and its_recipe == "fp8_current_scaling"):
+            refused[no_blocks(its_recipe or "the layer's quantizer")] = wanted & OF_BLOCKS
+        wanted = wanted.difference(*refused.values())
+        try:
+            columns = self._columns(its_recipe, columnwise, found, compared, amax, wanted) if wanted else {}
+        except Exception as error:
+            self._failed(recipe, columnwise, error)
+            return
+        for of in wanted & columns.keys():
+            self._merge(_Kind(of, recipe, columnwise), columns[of])
+        for reason, kinds in refused.items():
+            if kinds:
+                self._failed(recipe, columnwise, QuantizationError(reason), kinds)
+
+    def _columns(
+        self,
+        recipe: str,
+        columnwise: bool,
+        found: PerTensor | InBlocks | None,
+        compared: torch.Tensor | None,
+        amax: torch.Tensor | None,
+        wanted: Set[Of],
+    ) -> Mapping[Of, Columns]:
         if isinstance(found, PerTensor):
-            return compared if available else None, scale_columns(found.scale_inv) if wants_scales else (None, None)
-        if isinstance(found, Expanded):
-            comparison = eager.compare(self._values, found.values, found.limit) if available else None
-            return comparison, scale_columns(found.scales) if wants_scales else (None, None)
-        if not available or amax is None:
+            columns: dict[Of, Columns] = {Of.QUANTIZED: (compared, None)}
+            return columns | ({Of.SCALES: scale_columns(found.scale_inv)} if Of.SCALES in wanted else {})
+        if isinstance(found, InBlocks):
+            return found.columns(self._watched.values, wanted)
+        if amax is None:
             raise QuantizationError("the tensor exists in its quantized form only")
-        comparison, *scales = simulate(
-            recipe or self._recipe or "",
+        return simulate(
+            recipe,
             self._values,
             amax,
+            wanted,
             e5m2=self._would_be_e5m2(recipe),
             weight=self._watched.tensor == _WEIGHT,
             columnwise=columnwise,
         )
-        return comparison, (scales[0], scales[1])
 
     def _would_be_e5m2(self, recipe: str) -> bool:
         """The format that a recipe has for the tensor: that of the layer's own FP8 quantizer, else the recipe's
@@ -421,7 +458,7 @@ class _Measuring:
         key = SegmentKey(self._watched.layer, self._watched.tensor, kind.name, self._shard)
         return self._engine._slots.segment(key, *_COLUMNS[kind.of], self._values.device, contributes=self._contributes)
 
-    def _merge(self, kind: _Kind, columns: _Columns) -> None:
+    def _merge(self, kind: _Kind, columns: Columns) -> None:
         if kind not in self._wanted:
             return
         segment = self._segment(kind)
@@ -430,11 +467,11 @@ class _Measuring:
         if self._watched.tensor == _WEIGHT:  # every micro-batch of a step has the same weight
             self._engine._weights_seen.add(segment.key)
 
-    def _failed(self, recipe: str, columnwise: bool, error: Exception, of: Of | None = None) -> None:
+    def _failed(self, recipe: str, columnwise: bool, error: Exception, of: Collection[Of] = frozenset(Of)) -> None:
         labels = [
             request.label
             for kind, requests in self._wanted.items()
-            if (kind.recipe, kind.columnwise) == (recipe, columnwise) and of in (None, kind.of)
+            if (kind.recipe, kind.columnwise) == (recipe, columnwise) and kind.of in of
             for request in requests
         ]
         self._engine.on_failure(", ".join(labels), f"of {self._watched.layer} {self._watched.tensor}", error)

@@ -1,7 +1,8 @@
 """What quantization made of a tensor, or would make of it: the columns of the statistics of quantized tensors.
 
     found = read(quantized_tensor, columnwise=False)        # Transformer Engine's quantized tensor, of any recipe
-    would = simulate("mxfp8", tensor, amax, e5m2=False, weight=False, columnwise=False)
+    found.columns(tensor, {Of.QUANTIZED, Of.LOSSES})        # what it has of each kind, where it has blocks
+    would = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, e5m2=False, weight=False, columnwise=False)
 
 A recipe is simulated in plain torch from its arithmetic, without Transformer Engine's quantizers, so that a layer in
 high precision, and a machine whose GPU has no such format, gets its numbers too. Rounding is to nearest; NVFP4 without
@@ -14,21 +15,41 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from te_precision_callbacks.engine import blockwise
+from te_precision_callbacks.engine.blockwise import as_matrix, in_blocks, padded
 from te_precision_callbacks.engine.kernels import compiled, eager
-from te_precision_callbacks.engine.kernels.columns import NOTHING
+from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, NOTHING
+from te_precision_callbacks.engine.statistics import OF_BLOCKS, SCALES, Of, no_blocks
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
+from te_precision_callbacks.layouts import NVFP4, PER_TENSOR, LayoutError, Stored, stored
 
 SCALE_SUMS = ("scales", "scale_sum", "scale_square_sum")
+"""Of the factors: their number, their sum, that of their squares."""
+
 SCALE_MAXIMA = ("scale_max", "negated_scale_min")
+"""The largest factor, and the negated smallest."""
+
+LIMIT_SUMS = ("blocks", "saturated", "flushed")
+"""Number of blocks; of those with an element other than 0, how many have a scale at a limit, and at the lower one."""
+
+LOSS_SUMS = ("blocks", "underflow_blocks", "overflow_blocks")
+"""Number of blocks; of those with an underflow; of those with an overflow."""
+
+LOSS_MAXIMA = ("underflow_share",)
+"""The largest share of underflows among the finite elements of a block."""
+
+Columns = tuple[torch.Tensor | None, torch.Tensor | None]
+"""The columns that are added, and those of which the maximum is kept."""
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
+_COMPARED, _UNDERFLOWS, _OVERFLOWS, _, _SIGNAL = range(len(COMPARISON_SUMS))
 
 
 class QuantizationError(PrecisionDebugError, RuntimeError):
@@ -41,14 +62,6 @@ class PerTensor(NamedTuple):
     codes: torch.Tensor
     scale_inv: torch.Tensor
     e5m2: bool
-
-
-class Expanded(NamedTuple):
-    """A quantized tensor as values (float32), its block scales, and the largest magnitude that each could have."""
-
-    values: torch.Tensor
-    scales: torch.Tensor
-    limit: torch.Tensor
 
 
 def recipe_of(quantizer: Any) -> str | None:
@@ -84,104 +97,177 @@ def is_e5m2(thing: Any) -> bool:
     return getattr(dtype, "name", "") == "kFloat8E5M2"
 
 
-def read(quantized: Any, *, columnwise: bool) -> PerTensor | Expanded:
+def read(quantized: Any, *, columnwise: bool) -> PerTensor | InBlocks:
     """What a quantized tensor of Transformer Engine holds.
 
     Args:
-        quantized: a Float8, MXFP8, Float8 block-scaled or NVFP4 tensor or storage.
+        quantized: a Float8, MXFP8, Float8 block-scaled or NVFP4 tensor or storage; its scales may be laid out for a
+            GEMM.
         columnwise: which of its data. The columnwise data of per-tensor FP8 are its rowwise data.
 
     Raises:
-        QuantizationError: it does not hold these data, its scales are laid out for a GEMM, the data are of a Hadamard
-            transform of the tensor, or the format is not one of these.
+        QuantizationError: it does not hold these data, the data are of a Hadamard transform of the tensor, or the
+            format is not one of these.
     """
-    if hasattr(quantized, "_scale_inv"):
-        return _read_per_tensor(quantized)
+    per_tensor = hasattr(quantized, "_scale_inv")
     direction = "columnwise" if columnwise else "rowwise"
-    codes = getattr(quantized, f"_{direction}_data")
-    scales = getattr(quantized, f"_{direction}_scale_inv")
-    if codes is None or scales is None:
+    try:
+        part = stored(quantized, columnwise=columnwise and not per_tensor)
+    except LayoutError as error:
+        raise QuantizationError(str(error)) from error
+    if part is None and per_tensor:
+        raise QuantizationError("the quantized tensor holds neither its data nor their transpose")
+    if part is None:
         raise QuantizationError(f"the quantized tensor has no {direction} data")
-    if getattr(quantized, "_with_gemm_swizzled_scales", False):
-        raise QuantizationError("the scales of the quantized tensor are laid out for a GEMM")
-    if hasattr(quantized, "_is_2D_scaled"):
-        return _read_block_fp8(quantized, codes, scales, columnwise)
-    if hasattr(quantized, "_amax_rowwise"):
-        return _read_nvfp4(quantized, codes, scales, columnwise)
-    return _read_mxfp8(quantized, codes, scales, columnwise)
+    if part.hadamard:
+        raise QuantizationError(f"the {direction} data are of a random Hadamard transform of the tensor")
+    if part.mode == PER_TENSOR:
+        return PerTensor(part.as_tensor(part.codes), quantized._scale_inv, part.element_format is E5M2)
+    square = part.mode == NVFP4 and getattr(quantized._quantizer, "with_2d_quantization", False)
+    return InBlocks(part, (part.block[1], part.block[1]) if square else part.block)
 
 
-def _read_per_tensor(quantized: Any) -> PerTensor:
-    if not hasattr(quantized, "_fp8_dtype"):  # as of a quantizer of the user's own
-        raise QuantizationError(f"the format of a {type(quantized).__name__} is not known")
-    codes = quantized._data
-    if codes is None:
-        if quantized._transpose is None or quantized._transpose_invalid:
-            raise QuantizationError("the quantized tensor holds neither its data nor their transpose")
-        codes = quantized._transpose.movedim(0, -1)
-    return PerTensor(codes, quantized._scale_inv, is_e5m2(quantized))
+@dataclass(frozen=True)
+class InBlocks:
+    """A tensor that is quantized in blocks.
+
+    Attributes:
+        part: one direction of it.
+        block: rows and columns of what shares a scale. Of NVFP4's square blocks it is stored for each row again.
+    """
+
+    part: Stored
+    block: tuple[int, int]
+
+    def columns(self, values: torch.Tensor | None, wanted: Collection[Of]) -> Mapping[Of, Columns]:
+        """What is wanted of it.
+
+        Args:
+            values: what was quantized, any shape and float dtype; None where it is not there.
+            wanted: without ``values``, only of the scales.
+        """
+        part = self.part
+        once = self.block[0] // part.block[0]
+        factors, scales = part.factors()[::once].reshape(-1, 1), part.block_scales()[::once].reshape(-1)
+        blocks = compared = occupied = None
+        if values is not None and not _OF_SCALES_ALONE.issuperset(wanted):
+            matrix = as_matrix(values)
+            blocks = in_blocks(matrix.t() if part.transposed else matrix, self.block)
+        if blocks is not None and _needs_comparison(wanted):
+            elements = in_blocks(part.elements(), self.block, 0.0)
+            compared = _compared(blocks, elements, factors, part.element_format, by_block=_needs_blocks(wanted))
+        elif Of.SCALE_LIMITS in wanted:
+            occupied = (in_blocks(part.elements(), self.block, 0.0) != 0).any(1)
+        return _columns(wanted, compared, _Scales(factors.reshape(-1), scales, *_scale_limits(part)), occupied, blocks)
 
 
-def _read_mxfp8(quantized: Any, codes: torch.Tensor, scales: torch.Tensor, columnwise: bool) -> Expanded:
-    """MXFP8 in blocks of 32; columnwise data are not transposed. The scales are padded to whole tiles of 128 x 4."""
-    number_format = E5M2 if is_e5m2(quantized) else E4M3
-    rows, columns = _rows_and_columns(codes)
-    height, width = (-(-rows // 32), columns) if columnwise else (rows, -(-columns // 32))
-    factors = _e8m0(scales.reshape(-1, scales.shape[-1])[:height, :width])
-    spread = factors.repeat_interleave(32, dim=0 if columnwise else 1)[:rows, :columns]
-    values = number_format.decode(codes.reshape(rows, columns)) * spread
-    return Expanded(values, factors, spread * number_format.max)
+_OF_SCALES_ALONE = frozenset({Of.SCALES, Of.SCALE_BINS})
 
 
-def _read_block_fp8(quantized: Any, codes: torch.Tensor, scales: torch.Tensor, columnwise: bool) -> Expanded:
-    """FP8 in blocks of 128: the columnwise data are the transpose, and scales of 1 x 128 blocks lie transposed."""
-    number_format = E5M2 if is_e5m2(quantized) else E4M3
-    if columnwise:  # [last dimension, *leading dimensions]
-        codes = codes.flatten(1)
-    rows, columns = _rows_and_columns(codes)
-    across = -(-columns // 128)
-    if quantized._is_2D_scaled:
-        factors = scales[: -(-rows // 128), :across]
-        spread = factors.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
-    else:
-        factors = scales[:across, :rows].t()
-        spread = factors.repeat_interleave(128, 1)[:, :columns]
-    values = number_format.decode(codes.reshape(rows, columns)) * spread
-    return _as_stored(Expanded(values, factors, spread * number_format.max), columnwise)
+class _Scales(NamedTuple):
+    """Of each block the factor from code to value and the scale as stored, float32; and the limits of the latter."""
+
+    factors: torch.Tensor
+    stored: torch.Tensor
+    low: float
+    high: float
 
 
-def _read_nvfp4(quantized: Any, codes: torch.Tensor, scales: torch.Tensor, columnwise: bool) -> Expanded:
-    """FP4 in blocks of 16, two codes a byte, the even one in the low half; the columnwise data are the transpose."""
-    if columnwise and getattr(quantized._quantizer, "with_rht", False):
-        raise QuantizationError("the columnwise data are of a random Hadamard transform of the tensor")
-    rows, half = _rows_and_columns(codes)
-    columns = 2 * half
-    packed = codes.reshape(rows, half)
-    values = E2M1.decode(torch.stack([packed & 0xF, packed >> 4], dim=-1).reshape(rows, columns))
-    amax = quantized._amax_columnwise if columnwise else quantized._amax_rowwise
-    largest = E2M1.max * getattr(quantized, "_nvfp4_e4m3_max", E4M3.max)
-    block_scales = E4M3.decode(scales.reshape(-1, scales.shape[-1])[:rows, : -(-columns // 16)].contiguous())
-    factors = block_scales * (amax.reshape(-1, 1).to(torch.float32) * (1.0 / largest))
-    spread = factors.repeat_interleave(16, 1)[:, :columns]
-    return _as_stored(Expanded(values * spread, factors, _limit(spread, E2M1)), columnwise)
+def _scale_limits(part: Stored) -> tuple[float, float]:
+    return _POWERS_OF_TWO if part.largest_scale is None else (0.0, part.largest_scale)
+
+
+_POWERS_OF_TWO = (E8M0.min_subnormal, E8M0.max)
+"""2^-127 and 2^127. A float32 scale ends there too: 1 / amax is not let grow beyond the largest float32, or the largest
+power of two below it."""
+
+
+def _needs_comparison(wanted: Collection[Of]) -> bool:
+    return Of.QUANTIZED in wanted or _needs_blocks(wanted)
+
+
+def _needs_blocks(wanted: Collection[Of]) -> bool:
+    return Of.LOSSES in wanted or Of.SCALE_LIMITS in wanted
+
+
+def _compared(
+    blocks: torch.Tensor, elements: torch.Tensor, factors: torch.Tensor, number_format: FloatFormat, *, by_block: bool
+) -> torch.Tensor:
+    """COMPARISON_SUMS of blocks and the numbers that their codes stand for: [5, blocks], or [5, 1] of all."""
+    function = _comparison(number_format, by_block)
+    pieces = compiled.pieces(blocks)
+    sizes = [len(piece) for piece in pieces]
+    others = zip(torch.split(elements, sizes), torch.split(factors, sizes), strict=True)
+    found = [compiled.run(function, piece, *other) for piece, other in zip(pieces, others, strict=True)]
+    return _joined(found, by_block)
+
+
+@functools.cache
+def _comparison(number_format: FloatFormat, by_block: bool) -> Callable[..., torch.Tensor]:
+    def comparison(blocks: torch.Tensor, elements: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        rows = eager.comparison(blocks, elements * factors, _limit(factors, number_format))
+        return rows if by_block else rows.sum(1, keepdim=True)
+
+    return comparison
+
+
+def _joined(compared: list[torch.Tensor], by_block: bool) -> torch.Tensor:
+    return torch.cat(compared, 1) if by_block else torch.cat(compared, 1).sum(1, keepdim=True)
+
+
+def _columns(
+    wanted: Collection[Of],
+    compared: torch.Tensor | None,
+    scales: _Scales,
+    occupied: torch.Tensor | None,
+    blocks: torch.Tensor | None,
+) -> dict[Of, Columns]:
+    """What is wanted.
+
+    Args:
+        wanted: which columns.
+        compared: COMPARISON_SUMS, [5, blocks] where losses or limits are wanted.
+        scales: of the blocks.
+        occupied: bool, [blocks]: which have an element other than 0; None where ``compared`` tells.
+        blocks: [blocks, elements], what was quantized; needed for the ranges.
+    """
+    found: dict[Of, Columns] = {}
+    if Of.SCALES in wanted:
+        found[Of.SCALES] = scale_columns(scales.factors)
+    if Of.SCALE_BINS in wanted:
+        found[Of.SCALE_BINS] = scale_bins(scales.factors), scale_columns(scales.factors)[1]
+    if compared is not None and Of.QUANTIZED in wanted:
+        found[Of.QUANTIZED] = compared.sum(1), None
+    if compared is not None and Of.LOSSES in wanted:
+        found[Of.LOSSES] = _loss_columns(compared)
+    if Of.SCALE_LIMITS in wanted:
+        if compared is not None:
+            occupied = compared[_SIGNAL] > 0
+        if occupied is not None:
+            found[Of.SCALE_LIMITS] = _limit_sums(scales, occupied), None
+    if blocks is not None:
+        found |= blockwise.range_columns(blocks, wanted)
+    return found
+
+
+def _loss_columns(compared: torch.Tensor) -> Columns:
+    underflows = compared[_UNDERFLOWS]
+    number = torch.ones_like(underflows).sum()
+    sums = torch.stack([number, (underflows > 0).sum(), (compared[_OVERFLOWS] > 0).sum()]).to(torch.float64)
+    return sums, (underflows / compared[_COMPARED].clamp(min=1)).amax().reshape(1)
+
+
+def _limit_sums(scales: _Scales, occupied: torch.Tensor) -> torch.Tensor:
+    flushed = occupied & (scales.stored <= scales.low)
+    # Not "above the upper limit": a scale that is nan is no scale either.
+    saturated = flushed | (occupied & ~(scales.stored < scales.high))
+    number = torch.ones_like(occupied, dtype=torch.float64).sum()
+    return torch.stack([number, saturated.sum(), flushed.sum()]).to(torch.float64)
 
 
 def _limit(factors: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
     """The largest magnitude that codes and factors stand for; none where the factor is 0, so that all underflows."""
     return torch.where(factors == 0, math.inf, factors * number_format.max)
-
-
-def _as_stored(found: Expanded, transposed: bool) -> Expanded:
-    return Expanded(found.values.t(), found.scales, found.limit.t()) if transposed else found
-
-
-def _rows_and_columns(codes: torch.Tensor) -> tuple[int, int]:
-    columns = codes.shape[-1] if codes.ndim else 1
-    return (codes.numel() // columns if columns else 0), columns
-
-
-def _e8m0(codes: torch.Tensor) -> torch.Tensor:
-    return E8M0.decode(codes.contiguous().view(torch.uint8))
 
 
 def scale_columns(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,6 +286,26 @@ def scale_columns(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return sums, maxima
 
 
+def scale_bins(scales: torch.Tensor) -> torch.Tensor:
+    """How many factors are in each bin of :data:`~te_precision_callbacks.engine.statistics.SCALES`: float64."""
+    wide = scales.reshape(-1).to(torch.float64)
+    return eager.count_in_bins(torch.log2(wide), (wide > 0) & (wide < math.inf), SCALES)
+
+
+class Rounded(NamedTuple):
+    """Blocks that were quantized and brought back: float32.
+
+    Attributes:
+        values: [blocks, elements].
+        factors: [blocks, 1], from code to value.
+        scales: [blocks, 1], as they are stored, of which the factors are made.
+    """
+
+    values: torch.Tensor
+    factors: torch.Tensor
+    scales: torch.Tensor
+
+
 @dataclass(frozen=True)
 class _Simulated:
     """A recipe that is simulated.
@@ -207,13 +313,15 @@ class _Simulated:
     Attributes:
         block: rows and columns of a block; None for the whole tensor.
         weight_block: that of a weight.
-        quantize: (x [blocks, elements], amax of the blocks [blocks, 1], amax of the tensor, format) -> the quantized
-            values and the factors [blocks, 1], all float32.
+        quantize: (x [blocks, elements], amax of the blocks [blocks, 1], amax of the tensor, format) -> what became of
+            the blocks.
+        limits: of the scales as they are stored.
     """
 
     block: tuple[int, int] | None
     weight_block: tuple[int, int] | None
-    quantize: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, FloatFormat], tuple[torch.Tensor, torch.Tensor]]
+    quantize: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, FloatFormat], Rounded]
+    limits: tuple[float, float] = (0.0, math.inf)
 
 
 def _cast(values: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
@@ -232,71 +340,69 @@ def _scale(amax: torch.Tensor, largest: float) -> torch.Tensor:
     return torch.where(amax > 0, scale.clamp(max=_FLOAT32_MAX), 1.0)
 
 
-def _current(
-    x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, number_format: FloatFormat
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _current(x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, number_format: FloatFormat) -> Rounded:
     scale = _scale(tensor_amax, number_format.max)
     scale_inv = torch.ones_like(scale) / scale
-    return _cast(x * scale, number_format) * scale_inv, scale_inv.reshape(1, 1)
+    return Rounded(_cast(x * scale, number_format) * scale_inv, scale_inv.reshape(1, 1), scale_inv.reshape(1, 1))
 
 
-def _block_fp8(
-    x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, number_format: FloatFormat
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _block_fp8(x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, number_format: FloatFormat) -> Rounded:
     scale = _scale(amax, number_format.max)
     scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)  # down to a power of two
     scale_inv = 1.0 / scale
-    return _cast(x * scale, number_format) * scale_inv, scale_inv
+    return Rounded(_cast(x * scale, number_format) * scale_inv, scale_inv, scale_inv)
 
 
-def _mxfp8(
-    x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, number_format: FloatFormat
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _mxfp8(x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, number_format: FloatFormat) -> Rounded:
     # Up to a power of two, but not beyond E8M0's largest one, and 2^-127 for all below it.
     bits = (amax * (1.0 / number_format.max)).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = (mantissa > 0) & (exponent < 254) & ~((exponent == 0) & (mantissa <= 0x400000))
     code = exponent + up.to(torch.int32)
     scale_inv = torch.where(code == 0, 0x400000, code << 23).view(torch.float32)
-    return _cast(x * (1.0 / scale_inv), number_format) * scale_inv, scale_inv
+    return Rounded(_cast(x * (1.0 / scale_inv), number_format) * scale_inv, scale_inv, scale_inv)
 
 
-def _nvfp4(
-    x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, number_format: FloatFormat
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _nvfp4(x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, number_format: FloatFormat) -> Rounded:
     encode = _scale(tensor_amax, E4M3.max * E2M1.max)
     block_scale = _cast(amax * (encode * (1.0 / E2M1.max)), E4M3)
     multiplier = (1.0 / (block_scale * (1.0 / encode))).clamp(max=_FLOAT32_MAX)
-    factors = block_scale * (tensor_amax * (1.0 / (E4M3.max * E2M1.max)))
-    return E2M1.round(x * multiplier) * factors, factors
+    factors = block_scale * tensor_amax * (1.0 / (E4M3.max * E2M1.max))
+    return Rounded(E2M1.round(x * multiplier) * factors, factors, block_scale)
 
 
 SIMULATED: dict[str, _Simulated] = {
     "fp8_current_scaling": _Simulated(None, None, _current),
-    "mxfp8": _Simulated((1, 32), (1, 32), _mxfp8),
-    "fp8_block_scaling": _Simulated((1, 128), (128, 128), _block_fp8),
-    "nvfp4": _Simulated((1, 16), (16, 16), _nvfp4),
+    "mxfp8": _Simulated((1, 32), (1, 32), _mxfp8, _POWERS_OF_TWO),
+    "fp8_block_scaling": _Simulated((1, 128), (128, 128), _block_fp8, _POWERS_OF_TWO),
+    "nvfp4": _Simulated((1, 16), (16, 16), _nvfp4, (0.0, E4M3.max)),
 }
 
 
 def simulate(
-    recipe: str, values: torch.Tensor, amax: torch.Tensor, *, e5m2: bool, weight: bool, columnwise: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    recipe: str,
+    values: torch.Tensor,
+    amax: torch.Tensor,
+    wanted: Collection[Of],
+    *,
+    e5m2: bool,
+    weight: bool,
+    columnwise: bool,
+) -> Mapping[Of, Columns]:
     """What a recipe would make of a tensor.
 
     Args:
         recipe: one of the recipes but delayed scaling.
         values: any shape, float32, float16 or bfloat16; its finite elements are looked at.
         amax: float64 or float32, one element: the largest finite magnitude, 0 or below where there is none.
+        wanted: which columns; there are none of a tensor without elements.
         e5m2: whether an FP8 recipe casts to E5M2, not E4M3.
         weight: whether it is a weight, whose blocks are square under FP8 block scaling and NVFP4.
         columnwise: whether blocks run down a column.
 
-    Returns:
-        COMPARISON_SUMS, SCALE_SUMS, SCALE_MAXIMA: float64.
-
     Raises:
-        QuantizationError: delayed scaling, whose scale comes from the amaxes of earlier steps.
+        QuantizationError: delayed scaling, whose scale comes from the amaxes of earlier steps; statistics of blocks are
+            wanted of a recipe that has none.
     """
     if recipe not in SIMULATED:
         raise QuantizationError(
@@ -304,48 +410,61 @@ def simulate(
         )
     simulated = SIMULATED[recipe]
     block = simulated.weight_block if weight else simulated.block
+    if block is None and not OF_BLOCKS.isdisjoint(wanted):
+        raise QuantizationError(no_blocks(recipe))
+    if not values.numel():
+        return {}
+    if block is None:
+        blocks = _in_rows(values)
+    else:
+        matrix = as_matrix(values)
+        blocks = in_blocks(matrix.t() if columnwise else matrix, block)
+    if blockwise.RANGE_KINDS.issuperset(wanted):
+        return blockwise.range_columns(blocks, wanted)
     number_format = E2M1 if recipe == "nvfp4" else E5M2 if e5m2 else E4M3
     tensor_amax = amax.reshape(()).to(torch.float32).clamp(min=0.0)
-    simulation = _simulation(recipe, number_format)
-    found = [
-        compiled.run(simulation, piece, tensor_amax) for piece in compiled.pieces(_in_blocks(values, block, columnwise))
-    ]
-    compared = torch.stack([compared for compared, _ in found]).sum(0)
-    scales = found[0][1] if block is None else torch.cat([scales for _, scales in found])
-    return compared, *scale_columns(scales)
+    by_block = _needs_blocks(wanted)
+    simulation = _simulation(recipe, number_format, by_block)
+    found = [compiled.run(simulation, piece, tensor_amax) for piece in compiled.pieces(blocks)]
+    compared = _joined([compared for compared, _, _ in found], by_block)
+    kept = found[:1] if block is None else found
+    factors, stored_scales = (torch.cat([piece[index].reshape(-1) for piece in kept]) for index in (1, 2))
+    return _columns(wanted, compared, _Scales(factors, stored_scales, *simulated.limits), None, blocks)
 
 
 @functools.cache
-def _simulation(recipe: str, number_format: FloatFormat) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    simulated = SIMULATED[recipe]
-
-    def simulation(blocks: torch.Tensor, tensor_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = blocks.to(torch.float32)
-        magnitude = x.abs()
-        x = torch.where(magnitude < math.inf, x, 0.0)
-        amax = torch.where(magnitude < math.inf, magnitude, 0.0).amax(1, keepdim=True)
-        quantized, factors = simulated.quantize(x, amax, tensor_amax, number_format)
-        return eager.comparison(blocks, quantized, _limit(factors, number_format)).sum(1), factors
+def _simulation(
+    recipe: str, number_format: FloatFormat, by_block: bool
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def simulation(blocks: torch.Tensor, tensor_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rounded = round_blocks(recipe, blocks, tensor_amax, number_format)
+        rows = eager.comparison(blocks, rounded.values, _limit(rounded.factors, number_format))
+        return rows if by_block else rows.sum(1, keepdim=True), rounded.factors, rounded.scales
 
     return simulation
 
 
-def _in_blocks(values: torch.Tensor, block: tuple[int, int] | None, columnwise: bool) -> torch.Tensor:
-    """[blocks, elements]; a partial block at an edge is filled with nan, which nothing counts."""
-    if block is None:
-        row = math.gcd(values.numel(), 4096)
-        row = row if row >= 256 else 4096
-        return padded(eager.flattened(values).unsqueeze(0), 1, row, math.nan).view(-1, row)
-    matrix = as_matrix(values)
-    if columnwise:
-        matrix = matrix.t()
-    height, width = block
-    matrix = padded(matrix, height, width, math.nan)
-    if height == 1:
-        return matrix.reshape(-1, width)
-    rows, columns = matrix.shape
-    tiles = matrix.reshape(rows // height, height, columns // width, width).transpose(1, 2)
-    return tiles.reshape(-1, height * width)
+def round_blocks(recipe: str, blocks: torch.Tensor, tensor_amax: torch.Tensor, number_format: FloatFormat) -> Rounded:
+    """Blocks as a recipe would quantize them.
+
+    Args:
+        recipe: a key of :data:`SIMULATED`.
+        blocks: [blocks, elements], any float dtype; what is not finite is taken as 0.
+        tensor_amax: float32, of one element: the largest finite magnitude of the whole tensor.
+        number_format: of an element.
+    """
+    x = blocks.to(torch.float32)
+    magnitude = x.abs()
+    x = torch.where(magnitude < math.inf, x, 0.0)
+    amax = torch.where(magnitude < math.inf, magnitude, 0.0).amax(1, keepdim=True)
+    return SIMULATED[recipe].quantize(x, amax, tensor_amax, number_format)
+
+
+def _in_rows(values: torch.Tensor) -> torch.Tensor:
+    """All elements as a matrix, filled up with nan, which nothing counts."""
+    row = math.gcd(values.numel(), 4096)
+    row = row if row >= 256 else 4096
+    return padded(eager.flattened(values).unsqueeze(0), 1, row, math.nan).view(-1, row)
 
 
 def round_to_mxfp8(values: torch.Tensor, *, e5m2: bool, columnwise: bool) -> torch.Tensor:
@@ -365,17 +484,6 @@ def round_to_mxfp8(values: torch.Tensor, *, e5m2: bool, columnwise: bool) -> tor
     blocks = whole.reshape(-1, 32)
     magnitude = blocks.abs()
     amax = torch.where(magnitude < math.inf, magnitude, 0.0).amax(1, keepdim=True)
-    rounded, _ = _mxfp8(blocks, amax, amax, E5M2 if e5m2 else E4M3)
-    result = rounded.view(whole.shape)[:, : matrix.shape[1]]
+    rounded = _mxfp8(blocks, amax, amax, E5M2 if e5m2 else E4M3)
+    result = rounded.values.view(whole.shape)[:, : matrix.shape[1]]
     return (result.t() if columnwise else result).reshape(values.shape)
-
-
-def as_matrix(values: torch.Tensor) -> torch.Tensor:
-    """A tensor as rows of its last dimension."""
-    return values.reshape(-1, values.shape[-1] or 1) if values.ndim > 1 else values.reshape(1, -1)
-
-
-def padded(matrix: torch.Tensor, height: int, width: int, value: float) -> torch.Tensor:
-    """A matrix whose sides are multiples of ``height`` and ``width``, filled up with ``value``."""
-    below, right = -matrix.shape[0] % height, -matrix.shape[1] % width
-    return torch.nn.functional.pad(matrix, (0, right, 0, below), value=value) if below or right else matrix

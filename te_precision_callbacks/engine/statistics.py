@@ -47,13 +47,78 @@ class UnknownStatisticError(PrecisionDebugError, ValueError):
 
 
 class Of(Enum):
-    """What a statistic is computed from."""
+    """What a statistic is computed from; what has the same is measured and kept together."""
 
     TENSOR = "the high-precision tensor"
     QUANTIZED = "the tensor and its quantized form"
     SCALES = "the scales of the quantized form"
+    SCALE_BINS = "the scales of the quantized form, binned"
+    SCALE_LIMITS = "the scales of the quantized form, and their format"
+    LOSSES = "the tensor and its quantized form, by block"
+    RANGES = "the tensor, by block of the quantized form"
+    RANGE_BINS = "the tensor, by block of the quantized form, binned"
     BLOCKS = "blocks of the tensor"
     EXPONENTS = "the exponents of the tensor"
+
+
+OF_BLOCKS = frozenset({Of.SCALE_BINS, Of.SCALE_LIMITS, Of.LOSSES, Of.RANGES, Of.RANGE_BINS})
+"""What there is of recipes with a scale for each block only."""
+
+
+@dataclass(frozen=True)
+class Bins:
+    """The bins of a histogram, over powers of two.
+
+    Bin i counts what lies in [2^(lowest + i / steps), 2^(lowest + (i + 1) / steps)); what is below the first or above
+    the last bin counts in it.
+
+    Attributes:
+        lowest: the power of two at which the first bin begins.
+        steps: how many bins a factor of 2 has.
+        number: of bins.
+    """
+
+    lowest: int
+    steps: int
+    number: int
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns that hold the counts."""
+        return tuple(f"bin_{index}" for index in range(self.number))
+
+    @property
+    def edges(self) -> Values:
+        """Where bins begin and end, as powers of two: float64, one more than there are bins."""
+        return self.lowest + np.arange(self.number + 1) / self.steps
+
+    def counts(self, columns: Columns) -> Values:
+        """[rows, bins]."""
+        return np.stack([columns[name] for name in self.columns], axis=-1)
+
+    def percentile(self, percent: int, columns: Columns) -> tuple[npt.NDArray[np.bool_], Values]:
+        """The lower edge of the bin in which a percentile (the nearest rank) lies, as a power of two.
+
+        Returns:
+            Whether a row has anything, and the edges.
+        """
+        counts = self.counts(columns)
+        total = counts.sum(-1)
+        rank = np.maximum(np.ceil(percent * total / 100), 1)
+        index = (np.cumsum(counts, -1) >= rank[:, None]).argmax(-1)
+        return total > 0, self.edges[index]
+
+
+EXPONENTS = Bins(-127, 1, 256)
+"""Of :mod:`te_precision_callbacks.engine.kernels.columns`, where the first bin has the subnormal numbers."""
+
+SCALES = Bins(-127, 8, 8 * 255)
+"""From E8M0's smallest number to float32's largest: powers of two, as E8M0, are at lower edges, hence exact."""
+
+RANGES = Bins(0, 8, 8 * 64 + 1)
+"""No format of one byte holds 64 powers of two; a block with more counts in the last bin."""
+
+PERCENTILES = (1, 10, 50, 90, 99)
 
 
 @dataclass(frozen=True)
@@ -67,7 +132,8 @@ class Statistic:
         merge: how micro-batches and ranks are merged.
         unit: of the value.
         upstream: whether Transformer Engine 2.20 has it.
-        value: the value, from merged columns. None for a vector, which is the columns themselves.
+        value: the value, from merged columns. None for a histogram, which is the columns of its bins.
+        bins: of a histogram.
     """
 
     name: str
@@ -77,6 +143,7 @@ class Statistic:
     unit: str
     upstream: bool
     value: Callable[[Columns], Values] | None
+    bins: Bins | None = None
 
 
 def _or_zero(condition: npt.NDArray[np.bool_], values: Values) -> Values:
@@ -122,7 +189,41 @@ def _sqnr(columns: Columns) -> Values:
     return np.where(error == 0, np.inf, np.where(np.isnan(error), np.nan, decibels))
 
 
+def _least_scale(columns: Columns) -> Values:
+    return _or_zero(np.isfinite(columns["scale_max"]), -columns["negated_scale_min"])
+
+
+def _largest_scale(columns: Columns) -> Values:
+    return _or_zero(np.isfinite(columns["scale_max"]), columns["scale_max"])
+
+
+def _scale_percentile(percent: int) -> Callable[[Columns], Values]:
+    def value(columns: Columns) -> Values:
+        # The extremes are known exactly; the lower edge of a bin may be below the least.
+        found, edge = SCALES.percentile(percent, columns)
+        return _or_zero(found, np.clip(np.exp2(edge), _least_scale(columns), _largest_scale(columns)))
+
+    return value
+
+
+def _least_range(columns: Columns) -> Values:
+    return _or_zero(np.isfinite(columns["range_max"]), -columns["negated_range_min"])
+
+
+def _largest_range(columns: Columns) -> Values:
+    return _or_zero(np.isfinite(columns["range_max"]), columns["range_max"])
+
+
+def _range_percentile(percent: int) -> Callable[[Columns], Values]:
+    def value(columns: Columns) -> Values:
+        found, edge = RANGES.percentile(percent, columns)
+        return _or_zero(found, np.clip(edge, _least_range(columns), _largest_range(columns)))
+
+    return value
+
+
 _ADD, _EXTREME = "counts and sums added", "the extreme of all"
+_BINNED = "the counts of bins added"
 
 
 def _statistics() -> Iterable[Statistic]:
@@ -177,6 +278,7 @@ def _statistics() -> Iterable[Statistic]:
         count,
         False,
         None,
+        EXPONENTS,
     )
 
     def share(column: str) -> Callable[[Columns], Values]:
@@ -190,20 +292,8 @@ def _statistics() -> Iterable[Statistic]:
     yield quantized(
         "sqnr_db", "10 * log10(sum(x^2) / sum((x - y)^2)); inf where y equals x", "dB", _sqnr, upstream=False
     )
-    yield scales(
-        "scale_inv_min",
-        "smallest factor",
-        _EXTREME,
-        lambda c: _or_zero(c["scales"] > 0, -c["negated_scale_min"]),
-        True,
-    )
-    yield scales(
-        "scale_inv_max",
-        "largest factor",
-        _EXTREME,
-        lambda c: _or_zero(c["scales"] > 0, c["scale_max"]),
-        True,
-    )
+    yield scales("scale_inv_min", "smallest factor", _EXTREME, _least_scale, True)
+    yield scales("scale_inv_max", "largest factor", _EXTREME, _largest_scale, True)
     yield scales(
         "scale_inv_std",
         "sample standard deviation of the factors",
@@ -211,6 +301,94 @@ def _statistics() -> Iterable[Statistic]:
         lambda c: _spread(c["scale_sum"], c["scale_square_sum"], c["scales"]),
         False,
     )
+    yield from _of_blocks()
+
+
+def _of_blocks() -> Iterable[Statistic]:
+    """The statistics of recipes with a scale for each block."""
+    powers = "powers of two"
+    for percent in PERCENTILES:
+        yield Statistic(
+            f"scale_inv_p{percent}",
+            Of.SCALE_BINS,
+            f"the factor that {percent} % of them do not exceed, rounded down to 2^(k / 8)",
+            _BINNED,
+            "of the tensor",
+            False,
+            _scale_percentile(percent),
+        )
+    yield Statistic(
+        "scale_inv_histogram",
+        Of.SCALE_BINS,
+        "for each i from 0 to 2039 the number of factors from 2^(-127 + i / 8) to below 2^(-127 + (i + 1) / 8); i = 0"
+        " has the smaller ones too",
+        _BINNED,
+        "blocks",
+        False,
+        None,
+        SCALES,
+    )
+    for name, where, column in (
+        ("saturated_scales%", "scale is at a limit of its format", "saturated"),
+        ("flushed_scales%", "scale is at the lower limit of its format", "flushed"),
+    ):
+        formula = f"100 * (number of blocks with an x != 0 whose {where}) / blocks"
+        yield Statistic(name, Of.SCALE_LIMITS, formula, _ADD, "%", False, _share_of_blocks(column))
+    for name, what in (("underflow", "an x != 0 with y = 0"), ("overflow", "an |x| > largest code * its factor")):
+        yield Statistic(
+            f"{name}_blocks%",
+            Of.LOSSES,
+            f"100 * (number of blocks with {what}) / blocks",
+            _ADD,
+            "%",
+            False,
+            _share_of_blocks(f"{name}_blocks"),
+        )
+    yield Statistic(
+        "block_underflows%_max",
+        Of.LOSSES,
+        "`underflows%` of the block that has most",
+        _EXTREME,
+        "%",
+        False,
+        lambda c: 100 * np.maximum(c["underflow_share"], 0.0),
+    )
+    ranges = "log2(max(|x|)) - log2(min(|x|) over x != 0) of a block"
+    yield Statistic("block_dynamic_range_min", Of.RANGES, f"smallest {ranges}", _EXTREME, powers, False, _least_range)
+    yield Statistic("block_dynamic_range_max", Of.RANGES, f"largest {ranges}", _EXTREME, powers, False, _largest_range)
+    yield Statistic(
+        "block_dynamic_range_mean",
+        Of.RANGES,
+        f"mean {ranges}",
+        _ADD,
+        powers,
+        False,
+        lambda c: _ratio(c["range_sum"], c["ranges"]),
+    )
+    for percent in PERCENTILES:
+        yield Statistic(
+            f"block_dynamic_range_p{percent}",
+            Of.RANGE_BINS,
+            f"the range that {percent} % of the blocks do not exceed, rounded down to k / 8, above 64 to 64",
+            _BINNED,
+            powers,
+            False,
+            _range_percentile(percent),
+        )
+    yield Statistic(
+        "block_dynamic_range_histogram",
+        Of.RANGE_BINS,
+        "for each i from 0 to 512 the number of blocks from i / 8 to below (i + 1) / 8; i = 512 has the larger ones",
+        _BINNED,
+        "blocks",
+        False,
+        None,
+        RANGES,
+    )
+
+
+def _share_of_blocks(column: str) -> Callable[[Columns], Values]:
+    return lambda c: 100 * _ratio(c[column], c["blocks"])
 
 
 STATISTICS: Mapping[str, Statistic] = {statistic.name: statistic for statistic in _statistics()}
@@ -218,8 +396,28 @@ STATISTICS: Mapping[str, Statistic] = {statistic.name: statistic for statistic i
 TENSOR_STATISTICS = tuple(name for name, s in STATISTICS.items() if s.of in (Of.TENSOR, Of.EXPONENTS))
 """What LogTensorStats takes as a plain name."""
 
-QUANTIZED_STATISTICS = tuple(name for name, s in STATISTICS.items() if s.of in (Of.QUANTIZED, Of.SCALES))
+QUANTIZED_STATISTICS = tuple(
+    name for name, s in STATISTICS.items() if s.of in (Of.QUANTIZED, Of.SCALES) or s.of in OF_BLOCKS
+)
 """What LogFp8TensorStats and LogNvfp4TensorStats take, with a recipe before and ``_columnwise`` after it or not."""
+
+BLOCK_STATISTICS = tuple(name for name, s in STATISTICS.items() if s.of in OF_BLOCKS)
+"""Those of them that recipes with one scale for a tensor have not."""
+
+_BINS = {name: s.bins for name, s in STATISTICS.items() if s.bins is not None}
+
+
+def histogram_bins(label: str) -> Bins:
+    """The bins of a histogram, from its name in logs, such as ``mxfp8_scale_inv_histogram_columnwise``.
+
+    Raises:
+        UnknownStatisticError: it is not the name of a histogram.
+    """
+    found = (bins for name, bins in _BINS.items() if label.removesuffix(_COLUMNWISE).endswith(name))
+    bins = next(found, None)
+    if bins is None:
+        raise UnknownStatisticError(f"there is no histogram {label!r}")
+    return bins
 
 
 @dataclass(frozen=True)
@@ -322,6 +520,8 @@ def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Reques
         recipe = _ALIASES.get(prefix, prefix)
     if name not in QUANTIZED_STATISTICS:
         raise UnknownStatisticError(f"there is no statistic {name!r} of a quantized tensor")
+    if STATISTICS[name].of in OF_BLOCKS and recipe in _PER_TENSOR:
+        raise UnknownStatisticError(f"{entry!r}: {no_blocks(recipe)}")
     if columnwise and recipe in _PER_TENSOR:
         raise UnknownStatisticError(
             f"{entry!r}: {recipe} has one scale for the whole tensor, so its columnwise data are its rowwise data;"
@@ -329,6 +529,14 @@ def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Reques
         )
     label = entry if prefix is not None or not recipe else f"{recipe}_{entry}"
     return Request(label, STATISTICS[name], recipe, columnwise)
+
+
+def no_blocks(recipe: str) -> str:
+    """Why a recipe that scales per tensor has no statistics of blocks, and what has."""
+    return (
+        f"{recipe} has one scale for the whole tensor, and no blocks; 'scale_inv_max' and 'underflows%' are there for"
+        " it, and 'mxfp8_', 'fp8_block_scaling_' or 'nvfp4_' in front of the name asks what blocks would give"
+    )
 
 
 def table() -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-LOWEST_EXPONENT = -127.0
-"""The exponent of a histogram's first bin, see ``exponents`` in docs/statistics.md; each further bin is one higher."""
+from typing_extensions import Self
+
+from te_precision_callbacks.engine.statistics import EXPONENTS, Bins
 
 ValueT = TypeVar("ValueT")
 
@@ -16,34 +17,69 @@ def names_for_mlflow(metrics: Mapping[str, ValueT]) -> dict[str, ValueT]:
     return {name.replace("%", "_pct"): value for name, value in metrics.items()}
 
 
+_MOST_WANDB_BINS = 512
+"""What wandb.Histogram takes."""
+
+
+class Histogram(tuple[float, ...]):
+    """The counts of a histogram, and over what they are: powers of two.
+
+    Attributes:
+        bins: where each count stands.
+    """
+
+    bins: Bins
+
+    def __new__(cls, counts: Iterable[float], bins: Bins) -> Self:
+        """Put them together; there are as many counts as bins."""
+        made = super().__new__(cls, counts)
+        made.bins = bins
+        return made
+
+
+def _filled(counts: Sequence[float], most: int | None = None) -> tuple[list[float], list[float]]:
+    """The counts from the first bin that has one to the last, and the edges of these bins, one more.
+
+    Args:
+        counts: a :class:`Histogram`; without bins of its own that of exponents.
+        most: neighbours are put together until there are no more than this.
+    """
+    edges = (counts.bins if isinstance(counts, Histogram) else EXPONENTS).edges.tolist()
+    places = [place for place, count in enumerate(counts) if count] or [0]
+    first, end = places[0], places[-1] + 1
+    together = 1 if most is None else -(-(end - first) // most)
+    starts = range(first, end, together)
+    sums = [float(sum(counts[start : min(start + together, end)])) for start in starts]
+    return sums, [*(edges[start] for start in starts), edges[end]]
+
+
 def add_to_tensorboard(writer: Any, name: str, counts: Sequence[float], step: int) -> None:
-    """Log an exponent histogram: over the exponents, not over the values.
+    """Log a histogram: over powers of two, not over the values.
 
     Args:
         writer: a ``torch.utils.tensorboard.SummaryWriter``, or one of tensorboardX.
         name: the name of the metric.
-        counts: elements for each exponent, from :data:`LOWEST_EXPONENT` up.
+        counts: a :class:`Histogram`, or the counts of exponents.
         step: the logging step.
     """
-    exponents = [index + LOWEST_EXPONENT for index in range(len(counts))]
-    filled = [exponent for exponent, count in zip(exponents, counts, strict=True) if count] or [0.0]
+    filled, edges = _filled(counts)
     writer.add_histogram_raw(
         name,
-        min=min(filled),
-        max=max(filled) + 1,
-        num=sum(counts),
-        sum=sum(exponent * count for exponent, count in zip(exponents, counts, strict=True)),
-        sum_squares=sum(exponent**2 * count for exponent, count in zip(exponents, counts, strict=True)),
-        bucket_limits=[exponent + 1 for exponent in exponents],
-        bucket_counts=list(counts),
+        min=edges[0],
+        max=edges[-1],
+        num=sum(filled),
+        sum=sum(edge * count for edge, count in zip(edges[:-1], filled, strict=True)),
+        sum_squares=sum(edge**2 * count for edge, count in zip(edges[:-1], filled, strict=True)),
+        bucket_limits=edges[1:],
+        bucket_counts=filled,
         global_step=step,
     )
 
 
 def wandb_histogram(counts: Sequence[float]) -> Any:
-    """An exponent histogram as a ``wandb.Histogram``."""
+    """A :class:`Histogram`, or the counts of exponents, as a ``wandb.Histogram`` over powers of two."""
     import numpy
     import wandb
 
-    edges = LOWEST_EXPONENT + numpy.arange(len(counts) + 1)
-    return wandb.Histogram(np_histogram=(numpy.asarray(counts), edges))
+    filled, edges = _filled(counts, _MOST_WANDB_BINS)
+    return wandb.Histogram(np_histogram=(numpy.array(filled), numpy.array(edges)))

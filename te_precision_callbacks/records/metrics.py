@@ -16,7 +16,9 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 
+from te_precision_callbacks.engine.statistics import histogram_bins
 from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.records.loggers import Histogram
 from te_precision_callbacks.records.model import Row, StepRecords
 
 logger = logging.getLogger(__name__)
@@ -84,10 +86,12 @@ class MetricSelection:
             )
         return self._worst(named)
 
-    def histograms(self, records: StepRecords) -> dict[str, tuple[float, ...]]:
-        """The exponent histograms of a step that go to the loggers: name -> counts."""
+    def histograms(self, records: StepRecords) -> dict[str, Histogram]:
+        """The histograms of a step that go to the loggers: name -> counts with their bins."""
         named = {
-            metric_name(self._prefix, Row(layer, tensor, None, statistic, 0.0)): counts
+            metric_name(self._prefix, Row(layer, tensor, None, statistic, 0.0)): Histogram(
+                counts, histogram_bins(statistic)
+            )
             for (layer, tensor, statistic), counts in records.vectors.items()
         }
         return {name: counts for name, counts in named.items() if self._wanted is None or self._wanted(name)}

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks.engine.engine import StatisticsEngine, Watched
-from te_precision_callbacks.engine.statistics import tensor_request
+from te_precision_callbacks.engine.statistics import BLOCK_STATISTICS, quantized_request, tensor_request
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import Keeper, feature
 
@@ -486,6 +486,37 @@ def rows_that_differ(folder: Path) -> list[dict[str, Any]]:
         measured = engine.flush(reduce=True)
         found.append({f"{m.layer} {m.tensor} {m.statistic}": m.value for m in measured})
     return found
+
+
+BLOCK_RECIPES = ("mxfp8", "nvfp4")
+
+
+def of_ranks(rank: int, step: int) -> list[torch.Tensor]:
+    """The micro-batches of a rank: of many magnitudes, and rank 1 has a block of zeros."""
+    found = [normal(100 * step + 10 * rank + number, 8, 64) for number in range(2)]
+    found = [x * torch.exp(6 * normal(200 + number, 8, 64)) for number, x in enumerate(found)]
+    found[0][:rank, :32] = 0
+    return found
+
+
+@case(2)
+def blocks(folder: Path) -> list[dict[str, Any]]:
+    """All statistics of blocks, of an activation that ranks have parts of and of a weight that they have alike."""
+    engine = StatisticsEngine()
+    requests = [quantized_request(f"{recipe}_{name}") for recipe in BLOCK_RECIPES for name in BLOCK_STATISTICS]
+    found: list[dict[str, Any]] = []
+    for step in range(3):
+        with Counted() as inside:
+            for values in of_ranks(dist.get_rank(), step):
+                engine.note(Watched("a", "activation", step, values), requests)
+                engine.measure()
+            engine.note(Watched("a", "weight", step, normal(step, 48, 32)), requests)
+            engine.measure()
+        with Counted() as at_end:
+            measured = engine.flush(reduce=True)
+        found.append({f"{m.tensor} {m.statistic}": m.value for m in measured})
+    costs = {"inside": [inside.kinds, dict(inside.waits)], "at the end": [at_end.kinds, dict(at_end.waits)]}
+    return [*found, costs]
 
 
 @case(2)

@@ -192,15 +192,6 @@ def test_codes_of_another_layout(measure: Measure) -> None:
     exact.assert_same(measure(values.t().contiguous().t(), codes, scale_inv.reshape(()), e5m2=True), expected)
 
 
-def test_a_quantized_tensor_that_is_compared_in_pieces() -> None:
-    values = normal(3, 70_001)
-    codes, scale_inv = quantized(values, 0.004)
-    decoded = codes.view(torch.float8_e4m3fn).float() * scale_inv
-    found = eager.compare(values, decoded, 448 * scale_inv)
-    expected = exact.comparison(exact.as_array(values), exact.as_array(decoded), float(448 * scale_inv))
-    exact.assert_same(dict(zip(kernels.COMPARISON_SUMS, found.tolist(), strict=True)), expected)
-
-
 # --- when nothing can be compiled -------------------------------------------------------------------------------------
 
 

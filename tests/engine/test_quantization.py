@@ -6,10 +6,10 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,26 +21,26 @@ from te_precision_callbacks.engine.engine import StatisticsEngine, Watched
 from te_precision_callbacks.engine.kernels import compiled
 from te_precision_callbacks.engine.quantization import (
     SIMULATED,
-    Expanded,
+    InBlocks,
     PerTensor,
     QuantizationError,
     is_e5m2,
     is_quantized,
     read,
     recipe_of,
+    round_blocks,
     round_to_mxfp8,
     scale_columns,
     simulate,
 )
-from te_precision_callbacks.engine.statistics import QUANTIZED_STATISTICS, quantized_request
+from te_precision_callbacks.engine.statistics import BLOCK_STATISTICS, QUANTIZED_STATISTICS, Of, quantized_request
 from te_precision_callbacks.formats import E2M1, E4M3, E5M2, FloatFormat
 from tests.engine import exact
+from tests.engine.recipes import BLOCKS, FLOAT32_MAX, FP4, FP8, Codes, Format, Quantized, quantize
 
 INF, NAN = math.inf, math.nan
 COMPILED_FROM = compiled.SMALLEST
-FLOAT32_MAX = np.finfo(np.float32).max
-Matrix = npt.NDArray[np.float32]
-Codes = npt.NDArray[np.uint8]
+RECIPES = list(BLOCKS)
 
 
 @pytest.fixture(autouse=True)
@@ -53,128 +53,20 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-# --- the recipes in numpy ---------------------------------------------------------------------------------------------
+# --- simulated recipes ------------------------------------------------------------------------------------------------
 
 
-class Format(NamedTuple):
-    """A format by its definition: its numbers from 0 on, whose places are their codes."""
-
-    table: npt.NDArray[np.float64]
-    sign: int
-
-    @classmethod
-    def of(cls, exponent_bits: int, mantissa_bits: int, largest: float) -> Format:
-        bias, fractions = 2 ** (exponent_bits - 1) - 1, np.arange(2**mantissa_bits) / 2**mantissa_bits
-        normal = [(1 + fractions) * 2.0 ** (exponent - bias) for exponent in range(1, 2**exponent_bits)]
-        table = np.concatenate([fractions * 2.0 ** (1 - bias), *normal])
-        return cls(table[table <= largest], 2 ** (exponent_bits + mantissa_bits))
-
-    @property
-    def largest(self) -> np.float32:
-        return np.float32(self.table[-1])
-
-    def codes(self, x: Matrix) -> Codes:
-        """Of the nearest numbers: of two at the same distance the one with the even code."""
-        middles = (self.table[1:] + self.table[:-1]) / 2
-        magnitude = np.abs(x.astype(np.float64))
-        code = np.searchsorted(middles, magnitude)  # of the lower number, where it lies in the middle of two
-        tie = np.append(middles, NAN)[code] == magnitude
-        return (code + (tie & (code % 2 == 1)) + self.sign * np.signbit(x)).astype(np.uint8)
-
-    def numbers(self, codes: Codes) -> Matrix:
-        return np.concatenate([self.table, np.zeros(self.sign - len(self.table)), -self.table])[codes].astype(
-            np.float32
-        )
-
-
-FP8 = {False: Format.of(4, 3, 448), True: Format.of(5, 2, 57344)}  # e5m2?
-FP4 = Format.of(2, 1, 6)
-BLOCKS = {  # recipe -> block of a tensor, of a weight
-    "fp8_current_scaling": (None, None),
-    "mxfp8": ((1, 32), (1, 32)),
-    "fp8_block_scaling": ((1, 128), (128, 128)),
-    "nvfp4": ((1, 16), (16, 16)),
-}
-RECIPES = list(BLOCKS)
-
-
-class Block(NamedTuple):
-    """A block: where it lies, its codes, and how its scale is stored; a quantized value is its number times factor."""
-
-    where: tuple[slice, slice]
-    codes: Codes
-    stored_scale: int | np.float32
-    factor: np.float32
-
-
-class Quantized(NamedTuple):
-    """A matrix, quantized by numpy."""
-
-    number_format: Format
-    blocks: list[Block]
-    shape: tuple[int, int]
-    tensor_amax: np.float32
-
-    def over(self, of_block: Sequence[Any], dtype: Any = np.float32) -> npt.NDArray[Any]:
-        """A matrix from something of each block."""
-        matrix = np.empty(self.shape, dtype)
-        for block, value in zip(self.blocks, of_block, strict=True):
-            matrix[block.where] = value
-        return matrix
-
-    @property
-    def values(self) -> Matrix:
-        return self.over([self.number_format.numbers(block.codes) * block.factor for block in self.blocks])
-
-    @property
-    def codes(self) -> Codes:
-        return self.over([block.codes for block in self.blocks], np.uint8)
-
-    @property
-    def limits(self) -> Matrix:
-        with np.errstate(over="ignore"):
-            limits = [block.factor * self.number_format.largest if block.factor else INF for block in self.blocks]
-        return self.over(limits)
-
-
-@np.errstate(over="ignore", divide="ignore")
-def quantize(
-    recipe: str, x: Matrix, *, e5m2: bool = False, weight: bool = False, columnwise: bool = False
-) -> Quantized:
-    """As the recipe is defined; inf and nan become 0 and do not count."""
-    x = np.where(np.isfinite(x), x, np.float32(0))
-    number_format = FP4 if recipe == "nvfp4" else FP8[e5m2]
-    size = BLOCKS[recipe][weight] or x.shape
-    height, width = size[::-1] if columnwise and BLOCKS[recipe][0] else size
-    tensor_amax = np.abs(x).max(initial=np.float32(0))
-    blocks = []
-    for top in range(0, x.shape[0], height):
-        for left in range(0, x.shape[1], width):
-            where = slice(top, top + height), slice(left, left + width)
-            multiplier, stored, factor = scale_of(recipe, np.abs(x[where]).max(), tensor_amax, number_format.largest)
-            blocks.append(Block(where, number_format.codes(x[where] * multiplier), stored, factor))
-    return Quantized(number_format, blocks, (x.shape[0], x.shape[1]), tensor_amax)
-
-
-def scale_of(
-    recipe: str, amax: np.float32, tensor_amax: np.float32, largest: np.float32
-) -> tuple[np.float32, Any, np.float32]:
-    """What elements are multiplied by, how the scale is stored, and what codes are multiplied by."""
-    one = np.float32(1)
-    if recipe == "nvfp4":  # the scale of a block is E4M3, in units of a factor of the whole tensor
-        encode = min(np.float32(448 * 6) / tensor_amax, FLOAT32_MAX) if tensor_amax else one
-        stored = FP8[False].codes(np.array([amax * (encode * (one / np.float32(6)))]))
-        scale = FP8[False].numbers(stored)[0]
-        multiplier = min(one / (scale * (one / encode)), FLOAT32_MAX)
-        return multiplier, stored[0], scale * (tensor_amax * np.float32(1 / (448 * 6)))
-    if recipe == "mxfp8":  # the smallest power of two by which no element overflows; 2^-127 is E8M0's smallest
-        mantissa, exponent = math.frexp(float(amax) / float(largest))
-        exponent = max(exponent - (mantissa == 0.5), -127) if amax else -127
-        return np.float32(2.0**-exponent), exponent + 127, np.float32(2.0**exponent)
-    scale = min(largest / amax, FLOAT32_MAX) if amax else one
-    if recipe == "fp8_block_scaling":  # the largest power of two
-        scale = np.float32(2.0 ** (math.frexp(scale)[1] - 1))
-    return scale, one / scale, one / scale
+def simulated(recipe: str, x: torch.Tensor, **options: bool) -> tuple[list[float], list[float], list[float]]:
+    """COMPARISON_SUMS, SCALE_SUMS and SCALE_MAXIMA of what simulate() makes of a tensor with elements."""
+    amax = kernels.measure(x)[1][:2].amax()
+    options = {"e5m2": False, "weight": False, "columnwise": False, **options}
+    found = simulate(recipe, x, amax, {Of.QUANTIZED, Of.SCALES}, **options)
+    (compared, _), (sums, maxima) = found[Of.QUANTIZED], found[Of.SCALES]
+    assert compared is not None
+    assert sums is not None
+    assert maxima is not None
+    assert {compared.dtype, sums.dtype, maxima.dtype} == {torch.float64}
+    return compared.tolist(), sums.tolist(), maxima.tolist()
 
 
 def assert_simulated(recipe: str, x: torch.Tensor, **options: bool) -> dict[str, Any]:
@@ -185,13 +77,12 @@ def assert_simulated(recipe: str, x: torch.Tensor, **options: bool) -> dict[str,
     flat = [array.astype(np.float64).reshape(-1) for array in (matrix, quantized.values, quantized.limits)]
     expected = exact.comparison(*flat)
     scales = np.array([block.factor for block in quantized.blocks], np.float64)
-    scales = scales[scales > 0]
+    scales = scales[(scales > 0) & np.isfinite(scales)]
 
-    amax = kernels.measure(x)[1][:2].amax()
-    compared, sums, maxima = simulate(recipe, x, amax, e5m2=e5m2, weight=weight, columnwise=columnwise)
-    exact.assert_same(dict(zip(kernels.COMPARISON_SUMS, compared.tolist(), strict=True)), expected)
-    assert sums.tolist() == pytest.approx([len(scales), math.fsum(scales), math.fsum(scales**2)], rel=1e-13)
-    assert maxima.tolist() == [scales.max(initial=-INF), (-scales).max(initial=-INF)]
+    compared, sums, maxima = simulated(recipe, x, **options)
+    exact.assert_same(dict(zip(kernels.COMPARISON_SUMS, compared, strict=True)), expected)
+    assert sums == pytest.approx([len(scales), math.fsum(scales), math.fsum(scales**2)], rel=1e-13)
+    assert maxima == [scales.max(initial=-INF), (-scales).max(initial=-INF)]
     return expected
 
 
@@ -252,8 +143,10 @@ def test_simulated_recipes_compiled(recipe: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_nothing_is_simulated(recipe: str) -> None:
     for x in (torch.empty(0), torch.empty(4, 0), torch.empty(0, 64)):
-        compared, _, _ = simulate(recipe, x, torch.tensor(-INF), e5m2=False, weight=False, columnwise=True)
-        assert compared.tolist() == [0.0] * 5
+        wanted = set(Of) - {Of.TENSOR, Of.EXPONENTS, Of.BLOCKS}
+        if SIMULATED[recipe].block is None:
+            wanted = {Of.QUANTIZED, Of.SCALES}
+        assert simulate(recipe, x, torch.tensor(-INF), wanted, e5m2=False, weight=False, columnwise=True) == {}
 
 
 def test_a_block_whose_scale_underflows_is_lost_below_not_above() -> None:
@@ -266,7 +159,7 @@ def test_a_block_whose_scale_underflows_is_lost_below_not_above() -> None:
 
 def test_delayed_scaling_is_not_simulated() -> None:
     with pytest.raises(QuantizationError, match="its scale comes from the amaxes of earlier steps"):
-        simulate("fp8_delayed_scaling", torch.ones(3), torch.ones(1), e5m2=False, weight=False, columnwise=False)
+        simulated("fp8_delayed_scaling", torch.ones(3))
 
 
 @pytest.mark.parametrize("exponent", [-140, -127, -60, 0, 17, 118])
@@ -274,8 +167,8 @@ def test_the_scale_of_mxfp8_at_a_power_of_two(exponent: int) -> None:
     """amax = 448 * 2^e still has the scale 2^e; the next number above may have it, as upstream's product rounds."""
     amax = torch.tensor([448.0 * 2.0**exponent])
     for x, scales in ((amax, [exponent]), (torch.nextafter(amax, torch.tensor(INF)), [exponent, exponent + 1])):
-        _, _, maxima = simulate("mxfp8", x, x, e5m2=False, weight=False, columnwise=False)
-        assert maxima[0].item() in [2.0 ** max(scale, -127) for scale in scales]
+        _, _, maxima = simulated("mxfp8", x)
+        assert maxima[0] in [2.0 ** max(scale, -127) for scale in scales]
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (32, 160), (48, 16)])
@@ -291,16 +184,14 @@ def test_nvfp4_is_that_of_transformer_engines_reference(
         x = (normal(*shape, seed=seed) * torch.exp(2 * normal(*shape, seed=seed + 9))).bfloat16()
         result = NVFP4QuantizerRef(dtype=Fp4Formats.E2M1, quant_tile_shape=tile).quantize(x)
         data, scale = (result.data_t, result.scale_t) if columnwise else (result.data, result.scale)
-        factors = scale.float() * (result.global_amax_row * np.float32(1 / 2688))
+        factors = scale.float() * result.global_amax_row * np.float32(1 / 2688)
         values = cast_from_fp4x2(data, torch.float32) * factors.repeat_interleave(16, 1)
         values = values.t() if columnwise else values
         limits = factors.repeat_interleave(16, 1).t() * 6 if columnwise else factors.repeat_interleave(16, 1) * 6
         expected = exact.comparison(*(exact.as_array(tensor) for tensor in (x, values, limits)))
-        compared, _, maxima = simulate(
-            "nvfp4", x, x.abs().max(), e5m2=False, weight=tile == (16, 16), columnwise=columnwise
-        )
-        exact.assert_same(dict(zip(kernels.COMPARISON_SUMS, compared.tolist(), strict=True)), expected)
-        assert maxima.tolist() == [factors.max().item(), -factors.min().item()]
+        compared, _, maxima = simulated("nvfp4", x, weight=tile == (16, 16), columnwise=columnwise)
+        exact.assert_same(dict(zip(kernels.COMPARISON_SUMS, compared, strict=True)), expected)
+        assert maxima == [factors.max().item(), -factors.min().item()]
 
 
 @pytest.fixture
@@ -335,12 +226,10 @@ def test_fp8_blocks_are_those_of_transformer_engines_reference(
             values, limits = codes.float() * spread, spread * largest
             pair = (values.t(), limits.t()) if columnwise else (values, limits)
             expected = exact.comparison(*(exact.as_array(tensor) for tensor in (x, *pair)))
-            compared, sums, _ = simulate(
-                "fp8_block_scaling", x, x.abs().max(), e5m2=e5m2, weight=weight, columnwise=columnwise
-            )
-            exact.assert_same(dict(zip(kernels.COMPARISON_SUMS, compared.tolist(), strict=True)), expected)
+            compared, sums, _ = simulated("fp8_block_scaling", x, e5m2=e5m2, weight=weight, columnwise=columnwise)
+            exact.assert_same(dict(zip(kernels.COMPARISON_SUMS, compared, strict=True)), expected)
             factors = exact.as_array(scales)
-            assert sums.tolist() == pytest.approx([len(factors), factors.sum(), (factors**2).sum()], rel=1e-13)
+            assert sums == pytest.approx([len(factors), factors.sum(), (factors**2).sum()], rel=1e-13)
 
 
 def test_a_layer_in_high_precision_is_told_what_recipes_would_give() -> None:
@@ -471,11 +360,14 @@ def test_statistics_of_real_quantized_tensors(recipe: str, scale: float, e5m2: b
         assert found["mse"] == pytest.approx(upstream(x, real, ["mse"])["mse"], rel=1e-6)
 
 
+OF_ANY_RECIPE = [name for name in QUANTIZED_STATISTICS if name not in BLOCK_STATISTICS]
+
+
 def statistics_of(x: torch.Tensor, quantized: Any, of_quantizer: Any) -> dict[str, Any]:
-    """All statistics of the layer's own recipe, through the engine."""
+    """Statistics of the layer's own recipe, through the engine: those that every recipe has."""
     engine = StatisticsEngine()
     watched = Watched("layer", "activation", 0, x, rowwise=quantized, columnwise=quantized, quantizer=of_quantizer)
-    engine.note(watched, [quantized_request(name) for name in QUANTIZED_STATISTICS])
+    engine.note(watched, [quantized_request(name) for name in OF_ANY_RECIPE])
     engine.measure()
     return {found.statistic: found.value for found in engine.flush(reduce=False)}
 
@@ -493,16 +385,15 @@ def test_simulated_current_scaling_is_the_real_one_bit_for_bit(dtype: torch.dtyp
     for seed in range(10):
         x = (normal(16, 48, seed=seed) * 10.0 ** (seed - 5)).to(dtype)
         real = quantizer("fp8_current_scaling", e5m2=e5m2)(x)
-        y, scale_inv = SIMULATED["fp8_current_scaling"].quantize(
-            x.float(), torch.ones(1), x.float().abs().max(), E5M2 if e5m2 else E4M3
-        )
-        assert scale_inv.item() == real._scale_inv.item()
-        assert torch.equal(y, real.dequantize(dtype=torch.float32))
+        number_format = E5M2 if e5m2 else E4M3
+        would_be = round_blocks("fp8_current_scaling", x, x.float().abs().max(), number_format)
+        assert would_be.factors.item() == real._scale_inv.item()
+        assert torch.equal(would_be.values, real.dequantize(dtype=torch.float32))
         own = read(real, columnwise=False)
         assert isinstance(own, PerTensor)
         sums, _ = kernels.measure(x, own.codes, own.scale_inv, e5m2=e5m2)
-        would, _, _ = simulate("fp8_current_scaling", x, x.abs().max(), e5m2=e5m2, weight=False, columnwise=False)
-        assert would.tolist() == pytest.approx(sums[len(kernels.MOMENT_SUMS) :].tolist(), rel=1e-14)
+        would, _, _ = simulated("fp8_current_scaling", x, e5m2=e5m2)
+        assert would == pytest.approx(sums[len(kernels.MOMENT_SUMS) :].tolist(), rel=1e-14)
 
 
 def test_a_tensor_that_has_only_its_transpose() -> None:
@@ -574,11 +465,19 @@ def scales_of(quantized: Quantized, height: int, width: int, dtype: Any) -> npt.
 
 def assert_reads(storage: Any, columnwise: bool, quantized: Quantized) -> None:
     found = read(storage, columnwise=columnwise)
-    assert isinstance(found, Expanded)
-    assert torch.equal(found.values.reshape(quantized.shape), torch.from_numpy(quantized.values))
-    assert torch.equal(found.limit.reshape(quantized.shape), torch.from_numpy(quantized.limits))
+    assert isinstance(found, InBlocks)
+    assert torch.equal(found.part.dequantized().reshape(quantized.shape), torch.from_numpy(quantized.values))
     expected = torch.tensor([block.factor for block in quantized.blocks])
-    assert torch.equal(found.scales.reshape(-1).unique(), expected.unique())
+    assert torch.equal(found.part.factors().reshape(-1).unique(), expected.unique())
+    # Beside a tensor in which everything can happen.
+    x = torch.from_numpy(quantized.values).reshape(found.part.shape) * torch.exp(normal(*found.part.shape, seed=3))
+    x.view(-1)[::7] = 0
+    x.view(-1)[1::97] = NAN
+    compared, _ = found.columns(x, {Of.QUANTIZED})[Of.QUANTIZED]
+    assert compared is not None
+    pair = (array.astype(np.float64).reshape(-1) for array in (quantized.values, quantized.limits))
+    expected_columns = exact.comparison(exact.as_array(x), *pair)
+    exact.assert_same(dict(zip(kernels.COMPARISON_SUMS, compared.tolist(), strict=True)), expected_columns)
 
 
 def fp8_dtype(e5m2: bool) -> Any:
@@ -683,8 +582,6 @@ def test_nvfp4_storage(shape: tuple[int, ...], weight: bool) -> None:
 
     assert_reads(storage(), False, rowwise)
     assert_reads(storage(), True, columnwise)
-    with pytest.raises(QuantizationError, match="laid out for a GEMM"):
-        read(storage(with_gemm_swizzled_scales=True), columnwise=False)
     rotated = storage()
     rotated._quantizer = type("Quantizer", (), {"with_rht": True})()
     assert_reads(rotated, False, rowwise)
@@ -726,6 +623,6 @@ def test_nvfp4_with_an_amax_for_each_row_and_another_largest_scale() -> None:
         row_scaled_nvfp4=True, nvfp4_use_4over6=True, nvfp4_e4m3_max=256,
     )  # fmt: skip
     found = read(storage, columnwise=False)
-    assert isinstance(found, Expanded)
-    torch.testing.assert_close(found.scales, torch.tensor([[1.0], [4.0]]))
-    torch.testing.assert_close(found.values, torch.tensor([[1.0, 6.0] * 8, [-4.0, 2.0] * 8]))
+    assert isinstance(found, InBlocks)
+    torch.testing.assert_close(found.part.factors(), torch.tensor([[1.0], [4.0]]))
+    torch.testing.assert_close(found.part.dequantized(), torch.tensor([[1.0, 6.0] * 8, [-4.0, 2.0] * 8]))

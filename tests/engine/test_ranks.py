@@ -38,6 +38,7 @@ from tests.engine.ranks_script import (
     steps,
     wide,
 )
+from tests.engine.recipes import Pair, by_block, quantize
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the ranks compute on CPUs, with the reference backend"
@@ -280,7 +281,33 @@ def test_rows_that_are_empty_or_due_on_one_rank_only(two: Ranks) -> None:
             assert {e - 127: count for e, count in enumerate(histogram) if count} == {0: 1, 1: 2, 2: 2, 3: 1}
 
 
+@pytest.mark.parametrize("recipe", ranks_script.BLOCK_RECIPES)
+@pytest.mark.parametrize("step", range(3))
+def test_blocks_of_all_ranks_are_put_together(two: Ranks, step: int, recipe: str) -> None:
+    weight = normal(step, 48, 32).numpy()
+    activations = [x.numpy() for rank in range(2) for x in ranks_script.of_ranks(rank, step)]
+    expected = {
+        "activation": by_block(recipe, [Pair(x, quantize(recipe, x)) for x in activations]),
+        "weight": by_block(recipe, [Pair(weight, quantize(recipe, weight, weight=True))]),
+    }
+    for rank in two:
+        for tensor, statistics in expected.items():
+            for name, value in statistics.items():
+                found = rank["blocks"][step][f"{tensor} {recipe}_{name}"]
+                if isinstance(value, dict):
+                    found = {place: count for place, count in enumerate(found) if count}
+                assert found == (value if isinstance(value, dict) else pytest.approx(value, rel=1e-12)), name
+
+
 # ---------------------------------------------------------------------- what it costs
+
+
+def test_statistics_of_blocks_cost_no_more_messages(two: Ranks) -> None:
+    for rank in two:
+        costs = rank["blocks"][-1]
+        waits = costs["inside"][1]
+        assert set(waits) <= {"bincount"}, "on a GPU the bins are counted without waiting"
+        assert costs["at the end"] == [{"allreduce": 2}, {"cpu": 1, "numpy": 1}]
 
 
 @pytest.mark.parametrize("tensors", [6, 504])

@@ -18,6 +18,7 @@ from te_precision_callbacks.engine.kernels.columns import (
     MOMENT_SUMS,
     NOTHING,
 )
+from te_precision_callbacks.engine.statistics import Bins
 from te_precision_callbacks.formats import E4M3, E5M2
 
 PIECE = 65_536
@@ -141,13 +142,32 @@ def exponents(values: torch.Tensor) -> torch.Tensor:
     bits = values.reshape(-1).to(torch.float32).view(torch.int32) & 0x7FFFFFFF
     counted = (bits > 0) & (bits < 0x7F800000)
     # What is not counted goes to one more bin, which is cut off.
-    bins = torch.where(counted, bits >> 23, EXPONENT_BINS)
-    counts = torch.zeros(EXPONENT_BINS + 1, dtype=torch.float64, device=values.device)
-    if values.device.type == "cpu":
-        counts += torch.bincount(bins, minlength=EXPONENT_BINS + 1)
+    return _counts(torch.where(counted, bits >> 23, EXPONENT_BINS), EXPONENT_BINS)
+
+
+def count_in_bins(powers: torch.Tensor, counted: torch.Tensor, bins: Bins) -> torch.Tensor:
+    """How many numbers lie in each bin.
+
+    Args:
+        powers: float64, 1-D: their logarithms to base 2.
+        counted: bool, as many: which are counted.
+        bins: which bins.
+
+    Returns:
+        float64, one for each bin.
+    """
+    places = torch.floor((powers - bins.lowest) * bins.steps).clamp(0, bins.number - 1)
+    return _counts(torch.where(counted, places, bins.number).to(torch.int32), bins.number)
+
+
+def _counts(bins: torch.Tensor, number: int) -> torch.Tensor:
+    """How often each of 0 to ``number`` - 1 occurs in whole numbers from 0 to ``number``: float64."""
+    counts = torch.zeros(number + 1, dtype=torch.float64, device=bins.device)
+    if bins.device.type == "cpu":
+        counts += torch.bincount(bins, minlength=number + 1)
     else:  # bincount would wait for the device to learn the largest bin
         counts.index_add_(0, bins, torch.ones_like(bins, dtype=torch.float64))
-    return counts[:EXPONENT_BINS]
+    return counts[:number]
 
 
 def measure(
@@ -179,24 +199,3 @@ def measure(
         sums += torch.cat(parts)
         torch.maximum(maxima, piece_maxima[:, 0], out=maxima)
     return sums, maxima
-
-
-def compare(values: torch.Tensor, quantized: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """COMPARISON_SUMS of a tensor and its quantized values, piece by piece.
-
-    Args:
-        values: any shape, any float dtype.
-        quantized: float32, as many elements in the same order.
-        limit: float32, one element or as many.
-
-    Returns:
-        float64, [5].
-    """
-    flat, flat_quantized, flat_limit = values.reshape(-1), quantized.reshape(-1), limit.reshape(-1)
-    sums = torch.zeros(len(COMPARISON_SUMS), dtype=torch.float64, device=values.device)
-    step = piece_size(flat)
-    for start in range(0, flat.numel(), step):
-        piece = slice(start, start + step)
-        bound = flat_limit if flat_limit.numel() == 1 else flat_limit[piece]
-        sums += comparison(flat[piece].unsqueeze(0), flat_quantized[piece].unsqueeze(0), bound)[:, 0]
-    return sums

@@ -1,0 +1,209 @@
+"""The recipes in numpy, from the definitions of the formats: what the statistics are tested against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+INF, NAN = math.inf, math.nan
+FLOAT32_MAX = np.finfo(np.float32).max
+Matrix = npt.NDArray[np.float32]
+Codes = npt.NDArray[np.uint8]
+
+
+class Format(NamedTuple):
+    """A format by its definition: its numbers from 0 on, whose places are their codes."""
+
+    table: npt.NDArray[np.float64]
+    sign: int
+
+    @classmethod
+    def of(cls, exponent_bits: int, mantissa_bits: int, largest: float) -> Format:
+        bias, fractions = 2 ** (exponent_bits - 1) - 1, np.arange(2**mantissa_bits) / 2**mantissa_bits
+        normal = [(1 + fractions) * 2.0 ** (exponent - bias) for exponent in range(1, 2**exponent_bits)]
+        table = np.concatenate([fractions * 2.0 ** (1 - bias), *normal])
+        return cls(table[table <= largest], 2 ** (exponent_bits + mantissa_bits))
+
+    @property
+    def largest(self) -> np.float32:
+        return np.float32(self.table[-1])
+
+    def codes(self, x: Matrix) -> Codes:
+        """Of the nearest numbers: of two at the same distance the one with the even code."""
+        middles = (self.table[1:] + self.table[:-1]) / 2
+        magnitude = np.abs(x.astype(np.float64))
+        code = np.searchsorted(middles, magnitude)  # of the lower number, where it lies in the middle of two
+        tie = np.append(middles, NAN)[code] == magnitude
+        return (code + (tie & (code % 2 == 1)) + self.sign * np.signbit(x)).astype(np.uint8)
+
+    def numbers(self, codes: Codes) -> Matrix:
+        return np.concatenate([self.table, np.zeros(self.sign - len(self.table)), -self.table])[codes].astype(
+            np.float32
+        )
+
+
+FP8 = {False: Format.of(4, 3, 448), True: Format.of(5, 2, 57344)}  # e5m2?
+FP4 = Format.of(2, 1, 6)
+BLOCKS = {  # recipe -> block of a tensor, of a weight
+    "fp8_current_scaling": (None, None),
+    "mxfp8": ((1, 32), (1, 32)),
+    "fp8_block_scaling": ((1, 128), (128, 128)),
+    "nvfp4": ((1, 16), (16, 16)),
+}
+
+
+class Block(NamedTuple):
+    """A block: where it lies, its codes, and how its scale is stored; a quantized value is its number times factor."""
+
+    where: tuple[slice, slice]
+    codes: Codes
+    stored_scale: int | np.float32
+    factor: np.float32
+
+
+class Quantized(NamedTuple):
+    """A matrix, quantized by numpy."""
+
+    number_format: Format
+    blocks: list[Block]
+    shape: tuple[int, int]
+    tensor_amax: np.float32
+
+    def over(self, of_block: Sequence[Any], dtype: Any = np.float32) -> npt.NDArray[Any]:
+        """A matrix from something of each block."""
+        matrix = np.empty(self.shape, dtype)
+        for block, value in zip(self.blocks, of_block, strict=True):
+            matrix[block.where] = value
+        return matrix
+
+    @property
+    def values(self) -> Matrix:
+        with np.errstate(over="ignore", invalid="ignore"):  # a factor may be infinite
+            return self.over([self.number_format.numbers(block.codes) * block.factor for block in self.blocks])
+
+    @property
+    def codes(self) -> Codes:
+        return self.over([block.codes for block in self.blocks], np.uint8)
+
+    @property
+    def limits(self) -> Matrix:
+        return self.over(limits(self))
+
+
+@np.errstate(over="ignore", divide="ignore")
+def quantize(
+    recipe: str, x: Matrix, *, e5m2: bool = False, weight: bool = False, columnwise: bool = False
+) -> Quantized:
+    """As the recipe is defined; inf and nan become 0 and do not count."""
+    x = np.where(np.isfinite(x), x, np.float32(0))
+    number_format = FP4 if recipe == "nvfp4" else FP8[e5m2]
+    size = BLOCKS[recipe][weight] or x.shape
+    height, width = size[::-1] if columnwise and BLOCKS[recipe][0] else size
+    tensor_amax = np.abs(x).max(initial=np.float32(0))
+    blocks = []
+    for top in range(0, x.shape[0], height):
+        for left in range(0, x.shape[1], width):
+            where = slice(top, top + height), slice(left, left + width)
+            multiplier, stored, factor = scale_of(recipe, np.abs(x[where]).max(), tensor_amax, number_format.largest)
+            blocks.append(Block(where, number_format.codes(x[where] * multiplier), stored, factor))
+    return Quantized(number_format, blocks, (x.shape[0], x.shape[1]), tensor_amax)
+
+
+def scale_of(
+    recipe: str, amax: np.float32, tensor_amax: np.float32, largest: np.float32
+) -> tuple[np.float32, Any, np.float32]:
+    """What elements are multiplied by, how the scale is stored, and what codes are multiplied by."""
+    one = np.float32(1)
+    if recipe == "nvfp4":  # the scale of a block is E4M3, in units of a factor of the whole tensor
+        encode = min(np.float32(448 * 6) / tensor_amax, FLOAT32_MAX) if tensor_amax else one
+        stored = FP8[False].codes(np.array([amax * (encode * (one / np.float32(6)))]))
+        scale = FP8[False].numbers(stored)[0]
+        multiplier = min(one / (scale * (one / encode)), FLOAT32_MAX)
+        return multiplier, stored[0], scale * tensor_amax * np.float32(1 / (448 * 6))
+    if recipe == "mxfp8":  # the smallest power of two by which no element overflows; 2^-127 is E8M0's smallest
+        mantissa, exponent = math.frexp(float(amax) / float(largest))
+        exponent = max(exponent - (mantissa == 0.5), -127) if amax else -127
+        return np.float32(2.0**-exponent), exponent + 127, np.float32(2.0**exponent)
+    scale = min(largest / amax, FLOAT32_MAX) if amax else one
+    if recipe == "fp8_block_scaling":  # the largest power of two
+        scale = np.float32(2.0 ** (math.frexp(scale)[1] - 1))
+    return scale, one / scale, one / scale
+
+
+PERCENTILES = (1, 10, 50, 90, 99)
+LIMITS = {  # recipe -> the lowest and the highest scale, as scale_of() stores it
+    "mxfp8": (0, 254),
+    "fp8_block_scaling": (2.0**-127, 2.0**127),
+    "nvfp4": (0, 0x7E),
+}
+
+
+class Pair(NamedTuple):
+    """A matrix and what a recipe made of it."""
+
+    x: Matrix
+    quantized: Quantized
+
+
+def by_block(recipe: str, pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Every statistic of blocks, of all matrices together, by a loop over the blocks; histograms as bin -> count."""
+    factors: list[float] = []
+    ranges: list[float] = []
+    number = saturated = flushed = underflowing = overflowing = 0
+    worst = 0.0
+    low, high = LIMITS[recipe]
+    for x, quantized in pairs:
+        for block, limit in zip(quantized.blocks, limits(quantized), strict=True):
+            number += 1
+            with np.errstate(invalid="ignore"):
+                y = quantized.number_format.numbers(block.codes) * block.factor
+            kept = np.isfinite(x[block.where])
+            magnitude = np.abs(x[block.where][kept].astype(np.float64))
+            lost = (magnitude > 0) & (y[kept] == 0)
+            underflowing += lost.any()
+            overflowing += (magnitude > limit).any()
+            worst = max(worst, float(lost.mean()) if len(lost) else 0.0)
+            nonzero = magnitude[magnitude > 0]
+            if len(nonzero):
+                flushed += block.stored_scale <= low
+                saturated += block.stored_scale <= low or block.stored_scale >= high
+                ranges.append(math.log2(nonzero.max() / nonzero.min()))
+            if 0 < block.factor < INF:
+                factors.append(float(block.factor))
+    return {
+        **distribution("scale_inv", [math.log2(factor) for factor in factors], factors, lowest=-127, bins=2040),
+        **distribution("block_dynamic_range", ranges, ranges, lowest=0, bins=513),
+        "block_dynamic_range_min": min(ranges, default=0.0),
+        "block_dynamic_range_max": max(ranges, default=0.0),
+        "block_dynamic_range_mean": math.fsum(ranges) / len(ranges) if ranges else 0.0,
+        "saturated_scales%": 100 * saturated / number,
+        "flushed_scales%": 100 * flushed / number,
+        "underflow_blocks%": 100 * underflowing / number,
+        "overflow_blocks%": 100 * overflowing / number,
+        "block_underflows%_max": 100 * worst,
+    }
+
+
+def limits(quantized: Quantized) -> list[float]:
+    """The largest magnitude that each block can have; none where the factor is 0, so that all of it underflows."""
+    with np.errstate(over="ignore"):
+        return [block.factor * quantized.number_format.largest if block.factor else INF for block in quantized.blocks]
+
+
+def distribution(name: str, powers: list[float], values: list[float], *, lowest: int, bins: int) -> dict[str, Any]:
+    """Percentiles, rounded down to an eighth of a power of two, and the histogram as bin -> count."""
+    places = [min(max(math.floor(8 * (power - lowest)), 0), bins - 1) for power in powers]
+    found: dict[str, Any] = {f"{name}_histogram": {place: float(places.count(place)) for place in sorted(set(places))}}
+    for percent in PERCENTILES:
+        value = 0.0
+        if places:
+            place = sorted(places)[max(math.ceil(percent * len(places) / 100), 1) - 1]
+            edge = lowest + place / 8
+            edge = 2.0**edge if name == "scale_inv" else edge
+            value = min(max(edge, min(values)), max(values))
+        found[f"{name}_p{percent}"] = value
+    return found

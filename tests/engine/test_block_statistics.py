@@ -1,0 +1,357 @@
+"""Statistics of blocks through the engine, against a loop over the blocks in numpy (tests/engine/recipes.py)."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from te_precision_callbacks.engine.engine import StatisticsEngine, Watched
+from te_precision_callbacks.engine.kernels import compiled
+from te_precision_callbacks.engine.quantization import round_blocks
+from te_precision_callbacks.engine.statistics import (
+    BLOCK_STATISTICS,
+    PERCENTILES,
+    RANGES,
+    SCALES,
+    UnknownStatisticError,
+    histogram_bins,
+    quantized_request,
+)
+from te_precision_callbacks.formats import E4M3
+from tests.engine import recipes
+from tests.engine.recipes import INF, NAN, Pair, quantize
+from tests.engine.test_quantization import TENSORS, fp8_dtype, mxfp8_storage, packed, padded, scales_of, te
+
+COMPILED_FROM = compiled.SMALLEST
+RECIPES = ["mxfp8", "fp8_block_scaling", "nvfp4"]
+Found = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where a test says so: it takes some seconds each."""
+    monkeypatch.setattr(compiled, "SMALLEST", sys.maxsize)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def spread(*shape: int, seed: int = 0, by: float = 3.0) -> torch.Tensor:
+    """Of many magnitudes, in blocks and between them."""
+    return normal(*shape, seed=seed) * torch.exp(by * normal(*shape, seed=seed + 1))
+
+
+def matrix_of(x: torch.Tensor) -> recipes.Matrix:
+    return x.float().reshape(-1, x.shape[-1] if x.ndim else 1).numpy()
+
+
+def measured(watched: Sequence[Watched], names: Sequence[str]) -> tuple[Found, list[str]]:
+    """The statistics of one step, histograms as bin -> count, and what failed."""
+    engine, failures = StatisticsEngine(), []
+    engine.on_failure = lambda doing, of, error: failures.append(f"{doing} {of}: {error}")
+    for one in watched:
+        engine.note(one, [quantized_request(name) for name in names])
+        engine.measure()
+    found: Found = {one.statistic: one.value for one in engine.flush(reduce=False)}
+    for name, value in found.items():
+        if isinstance(value, tuple):
+            found[name] = {place: count for place, count in enumerate(value) if count}
+    return found, failures
+
+
+def assert_as_expected(found: Found, expected: Found, name: str = "{}") -> None:
+    assert found.keys() == {name.format(statistic) for statistic in expected}
+    for statistic, value in expected.items():
+        exactly = statistic.endswith("_histogram")
+        assert found[name.format(statistic)] == (value if exactly else pytest.approx(value, rel=1e-14)), statistic
+
+
+@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
+@pytest.mark.parametrize("tensor", ["activation", "weight"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", TENSORS)
+def test_what_a_recipe_would_give(name: str, recipe: str, tensor: str, columnwise: bool) -> None:
+    x = TENSORS[name]
+    form = f"{recipe}_{{}}{'_columnwise' if columnwise else ''}"
+    found, failures = measured(
+        [Watched("layer", tensor, 0, x)], [form.format(statistic) for statistic in BLOCK_STATISTICS]
+    )
+    assert not failures
+    quantized = quantize(recipe, matrix_of(x), weight=tensor == "weight", columnwise=columnwise)
+    expected = recipes.by_block(recipe, [Pair(matrix_of(x), quantized)])
+    assert expected.keys() == set(BLOCK_STATISTICS)
+    assert_as_expected(found, expected, form)
+
+
+def test_the_expected_has_something_of_everything() -> None:
+    """Of the tensors above: so that no statistic is 0 in all of them."""
+    found: dict[str, set[Any]] = {}
+    for x in TENSORS.values():
+        for recipe in RECIPES:
+            matrix = matrix_of(x)
+            for name, value in recipes.by_block(recipe, [Pair(matrix, quantize(recipe, matrix))]).items():
+                found.setdefault(name, set()).add(str(value))
+    assert {name for name, values in found.items() if len(values) < 4} == set()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_micro_batches_are_put_together(recipe: str) -> None:
+    batches = [spread(40, 300), 1e-3 * spread(7, 300, seed=5), torch.zeros(3, 300), torch.empty(0, 300)]
+    found, _ = measured(
+        [Watched("layer", "activation", 0, x) for x in batches],
+        [f"{recipe}_{statistic}" for statistic in BLOCK_STATISTICS],
+    )
+    pairs = [Pair(x.numpy(), quantize(recipe, x.numpy())) for x in batches[:3]]
+    assert_as_expected(found, recipes.by_block(recipe, pairs), f"{recipe}_{{}}")
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_compiled_and_in_pieces(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "SMALLEST", COMPILED_FROM)
+    monkeypatch.setattr(compiled, "_PIECE", 17_000)
+    x = spread(150, 137)
+    found, _ = measured([Watched("l", "activation", 0, x)], [f"{recipe}_{name}" for name in BLOCK_STATISTICS])
+    assert_as_expected(
+        found, recipes.by_block(recipe, [Pair(x.numpy(), quantize(recipe, x.numpy()))]), f"{recipe}_{{}}"
+    )
+    assert not compiled._failed
+
+
+# --- of the layer's own recipe ----------------------------------------------------------------------------------------
+
+
+def swizzled(scales: torch.Tensor) -> torch.Tensor:
+    """As cuBLAS's documentation has the layout: tiles of 128 x 4, 512 bytes each, one after the other along a row."""
+    rows, columns = scales.shape
+    flat = torch.empty(scales.numel(), dtype=scales.dtype)
+    for row in range(rows):
+        for column in range(columns):
+            tile = (row // 128) * (columns // 4) + column // 4
+            flat[tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + column % 4] = scales[row, column]
+    return flat.view(rows, columns)
+
+
+@pytest.mark.parametrize("e5m2", [False, True], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize("is_swizzled", [False, True], ids=["in rows", "swizzled"])
+def test_mxfp8_of_a_layer(is_swizzled: bool, e5m2: bool) -> None:
+    x = spread(160, 192)
+    x[:, :32] = 0
+    x[3, 40:50] = torch.tensor([INF, NAN]).repeat(5)
+    storage, rowwise, columnwise = mxfp8_storage(x, e5m2=e5m2)
+    assert storage._rowwise_scale_inv.shape == (256, 8)
+    if is_swizzled:
+        storage._rowwise_scale_inv = swizzled(storage._rowwise_scale_inv)
+        transposed = storage._columnwise_scale_inv.t().contiguous()
+        storage._columnwise_scale_inv = swizzled(transposed).reshape(storage._columnwise_scale_inv.shape)
+        storage._with_gemm_swizzled_scales = True
+    assert_of_layer("mxfp8", "MXFP8Quantizer", x, storage, rowwise, columnwise)
+
+
+def assert_of_layer(
+    recipe: str,
+    quantizer: str,
+    x: torch.Tensor,
+    storage: Any,
+    rowwise: recipes.Quantized,
+    columnwise: recipes.Quantized | None,
+    *,
+    tensor: str = "activation",
+) -> None:
+    """Under all three kinds of names."""
+    watched = Watched("l", tensor, 0, x, rowwise=storage, columnwise=storage, quantizer=type(quantizer, (), {})())
+    for quantized, end in ((rowwise, ""), (columnwise, "_columnwise")):
+        if quantized is None:
+            continue
+        expected = recipes.by_block(recipe, [Pair(matrix_of(x), quantized)])
+        for form in (f"{{}}{end}", f"{recipe}_{{}}{end}"):
+            found, failures = measured([watched], [form.format(name) for name in BLOCK_STATISTICS])
+            assert not failures
+            assert_as_expected(found, expected, form)
+
+
+@pytest.mark.parametrize("weight", [False, True], ids=["1 x 16", "16 x 16"])
+@pytest.mark.parametrize("is_swizzled", [False, True], ids=["in rows", "swizzled"])
+def test_nvfp4_of_a_layer(is_swizzled: bool, weight: bool) -> None:
+    from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
+
+    x = spread(160, 80, by=6)
+    x[0, 0] = 1e12  # the scales of some blocks underflow
+    x[:, 16:32] = 0
+    rowwise, columnwise = (quantize("nvfp4", x.numpy(), weight=weight, columnwise=way) for way in (False, True))
+    order = swizzled if is_swizzled else torch.clone
+    amax = torch.tensor([rowwise.tensor_amax])
+    storage = NVFP4TensorStorage(
+        rowwise_data=packed(rowwise.codes), columnwise_data=packed(np.ascontiguousarray(columnwise.codes.T)),
+        rowwise_scale_inv=order(padded(scales_of(rowwise, 1, 16, np.uint8), 128, 4, 0x7E)),
+        columnwise_scale_inv=order(padded(scales_of(columnwise, 16, 1, np.uint8).T, 128, 4, 0x7E)),
+        amax_rowwise=amax, amax_columnwise=amax, fp4_dtype=te().DType.kFloat4E2M1, quantizer=None,
+        with_gemm_swizzled_scales=is_swizzled,
+    )  # fmt: skip
+    # Square blocks have their scale in each row: it is that of one block.
+    storage._quantizer = type("Quantizer", (), {"with_2d_quantization": weight})()
+    tensor = "weight" if weight else "activation"
+    assert_of_layer("nvfp4", "NVFP4Quantizer", x, storage, rowwise, columnwise, tensor=tensor)
+
+
+@pytest.mark.parametrize("weight", [False, True], ids=["1 x 128", "128 x 128"])
+def test_fp8_blocks_of_a_layer(weight: bool) -> None:
+    from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
+
+    x = spread(2, 100, 200)
+    x[1, :, :128] = 0
+    quantized = quantize("fp8_block_scaling", matrix_of(x), weight=weight)
+    scales = scales_of(quantized, *((128, 128) if weight else (1, 128)), np.float32)
+    storage = Float8BlockwiseQTensorStorage(
+        rowwise_data=torch.from_numpy(quantized.codes).view(x.shape),
+        rowwise_scale_inv=padded(scales if weight else scales.T, 1, 4, 1e9),
+        columnwise_data=None, columnwise_scale_inv=None, fp8_dtype=fp8_dtype(False), quantizer=None,
+        is_2D_scaled=weight,
+    )  # fmt: skip
+    assert_of_layer("fp8_block_scaling", "Float8BlockQuantizer", x, storage, quantized, None)
+
+
+def test_a_tensor_that_exists_in_its_quantized_form_only() -> None:
+    """Its scales can be told of, and what was in its blocks cannot."""
+    x = spread(64, 64)
+    x[:2] = 0
+    storage, rowwise, _ = mxfp8_storage(x)
+    storage.dequantize = lambda: torch.from_numpy(rowwise.values)
+    watched = Watched("l", "weight", 0, None, rowwise=storage, quantizer=type("MXFP8Quantizer", (), {})())
+    found, failures = measured([watched], BLOCK_STATISTICS)
+    expected = recipes.by_block("mxfp8", [Pair(matrix_of(x), rowwise)])
+    of_scales = [name for name in BLOCK_STATISTICS if "scale" in name]
+    assert_as_expected(found, {name: expected[name] for name in of_scales})
+    assert len(failures) == 1
+    assert "underflow_blocks%" in failures[0]
+    assert failures[0].endswith("of l weight: the tensor exists in its quantized form only")
+
+
+# --- scales at their limits -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "x", "saturated", "flushed"),
+    [
+        ("mxfp8", [1e-38, 1.0, 1e38, 0.0], 25, 25),  # 2^-127 reaches 448 * 2^-127 = 2.6e-36; 0 has no scale to speak of
+        ("mxfp8", [2.6e-36, 2.7e-36, 3.4e38, 1.0], 25, 25),  # E8M0 reaches farther than float32
+        ("nvfp4", [1.0, 1e-7, 0.5, 0.0], 50, 25),  # the block of the largest element is at 448 by construction
+        ("nvfp4", [1.0, 1.0, 1.0, 1.0], 100, 0),
+        ("fp8_block_scaling", [1e-37, 1.0, 1e38, 0.0], 25, 25),
+    ],
+)
+def test_scales_at_a_limit(recipe: str, x: list[float], saturated: float, flushed: float) -> None:
+    width = recipes.BLOCKS[recipe][0][1]
+    values = torch.tensor(x).repeat_interleave(width).view(1, -1)
+    found, _ = measured(
+        [Watched("l", "activation", 0, values)], [f"{recipe}_saturated_scales%", f"{recipe}_flushed_scales%"]
+    )
+    assert list(found.values()) == [saturated, flushed]
+
+
+def test_a_scale_that_is_nan_is_saturated() -> None:
+    storage, _, _ = mxfp8_storage(torch.ones(32, 64))
+    storage._rowwise_scale_inv[5, 1] = 255
+    watched = Watched(
+        "l", "activation", 0, torch.ones(32, 64), rowwise=storage, quantizer=type("MXFP8Quantizer", (), {})()
+    )
+    found, _ = measured([watched], ["saturated_scales%", "flushed_scales%", "scale_inv_p99", "scale_inv_histogram"])
+    assert found["saturated_scales%"] == 100 / 64
+    assert found["flushed_scales%"] == 0
+    assert found["scale_inv_histogram"] == {8 * (127 - 8): 63.0}
+    assert found["scale_inv_p99"] == 2.0**-8
+
+
+# --- percentiles ------------------------------------------------------------------------------------------------------
+
+
+def test_percentiles_of_powers_of_two_are_exact() -> None:
+    exponents = torch.arange(-100, 100).repeat_interleave(32).view(1, -1)
+    x = 448 * torch.exp2(exponents.double()).float()
+    found, _ = measured([Watched("l", "activation", 0, x)], [f"mxfp8_scale_inv_p{percent}" for percent in PERCENTILES])
+    numbers = 2.0 ** np.arange(-100, 100)
+    expected = [np.percentile(numbers, percent, method="inverted_cdf") for percent in PERCENTILES]
+    assert list(found.values()) == expected
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_percentiles_are_within_a_step(recipe: str) -> None:
+    x = spread(64, 1024)
+    names = [f"{recipe}_{name}_p{percent}" for name in ("scale_inv", "block_dynamic_range") for percent in PERCENTILES]
+    found, _ = measured([Watched("l", "activation", 0, x)], names)
+    quantized = quantize(recipe, x.numpy())
+    factors = [block.factor for block in quantized.blocks]
+    ranges = [math.log2(block.max() / block.min()) for block in (np.abs(x.numpy()[b.where]) for b in quantized.blocks)]
+    for percent in PERCENTILES:
+        factor = np.percentile(factors, percent, method="inverted_cdf")
+        assert factor / 2**0.125 < found[f"{recipe}_scale_inv_p{percent}"] <= factor
+        width = np.percentile(ranges, percent, method="inverted_cdf")
+        assert width - 0.125 < found[f"{recipe}_block_dynamic_range_p{percent}"] <= width
+
+
+def test_a_range_beyond_the_last_bin() -> None:
+    """1 and 2^-100 in a block: the bins end at 64, the extremes do not."""
+    x = torch.ones(2, 32)
+    x[:, 0] = 2.0**-100
+    names = [f"mxfp8_block_dynamic_range_{name}" for name in ("p50", "max", "histogram")]
+    found, _ = measured([Watched("l", "activation", 0, x)], names)
+    assert [found[name] for name in names] == [100.0, 100.0, {512: 2.0}]
+    x[1, 0] = 2.0**-70
+    found, _ = measured([Watched("l", "activation", 0, x)], names)
+    assert [found[name] for name in names] == [70.0, 100.0, {512: 2.0}]
+
+
+# --- what is asked in vain --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BLOCK_STATISTICS)
+@pytest.mark.parametrize("recipe", ["fp8_current_scaling", "fp8_delayed_scaling", "current_scaling"])
+def test_scaling_per_tensor_has_no_blocks(recipe: str, name: str) -> None:
+    with pytest.raises(UnknownStatisticError, match=r"has one scale for the whole tensor, and no blocks; .*'mxfp8_'"):
+        quantized_request(f"{recipe}_{name}")
+
+
+def test_a_layer_that_scales_per_tensor_has_no_blocks() -> None:
+    """What it has is measured all the same."""
+    x = normal(32, 32)
+    current = te().Float8CurrentScalingQuantizer(te().DType.kFloat8E4M3, device=torch.device("cpu"))
+    watched = Watched("l", "activation", 0, x, rowwise=current(x), quantizer=current)
+    found, failures = measured([watched], ["scale_inv_p50", "mse", "scale_inv_max", "mxfp8_scale_inv_p50"])
+    assert found.keys() == {"mse", "scale_inv_max", "mxfp8_scale_inv_p50"}
+    (failure,) = failures
+    assert failure.startswith("scale_inv_p50 of l activation: fp8_current_scaling has one scale")
+
+
+def test_a_layer_without_a_recipe_has_no_blocks_of_its_own() -> None:
+    found, failures = measured([Watched("l", "activation", 0, normal(32, 32))], ["underflow_blocks%", "underflows%"])
+    assert found.keys() == {"fp8_current_scaling_underflows%"}
+    assert "'nvfp4_' in front of the name asks what blocks would give" in failures[0]
+
+
+def test_what_is_not_asked_for_is_not_kept() -> None:
+    engine = StatisticsEngine()
+    engine.note(Watched("l", "activation", 0, normal(8, 32)), [quantized_request("mxfp8_underflow_blocks%")])
+    engine.measure()
+    (segment,) = engine._slots.segments.values()
+    assert len(segment.sums) + len(segment.maxima) == 4
+
+
+def test_the_bins_of_a_histogram_follow_from_its_name() -> None:
+    assert histogram_bins("mxfp8_scale_inv_histogram_columnwise") == SCALES
+    assert histogram_bins("block_dynamic_range_histogram") == RANGES
+    assert histogram_bins("exponent_histogram").number == 256
+    with pytest.raises(UnknownStatisticError, match="no histogram 'mse'"):
+        histogram_bins("mse")
+
+
+def test_rounded_blocks_take_what_is_not_finite_as_zero() -> None:
+    blocks = torch.tensor([[1.0, INF, NAN, -448.0]])
+    rounded = round_blocks("mxfp8", blocks, torch.tensor(448.0), E4M3)
+    assert rounded.values.tolist() == [[1.0, 0.0, 0.0, -448.0]]
+    assert rounded.factors.tolist() == [[1.0]]

@@ -1,0 +1,94 @@
+"""Layers under every recipe, watched by LogFp8TensorStats and LogNvfp4TensorStats side by side.
+
+    python layers.py CAPABILITY FOLDER RECIPE...    # writes FOLDER/<recipe>.json: what :func:`observed` returns
+
+A recipe that only another GPU has needs another process, since the reference backend stands for one GPU in a process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from te_precision_callbacks import reference
+from te_precision_callbacks.engine.kernels import compiled
+from te_precision_callbacks.engine.statistics import BLOCK_STATISTICS
+
+ROWS, INPUTS, OUTPUTS = 96, 160, 96
+TENSORS = ("activation", "weight", "gradient")
+OF_ANY_RECIPE = ("underflows%", "overflows%", "mse", "scale_inv_min", "scale_inv_max")
+BLOCK_RECIPES = ("mxfp8", "fp8_block_scaling", "nvfp4")
+
+
+def names(own: bool) -> list[str]:
+    """The statistics of LogFp8TensorStats: four formats at once, and of the layer's own recipe if it has blocks."""
+    asked = [f"fp8_current_scaling_{name}" for name in OF_ANY_RECIPE]
+    for recipe in BLOCK_RECIPES:
+        asked += [f"{recipe}_{name}" for name in (*OF_ANY_RECIPE, *BLOCK_STATISTICS)]
+        asked += [f"{recipe}_{name}_columnwise" for name in ("mse", "underflow_blocks%", "scale_inv_p50")]
+    if own:
+        asked += [*OF_ANY_RECIPE, *BLOCK_STATISTICS, "scale_inv_p50_columnwise", "block_dynamic_range_max_columnwise"]
+    return asked
+
+
+def normal(seed: int, *shape: int, by: float = 2.0) -> torch.Tensor:
+    """bfloat16, of many magnitudes."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.exp(by * torch.randn(shape, generator=generator))
+    return x.bfloat16()
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """What the layer computes with; the first of NVFP4's blocks in each row of the activation are of zeros."""
+    x = normal(0, ROWS, INPUTS)
+    x[:, :16] = 0
+    return {"activation": x, "weight": normal(1, OUTPUTS, INPUTS), "gradient": normal(2, ROWS, OUTPUTS)}
+
+
+@mock.patch.object(compiled, "SMALLEST", sys.maxsize)  # to compile takes a minute
+def observed(recipe_name: str | None, folder: Path) -> dict[str, Any]:
+    """``"<tensor> <statistic>"`` -> value, of one step of a ``Linear``; histograms as bin -> count."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe as te_recipes
+
+    from te_precision_callbacks.session import InspectSession
+    from tests.conftest import Keeper
+
+    recipe = getattr(te_recipes, recipe_name)() if recipe_name else None
+    given = tensors()
+    torch.manual_seed(0)
+    layer = te.Linear(INPUTS, OUTPUTS, bias=False, params_dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer.weight.copy_(given["weight"])
+    options = {"enabled": True, "tensors": list(TENSORS), "freq": 1}
+    features = {
+        "LogFp8TensorStats": {**options, "stats": names(own=recipe_name not in (None, "Float8CurrentScaling"))},
+        "LogNvfp4TensorStats": {**options, "stats": ["underflows%", "scale_inv_p90", "underflow_blocks%_columnwise"]},
+    }
+    section = {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": features}
+    keeper = Keeper()
+    model = torch.nn.ModuleDict({"fc": layer})
+    with InspectSession({"s": section}, model=model, log_dir=folder, sinks=[keeper], strict=True) as session:
+        x = given["activation"].requires_grad_()
+        with te.autocast(enabled=True, recipe=recipe) if recipe else nullcontext():
+            y = layer(x)
+        y.backward(given["gradient"])
+        session.step()
+    (records,) = keeper.steps
+    found: dict[str, Any] = {f"{row.tensor} {row.statistic}": row.value for row in records}
+    for (_, tensor, statistic), counts in records.vectors.items():
+        found[f"{tensor} {statistic}"] = {str(place): count for place, count in enumerate(counts) if count}
+    return found
+
+
+if __name__ == "__main__":
+    reference.install(capability=tuple(map(int, sys.argv[1].split("."))))
+    for name in sys.argv[3:]:
+        result = observed(name, Path(sys.argv[2], name))
+        Path(sys.argv[2], f"{name}.json").write_text(json.dumps(result))

@@ -1,0 +1,176 @@
+"""Real layers under each recipe: the statistics of their own blocks, and what other formats would give, in one run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from te_precision_callbacks.config import load_config
+from te_precision_callbacks.engine.statistics import BLOCK_STATISTICS, histogram_bins
+from te_precision_callbacks.records import MetricSelection, StepRecords
+from te_precision_callbacks.records.loggers import Histogram, add_to_tensorboard, wandb_histogram
+from tests.engine import recipes
+from tests.engine.recipes import Pair, quantize
+from tests.features import layers
+from tests.reference.processes import REPOSITORY, python
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the layers compute on the CPU, with the reference backend of two GPUs"
+)
+
+OWN = {"Float8BlockScaling": "fp8_block_scaling", "MXFP8BlockScaling": "mxfp8", "NVFP4BlockScaling": "nvfp4"}
+LAYERS = [None, "Float8CurrentScaling", *OWN]
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Found]:
+    """Recipe of the layer -> its statistics."""
+    folder = tmp_path_factory.mktemp("layers")
+    done = python(
+        f"""
+        import runpy, sys
+        sys.argv = ["layers.py", "10.0", {str(folder)!r}, "MXFP8BlockScaling", "NVFP4BlockScaling"]
+        runpy.run_module("tests.features.layers", run_name="__main__")
+        """,
+        cwd=REPOSITORY,
+    )
+    assert done.returncode == 0, done.stderr
+    here = {name: layers.observed(name, folder / str(name)) for name in LAYERS[:3]}
+    return here | {name: json.loads((folder / f"{name}.json").read_text()) for name in LAYERS[3:]}
+
+
+def expected(recipe: str, tensor: str, *, columnwise: bool = False, e5m2: bool = False) -> Found:
+    """What numpy makes of a tensor; histograms as bin -> count."""
+    x = layers.tensors()[tensor].float().numpy()
+    quantized = quantize(recipe, x, weight=tensor == "weight", columnwise=columnwise, e5m2=e5m2)
+    statistics = recipes.by_block(recipe, [Pair(x, quantized)])
+    error = x.astype(float) - quantized.values
+    statistics["mse"] = (error**2).mean()
+    statistics["underflows%"] = 100 * ((x != 0) & (quantized.values == 0)).mean()
+    return {
+        name: {str(place): count for place, count in value.items()} if isinstance(value, dict) else value
+        for name, value in statistics.items()
+    }
+
+
+def assert_same(found: Any, value: Any, name: str) -> None:
+    assert found == (value if isinstance(value, dict) else pytest.approx(value, rel=1e-12)), name
+
+
+@pytest.mark.parametrize("tensor", ["activation", "weight"])
+@pytest.mark.parametrize("recipe", layers.BLOCK_RECIPES)
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_every_format_at_once(found: dict[str | None, Found], layer: str | None, recipe: str, tensor: str) -> None:
+    """Whatever the layer runs: what is real there, and what would be elsewhere."""
+    for name, value in expected(recipe, tensor).items():
+        assert_same(found[layer][f"{tensor} {recipe}_{name}"], value, name)
+    columnwise = expected(recipe, tensor, columnwise=True)
+    for name in ("mse", "underflow_blocks%", "scale_inv_p50"):
+        assert_same(found[layer][f"{tensor} {recipe}_{name}_columnwise"], columnwise[name], name)
+    assert f"{tensor} fp8_current_scaling_mse" in found[layer]
+
+
+@pytest.mark.parametrize("tensor", ["activation", "weight"])
+@pytest.mark.parametrize("layer", OWN)
+def test_the_layers_own_blocks(found: dict[str | None, Found], layer: str, tensor: str) -> None:
+    for name, value in expected(OWN[layer], tensor).items():
+        assert_same(found[layer][f"{tensor} {name}"], value, name)
+    columnwise = expected(OWN[layer], tensor, columnwise=True)
+    for name in ("scale_inv_p50", "block_dynamic_range_max"):
+        assert_same(found[layer][f"{tensor} {name}_columnwise"], columnwise[name], name)
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_gradients(found: dict[str | None, Found], layer: str | None) -> None:
+    """FP8 elements are of the format that the layer's own quantizer of gradients has; NVFP4's are rounded at random."""
+    e5m2 = layer == "Float8CurrentScaling"
+    for recipe in layers.BLOCK_RECIPES:
+        at_random = layer == "NVFP4BlockScaling" and recipe == "nvfp4"
+        for name, value in expected(recipe, "gradient", e5m2=e5m2 and recipe != "nvfp4").items():
+            if not at_random or "scale" in name or "range" in name or name == "overflow_blocks%":
+                assert_same(found[layer][f"gradient {recipe}_{name}"], value, name)
+
+
+def test_both_features_ask_for_nvfp4(found: dict[str | None, Found]) -> None:
+    """A statistic of both is logged once, one of LogNvfp4TensorStats alone beside it."""
+    for layer in LAYERS:
+        for tensor in ("activation", "weight"):
+            of_nvfp4 = expected("nvfp4", tensor)
+            assert_same(found[layer][f"{tensor} nvfp4_underflows%"], of_nvfp4["underflows%"], "underflows%")
+            assert_same(found[layer][f"{tensor} nvfp4_scale_inv_p90"], of_nvfp4["scale_inv_p90"], "scale_inv_p90")
+
+
+def test_the_tensors_show_something_of_everything() -> None:
+    """So that no comparison above is of zeros only."""
+    values = {name: set() for name in BLOCK_STATISTICS}  # type: dict[str, set[str]]
+    for recipe in layers.BLOCK_RECIPES:
+        for name, value in expected(recipe, "activation").items():
+            values.get(name, set()).add(str(value))
+    always_zero = {name for name, different in values.items() if different == {"0.0"}}
+    assert always_zero == {"flushed_scales%"}, "see tests/engine/test_block_statistics.py for that one"
+
+
+# --- histograms in loggers --------------------------------------------------------------------------------------------
+
+
+def histograms() -> dict[str, Histogram]:
+    """Of a step with one layer, as they go to the loggers: scales of 2^-127 (blocks of zeros), 1 and 2^(1/8)."""
+    counts = [0.0] * 2040
+    counts[0], counts[8 * 127], counts[8 * 127 + 1] = 5.0, 2.0, 1.0
+    records = StepRecords.from_rows(
+        3, 4, (), vectors={("fc", "weight", "mxfp8_scale_inv_histogram_columnwise"): tuple(counts)}
+    )
+    return MetricSelection().histograms(records)
+
+
+def test_a_histogram_of_scales_in_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    ((name, counts),) = histograms().items()
+    assert name == "te/fc/weight/mxfp8_scale_inv_histogram_columnwise"
+    assert counts.bins == histogram_bins("scale_inv_histogram")
+    with SummaryWriter(str(tmp_path)) as writer:  # type: ignore[no-untyped-call]
+        add_to_tensorboard(writer, name, counts, step=4)
+    board = EventAccumulator(str(tmp_path), size_guidance={"histograms": 0})
+    board.Reload()
+    (event,) = board.Histograms(name)
+    value = event.histogram_value
+    assert (event.step, value.num, value.min, value.max) == (4, 8.0, -127.0, 0.25)
+    filled = {limit: count for limit, count in zip(value.bucket_limit, value.bucket, strict=True) if count}
+    assert filled == {-126.875: 5.0, 0.125: 2.0, 0.25: 1.0}
+
+
+def test_a_histogram_of_scales_in_wandb() -> None:
+    """Which takes 512 bins: neighbours are put together."""
+    pytest.importorskip("wandb")
+    (counts,) = histograms().values()
+    histogram = wandb_histogram(counts)
+    assert (len(histogram.histogram), len(histogram.bins)) == (509, 510)
+    assert sum(histogram.histogram) == 8
+    filled = {edge: count for edge, count in zip(histogram.bins, histogram.histogram, strict=False) if count}
+    assert filled == {-127.0: 5.0, 0.0: 3.0}
+    assert histogram.bins[-1] == 0.25
+
+
+def test_a_histogram_of_nothing() -> None:
+    counts = Histogram([0.0] * 513, histogram_bins("block_dynamic_range_histogram"))
+    assert (wandb_histogram(counts).histogram, wandb_histogram(counts).bins) == ([0.0], [0.0, 0.125])
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_config_of_the_page() -> None:
+    page = (REPOSITORY / "docs" / "statistics.md").read_text()
+    ((section, example),) = [
+        item for block in page.split("```yaml\n")[1:] for item in yaml.safe_load(block.split("```")[0]).items()
+    ]
+    config = load_config({section: example})
+    assert [found.name for found in config.sections] == ["which_format"]
