@@ -16,6 +16,8 @@ different:
 - **Autocast.** A weight in float32 that a feature has quantized may be used under torch's autocast.
 - **Caches.** What is remembered of a call does not grow with the iterations.
 - **Statistics.** Those of this folder's features come from :data:`te_precision_callbacks.engine.engine.ENGINE`.
+- **Dumps.** :data:`te_precision_callbacks.dumps.recording.RECORDER` writes them; where there is no session, a step ends
+  when its files are on the disk.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from transformer_engine.debug.features.api import TransformerEngineAPI as Upstre
 from transformer_engine.debug.features.utils.stats_buffer import STATS_BUFFERS
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
+from te_precision_callbacks.dumps.recording import RECORDER
 from te_precision_callbacks.engine.engine import ENGINE, Measurement
 from te_precision_callbacks.engine.reduction import is_distributed
 from te_precision_callbacks.engine.schedule import Schedule
@@ -289,6 +292,7 @@ class TransformerEngineAPI(UpstreamAPI):
             if not is_upstream(type(feature)):
                 _warn_if_never_called(name, feature)
         ENGINE.reset()
+        RECORDER.close()
         # Whoever asks Transformer Engine's buffers for the statistics of a step gets those of the engine too.
         STATS_BUFFERS.log_stats = self._log_statistics_by_name
 
@@ -298,6 +302,9 @@ class TransformerEngineAPI(UpstreamAPI):
             self._log_statistics()
         else:
             self.log_local_statistics()
+        if self.receiver is None:  # a session does it itself
+            RECORDER.end_step()
+            RECORDER.flush()
 
     def _log_statistics(self) -> tuple[list[Measurement], int, dict[tuple[str, str, str, int], torch.Tensor]]:
         """Hand over the statistics of the engine and of Transformer Engine's buffers, and return them."""
@@ -332,10 +339,13 @@ class TransformerEngineAPI(UpstreamAPI):
     def end_debug(self) -> None:
         """Forget everything of the run."""
         super().end_debug()
+        if self.receiver is None:
+            RECORDER.close()
         ENGINE.reset()
         vars(STATS_BUFFERS).pop("log_stats", None)
 
     def _hand_over(self, measurements: Sequence[Measurement], iteration: int) -> None:
+        RECORDER.learn(measurements)
         if self.receiver is not None:
             self.receiver(measurements)
             return

@@ -3,6 +3,7 @@
 Usage::
 
     te-precision run train.py --epochs 3
+    te-precision dumps list logs/tensor_dumps
 
 Each command is a function here that imports what it needs when it is called, so that ``te-precision --help`` is quick.
 """
@@ -14,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from te_precision_callbacks.dumps.command import app as dumps
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.reference.launch import Backend
 
@@ -24,6 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(dumps)
 
 
 @app.callback()

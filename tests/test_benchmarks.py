@@ -70,3 +70,21 @@ def test_step() -> None:
         assert case["watched_elements"] == elements
         assert case["te_ns_per_element"] == pytest.approx(1e6 * case["te_added_ms"] / elements)
         assert case["ours_ns_per_element"] == pytest.approx(1e6 * case["ours_added_ms"] / elements)
+
+
+def test_dumps() -> None:
+    sizes = {"layers": 1, "hidden": 64, "sequence": 32, "batch": 2}
+    cases = cases_of("dumps.py", *(f"--{name}={size}" for name, size in sizes.items()), "--steps=1")
+    (case,) = cases.values()
+    for key in ("none_ms", "ours_ms", "te_ms", "ours_left_ms"):
+        assert case[key] > 0, (key, case)
+    for name in ("ours", "te"):
+        assert case[f"{name}_added_ms"] == pytest.approx(case[f"{name}_ms"] - case["none_ms"])
+    assert case["ratio"] == pytest.approx(case["te_added_ms"] / case["ours_added_ms"])
+    assert sizes.items() <= case.items()
+    assert "torch" in case["machine"]
+    # float32 activation, weight, gradient and output of the qkv projection, and two layouts of the codes of three.
+    tokens, hidden = sizes["sequence"] * sizes["batch"], sizes["hidden"]
+    operands = tokens * hidden + 3 * hidden * hidden + tokens * 3 * hidden
+    least = 4 * (operands + tokens * 3 * hidden) + operands
+    assert least < case["bytes_per_step"] < least + operands + 4 * (1 << 13)

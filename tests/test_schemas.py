@@ -11,7 +11,7 @@ import yaml
 from te_precision_callbacks.config import Config, ConfigError, load_config
 from te_precision_callbacks.config.loading import DEFAULT_CONFIG
 from te_precision_callbacks.config.schemas import FEATURES, as_markdown, keys_of, schema_of
-from te_precision_callbacks.engine.statistics import QUANTIZED_STATISTICS, RECIPES, TENSOR_STATISTICS
+from te_precision_callbacks.engine.statistics import BLOCK_STATISTICS, QUANTIZED_STATISTICS, RECIPES, TENSOR_STATISTICS
 from tests.conftest import feature
 from tests.test_config import LAYERS
 
@@ -188,6 +188,9 @@ def test_a_bare_name_is_handed_over_as_a_list_and_no_default_is_filled_in(tmp_pa
         ("LogFp8TensorStats", f"tensors: [weight]\nstats: [{', '.join(f'{recipe}_mse' for recipe in RECIPES)}]"),
         ("LogFp8TensorStats", "tensors: [weight]\nstats: [mxfp8_mse_columnwise, delayed_scaling_underflows%]"),
         ("LogNvfp4TensorStats", "tensors: [weight]\nstats: [mse, nvfp4_mse, underflows%_columnwise]"),
+        ("LogNvfp4TensorStats", f"tensors: [weight]\nstats: [{', '.join(QUANTIZED_STATISTICS)}]"),
+        ("LogFp8TensorStats", f"tensors: [weight]\nstats: [{', '.join(f'mxfp8_{s}' for s in BLOCK_STATISTICS)}]"),
+        ("LogFp8TensorStats", "tensors: [weight]\nstats: [nvfp4_block_underflows%_max_columnwise, scale_inv_p1]"),
         ("DisableQuantizationGEMM", "gemms_struct: [{gemm: fprop}, {gemm: wgrad}]"),
         ("PerTensorScaling", "tensors: [weight]\nmargin: -2\ngemms_struct: [{gemm: fprop}, {gemm: dgrad, margin: 0}]"),
         ("PerTensorScaling", "gemms: [fprop]\ntensors: [weight, gradient]"),
@@ -230,7 +233,12 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
             r"block_size of .* is a number of elements above 0, not 0\.$",
         ),
         ("LogFp8TensorStats", TENSORS + "stats: [mxfp8_mean]", 8, "'mxfp8_mean': there is no .*'mxfp8_mse'"),
-        ("LogFp8TensorStats", TENSORS + "stats: [max]", 8, "'max': there is no .* The statistics are: mse, overflows%"),
+        (
+            "LogFp8TensorStats",
+            TENSORS + "stats: [max]",
+            8,
+            "'max': there is no .* The statistics are: block_dynamic_range_h",
+        ),
         (
             "LogFp8TensorStats",
             TENSORS + "stats: [fp8_current_scaling_mse_columnwise]",
@@ -239,6 +247,19 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
         ),
         ("LogNvfp4TensorStats", TENSORS + "stats: [mse, mxfp8_mse]", 8, "has 'mxfp8_mse', .*nvfp4 only. LogFp8Tensor"),
         ("LogNvfp4TensorStats", TENSORS + "stats: [nvfp4_msee]", 8, "has 'nvfp4_msee': .*'nvfp4_mse'"),
+        (
+            "LogFp8TensorStats",
+            TENSORS + "stats: [mxfp8_underflow_block%]",
+            8,
+            "has 'mxfp8_underflow_block%': .*'mxfp8_underflow_blocks%'",
+        ),
+        (
+            "LogFp8TensorStats",
+            TENSORS + "stats: [current_scaling_scale_inv_p50]",
+            8,
+            "has 'current_scaling_scale_inv_p50': fp8_current_scaling has one scale .*, and no blocks; .*'mxfp8_'",
+        ),
+        ("LogNvfp4TensorStats", TENSORS + "stats: [scale_inv_p95]", 8, "has 'scale_inv_p95': .*'scale_inv_p99'"),
         ("LogTensorStats", STATS + "tensors: [weight, activations]", 8, "'activations' is none of them.*'activation'"),
         ("LogTensorStats", STATS + "tensors: activations", 8, "'tensors' of N is a list of .*'activations' is none"),
         (

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
 from typing_extensions import Self
 
+from te_precision_callbacks.config.dumping import ConditionText, Size
 from te_precision_callbacks.config.fields import (
     Fp8Statistic,
     Gemm,
@@ -277,6 +278,41 @@ class Dumped(Level):
 
     high_precision_tensor: StrictBool = Field(False, description="Write the tensor as it is before quantization.")
     quantized_tensor: StrictBool = Field(False, description="Write the quantized tensor, where there is one.")
+    dump_quantized_internals: StrictBool = Field(
+        True,
+        description="With `quantized_tensor`: write also what it consists of, decoded: codes as numbers, scales, amax,"
+        " row- and columnwise, in plain layouts.",
+    )
+    when: ListOf[ConditionText] = Field(
+        default_factory=list,
+        description="Write the tensor only in steps in which one of these holds: it has an inf or nan; a statistic of"
+        " the same layer and tensor, which LogTensorStats, LogFp8TensorStats or LogNvfp4TensorStats collects in that"
+        ' step, is above or below a number; activation overflow detection (`debug="activation_overflow"`) stops the'
+        " run in it. One needs no brackets. Without it: in every step of the schedule.",
+    )
+
+
+class DumpLimits(Level):
+    """How tensors are written, and how much of it, in a run."""
+
+    file_format: Literal["safetensors", "torch"] | None = Field(
+        None,
+        description="`safetensors`: loads without Transformer Engine and without unpickling. `torch`: Transformer"
+        " Engine's path, name and keys, a pickle. Without it: safetensors in a session of this project, torch under"
+        " plain nvidia-dlfw-inspect.",
+    )
+    max_bytes: Size = Field(
+        "10GiB",
+        description="Budget on disk, of each rank: dumping stops, with one message, before the files in its folder are"
+        " larger than this together. Files of earlier runs in the same folder count.",
+    )
+    max_files: StrictInt = Field(10_000, ge=1, description="Budget of each rank in files.")
+    max_memory: Size = Field(
+        "1GiB",
+        description="Memory of each rank for tensors that wait to be written; when it is full, training waits for the"
+        " disk. As much again holds the tensors of a step until its end tells whether `when` holds; one that does not"
+        " fit there is not written, which is said once.",
+    )
 
 
 class Margin(Level):

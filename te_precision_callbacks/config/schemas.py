@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from te_precision_callbacks.config.fields import Operand, Tensor, words
 from te_precision_callbacks.config.levels import (
     Dumped,
+    DumpLimits,
     FeatureSchema,
     Fp8Statistics,
     GemmChoice,
@@ -257,21 +258,29 @@ class DumpTensorsItem(Schedule, Dumped, OneTensor[Tensor]):
     """One tensor of DumpTensors."""
 
 
-class DumpTensors(Schedule, Dumped, ObservingFeature[Tensor, DumpTensorsItem]):
-    """Writes tensors to files, a file for each rank, step, layer and tensor."""
+class DumpTensors(DumpLimits, Schedule, Dumped, ObservingFeature[Tensor, DumpTensorsItem]):
+    """Writes tensors to files, a file for each rank, step, layer, tensor and micro-batch.
+
+    They are written beside training, whole or not at all, to `tensor_dumps/rank_R/iter_N/` in the log folder. With
+    `when` only those of the interesting steps are.
+    """
 
     example = """
-dump_what_overflows:
+dump_what_is_not_finite:
   enabled: True
   layers:
     exact_layer_names: [model.layers.0.layernorm_mlp.fc2]
   transformer_engine:
     DumpTensors:
       enabled: True
-      tensors: [activation, gradient]
       high_precision_tensor: True
       quantized_tensor: True
-      start_end_list: [[120, 125]]
+      max_bytes: 2GiB
+      tensors_struct:
+        - tensor: activation
+          when: nonfinite  # or [nonfinite, underflows% > 5]; the latter beside LogFp8TensorStats with this statistic
+        - tensor: gradient
+          start_end_list: [[120, 125]]
 """
 
     def check_tensor(self, scope: Scope) -> None:

@@ -147,6 +147,7 @@ class DebugActivationOverflow:
     model takes the place of the first.
 
     Attributes:
+        reports: how many overflows it has reported.
         loss_scaled: whether the loss is scaled by a GradScaler, which looks after infinite gradients by itself: they
             are shown, and are no reason to stop. May be set at any time.
         abandoned: tells whether the loop that made the detector has ended without closing it: then forwards, backwards
@@ -220,6 +221,7 @@ class DebugActivationOverflow:
         self._dropped = 0
         self._foreign_steps: int | None = 0
         self._saw_forward = False
+        self.reports = 0
         self._said_unseen = False
         # How many parameters each group had, and whether one of them is the model's.
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], bool]] = (
@@ -295,6 +297,7 @@ class DebugActivationOverflow:
         if error is None:
             self._stop_if(find)
         else:
+            self.reports += 1
             logger.error(find.report)
 
     def __enter__(self) -> DebugActivationOverflow:
@@ -702,6 +705,7 @@ class DebugActivationOverflow:
     def _stop_if(self, find: Find | None) -> None:
         if find is None:
             return
+        self.reports += 1
         self._begin_anew()
         if find.rank == _rank():
             logger.error("%s", find.report)

@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import Unpack
 
+from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, Section, resolve_features
 from te_precision_callbacks.debug_options import ACTIVATION_OVERFLOW
+from te_precision_callbacks.dumps.files import SAFETENSORS
+from te_precision_callbacks.dumps.recording import RECORDER
 from te_precision_callbacks.engine.engine import Measurement
 from te_precision_callbacks.naming import Layer, NamedModule, named_te_modules
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
@@ -118,6 +121,7 @@ class InspectSession:
         self._sinks: list[Sink] = []
         self._at_exit: Finalize | None = None
         self._overflow: DebugActivationOverflow | None = None
+        self._overflow_reports = 0
         self._watched_model: object = None
         self._attached = False
         self._sinks_started = False
@@ -255,6 +259,12 @@ class InspectSession:
         try:
             inspector.start(self._rank)
             self._hooks.install()
+            RECORDER.start(
+                self._log_dir,
+                file_format=SAFETENSORS,
+                report=self._failures.report,
+                detects_overflow=ACTIVATION_OVERFLOW in self._options.debug,
+            )
             # Runs also at the end of a spawned process, which calls no atexit function, and whose trainer no hook.
             self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=100)
             inspector.iteration = self._options.start_step or 0
@@ -334,7 +344,10 @@ class InspectSession:
             self._gather_local(inspector)
         self._hooks.begin(inspector.iteration)
         self._last_logging_step = iteration if logging_step is None else logging_step
-        return self._hand_over(iteration, self._last_logging_step, local=local)
+        records = self._hand_over(iteration, self._last_logging_step, local=local)
+        self._note_overflow(self._overflow)
+        RECORDER.end_step()
+        return records
 
     def stop(self, error: BaseException | None = None, logging_step: int | None = None) -> None:
         """End the session and put back everything that it changed. Does nothing where it is not running.
@@ -363,10 +376,11 @@ class InspectSession:
                 self._modules = ()
                 try:
                     inspector.stop()
-                    self._failures.summarize()
                 finally:
-                    if overflow is not None:
-                        overflow.close(error)  # the last, since it may find one more overflow and raise it
+                    try:
+                        self._close_dumps(overflow, error)
+                    finally:
+                        self._failures.summarize()
 
     def __enter__(self) -> InspectSession:
         return self.start()
@@ -380,6 +394,21 @@ class InspectSession:
 
     def _stop_at_exit(self) -> None:
         self.stop(SessionError("The process ended while the session was running."))
+
+    def _close_dumps(self, overflow: DebugActivationOverflow | None, error: BaseException | None) -> None:
+        """Take the detector's last look, which may find one more overflow and raise it, and have all dumps written."""
+        try:
+            if overflow is not None:
+                overflow.close(error)
+        finally:
+            self._note_overflow(overflow)
+            RECORDER.close()
+
+    def _note_overflow(self, overflow: DebugActivationOverflow | None) -> None:
+        """Tell the recorder of dumps whether the detector has reported since it was told last."""
+        if overflow is not None:
+            RECORDER.overflowed = overflow.reports > self._overflow_reports
+            self._overflow_reports = overflow.reports
 
     def _say_ended(self) -> None:
         if not self._said_ended:
@@ -408,6 +437,7 @@ class InspectSession:
             former.close(SessionError("Another model was attached."))
         options, self._watched_model = self._options, model
         self._overflow = DebugActivationOverflow(model, distributed=options.reduce, process_group=options.process_group)
+        self._overflow_reports = 0
         self._overflow.abandoned = self._owner_has_left
         if former is not None:
             self._overflow.loss_scaled = former.loss_scaled
@@ -428,6 +458,7 @@ class InspectSession:
         """What happens in this rank's layers, and the features of all sections."""
         config, registered = self._options.config, inspector.registered
         plan = config.plan(layers_of_all, registered, allow_unmatched=self._options.allow_unmatched)
+        check_conditions(plan, config.enabled_sections, detects_overflow=ACTIVATION_OVERFLOW in self._options.debug)
         planned = {entry.layer: entry for entry in plan.layers}
         sections = [resolve_features(section, registered) for section in config.enabled_sections]
         return Plan(tuple(planned[layer] for layer in layers if layer in planned), plan.unmatched), sections

@@ -153,7 +153,7 @@ def test_twice_in_a_process_in_any_order_of_folders_and_files(alone: dict[str, A
         for found in runs:
             assert found["own"]
             assert found["rows"] == LOGGED
-            assert found["theirs"] == (["DumpTensors", "TestDummyFeature"] if "theirs" in listed else [])
+            assert found["theirs"] == (["TestDummyFeature"] if "theirs" in listed else [])
     assert alone["session"] == []  # the session was not needed for it
 
 

@@ -22,19 +22,18 @@ from tests.conftest import Keeper, feature, statistics
 
 HERE = str(Path(te_precision_callbacks.__path__[0]))
 FEATURES = str(Path(HERE).parent / "features")
+BACKEND = tuple(f"{HERE}/{part}" for part in ("reference/", "formats.py", "layouts.py"))
 INSPECT = str(Path(nvdlfw_inspect.base.__file__).parent)
 
 
 @contextmanager
 def calls() -> Iterator[Counter[str]]:
-    """Counts the calls of functions of this package, but for the reference backend, and of nvidia-dlfw-inspect."""
+    """Counts the calls of functions of nvidia-dlfw-inspect and of this package, but for the reference backend."""
     counted: Counter[str] = Counter()
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         file = frame.f_code.co_filename
-        own = (
-            file.startswith((HERE, FEATURES)) and not file.startswith(HERE + "/reference") and "formats.py" not in file
-        )
+        own = file.startswith((HERE, FEATURES)) and not file.startswith(BACKEND)
         if event == "call" and (own or file.startswith(INSPECT)):
             counted[frame.f_code.co_qualname if hasattr(frame.f_code, "co_qualname") else frame.f_code.co_name] += 1
 

@@ -1,0 +1,157 @@
+"""What dumping four tensors in every step adds to a training step: this project's DumpTensors beside upstream's.
+
+    python benchmarks/dumps.py [--json] [--layers 2 --hidden 256 --sequence 256 --batch 8] [--steps 16]
+
+The model of examples/byte_lm.py trains in FP8, and of its first layer the activation, the weight, the gradient and the
+output are dumped in every step, in high precision and, where they are quantized, quantized. What is counted:
+  none  the step without debugging.
+  ours  the step in an InspectSession, to the end of session.step(): safetensors, decoded internals, written beside.
+  te    the step with Transformer Engine's DumpTensors under plain nvidia-dlfw-inspect, to the end of debug_api.step():
+        a pickle, written within the step.
+  *_added_ms  the median of the steps less the median of the steps of `none`: one process and one model, in alternating
+              blocks of four steps after one that warms up.
+  ours_left_ms  what is left to write when the steps of a block are over, for each of them: the time until it is on the
+                disk. Where training is faster than the disk for longer, a step waits for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from measuring import arguments, machine, milliseconds, progress, report
+from step import EndOfStep, Training, with_upstream, without
+
+from te_precision_callbacks import reference
+
+TENSORS = ["activation", "weight", "gradient", "output"]
+COLUMNS = ("case", "none_ms", "ours_added_ms", "te_added_ms", "ratio", "ours_left_ms", "bytes_per_step")
+
+_BLOCK = 4
+"""Timed steps of a block, after one that warms up."""
+
+Run = Callable[[], AbstractContextManager[EndOfStep]]
+
+
+def config(layer: str) -> dict[str, Any]:
+    """Four tensors of one layer in every step."""
+    options = {"enabled": True, "tensors": TENSORS, "high_precision_tensor": True, "quantized_tensor": True}
+    return {
+        "dumps": {
+            "enabled": True,
+            "layers": {"layer_name_regex_pattern": f"^{layer}$".replace(".", r"\.")},
+            "transformer_engine": {"DumpTensors": options},
+        }
+    }
+
+
+class Ours:
+    """A session of this project, and what it leaves to be written.
+
+    Attributes:
+        left: milliseconds from the last step of each block until everything is on the disk, for each of its steps.
+        written: bytes on the disk for each step.
+    """
+
+    def __init__(self, model: torch.nn.Module, path: Path) -> None:
+        self._model = model
+        self._path = path
+        self.left: list[float] = []
+        self.written = 0.0
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[EndOfStep]:
+        from te_precision_callbacks.dumps.recording import RECORDER
+        from te_precision_callbacks.session import InspectSession
+
+        with tempfile.TemporaryDirectory() as folder:
+            with InspectSession(self._path, model=self._model, log_dir=folder) as session:
+                yield session.step
+                start = time.perf_counter()
+                RECORDER.flush()
+                self.left.append(1e3 * (time.perf_counter() - start) / (1 + _BLOCK))
+            sizes = [file.stat().st_size for file in Path(folder).rglob("*.safetensors")]
+            self.written = sum(sizes) / (1 + _BLOCK)
+
+
+def measure(training: Training, runs: dict[str, Run], steps: int) -> dict[str, list[float]]:
+    """Run all ways in alternating blocks: the milliseconds of their steps."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    rounds = max(1, -(-steps // _BLOCK))
+    for number in range(1, rounds + 1):
+        for name, run in runs.items():
+            with run() as end:
+                training.step(end)
+                for _ in range(_BLOCK):
+                    found[name].append(milliseconds(lambda end=end: training.step(end), training.device))  # type: ignore[misc]
+        medians = ", ".join(f"{name} {statistics.median(times):.0f} ms" for name, times in found.items())
+        progress(f"round {number} of {rounds}: {medians}")
+    return found
+
+
+def run_all(training: Training, steps: int, folder: Path) -> list[dict[str, Any]]:
+    """The one case."""
+    from te_precision_callbacks.naming import named_te_modules
+
+    model = training.model
+    path = folder / "dumps.yaml"
+    path.write_text(yaml.safe_dump(config(named_te_modules(model)[0].layers[0].name)))
+    ours = Ours(model, path)
+    times = measure(training, {"none": without, "ours": ours, "te": lambda: with_upstream(model, path, "eager")}, steps)
+    median = {name: statistics.median(values) for name, values in times.items()}
+    added = {name: median[name] - median["none"] for name in ("ours", "te")}
+    return [
+        {
+            "case": "four tensors, every step",
+            **{f"{name}_ms": value for name, value in median.items()},
+            **{f"{name}_added_ms": value for name, value in added.items()},
+            "ratio": added["te"] / added["ours"],
+            "ours_left_ms": statistics.median(ours.left),
+            "bytes_per_step": round(ours.written),
+            "steps": len(times["ours"]),
+        }
+    ]
+
+
+def _options(given: list[str] | None) -> argparse.Namespace:
+    parser = arguments(__doc__)
+    parser.add_argument("--layers", type=int, default=2, help="Transformer layers (default: 2)")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 64 (default: 256)")
+    parser.add_argument("--sequence", type=int, default=256, help="tokens of a sequence (default: 256)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a batch (default: 8)")
+    parser.add_argument("--steps", type=int, default=16, help="timed steps of each way to run (default: 16)")
+    return parser.parse_args(given)
+
+
+def main(given: list[str] | None = None) -> None:
+    options = _options(given)
+    reference.install_where_needed()
+    import transformer_engine.pytorch  # noqa: F401
+
+    logging.getLogger("te_precision_callbacks").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    described = machine(device)
+    progress(described) if options.json else print(described, end="\n\n")
+    training = Training(options.layers, options.hidden, options.sequence, options.batch, device)
+    with tempfile.TemporaryDirectory() as folder:
+        cases = run_all(training, options.steps, Path(folder))
+    sizes = {name: getattr(options, name) for name in ("layers", "hidden", "sequence", "batch")}
+    cases = [{**case, **sizes, "machine": described} for case in cases]
+    notes = "Added: the median step less the median step without debugging. ratio: te's to ours."
+    report(cases, COLUMNS, notes, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""DumpTensors: writes tensors to files, beside training, within a budget, and where a condition asks for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from nvdlfw_inspect.config_manager import ConfigManager
+from nvdlfw_inspect.logging import get_logger
+from nvdlfw_inspect.registry import api_method
+
+from te_precision_callbacks.config.dumping import Collected, collected
+from te_precision_callbacks.dumps.files import TORCH
+from te_precision_callbacks.dumps.recording import RECORDER
+from te_precision_callbacks.dumps.wanted import Seen, Wanted
+from te_precision_callbacks.engine.schedule import Schedule
+from te_precision_callbacks.features.base import Feature, Options
+from te_precision_callbacks.features.registration import NAMESPACE, own_feature
+
+
+@own_feature()
+class DumpTensors(Feature):
+    """Dumps activations, weights, gradients, outputs, wgrads and dgrads: in high precision, quantized, and decoded.
+
+    The keys are those of Transformer Engine's feature (2.20.2, ``debug/features/dump_tensors.py``), those of its pull
+    request 2645 (``dump_quantized_internals``), and what docs/features.md has beside them. Under plain
+    nvidia-dlfw-inspect the files have Transformer Engine's path, names and keys.
+
+    Keys: ``tensors`` or ``tensors_struct``, ``high_precision_tensor``, ``quantized_tensor``,
+    ``dump_quantized_internals``, ``when``, ``file_format``, ``max_bytes``, ``max_files``, ``max_memory``, ``freq``,
+    ``start_step``, ``end_step``, ``start_end_list``.
+    """
+
+    def options_for(self, config: Mapping[str, Any], tensor: str | None, gemm: str | None) -> list[Options]:
+        """As for every feature, with what is wanted of the tensor."""
+        found: list[Options] = super().options_for(config, tensor, gemm)
+        for options in found:
+            options["wanted"] = Wanted.of(options)
+        return found
+
+    @api_method
+    def inspect_tensor_enabled(
+        self, config: Options, layer_name: str, tensor_name: str, iteration: int
+    ) -> tuple[bool, int | None]:
+        """Whether a dump is due, and in which iteration the next one is; never again, where the budget is used up."""
+        if RECORDER.stopped(config["wanted"].limits):
+            return False, None
+        return Schedule.of(config).at(iteration)
+
+    @api_method
+    def inspect_tensor(
+        self,
+        config: Options,
+        layer_name: str,
+        tensor_name: str,
+        iteration: int,
+        tensor: torch.Tensor | None,
+        rowwise_quantized_tensor: Any = None,
+        columnwise_quantized_tensor: Any = None,
+        quantizer: Any = None,
+    ) -> None:
+        """Take a snapshot, which is written later."""
+        if not RECORDER.started:
+            RECORDER.start(Path(get_logger().root_log_dir), file_format=TORCH)
+        seen = Seen(
+            layer=layer_name,
+            tensor=tensor_name,
+            iteration=iteration,
+            values=tensor,
+            rowwise=rowwise_quantized_tensor,
+            columnwise=columnwise_quantized_tensor,
+            quantizer=quantizer,
+        )
+        RECORDER.note(seen, config["wanted"], functools.partial(_collected, layer_name, tensor_name))
+
+
+def _collected(layer: str, tensor: str) -> dict[str, Collected]:
+    """The statistics that the layer's features collect of a tensor."""
+    return collected(ConfigManager.get_config_for_layer(layer).get(NAMESPACE, {}), tensor)

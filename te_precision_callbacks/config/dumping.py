@@ -1,0 +1,319 @@
+"""What DumpTensors takes beside its tensors: sizes in bytes, and conditions under which a tensor is written.
+
+    size_in_bytes("2GiB")                       # 2147483648
+    condition = parse_condition("underflows% > 5")
+    condition.holds(7.5)                        # True
+    collected(features_of_a_layer, "activation")    # name -> under which names it is logged, and when
+
+A condition names a statistic as the log does, without layer and tensor: ``underflows%``, ``mxfp8_mse_columnwise``.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+from pydantic import AfterValidator
+
+from te_precision_callbacks.config.fields import Tensor, Words
+from te_precision_callbacks.config.problems import ConfigError, suggestion
+from te_precision_callbacks.engine.schedule import Schedule
+from te_precision_callbacks.engine.statistics import (
+    BLOCKWISE,
+    OWN_RECIPE,
+    QUANTIZED_STATISTICS,
+    RECIPES,
+    TENSOR_STATISTICS,
+    Request,
+    UnknownStatisticError,
+    quantized_request,
+    tensor_request,
+)
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.config.planning import Plan, Section
+
+TENSORS = get_args(Tensor)
+
+NONFINITE = "nonfinite"
+"""The condition that a tensor has an inf or nan."""
+
+ACTIVATION_OVERFLOW = "activation_overflow"
+"""The condition that activation overflow detection has found something."""
+
+_NAMESPACE = "transformer_engine"
+_DUMP_TENSORS = "DumpTensors"
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
+}
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
+
+_COMPARISON = re.compile(r"([^\s<>=]+)\s*(<=|>=|<|>)\s*(\S+)")
+
+_COMPARE: Mapping[str, Callable[[float, float], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+}
+
+_FORMS = (
+    f"A condition is {NONFINITE!r}, {ACTIVATION_OVERFLOW!r}, or a statistic and a number with >, >=, < or <= between"
+    " them, such as 'underflows% > 5'."
+)
+
+
+def size_in_bytes(size: object) -> int:
+    """A size as written in a config: a number of bytes, or a text with a unit (kB, MB, GB, TB; KiB, MiB, GiB, TiB).
+
+    Raises:
+        ValueError: it is none, or below one byte; continues a sentence that starts with the key.
+    """
+    found = None
+    if type(size) is int:
+        found = float(size)
+    elif isinstance(size, str) and (match := _SIZE.fullmatch(size.strip())) and match[2].lower() in _UNITS:
+        found = float(match[1]) * _UNITS[match[2].lower()]
+    if found is None or found < 1:
+        raise ValueError(
+            f"is a number of bytes from 1 on, or a text such as '10MB' (10 * 1000^2) or '2GiB' (2 * 1024^3), not"
+            f" {size!r}."
+        )
+    return int(found)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """When a tensor is written.
+
+    Attributes:
+        text: as written.
+        statistic: its name in the log; None for :data:`NONFINITE` and :data:`ACTIVATION_OVERFLOW`.
+        comparison: ``>``, ``>=``, ``<`` or ``<=``.
+        number: what the statistic is compared with.
+    """
+
+    text: str
+    statistic: str | None = None
+    comparison: str = ">"
+    number: float = 0.0
+
+    def holds(self, value: float) -> bool:
+        """Whether a value of the statistic meets it. A nan meets none."""
+        return _COMPARE[self.comparison](value, self.number)
+
+
+def parse_condition(entry: object) -> Condition:
+    """A condition as written in a config.
+
+    Raises:
+        ValueError: it is none; continues a sentence that starts with the key.
+    """
+    if entry in (NONFINITE, ACTIVATION_OVERFLOW):
+        return Condition(str(entry))
+    match = _COMPARISON.fullmatch(entry.strip()) if isinstance(entry, str) else None
+    if match is None:
+        hint = suggestion(entry, (NONFINITE, ACTIVATION_OVERFLOW)) if isinstance(entry, str) else ""
+        raise ValueError(f"has {entry!r}. {_FORMS}{hint if 'Did you mean' in hint else ''}")
+    try:
+        number = float(match[3])
+    except ValueError:
+        number = math.nan
+    if math.isnan(number):
+        raise ValueError(f"has {entry!r}, where {match[3]!r} is no number. {_FORMS}")
+    _check_statistic(str(entry), match[1])
+    return Condition(str(entry), match[1], match[2], number)
+
+
+def _check_statistic(entry: str, name: str) -> None:
+    """Refuse a name that no feature can log as a number.
+
+    Raises:
+        ValueError: as of :func:`parse_condition`.
+    """
+    if name.startswith(BLOCKWISE):
+        return
+    for request_of in (tensor_request, quantized_request):
+        try:
+            if request_of(name).statistic.value is None:
+                raise ValueError(f"has {entry!r}: {name} is no number, but a histogram.")
+            return
+        except UnknownStatisticError:
+            continue
+    known = [*TENSOR_STATISTICS, BLOCKWISE, *QUANTIZED_STATISTICS]
+    prefix = next((f"{recipe}_" for recipe in RECIPES if name.startswith(f"{recipe}_")), "")
+    hint = suggestion(name, [prefix + statistic for statistic in QUANTIZED_STATISTICS] if prefix else known)
+    raise ValueError(f"has {entry!r}: there is no statistic {name!r}.{hint}")
+
+
+def conditions_of(options: Mapping[str, Any]) -> tuple[Condition, ...]:
+    """The conditions that the options of DumpTensors have for a tensor; none where it is written in any case."""
+    when = options.get("when") or ()
+    return tuple(parse_condition(entry) for entry in ([when] if isinstance(when, str) else when))
+
+
+@dataclass(frozen=True)
+class Collected:
+    """A statistic that is collected of a tensor.
+
+    Attributes:
+        labels: its names in the log. One of the layer's own recipe gets that recipe's name before it in a layer that
+            runs none.
+        schedules: when.
+    """
+
+    labels: tuple[str, ...]
+    schedules: tuple[Schedule, ...]
+
+
+def collected(features: Mapping[str, Mapping[str, Any]], tensor: str) -> dict[str, Collected]:
+    """What the features of a layer collect of a tensor, by the names that were asked for.
+
+    Args:
+        features: feature -> options, of the namespace ``transformer_engine``.
+        tensor: the tensor's name.
+    """
+    from te_precision_callbacks.features.base import matching_options
+
+    schedules: dict[str, list[Schedule]] = {}
+    own: set[str] = set()
+    for feature, options in features.items():
+        request_of = _REQUESTS.get(feature)
+        if request_of is None or not options.get("enabled", False):
+            continue
+        for entry in matching_options(options, tensor=tensor, gemm=None):
+            stats = entry.get("stats", ())
+            for statistic in [stats] if isinstance(stats, (str, Mapping)) else stats:
+                request = request_of(statistic, tensor)
+                schedules.setdefault(request.label, []).append(Schedule.of(entry))
+                if request.recipe == OWN_RECIPE:
+                    own.add(request.label)
+    found: dict[str, Collected] = {}
+    for label, when in schedules.items():
+        others = (f"{recipe}_{label}" for recipe in RECIPES if label in own)
+        found[label] = Collected((label, *(other for other in others if other not in schedules)), tuple(when))
+    return found
+
+
+_REQUESTS: Mapping[str, Callable[[Any, str], Request]] = {
+    "LogTensorStats": tensor_request,
+    "LogFp8TensorStats": lambda entry, tensor: quantized_request(entry),
+    "LogNvfp4TensorStats": lambda entry, tensor: quantized_request(entry, default_recipe="nvfp4"),
+}
+
+
+def find_statistic(name: str, known: Mapping[str, Collected]) -> Collected | None:
+    """The statistic of a condition among those that are collected of a tensor; None where it is not.
+
+    ``max_blockwise_dynamic_range`` alone means that of any blocks.
+    """
+    if name in known:
+        return known[name]
+    for label, found in known.items():
+        if name in found.labels:
+            return Collected((name,), found.schedules)
+        if name == BLOCKWISE and label.startswith(BLOCKWISE):
+            return found
+    return None
+
+
+def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflow: bool) -> None:
+    """Refuse conditions of DumpTensors that can never hold.
+
+    Args:
+        plan: of all layers.
+        sections: the enabled sections.
+        detects_overflow: whether the run has activation overflow detection.
+
+    Raises:
+        ConfigError: a statistic that no feature collects of that layer and tensor, or no detection.
+    """
+    by_name = {section.name: section for section in sections}
+    for entry in plan.layers:
+        features = entry.features.get(_NAMESPACE, {})
+        for tensor in TENSORS if _DUMP_TENSORS in features else ():
+            problem = _problem(features, entry.layer.name, tensor, detects_overflow=detects_overflow)
+            if problem is not None:
+                raise ConfigError(f"{_place(by_name, entry.sections)}: {problem}")
+
+
+def _problem(
+    features: Mapping[str, Mapping[str, Any]], layer: str, tensor: str, *, detects_overflow: bool
+) -> str | None:
+    """What is wrong with the conditions of a layer's tensor."""
+    from te_precision_callbacks.features.base import matching_options
+
+    for options in matching_options(features[_DUMP_TENSORS], tensor=tensor, gemm=None):
+        for condition in conditions_of(options):
+            if condition.text == ACTIVATION_OVERFLOW and not detects_overflow:
+                return no_detection()
+            if condition.statistic is None:
+                continue
+            known = collected(features, tensor)
+            if find_statistic(condition.statistic, known) is None:
+                return missing_statistic(condition, known, layer, tensor)
+    return None
+
+
+def _place(sections: Mapping[str, Section], hit: Sequence[str]) -> str:
+    """Where DumpTensors stands, in one of the sections that hit a layer."""
+    for name in hit:
+        for feature in sections[name].features.get(_NAMESPACE, {}):
+            if feature.casefold() == _DUMP_TENSORS.casefold():
+                return sections[name].place(_NAMESPACE, feature)
+    return sections[hit[0]].place()
+
+
+def no_detection() -> str:
+    """The words about a condition on an overflow that nobody looks for."""
+    return (
+        f"the condition {ACTIVATION_OVERFLOW!r} of DumpTensors needs activation overflow detection, which is off, so"
+        ' nothing would be written. Start the session with debug="activation_overflow".'
+    )
+
+
+def missing_statistic(condition: Condition, names: Iterable[str], layer: str, tensor: str) -> str:
+    """The words about a condition on a statistic that nobody collects.
+
+    Args:
+        condition: on a statistic.
+        names: what is collected of the tensor.
+        layer, tensor: where.
+    """
+    hint = suggestion(str(condition.statistic), names, known_as="Collected are")
+    return (
+        f"the condition {condition.text!r} of DumpTensors is on a statistic that is not collected of {tensor!r} in the"
+        f" layer {layer!r}, so nothing would be written. Add it to 'stats' of LogTensorStats, LogFp8TensorStats or"
+        f" LogNvfp4TensorStats for that layer and tensor.{hint}"
+    )
+
+
+def _checked_size(entry: Any) -> Any:
+    size_in_bytes(entry)
+    return entry
+
+
+def _checked_condition(entry: Any) -> Any:
+    parse_condition(entry)
+    return entry
+
+
+Size = Annotated[
+    Any,
+    AfterValidator(_checked_size),
+    Words("a number of bytes, or a text such as `10MB` (10^7) or `2GiB` (2 * 2^30)"),
+]
+ConditionText = Annotated[
+    Any,
+    AfterValidator(_checked_condition),
+    Words(f"`{NONFINITE}`, `{ACTIVATION_OVERFLOW}`, `STATISTIC > NUMBER` (or `>=`, `<`, `<=`)"),
+]

@@ -1,0 +1,76 @@
+"""How much may be written: a run's budget of bytes and files, and the room that must stay on the disk.
+
+budget = Budget(folder)                     # counts what is in the folder already
+why = budget.refuses(nbytes, limits)        # None, or words about what is exhausted
+budget.count(nbytes)                        # what was written
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+KEPT_FREE = 1 << 30
+"""Bytes that stay free on the disk; a twentieth of a disk on which that is less."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a rank may write in a run.
+
+    Attributes:
+        max_bytes, max_files: of all files in its folder.
+        max_memory: bytes that may wait to be written, and as many that may wait for the end of a step.
+    """
+
+    max_bytes: int = 10 << 30
+    max_files: int = 10_000
+    max_memory: int = 1 << 30
+
+
+class Budget:
+    """What a rank's folder holds.
+
+    Args:
+        folder: which files count; it need not exist yet. Those of earlier runs count too.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        sizes = list(_sizes(folder))
+        self.files, self.bytes = len(sizes), sum(sizes)
+
+    def refuses(self, nbytes: int, limits: Limits) -> str | None:
+        """Why a file of this size must not be written; None if it may."""
+        if self.bytes + nbytes > limits.max_bytes:
+            return (
+                f"max_bytes={limits.max_bytes:,} is used up: there are {self.bytes:,} bytes in it, and the next file"
+                f" has up to {nbytes:,}"
+            )
+        if self.files + 1 > limits.max_files:
+            return f"max_files={limits.max_files:,} is used up: there are {self.files:,} files in it"
+        disk = shutil.disk_usage(_existing(self._folder))
+        if disk.free - nbytes < min(KEPT_FREE, disk.total // 20):
+            return f"little space is left on the disk: {disk.free:,} of {disk.total:,} bytes are free"
+        return None
+
+    def count(self, nbytes: int) -> None:
+        """Count a file that was written."""
+        self.files += 1
+        self.bytes += nbytes
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    for place, _, names in os.walk(folder):
+        for name in names:
+            try:
+                yield os.stat(os.path.join(place, name), follow_symlinks=False).st_size
+            except FileNotFoundError:  # taken away meanwhile
+                continue
+
+
+def _existing(folder: Path) -> Path:
+    return next((place for place in (folder, *folder.parents) if place.is_dir()), Path())

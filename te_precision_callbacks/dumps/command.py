@@ -1,0 +1,233 @@
+"""``te-precision dumps``: what is in dumped tensors, on the command line.
+
+Usage::
+
+    te-precision dumps list logs/tensor_dumps
+    te-precision dumps show fc1_activation.safetensors
+    te-precision dumps diff a.safetensors b.safetensors
+
+``list`` and ``show`` end with exit code 0; ``diff`` with 0 where the dumps are equal and 1 where they differ. Wrong
+use, a file that is no dump for example, is 2. With ``--json`` one JSON object is printed, in which a number that is not
+finite is a word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+app = typer.Typer(name="dumps", help="List, show and compare dumped tensors.", no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+AllowPickle = Annotated[
+    bool,
+    typer.Option(
+        "--allow-pickle", help="Also read files of torch.save, by unpickling them, which can run any code in them."
+    ),
+]
+
+
+@app.callback()
+def _commands() -> None:
+    """List, show and compare dumped tensors."""
+
+
+@app.command("list")
+def list_command(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder, looked through with its folders.")],
+    as_json: Json = False,
+) -> None:
+    """The dumps in a folder: of which layer, tensor and step each one is, and what is in it."""
+    from te_precision_callbacks.dumps.listing import list_dumps
+
+    found = list_dumps(folder)
+    if as_json:
+        rows = [
+            {"path": str(entry.path), "size": entry.size, "file_format": entry.file_format}
+            | {"header": None if entry.header is None else dataclasses.asdict(entry.header)}
+            for entry in found
+        ]
+        foreign = [{"path": str(file.path), "why": file.why} for file in found.foreign]
+        _print_json({"dumps": rows, "foreign": foreign})
+        return
+    table = _table("iteration", "layer", "tensor", "micro-batch", "rank", "holds", "bytes", "file")
+    for entry in found:
+        header = entry.header
+        place = str(entry.path.relative_to(folder)) if folder.is_dir() else str(entry.path)
+        if header is None:
+            table.add_row("", "", "", "", "", "a pickle without a header", f"{entry.size:,}", escape(place))
+            continue
+        what = [] if header.high_precision is None else [header.high_precision.dtype]
+        what += [] if header.quantized is None else [header.quantized.class_name]
+        cells = ("" if header.iteration is None else header.iteration, header.layer, header.tensor, header.micro_batch)
+        table.add_row(*(escape(str(cell)) for cell in (*cells, header.rank, ", ".join(what), f"{entry.size:,}", place)))
+    _print(table)
+    for file in found.foreign:
+        _print(escape(f"no dump: {file.path}: {file.why}"))
+
+
+@app.command("show")
+def show_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The dump.")],
+    as_json: Json = False,
+    allow_pickle: AllowPickle = False,
+) -> None:
+    """A dump: its header, the numbers of each tensor, its scales and blocks, and the error of quantization."""
+    from te_precision_callbacks.dumps import describing
+    from te_precision_callbacks.dumps.comparing import compare
+    from te_precision_callbacks.dumps.errors import NothingToCompareError
+
+    dump = _loaded(file, allow_pickle)
+    tensors, directions = describing.tensors(dump), describing.directions(dump)
+    try:
+        errors = compare(dump).differences
+    except NothingToCompareError:
+        errors = ()
+    header = dataclasses.asdict(dump.header)
+    if as_json:
+        described = {"tensors": tensors, "blocks": directions, "quantization_error": errors}
+        _print_json({"path": str(file), "header": header} | _plain(described))
+        return
+    for name, value in _flat(header):
+        typer.echo(f"{name:<40} {value}")
+    table = _table("tensor", "dtype", "shape", "min", "max", "mean", "nan", "inf", "zeros")
+    for tensor in tensors:
+        numbers = (f"{number:.6g}" for number in (tensor.minimum, tensor.maximum, tensor.mean))
+        counts = (str(tensor.nan), str(tensor.inf), str(tensor.zeros))
+        table.add_row(escape(tensor.name), tensor.dtype, _by(tensor.shape), *numbers, *counts)
+    _print(table)
+    for part in directions:
+        _print(_blocks_table(part))
+    if errors:
+        _print(_difference_table(errors))
+
+
+@app.command("diff")
+def diff_command(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A dump, which is taken as right.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    as_json: Json = False,
+    allow_pickle: AllowPickle = False,
+) -> None:
+    """How two dumps differ: the numbers, and the codes and scales. Exit code 1 where they do."""
+    from te_precision_callbacks.dumps.comparing import compare
+
+    result = compare(_loaded(a, allow_pickle), _loaded(b, allow_pickle))
+    if as_json:
+        _print_json({"equal": result.equal, **_plain(result)})
+    else:
+        _print(_difference_table(result.differences))
+        for difference in result.differences:
+            if difference.internals is not None and difference.internals.first_block is not None:
+                block = difference.internals.first_block
+                _print(
+                    f"{difference.what}: the first block that differs is {block.index}, rows {_range(block.rows)} and"
+                    f" columns {_range(block.columns)} of the data: {block.codes_differing} codes; its factors are"
+                    f" {block.factors[0]!r} in A and {block.factors[1]!r} in B"
+                )
+        for words in result.not_compared:
+            _print(escape(f"not compared: {words}"))
+        _print("The dumps are equal." if result.equal else "The dumps differ.")
+    raise typer.Exit(0 if result.equal else 1)
+
+
+def _loaded(file: Path, allow_pickle: bool) -> Any:
+    from te_precision_callbacks import reference
+    from te_precision_callbacks.dumps.files import TORCH, file_format_of, load
+
+    if allow_pickle and file_format_of(file) == TORCH:
+        # The tensors in it are Transformer Engine's; without a GPU its compiled part is not there to make them.
+        reference.install_where_needed()
+    return load(file, allow_pickle=allow_pickle)
+
+
+def _difference_table(differences: Any) -> Table:
+    errors = ("max error", "at", "mean error", "SQNR dB")
+    table = _table("A / B", "elements", "differ", *errors, "nan", "inf", "codes", "scales")
+    for difference in differences:
+        inside = difference.internals
+        table.add_row(
+            difference.what,
+            f"{difference.elements:,}",
+            f"{difference.differing:,} ({100 * difference.share:.3g}%)",
+            f"{difference.max_abs_error:.6g}",
+            "" if difference.max_at is None else _by(difference.max_at, ", "),
+            f"{difference.mean_abs_error:.6g}",
+            f"{difference.sqnr_db:.2f}",
+            _by(difference.nan, " / "),
+            _by(difference.inf, " / "),
+            "" if inside is None else f"{inside.codes_differing:,}",
+            "" if inside is None else f"{inside.scales_differing:,} of {inside.blocks:,}",
+        )
+    return table
+
+
+def _blocks_table(part: Any) -> Table:
+    table = _table(f"{part.name} blocks", "")
+    table.add_row("blocks", f"{part.blocks:,}, with zeros only {part.zero_blocks:,}")
+    table.add_row("factors", f"{part.smallest_factor:.6g} to {part.largest_factor:.6g}")
+    table.add_row("with an element at the format's largest number", f"{part.at_largest_code:,}")
+    for words, block in (("smallest amax above 0", part.smallest_block), ("largest amax", part.largest_block)):
+        if block is not None:
+            table.add_row(words, f"{block.amax:.6g} in block {block.index}, factor {block.factor:.6g}")
+    return table
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            rows += _flat(value, f"{prefix}{name}.")
+        elif value is not None and value != "":
+            rows.append((prefix + name, _by(value) if isinstance(value, (tuple, list)) else str(value)))
+    return rows
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _print(what: Any) -> None:
+    console = Console(highlight=False, soft_wrap=not isinstance(what, Table))
+    if isinstance(what, Table) and not console.is_terminal:
+        # Into a file or a pipe every line stays whole.
+        console = Console(highlight=False, width=500)
+    console.print(what)
+
+
+def _print_json(what: Any) -> None:
+    typer.echo(json.dumps(_plain(what), indent=2, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: no dataclasses and tuples, and "nan", "inf", "-inf" where a number is not finite."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return _plain(fields)
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _by(values: Any, between: str = " x ") -> str:
+    return between.join(str(value) for value in values)
+
+
+def _range(bounds: tuple[int, int]) -> str:
+    return f"{bounds[0]} to {bounds[1] - 1}"

@@ -1,0 +1,29 @@
+"""What goes wrong with dumps."""
+
+from __future__ import annotations
+
+from te_precision_callbacks.errors import PrecisionDebugError
+
+
+class DumpError(PrecisionDebugError, RuntimeError):
+    """A tensor cannot be dumped, or a dump cannot be written, read or used; the base of the others here."""
+
+
+class NotADumpError(DumpError):
+    """A file is not a dump: of another kind, truncated, or damaged."""
+
+
+class LaterVersionError(DumpError):
+    """A dump was written by a later version of this package, in a form that this one does not know."""
+
+
+class PickleRefusedError(DumpError):
+    """A file would have to be unpickled, which nobody has allowed. Unpickling can run any code that is in the file."""
+
+
+class DifferentShapesError(DumpError):
+    """Two dumps of different shapes cannot be compared."""
+
+
+class NothingToCompareError(DumpError):
+    """Two dumps have nothing in common that could be compared."""

@@ -1,0 +1,374 @@
+"""Dumps as files: safetensors, or Transformer Engine's own form of a pickled dictionary.
+
+Usage::
+
+    write(dump, "fc1_activation.safetensors")
+    write(dump, "fc1_activation.pt", "torch")
+    dump = load("fc1_activation.safetensors")
+
+A file appears under its name when it is whole, and not before: a process that is killed leaves whole files only, and on
+Linux nothing else. Reading never unpickles unless it is told to.
+
+The safetensors format (huggingface/safetensors, "Format"): 8 bytes with the length of a JSON object, little-endian; the
+object, name -> dtype, shape, and where the data lie; the data. The library's own ``save_file`` leaves a temporary file
+behind when it is killed, and ``save`` copies all tensors with the interpreter locked, which would stop training: so the
+format is written here, and read by the library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import uuid
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from te_precision_callbacks.dumps.contents import HIGH_PRECISION, QUANTIZED, Dump, Header, dump_of
+from te_precision_callbacks.dumps.errors import DumpError, NotADumpError, PickleRefusedError
+
+SAFETENSORS, TORCH = "safetensors", "torch"
+"""The file formats."""
+
+SUFFIXES = {SAFETENSORS: ".safetensors", TORCH: ".pt"}
+"""The end of a file's name in each format."""
+
+METADATA_KEY = "te_precision_dump"
+"""Where the header is in the metadata of a safetensors file."""
+
+HEADER_RECORD = "te_precision_dump.json"
+"""Where the header is in the zip archive that ``torch.save`` writes. ``torch.load`` does not look at it."""
+
+TEMPORARY_SUFFIX = ".incomplete"
+"""The end of the name, which starts with a dot, of a file that is not whole, where files cannot be without a name."""
+
+# The names of the safetensors format.
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    **({torch.float8_e8m0fnu: "F8_E8M0"} if hasattr(torch, "float8_e8m0fnu") else {}),
+}
+_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+_PIECE = 1 << 24
+
+
+def write(dump: Dump, path: str | os.PathLike[str], file_format: str = SAFETENSORS, *, fsync: bool = False) -> int:
+    """Write a dump; a file of that name is replaced.
+
+    Args:
+        dump: what to write.
+        path: the file. Its folder is made if it is not there.
+        file_format: ``"safetensors"``, or ``"torch"``: a dictionary, pickled by ``torch.save``, with Transformer
+            Engine's keys ``"high_precision"`` and ``"quantized"``, its tensor, and the internals.
+        fsync: wait until the file is on the disk, so that it is there after a power failure too.
+
+    Returns:
+        The file's size in bytes.
+
+    Raises:
+        DumpError: the file cannot be written (disk full, no permission), or the dump does not fit the format. There is
+            then no part of it; a file that was there before is as it was.
+    """
+    path = Path(path)
+    dump.wait()
+    if file_format == SAFETENSORS:
+        pieces = _safetensors_pieces(dump)
+    elif file_format != TORCH:
+        raise DumpError(f"file_format {file_format!r}: there are {SAFETENSORS!r} and {TORCH!r}.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _appearing(path, fsync=fsync) as file:
+            if file_format == SAFETENSORS:
+                for piece in pieces:
+                    file.write(piece)
+            else:
+                _write_torch(dump, file)
+            file.flush()
+            return os.fstat(file.fileno()).st_size
+    except (OSError, RuntimeError) as error:
+        reason = _os_error(error)
+        if reason is None:
+            raise
+        why = "the disk is full" if reason.errno in (errno.ENOSPC, errno.EDQUOT) else reason.strerror or str(reason)
+        raise DumpError(f"{path}: cannot be written: {why}. Nothing of it is left.") from error
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """What the system said; torch.save raises a RuntimeError of its own while it handles that."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error
+
+
+def load(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Dump:
+    """A dump from its file, of either format, on the CPU.
+
+    Args:
+        path: the file.
+        allow_pickle: also read files of the format "torch" (and Transformer Engine's own dumps), by unpickling them.
+            This runs whatever code is in the file, and needs Transformer Engine where its tensors are in it.
+
+    Raises:
+        NotADumpError: there is no such file, or it is of another kind, truncated, or damaged.
+        LaterVersionError: a later version of this package has written it.
+        PickleRefusedError: it is a pickle, and ``allow_pickle`` is not set.
+    """
+    path = Path(path)
+    if file_format_of(path) == TORCH:
+        if not allow_pickle:
+            raise PickleRefusedError(
+                f"{path}: a pickle, of torch.save, where a safetensors file is expected. Unpickling can run any code"
+                " that is in the file. If you trust it: load(path, allow_pickle=True), or --allow-pickle."
+            )
+        return _read_torch(path)
+    with _naming(path), _opened(path) as file:
+        header = _safetensors_header(file)
+        try:
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+        except (SafetensorError, AttributeError, TypeError, ValueError) as error:
+            raise NotADumpError(f"torch {torch.__version__} cannot read its tensors: {error}.") from error
+        return Dump(header, tensors)
+
+
+def read_header(path: str | os.PathLike[str]) -> Header | None:
+    """The header alone, without a look at the tensors; None in a pickle that this package has not written.
+
+    Raises:
+        NotADumpError, LaterVersionError: as :func:`load`.
+    """
+    path = Path(path)
+    if file_format_of(path) == TORCH:
+        return _torch_header(path)
+    with _naming(path), _opened(path) as file:
+        return _safetensors_header(file)
+
+
+def file_format_of(path: str | os.PathLike[str]) -> str:
+    """``"safetensors"`` or ``"torch"``, by the first bytes of a file.
+
+    Raises:
+        NotADumpError: there is no such file, or its first bytes are of neither.
+    """
+    path = Path(path)
+    try:
+        if not path.is_file():
+            raise NotADumpError(f"{path}: {'a folder' if path.is_dir() else 'there is no such file'}.")
+        with path.open("rb") as file:
+            start = file.read(9)
+    except OSError as error:
+        raise NotADumpError(f"{path}: cannot be read: {error.strerror or error}.") from error
+    if start.startswith(_ZIP) or (start.startswith(_PICKLE) and not start.endswith(b"{")):
+        return TORCH
+    if len(start) == 9 and start.endswith(b"{"):
+        return SAFETENSORS
+    raise NotADumpError(f"{path}: neither a safetensors file nor a file of torch.save ({path.stat().st_size} bytes).")
+
+
+def _safetensors_pieces(dump: Dump) -> Iterator[bytes | memoryview]:
+    """The file, front to back."""
+    tensors = dump.complete()
+    if QUANTIZED not in tensors and dump.header.quantized is not None:
+        for direction in (dump.header.quantized.rowwise, dump.header.quantized.columnwise):
+            if direction is not None and direction.data not in tensors:
+                raise DumpError(
+                    f"The dump of {dump.header.tensor!r} holds a {dump.header.quantized.class_name} without internals,"
+                    f" for a file of the format {TORCH!r}. Make it with internals=True, or keep_quantized=False."
+                )
+    layout: dict[str, Any] = {"__metadata__": {"format": "pt", METADATA_KEY: dump.header.to_json()}}
+    # Aligned, as the library orders them: what has the largest elements comes first.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        if tensor.dtype not in _DTYPE_NAMES:
+            raise DumpError(f"{name}: the safetensors format has no dtype for {tensor.dtype}.")
+        start, end = end, end + tensor.nbytes
+        layout[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    header = json.dumps(layout, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return _pieces(header, [tensors[name] for name in names])
+
+
+def _pieces(header: bytes, tensors: list[torch.Tensor]) -> Iterator[bytes | memoryview]:
+    yield len(header).to_bytes(8, "little") + header
+    for tensor in tensors:
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        array: Any = plain.reshape(-1).view(torch.uint8).numpy()
+        buffer = memoryview(array)
+        for start in range(0, len(buffer), _PIECE):
+            yield buffer[start : start + _PIECE]
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise NotADumpError(f"truncated, damaged, or no safetensors file: {error}.") from error
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put the file's name before what is wrong with it."""
+    try:
+        yield
+    except DumpError as error:
+        raise type(error)(f"{path}: {error}") from error.__cause__
+
+
+def _safetensors_header(file: Any) -> Header:
+    text = (file.metadata() or {}).get(METADATA_KEY)
+    if text is None:
+        raise NotADumpError(f"a safetensors file, but no dump: it has no {METADATA_KEY!r} in its metadata.")
+    return Header.from_json(text)
+
+
+def _write_torch(dump: Dump, file: IO[bytes]) -> None:
+    quantized = dump.header.quantized
+    content = dump.complete()
+    if quantized is not None and QUANTIZED not in content:
+        if dump.original is None:
+            raise DumpError(
+                f"The dump of {dump.header.tensor!r} does not hold the {quantized.class_name} itself, which a file of"
+                f" the format {TORCH!r} has under {QUANTIZED!r}. Make it with keep_quantized=True."
+            )
+        content = {QUANTIZED: dump.original, **content}
+    # A view is pickled with all of the memory that it looks at.
+    content = {name: value.clone() if _is_view(value) else value for name, value in content.items()}
+    torch.save(content, file)
+    file.seek(0)
+    with zipfile.ZipFile(file, "a") as archive:
+        folder = archive.namelist()[0].split("/")[0]
+        archive.writestr(f"{folder}/{HEADER_RECORD}", dump.header.to_json())
+
+
+def _is_view(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.untyped_storage().nbytes() > value.nbytes
+
+
+def _read_torch(path: Path) -> Dump:
+    header = _torch_header(path)
+    try:
+        # From a file without a name: torch.load takes one named .safetensors for what it is named.
+        with path.open("rb") as file:
+            content = torch.load(file, map_location="cpu", weights_only=False)
+    except Exception as error:  # whatever code in a file gives
+        raise NotADumpError(
+            f"{path}: cannot be unpickled: {error}. It is damaged, or of another kind, or holds tensors of a"
+            f" Transformer Engine that is not installed here; a dump in the format {SAFETENSORS!r} needs none."
+        ) from error
+    if not isinstance(content, Mapping) or not content.keys() & {HIGH_PRECISION, QUANTIZED}:
+        raise NotADumpError(f"{path}: a pickle, but no dump: it has neither {HIGH_PRECISION!r} nor {QUANTIZED!r}.")
+    quantized = content.get(QUANTIZED)
+    derived = dump_of(content.get(HIGH_PRECISION), quantized, keep_quantized=quantized is not None)
+    tensors = {**derived.tensors, **{name: value for name, value in content.items() if type(value) is torch.Tensor}}
+    if header is None:
+        # Of Transformer Engine's own dump only the path says where it is from.
+        header = derived.header
+    return Dump(header, tensors, original=derived.original)
+
+
+def _torch_header(path: Path) -> Header | None:
+    if not zipfile.is_zipfile(path):
+        with path.open("rb") as file:
+            if file.read(len(_ZIP)) == _ZIP:
+                raise NotADumpError(f"{path}: truncated or damaged: a zip archive without its end.")
+        return None
+    with _naming(path), zipfile.ZipFile(path) as archive:
+        names = [name for name in archive.namelist() if name.endswith(f"/{HEADER_RECORD}")]
+        return Header.from_json(archive.read(names[0])) if names else None
+
+
+@contextlib.contextmanager
+def _appearing(path: Path, *, fsync: bool) -> Iterator[IO[bytes]]:
+    """A file that gets its name when the block ends without an exception."""
+    file = _nameless(path.parent)
+    if file is None:
+        with _hidden(path, fsync=fsync) as file:
+            yield file
+        return
+    with file:
+        yield file
+        _sync(file, fsync)
+        source = f"/proc/self/fd/{file.fileno()}"
+        try:
+            _link(file, source, path)
+        except FileExistsError:
+            # A link does not replace, a rename does.
+            beside = _beside(path)
+            _link(file, source, beside)
+            try:
+                os.replace(beside, path)
+            except OSError:
+                beside.unlink()
+                raise
+    _sync_folder(path.parent, fsync)
+
+
+def _nameless(folder: Path) -> IO[bytes] | None:
+    """A file without a name, which is gone when the process is; None where the system has none."""
+    if not hasattr(os, "O_TMPFILE") or not os.path.isdir("/proc/self/fd"):
+        return None
+    try:
+        return os.fdopen(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666), "w+b")
+    except OSError as error:
+        # Of a file system, a network's for example, that does not know them; EISDIR: of a kernel.
+        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            return None
+        raise
+
+
+def _link(file: IO[bytes], source: str, path: Path) -> None:
+    # With src_dir_fd Python calls linkat, which follows the symbolic link; without it, link, which does not.
+    os.link(source, path, src_dir_fd=file.fileno(), follow_symlinks=True)
+
+
+@contextlib.contextmanager
+def _hidden(path: Path, *, fsync: bool) -> Iterator[IO[bytes]]:
+    """A file under another name, one that is never listed, until it is whole."""
+    beside = _beside(path)
+    try:
+        with beside.open("w+b") as file:
+            yield file
+            _sync(file, fsync)
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent, fsync)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
+
+
+def _sync(file: IO[bytes], fsync: bool) -> None:
+    file.flush()
+    if fsync:
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path, fsync: bool) -> None:
+    if fsync:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

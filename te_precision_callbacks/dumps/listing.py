@@ -1,0 +1,111 @@
+"""The dumps in a folder, from their headers alone.
+
+Usage::
+
+    found = list_dumps("logs/tensor_dumps")
+    for entry in found:
+        entry.path, entry.size, entry.header
+    found.foreign  # files that are no dumps, and why
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import overload
+
+from te_precision_callbacks.dumps.contents import Header
+from te_precision_callbacks.dumps.errors import DumpError, NotADumpError
+from te_precision_callbacks.dumps.files import file_format_of, read_header
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A dump in a folder.
+
+    Attributes:
+        path: the file.
+        size: its bytes.
+        file_format: "safetensors" or "torch".
+        header: None of a pickle that this package did not write, Transformer Engine's own dump for example: what it is
+            of is in its path, rank_0/iter_000100/fc1_activation.pt, and in the pickle, which is not opened for a list.
+    """
+
+    path: Path
+    size: int
+    file_format: str
+    header: Header | None
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A file that is no dump, and why."""
+
+    path: Path
+    why: str
+
+
+class Listing(Sequence[Entry]):
+    """The dumps, by iteration, layer, tensor, micro-batch and rank; those without a header last, by path.
+
+    Attributes:
+        foreign: the other files, by path.
+    """
+
+    def __init__(self, entries: Sequence[Entry], foreign: Sequence[Foreign]) -> None:
+        self._entries = tuple(sorted(entries, key=_order))
+        self.foreign = tuple(sorted(foreign, key=lambda file: file.path))
+
+    @overload
+    def __getitem__(self, index: int) -> Entry: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Entry]: ...
+    def __getitem__(self, index: int | slice) -> Entry | Sequence[Entry]:
+        return self._entries[index]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def list_dumps(folder: str | os.PathLike[str]) -> Listing:
+    """The dumps in a folder and the folders in it; no tensor is read, and nothing unpickled.
+
+    Args:
+        folder: the folder, or one file. Files whose names start with a dot are not looked at.
+
+    Raises:
+        DumpError: there is no such folder, or it cannot be read.
+    """
+    entries, foreign = [], []
+    for path in _files(Path(folder)):
+        try:
+            size, file_format = path.stat().st_size, file_format_of(path)
+            entries.append(Entry(path, size, file_format, read_header(path)))
+        except FileNotFoundError:  # removed meanwhile
+            continue
+        except DumpError as error:
+            foreign.append(Foreign(path, str(error).removeprefix(f"{path}: ")))
+    return Listing(entries, foreign)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    if folder.is_file():
+        yield folder
+        return
+    if not folder.is_dir():
+        raise NotADumpError(f"{folder}: there is no such folder.")
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if not name.startswith("."):
+                yield Path(parent, name)
+
+
+def _order(entry: Entry) -> tuple[bool, int, str, str, int, int, str]:
+    header = entry.header
+    if header is None:
+        return (True, 0, "", "", 0, 0, str(entry.path))
+    iteration = -1 if header.iteration is None else header.iteration
+    return (False, iteration, header.layer, header.tensor, header.micro_batch, header.rank, str(entry.path))

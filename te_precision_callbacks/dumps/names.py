@@ -1,0 +1,71 @@
+"""The names of dump files: safe, and different for different tensors.
+
+    file_stem("model.fc1", "activation", 0, file_format="safetensors")  # model.fc1.activation
+    file_stem("model.fc1", "activation", 2, file_format="safetensors")  # model.fc1.activation.mb2
+    file_stem("model.fc1", "activation", 0, file_format="torch")        # model_fc1_activation, as Transformer Engine
+    free_path(folder, stem, ".safetensors")                             # stem.1.safetensors where that is there
+
+In safetensors files' names, a layer whose name is not wholly of lower-case letters, digits, ``_``, ``-`` and single
+dots gets a part of its SHA-256 behind it, so that no two layers share a name, on file systems that do not know case
+either. Transformer Engine's names (2.20.2, ``debug/features/dump_tensors.py``) are alike for ``a.b`` and ``a_b``, and
+for all micro-batches; there the first that comes has the name, and the others a number behind it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+from te_precision_callbacks.dumps.files import TORCH
+
+_MOST = 160
+"""Characters of a layer's name in a file's name, which may have 255 bytes."""
+
+_UNSAFE = re.compile(r"[^a-z0-9_.\-]", re.IGNORECASE)
+_PLAIN = re.compile(r"[a-z0-9_\-]+(\.[a-z0-9_\-]+)*")
+_UPSTREAM_REPLACES = re.compile(r'[/\\:*?"<>|. ]')
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def iteration_folder(folder: Path, rank: int, iteration: int) -> Path:
+    """``tensor_dumps/rank_R/iter_XXXXXX`` in a log folder, as Transformer Engine has it."""
+    return rank_folder(folder, rank) / f"iter_{iteration:06d}"
+
+
+def rank_folder(folder: Path, rank: int) -> Path:
+    """``tensor_dumps/rank_R`` in a log folder."""
+    return folder / "tensor_dumps" / f"rank_{rank}"
+
+
+def file_stem(layer: str, tensor: str, micro_batch: int, *, file_format: str) -> str:
+    """The name of a dump's file, without its ending."""
+    if file_format == TORCH:
+        return _short("_".join(_CONTROL.sub("_", _UPSTREAM_REPLACES.sub("_", part)) for part in (layer, tensor)))
+    parts = [_distinct(layer), _distinct(tensor)]
+    return ".".join(parts if micro_batch == 0 else [*parts, f"mb{micro_batch}"])
+
+
+def free_path(folder: Path, stem: str, suffix: str) -> Path:
+    """A path in a folder at which there is no file yet: with the name, else with ``.1``, ``.2`` and so on behind it."""
+    path, count = folder / f"{stem}{suffix}", 0
+    while path.exists() or path.is_symlink():
+        count += 1
+        path = folder / f"{stem}.{count}{suffix}"
+    return path
+
+
+def _distinct(name: str) -> str:
+    if len(name) <= _MOST and _PLAIN.fullmatch(name):
+        return name
+    # A lone surrogate, which a name on disk may have, has no UTF-8.
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    return f"{_UNSAFE.sub('_', name).lstrip('.')[:_MOST]}-{digest}"
+
+
+def _short(name: str) -> str:
+    encoded = name.encode("utf-8", "surrogateescape") if name.isprintable() else name.encode("utf-8", "replace")
+    if len(encoded) <= _MOST:
+        return encoded.decode("utf-8", "surrogateescape")
+    digest = hashlib.sha256(encoded).hexdigest()[:12]
+    return f"{encoded[:_MOST].decode('utf-8', 'ignore')}-{digest}"

@@ -1,0 +1,460 @@
+"""What DumpTensors does with tensors in a run: held or not, within the budget, written beside training.
+
+    RECORDER.start(log_dir, file_format="safetensors", report=failures.report)
+    RECORDER.note(seen, wanted)             # in a forward or backward: a snapshot, nothing waits for the device
+    RECORDER.learn(measurements)            # the statistics of the step
+    RECORDER.end_step()                     # what is held is written or dropped; nothing waits for the disk
+    RECORDER.close()                        # when everything is on the disk
+
+There is one in a process, :data:`RECORDER`, since features are executed anew by each start of nvidia-dlfw-inspect and
+keep no state of their own. Where no session has started it, the feature does, as Transformer Engine's own would be: its
+path, names and file format, and a step ends when its files are there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from te_precision_callbacks.config.dumping import (
+    ACTIVATION_OVERFLOW,
+    NONFINITE,
+    Collected,
+    Condition,
+    find_statistic,
+    missing_statistic,
+    no_detection,
+)
+from te_precision_callbacks.dumps.budget import Budget, Limits
+from te_precision_callbacks.dumps.contents import Dump, dump_of
+from te_precision_callbacks.dumps.errors import DumpError
+from te_precision_callbacks.dumps.files import SUFFIXES, TORCH, write
+from te_precision_callbacks.dumps.names import file_stem, free_path, iteration_folder, rank_folder
+from te_precision_callbacks.dumps.wanted import Seen, Wanted
+from te_precision_callbacks.dumps.writer import Stop, Writer
+from te_precision_callbacks.engine.engine import Measurement
+from te_precision_callbacks.engine.quantization import recipe_of
+
+logger = logging.getLogger(__name__)
+
+_HEADERS = 1 << 15
+"""More than a file has beside its tensors; what it really has is counted when it is written."""
+
+_WEIGHT = "weight"
+
+Report = Callable[[str, str, Exception], None]
+"""Told on the training thread what failed: what was done, of what, the exception."""
+
+
+class _Job(NamedTuple):
+    """A dump on its way to the disk."""
+
+    dump: Dump
+    wanted: Wanted
+    file_format: str
+    folder: Path
+
+
+class _OnStatistic(NamedTuple):
+    """A condition, and the names in the log that its statistic may have."""
+
+    condition: Condition
+    labels: tuple[str, ...]
+
+
+@dataclass
+class _Held:
+    """A dump that waits for the end of its step.
+
+    Attributes:
+        job: what is written then.
+        nonfinite: whether the tensor has an inf or nan, on its device; None where that is no condition.
+        statistics: the conditions of this step that are on statistics.
+        overflow: whether it is written after an overflow.
+    """
+
+    job: _Job
+    nonfinite: torch.Tensor | None
+    statistics: tuple[_OnStatistic, ...]
+    overflow: bool
+
+
+class Recorder:
+    """See the module's description.
+
+    Attributes:
+        overflowed: set by a session when activation overflow detection has stopped the step that is running.
+    """
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._at_exit: Finalize | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.overflowed = False
+        self._file_format = TORCH
+        self._report: Report = _log
+        self._detects_overflow = False
+        self._begin_writing()
+
+    def _begin_writing(self) -> None:
+        self._writer: Writer[_Job] = Writer(self._write)
+        self._budget: Budget | None = None
+        self._exhausted: set[Limits] = set()
+        self._failure: Exception | None = None
+        self._stopped = False
+        self._said: set[object] = set()
+        self._written = (0, 0)
+        self._held: list[_Held] = []
+        self._held_bytes = 0
+        self._micro_batches: dict[tuple[str, str, int], int] = {}
+        self._learned: dict[tuple[str, str], dict[str, float]] = {}
+
+    # ------------------------------------------------------------------ the life of a run
+
+    @property
+    def _log_folder(self) -> Path:
+        if self._folder is None:
+            raise DumpError("Nobody has started the recorder of dumps.")
+        return self._folder
+
+    @property
+    def started(self) -> bool:
+        """Whether somebody has started it."""
+        return self._folder is not None
+
+    def start(
+        self, folder: Path, *, file_format: str, report: Report | None = None, detects_overflow: bool = False
+    ) -> None:
+        """Begin a run, after what an earlier one has left to write.
+
+        Args:
+            folder: the log folder; dumps go to ``tensor_dumps/rank_R/iter_XXXXXX`` in it.
+            file_format: for options without one.
+            report: told what fails, on the training thread. None: it is logged, once.
+            detects_overflow: whether :attr:`overflowed` will be set where there is an overflow.
+        """
+        self.close()
+        self._begin()
+        self._folder = folder.absolute()
+        self._file_format = file_format
+        self._report = _log if report is None else report
+        self._detects_overflow = detects_overflow
+
+    def end_step(self) -> None:
+        """Write what was held and is wanted, drop the rest, and tell what has failed.
+
+        Raises:
+            Exception: whatever ``report`` raises about a failure.
+        """
+        self._decide()
+        self._micro_batches.clear()
+        self._tell(self._folder)
+
+    def flush(self) -> None:
+        """Wait until all that was noted and wanted is on the disk."""
+        self._writer.drain()
+        self._tell(self._folder)
+
+    def close(self) -> None:
+        """End the run: decide on what is held, and wait until all is written. Closing twice does nothing.
+
+        Raises:
+            Exception: as :meth:`end_step`.
+        """
+        if not self.started:
+            return
+        folder, self._folder = self._log_folder, None
+        if self._at_exit is not None:
+            self._at_exit.cancel()
+            self._at_exit = None
+        try:
+            self._decide()
+            self._writer.drain()
+            files, nbytes = self._written
+            if files:
+                logger.info("%d tensors were dumped (%s bytes), in %s.", files, f"{nbytes:,}", folder)
+            self._tell(folder)
+        finally:
+            self._begin()
+
+    def forked(self) -> None:
+        """In a process that was forked: what waits there is the parent's to write."""
+        self._begin_writing()
+        self._at_exit = None
+
+    def stopped(self, limits: Limits) -> bool:
+        """Whether nothing more is written, ever or within these limits."""
+        return self._stopped or limits in self._exhausted
+
+    # ------------------------------------------------------------------ a tensor
+
+    def note(self, seen: Seen, wanted: Wanted, collected: Callable[[], Mapping[str, Collected]]) -> None:
+        """Take a snapshot of a tensor, if it may be wanted.
+
+        Args:
+            seen: the tensor.
+            wanted: what the config asks for.
+            collected: tells which statistics of the tensor are collected, and when.
+
+        Raises:
+            DumpError: the tensor is of a kind that cannot be dumped.
+        """
+        if self.stopped(wanted.limits):
+            return
+        if self._at_exit is None:
+            # Also at the end of a spawned process, which calls no atexit function.
+            self._at_exit = Finalize(None, self.close, exitpriority=90)
+        key = (seen.layer, seen.tensor, id(wanted))
+        micro_batch = self._micro_batches.get(key, 0)
+        self._micro_batches[key] = micro_batch + 1
+        if seen.tensor == _WEIGHT and micro_batch:
+            return  # every micro-batch of a step has the same weight
+        with torch.inference_mode(False), torch.no_grad():
+            held = self._conditions_left(seen, wanted, collected)
+            if held is not None and held[0] is None and not held[1] and not held[2]:
+                return
+            dump = self._dump(seen, wanted, micro_batch)
+            if dump is None:
+                return
+            job = _Job(dump, wanted, wanted.file_format or self._file_format, self._log_folder)
+            if held is None:
+                self._writer.wait_for_room(dump.nbytes, wanted.limits.max_memory)
+                self._put(job._replace(dump=dump.copied()))
+            elif self._held_bytes + dump.nbytes > wanted.limits.max_memory:
+                self._say_once(
+                    ("held", wanted.limits),
+                    "DumpTensors: %s of %s in iteration %d is not held until the step's end: with it the tensors that"
+                    " wait for their condition would have more than max_memory=%s bytes. It is not written; nor are"
+                    " others that do not fit, which is not said again. Watch fewer layers, or set a larger max_memory.",
+                    seen.tensor,
+                    seen.layer,
+                    seen.iteration,
+                    f"{wanted.limits.max_memory:,}",
+                )
+            else:
+                self._held_bytes += dump.nbytes
+                self._held.append(_Held(job._replace(dump=dump.copied()), *held))
+
+    def _conditions_left(
+        self, seen: Seen, wanted: Wanted, collected: Callable[[], Mapping[str, Collected]]
+    ) -> tuple[torch.Tensor | None, tuple[_OnStatistic, ...], bool] | None:
+        """What is known of the conditions only at the end of the step; None where the tensor is written in any case."""
+        if not wanted.conditions:
+            return None
+        nonfinite: torch.Tensor | None = None
+        statistics: list[_OnStatistic] = []
+        overflow = False
+        for condition in wanted.conditions:
+            if condition.text == NONFINITE:
+                nonfinite = seen.nonfinite()
+                if nonfinite is not None and nonfinite.device.type == "cpu":
+                    if nonfinite.item():
+                        return None
+                    nonfinite = None
+            elif condition.text == ACTIVATION_OVERFLOW:
+                overflow = self._detects_overflow
+                if not overflow:
+                    self._complain(condition, seen, no_detection())
+            else:
+                statistic = self._statistic(condition, seen, collected())
+                if statistic is not None:
+                    statistics.append(_OnStatistic(condition, statistic.labels))
+        return nonfinite, tuple(statistics), overflow
+
+    def _statistic(self, condition: Condition, seen: Seen, collected: Mapping[str, Collected]) -> Collected | None:
+        """The statistic of a condition, if there is one in this step."""
+        found = find_statistic(str(condition.statistic), collected)
+        if found is None:
+            self._complain(condition, seen, missing_statistic(condition, collected, seen.layer, seen.tensor))
+            return None
+        return found if any(schedule.at(seen.iteration)[0] for schedule in found.schedules) else None
+
+    def _complain(self, condition: Condition, seen: Seen, text: str) -> None:
+        """Report a condition that can never hold, once."""
+        key = (condition.text, seen.layer, seen.tensor)
+        if key not in self._said:
+            self._said.add(key)
+            self._report("dumping", f"{seen.layer} {seen.tensor}", DumpError(text))
+
+    def _dump(self, seen: Seen, wanted: Wanted, micro_batch: int) -> Dump | None:
+        quantized, columnwise_from = seen.quantized() if wanted.quantized else (None, None)
+        values = seen.values if wanted.high_precision else None
+        if values is None and quantized is None:
+            asked = [
+                key
+                for key, is_wanted in (
+                    ("high_precision_tensor", wanted.high_precision),
+                    ("quantized_tensor", wanted.quantized),
+                )
+                if is_wanted
+            ]
+            self._say_once(
+                ("nothing", seen.layer, seen.tensor),
+                "DumpTensors: nothing is written of %s of %s: %s.",
+                seen.tensor,
+                seen.layer,
+                f"it has no {' and no '.join(asked)}"
+                if asked
+                else "neither high_precision_tensor nor quantized_tensor is set",
+            )
+            return None
+        return dump_of(
+            values,
+            quantized,
+            internals=wanted.internals,
+            layer=seen.layer,
+            tensor=seen.tensor,
+            iteration=seen.iteration,
+            micro_batch=micro_batch,
+            rank=_rank(),
+            recipe=recipe_of(seen.quantizer),
+            columnwise_from=columnwise_from,
+            keep_quantized=(wanted.file_format or self._file_format) == TORCH,
+        )
+
+    # ------------------------------------------------------------------ the end of a step
+
+    def learn(self, measurements: Iterable[Measurement]) -> None:
+        """Take the statistics of the step that is ending."""
+        if not self._held:
+            return
+        names = {(held.job.dump.header.layer, held.job.dump.header.tensor) for held in self._held if held.statistics}
+        for measurement in measurements:
+            if (measurement.layer, measurement.tensor) in names and isinstance(measurement.value, float):
+                values = self._learned.setdefault((measurement.layer, measurement.tensor), {})
+                values[measurement.statistic] = measurement.value
+
+    def _decide(self) -> None:
+        held, self._held, self._held_bytes = self._held, [], 0
+        learned, self._learned = self._learned, {}
+        overflowed, self.overflowed = self.overflowed, False
+        flags = _read([entry.nonfinite for entry in held])
+        reasons: dict[str, int] = {}
+        for entry, nonfinite in zip(held, flags, strict=True):
+            reason = NONFINITE if nonfinite else ACTIVATION_OVERFLOW if overflowed and entry.overflow else None
+            reason = reason or self._statistic_that_holds(entry, learned)
+            if reason is not None:
+                reasons[reason] = reasons.get(reason, 0) + 1
+                self._put(entry.job)
+        if reasons:
+            logger.info(
+                "Iteration %s: %d tensors are dumped: %s.",
+                held[0].job.dump.header.iteration,
+                sum(reasons.values()),
+                ", ".join(reasons),
+            )
+
+    def _statistic_that_holds(self, entry: _Held, learned: Mapping[tuple[str, str], Mapping[str, float]]) -> str | None:
+        header = entry.job.dump.header
+        values = learned.get((header.layer, header.tensor), {})
+        for condition, labels in entry.statistics:
+            value = next((values[label] for label in labels if label in values), None)
+            if value is None:
+                self._say_once(
+                    (condition.text, header.layer, header.tensor),
+                    "DumpTensors: the condition %r of %s of %s is not met in iteration %s: the statistic was asked for"
+                    " and not had. This is said once.",
+                    condition.text,
+                    header.tensor,
+                    header.layer,
+                    header.iteration,
+                )
+            elif condition.holds(value):
+                return f"{condition.text} ({value:.4g} of {header.tensor} of {header.layer})"
+        return None
+
+    def _tell(self, folder: Path | None) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self._report("dumping tensors to", str(folder), failure)
+
+    # ------------------------------------------------------------------ to the disk
+
+    def _put(self, job: _Job) -> None:
+        if self.stopped(job.wanted.limits):
+            return
+        self._writer.put(job, job.dump.nbytes, job.wanted.limits.max_memory)
+
+    def _write(self, job: _Job) -> None:
+        """In the writer's thread."""
+        if job.wanted.limits in self._exhausted:
+            return
+        try:
+            why = self._write_within_budget(job)
+        except Exception as error:
+            # A disk that is full stays full; a tensor that has no place in the file format leaves the others theirs.
+            lasting = isinstance(error, OSError) or isinstance(error.__cause__, OSError)
+            if self._failure is None:
+                self._failure = DumpError(f"{error} No more tensors are dumped.") if lasting else error
+            if lasting:
+                self._stopped = True
+                raise Stop from error
+            return
+        if why is not None:
+            header = job.dump.header
+            self._exhausted.add(job.wanted.limits)
+            logger.warning(
+                "DumpTensors stops on rank %d in iteration %s: %s. The folder is %s. Training goes on.",
+                header.rank,
+                header.iteration,
+                why,
+                rank_folder(job.folder, header.rank),
+            )
+
+    def _write_within_budget(self, job: _Job) -> str | None:
+        """Write a file; why not, where the budget does not allow it."""
+        header, limits = job.dump.header, job.wanted.limits
+        budget = self._budget
+        if budget is None:
+            budget = self._budget = Budget(rank_folder(job.folder, header.rank))
+        refusal = budget.refuses(job.dump.file_bytes + _HEADERS, limits)
+        if refusal is not None:
+            return refusal
+        stem = file_stem(header.layer, header.tensor, header.micro_batch, file_format=job.file_format)
+        place = iteration_folder(job.folder, header.rank, header.iteration or 0)
+        nbytes = write(job.dump, free_path(place, stem, SUFFIXES[job.file_format]), job.file_format)
+        budget.count(nbytes)
+        self._written = (self._written[0] + 1, self._written[1] + nbytes)
+        return None
+
+    def _say_once(self, key: object, text: str, *values: object) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            logger.warning(text, *values)
+
+
+def _log(doing: str, of: str, error: Exception) -> None:
+    logger.error("%s %s: %s: %s Training goes on.", doing, of, type(error).__name__, error)
+
+
+def _read(flags: Sequence[torch.Tensor | None]) -> list[bool]:
+    """Flags as bools, with one copy from each device."""
+    found = [False] * len(flags)
+    devices = {flag.device for flag in flags if flag is not None}
+    for device in devices:
+        numbers = [number for number, flag in enumerate(flags) if flag is not None and flag.device == device]
+        read = torch.stack([flag for flag in flags if flag is not None and flag.device == device]).tolist()
+        for number, value in zip(numbers, read, strict=True):
+            found[number] = bool(value)
+    return found
+
+
+def _rank() -> int:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if distributed else 0
+
+
+RECORDER = Recorder()
+"""The recorder of this process."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=RECORDER.forked)

@@ -1,0 +1,68 @@
+"""One tensor into one file.
+
+Usage::
+
+    save(layer.weight, "weight.safetensors", layer="decoder.fc1", tensor_name="weight")
+    save(quantized, "input.safetensors", high_precision=x, iteration=100)  # both in one file
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.dumps.contents import Dump, dump_of
+from te_precision_callbacks.dumps.files import SAFETENSORS, TORCH, write
+
+
+def save(
+    tensor: Any,
+    path: str | os.PathLike[str],
+    *,
+    high_precision: torch.Tensor | None = None,
+    layer: str = "",
+    tensor_name: str = "",
+    iteration: int | None = None,
+    micro_batch: int = 0,
+    rank: int = 0,
+    recipe: Any = None,
+    internals: bool = True,
+    file_format: str = SAFETENSORS,
+    fsync: bool = False,
+) -> Dump:
+    """Write a tensor to a file, which is there when it is whole.
+
+    Args:
+        tensor: a quantized tensor of Transformer Engine, or its storage class, with scales in any layout, swizzled too;
+            or a plain tensor.
+        path: the file. Its folder is made if it is not there; a file of that name is replaced.
+        high_precision: what ``tensor`` was before it was quantized, into the same file.
+        layer, tensor_name, iteration, micro_batch, rank: where the tensor is from, for the header.
+        recipe: the recipe, an object or words.
+        internals: add what is decoded from the data and scales: FP4 numbers one by one, scales as float32.
+        file_format: ``"safetensors"`` or ``"torch"``: see :func:`te_precision_callbacks.dumps.files.write`.
+        fsync: wait until the file is on the disk.
+
+    Returns:
+        What was written; it shares the tensor's memory.
+
+    Raises:
+        DumpError: the tensor is of a kind that is not known, or the file cannot be written.
+        LayoutError: the tensor's buffers do not fit one another.
+    """
+    dump = dump_of(
+        tensor if high_precision is None else high_precision,
+        None if high_precision is None else tensor,
+        internals=internals,
+        layer=layer,
+        tensor=tensor_name,
+        iteration=iteration,
+        micro_batch=micro_batch,
+        rank=rank,
+        recipe=recipe,
+        keep_quantized=file_format == TORCH,
+    )
+    write(dump, path, file_format, fsync=fsync)
+    return dump

@@ -1,0 +1,101 @@
+"""Writes beside the training thread, in order, with bounded memory.
+
+    writer = Writer(write)          # write(job) runs in a thread of the writer's own
+    writer.put(job, nbytes, most=1 << 30)   # waits while more than `most` bytes would wait for the disk
+    writer.drain()                  # until all is written
+
+Nothing is lost silently: what is put is written, unless ``write`` raises :class:`Stop`; then what waits is dropped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+JobT = TypeVar("JobT")
+
+
+class Stop(Exception):
+    """Raised by ``write``: nothing more is to be written."""
+
+
+class Writer(Generic[JobT]):
+    """A thread that is there while there is something to write.
+
+    Args:
+        write: writes one job; raises :class:`Stop` where no more is to come. It handles all other exceptions itself.
+    """
+
+    def __init__(self, write: Callable[[JobT], None]) -> None:
+        self._write = write
+        self._jobs: deque[tuple[JobT, int]] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+        self.pending = 0
+        """Bytes that wait, with those that are being written."""
+
+    def put(self, job: JobT, nbytes: int, most: int) -> None:
+        """Have a job written.
+
+        Args:
+            job: what ``write`` gets.
+            nbytes: the memory that it holds.
+            most: wait until it does not take the memory of all jobs above this. A job that is larger waits for all
+                others to be written.
+        """
+        with self._changed:
+            self._wait_for_room(nbytes, most)
+            if self._stopped:
+                return
+            self._jobs.append((job, nbytes))
+            self.pending += nbytes
+            if self._thread is None:
+                # Not one that the interpreter waits for when it ends, before anything else can be done: what is left
+                # then is written by drain().
+                thread = threading.Thread(target=self._run, name="te-precision dumps", daemon=True)
+                try:
+                    thread.start()
+                    self._thread = thread
+                except RuntimeError:  # the interpreter is ending, and starts no thread any more
+                    pass
+            self._changed.notify_all()
+        if self._thread is None:
+            self._run()
+
+    def wait_for_room(self, nbytes: int, most: int) -> None:
+        """Wait until :meth:`put` would not, before the memory is taken."""
+        with self._changed:
+            self._wait_for_room(nbytes, most)
+
+    def _wait_for_room(self, nbytes: int, most: int) -> None:
+        self._changed.wait_for(lambda: self._stopped or not self.pending or self.pending + nbytes <= most)
+
+    def drain(self) -> None:
+        """Wait until everything is written."""
+        with self._changed:
+            if self._thread is not None:
+                self._changed.wait_for(lambda: self._thread is None)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._jobs:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                job, nbytes = self._jobs.popleft()
+            try:
+                self._write(job)
+            except Stop:
+                with self._changed:
+                    self._stopped = True
+                    nbytes += sum(size for _, size in self._jobs)
+                    self._jobs.clear()
+            finally:
+                del job
+                with self._changed:
+                    self.pending -= nbytes
+                    self._changed.notify_all()

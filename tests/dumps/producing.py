@@ -1,0 +1,192 @@
+"""Dumps of quantized tensors in every format, and what must be read back from them. A process of its own.
+
+    python -m tests.dumps.producing 10.0 FOLDER
+
+writes for each tensor NAME.safetensors, NAME.twin.safetensors (the same tensor without swizzled scales) and for each
+direction NAME.rowwise.own.npy (what the tensor's dequantize() gives, if it can) and NAME.rowwise.independent.npy; and
+facts.json with what the tensors were like in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from te_precision_callbacks import reference
+
+if __name__ == "__main__":
+    reference.install(capability=(int(float(sys.argv[1])), 0))
+
+import numpy as np
+import torch
+import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
+from transformer_engine.common import recipe
+from transformer_engine.pytorch.module import linear
+
+from te_precision_callbacks import dumps
+from tests.dumps import independent
+
+HOPPER, BLACKWELL = "9.0", "10.0"
+QUANTIZERS = {
+    HOPPER: ["float8_delayed", "float8_current", "block_1d", "block_2d"],
+    BLACKWELL: ["float8_current", "mxfp8", "mxfp8_e5m2", "nvfp4", "nvfp4_rht", "nvfp4_2d"],
+}
+RECIPES = {
+    HOPPER: ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"],
+    BLACKWELL: [
+        "Float8CurrentScaling",
+        "MXFP8BlockScaling",
+        "NVFP4BlockScaling",
+        "NVFP4BlockScaling aligned",
+        "NVFP4BlockScaling plain",
+    ],
+}
+SHAPES = {  # rows, in_features, out_features
+    "Float8BlockScaling": (128, 128, 256),  # its GEMM takes no others
+    "NVFP4BlockScaling aligned": (64, 128, 256),  # of which the kernels write all scales swizzled
+}
+OPERANDS = ["fprop_weight", "fprop_input", "dgrad_weight", "dgrad_gradient", "wgrad_input", "wgrad_gradient"]
+
+
+def quantizer(name: str) -> Any:
+    e4m3, e5m2 = tex.DType.kFloat8E4M3, tex.DType.kFloat8E5M2
+    if name == "float8_delayed":
+        return te.Float8Quantizer(torch.tensor([3.0]), torch.zeros(1), e4m3)
+    if name == "float8_current":
+        return te.Float8CurrentScalingQuantizer(e5m2, device=torch.device("cpu"))
+    if name.startswith("block"):
+        return te.Float8BlockQuantizer(
+            e4m3, rowwise=True, columnwise=True, force_pow_2_scales=False, block_scaling_dim=int(name[-2])
+        )
+    if name.startswith("mxfp8"):
+        return te.MXFP8Quantizer(e5m2 if name.endswith("e5m2") else e4m3)
+    rht = name == "nvfp4_rht"
+    return te.NVFP4Quantizer(with_rht=rht, with_post_rht_amax=rht, with_2d_quantization=name == "nvfp4_2d")
+
+
+def source(name: str) -> torch.Tensor:
+    """Of many magnitudes, with zeros and a denormal, in a shape whose scales need padding."""
+    torch.manual_seed(len(name))
+    shape = (2, 45, 150) if name.startswith("block") else (2, 48, 96 if "mxfp8" in name else 80)
+    x = torch.randn(shape) * torch.exp(torch.randn(shape))
+    x[0, :3, :40], x[1, 2, 3] = 0.0, 1e-40
+    return x.bfloat16()
+
+
+def quantized_directly(name: str) -> tuple[Any, Any]:
+    """A tensor as its quantizer makes it for a GEMM, and not for one."""
+    made = []
+    for optimize_for_gemm in (True, False):
+        of = quantizer(name)
+        of.optimize_for_gemm = optimize_for_gemm
+        made.append(of(source(name)))
+    return made[0], made[1]
+
+
+def operands_of_training(name: str) -> Iterator[tuple[str, Any, bool]]:
+    """What the three GEMMs of a te.Linear read in an ordinary step: name, tensor, direction."""
+    kind, *how = name.split()
+    options = {"disable_rht": True, "disable_2d_quantization": True} if how == ["plain"] else {}
+    rows, inputs, outputs = SHAPES.get(name, (96, 96, 160))
+    torch.manual_seed(5)
+    layer = te.Linear(inputs, outputs, params_dtype=torch.bfloat16)
+    x = torch.randn(2, rows // 2, inputs, dtype=torch.bfloat16, requires_grad=True)
+    seen: list[tuple[str, Any, bool]] = []
+    real = linear.general_gemm
+
+    def general_gemm(a: Any, b: Any, *arguments: Any, layout: str = "TN", **options: Any) -> Any:
+        gemm, first, second = {
+            "TN": ("fprop", "weight", "input"),
+            "NN": ("dgrad", "weight", "gradient"),
+            "NT": ("wgrad", "input", "gradient"),
+        }[layout]
+        for role, tensor, columnwise in ((first, a, layout[0] == "N"), (second, b, layout[1] == "T")):
+            seen.append((f"{gemm}_{role}", storage(tensor), columnwise))
+        return real(a, b, *arguments, layout=layout, **options)
+
+    linear.general_gemm = general_gemm
+    try:
+        with te.autocast(enabled=True, recipe=getattr(recipe, kind)(**options)):
+            y = layer(x)
+        y.backward(torch.randn_like(y))
+    finally:
+        linear.general_gemm = real
+    yield from seen
+
+
+def storage(tensor: Any, **replaced: Any) -> Any:
+    """A copy in an object of the storage class: training frees its own after use."""
+    kind = next(kind for kind in type(tensor).__mro__ if kind.__name__.endswith("Storage"))
+    buffers = {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in tensor.get_metadata().items()
+    }
+    return kind(**{**buffers, **replaced})
+
+
+def has(tensor: Any, columnwise: bool) -> bool:
+    if hasattr(tensor, "_transpose_invalid"):
+        return not tensor._transpose_invalid if columnwise else tensor._data is not None
+    return getattr(tensor, "_columnwise_data" if columnwise else "_rowwise_data") is not None
+
+
+def own(tensor: Any, columnwise: bool) -> Any:
+    """What the tensor's dequantize() gives of one direction; None where it cannot."""
+    names = (
+        {"data": None} if hasattr(tensor, "_transpose_invalid") else {"rowwise_data": None, "rowwise_scale_inv": None}
+    )
+    alone = storage(tensor, **names) if columnwise else tensor
+    try:
+        return alone.dequantize(dtype=torch.float32)
+    except NotImplementedError:  # columnwise NVFP4
+        return None
+
+
+def without_swizzle(tensor: Any) -> Any:
+    """A twin whose scales are in rows and columns, from :mod:`tests.dumps.independent`."""
+    if not getattr(tensor, "_with_gemm_swizzled_scales", False):
+        return storage(tensor)
+    scales = {
+        f"{side}_scale_inv": independent.compacted(tensor, columnwise=side == "columnwise")
+        for side in ("rowwise", "columnwise")
+    }
+    replaced = {name: None if value is None else torch.from_numpy(value) for name, value in scales.items()}
+    return storage(tensor, **replaced, with_gemm_swizzled_scales=False)
+
+
+def produce(name: str, tensor: Any, twin: Any, folder: Path) -> dict[str, Any]:
+    dumps.save(tensor, folder / f"{name}.safetensors", layer=name, tensor_name="activation", iteration=7)
+    dumps.save(twin, folder / f"{name}.twin.safetensors")
+    for columnwise, side in ((False, "rowwise"), (True, "columnwise")):
+        if not has(tensor, columnwise):
+            continue
+        np.save(folder / f"{name}.{side}.independent.npy", independent.numbers(tensor, columnwise=columnwise))
+        dequantized = own(tensor, columnwise)
+        if dequantized is not None:
+            np.save(folder / f"{name}.{side}.own.npy", dequantized.numpy())
+    scales = [getattr(tensor, f"_{side}_scale_inv", None) for side in ("rowwise", "columnwise")]
+    return {
+        "kind": type(tensor).__name__,
+        "swizzled": bool(getattr(tensor, "_with_gemm_swizzled_scales", False)),
+        "stored_scales": [None if scale is None else list(scale.shape) for scale in scales],
+    }
+
+
+def main(capability: str, folder: Path) -> None:
+    facts = {}
+    for name in QUANTIZERS[capability]:
+        tensor, plain = quantized_directly(name)
+        facts[name] = produce(name, tensor, plain, folder)
+    for name in RECIPES[capability]:
+        for operand, tensor, columnwise in operands_of_training(name):
+            case = f"{name}.{operand}"
+            facts[case] = produce(case, tensor, without_swizzle(tensor), folder) | {"columnwise": columnwise}
+    (folder / "facts.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,156 @@
+"""Dumps listed in Python, and ``te-precision dumps``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from te_precision_callbacks import cli, dumps
+from te_precision_callbacks.dumps import describing
+from te_precision_callbacks.dumps.contents import dump_of
+from tests.dumps.storages import mxfp8, some_mxfp8, some_nvfp4
+from tests.reference.processes import te_precision
+
+X = torch.randn(40, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Dumps of two iterations, one of Transformer Engine's form, and what is none."""
+    for iteration in (10, 9):
+        for layer in ("b", "a"):
+            path = tmp_path / "rank_0" / f"iter_{iteration:06d}" / f"{layer}.safetensors"
+            dumps.save(some_mxfp8(seed=iteration), path, high_precision=X, layer=layer, iteration=iteration)
+    torch.save({"high_precision": X}, tmp_path / "rank_0" / "fc1_activation.pt")
+    (tmp_path / "rank_0" / "notes.txt").write_text("not a tensor")
+    (tmp_path / ".hidden.incomplete").write_bytes(b"PK\x03\x04")
+    return tmp_path
+
+
+def run(*arguments: Any) -> tuple[int, str]:
+    done = CliRunner().invoke(cli.app, ["dumps", *map(str, arguments)])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.output
+
+
+def test_list(folder: Path) -> None:
+    found = dumps.list(folder)
+    assert [(entry.header.iteration, entry.header.layer) for entry in found if entry.header is not None] == [
+        (9, "a"),
+        (9, "b"),
+        (10, "a"),
+        (10, "b"),
+    ]
+    assert found[0].size == found[0].path.stat().st_size
+    last = found[-1]
+    assert (last.path.name, last.header, last.file_format) == ("fc1_activation.pt", None, "torch")
+    (foreign,) = found.foreign
+    assert foreign.path.name == "notes.txt"
+    assert foreign.why.startswith("neither a safetensors file nor")
+    assert len(dumps.list(found[0].path)) == 1
+    with pytest.raises(dumps.DumpError, match="there is no such folder"):
+        dumps.list(folder / "nowhere")
+
+
+def test_list_command(folder: Path) -> None:
+    code, output = run("list", folder)
+    assert code == 0
+    lines = output.splitlines()
+    places = [
+        next(i for i, line in enumerate(lines) if f"iter_{n:06d}/{layer}." in line) for n in (9, 10) for layer in "ab"
+    ]
+    assert places == sorted(places)
+    assert "bfloat16, MXFP8TensorStorage" in lines[places[0]]
+    assert "a pickle without a header" in output
+    assert any(line.startswith("no dump:") and "notes.txt" in line for line in lines)
+    code, output = run("list", folder, "--json")
+    answer = json.loads(output)
+    assert code == 0
+    assert [entry["header"] and entry["header"]["iteration"] for entry in answer["dumps"]] == [9, 9, 10, 10, None]
+    assert [Path(file["path"]).name for file in answer["foreign"]] == ["notes.txt"]
+
+
+def test_show_command(tmp_path: Path) -> None:
+    x = X.clone()
+    x[0, :3] = torch.tensor([float("nan"), float("inf"), 0.0])
+    dumps.save(some_mxfp8(), tmp_path / "a", high_precision=x, layer="decoder.fc1", iteration=7)
+    code, output = run("show", tmp_path / "a", "--json")
+    answer = json.loads(output)
+    assert code == 0
+    assert answer["header"]["layer"] == "decoder.fc1"
+    numbers = {tensor["name"]: tensor for tensor in answer["tensors"]}
+    finite = x[x.isfinite()].double()
+    high = numbers["high_precision"]
+    assert (high["minimum"], high["maximum"]) == (float(finite.min()), float(finite.max()))
+    assert high["mean"] == pytest.approx(float(finite.mean()))
+    assert (high["nan"], high["inf"], high["zeros"]) == (1, 1, int((x == 0).sum()))
+    assert [error["what"] for error in answer["quantization_error"]] == ["high_precision / rowwise"]
+    assert answer["quantization_error"][0]["nan"] == [1, 0]
+    code, output = run("show", tmp_path / "a")
+    assert code == 0
+    for words in ("decoder.fc1", "rowwise_block_scale_inv", "rowwise blocks", "high_precision / rowwise", "SQNR dB"):
+        assert words in output
+
+
+def test_the_numbers_of_blocks() -> None:
+    codes, scales = torch.full((2, 64), 0x38, dtype=torch.uint8), torch.full((2, 2), 127, dtype=torch.uint8)
+    codes[0, 40], scales[0, 1] = 0x7E, 130  # 448 * 8
+    codes[1, :32] = 0
+    scales[1, 1] = 120
+    (found,) = describing.directions(dump_of(None, mxfp8(codes, scales)))
+    assert (found.name, found.blocks, found.zero_blocks, found.at_largest_code) == ("rowwise", 4, 1, 1)
+    assert (found.smallest_factor, found.largest_factor) == (2.0**-7, 8.0)
+    assert found.largest_block == describing.BlockAmax((0, 1), 448.0 * 8, 8.0)
+    assert found.smallest_block == describing.BlockAmax((1, 1), 2.0**-7, 2.0**-7)
+
+
+def test_diff_command(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("same", 0), ("b", 1)):
+        dumps.save(some_mxfp8(seed=seed), tmp_path / name, high_precision=X)
+    code, output = run("diff", tmp_path / "a", tmp_path / "same")
+    assert code == 0
+    assert "The dumps are equal." in output
+    code, output = run("diff", tmp_path / "a", tmp_path / "b")
+    assert code == 1
+    assert "rowwise: the first block that differs is (0, 0), rows 0 to 0 and columns 0 to 31 of the data" in output
+    code, output = run("diff", tmp_path / "a", tmp_path / "b", "--json")
+    answer = json.loads(output)
+    assert code == 1
+    assert answer["equal"] is False
+    high, rowwise = answer["differences"]
+    assert (high["what"], high["differing"], high["sqnr_db"]) == ("high_precision", 0, "inf")
+    assert rowwise["internals"]["first_block"]["index"] == [0, 0]
+
+
+def test_wrong_use_is_exit_code_2(tmp_path: Path) -> None:
+    """In processes of their own, as a user has it."""
+    dumps.save(X, tmp_path / "a.safetensors")
+    dumps.save(X[:2], tmp_path / "b.safetensors")
+    dumps.save(some_nvfp4(), tmp_path / "c.pt", file_format="torch")
+    (tmp_path / "text").write_text("text")
+    for arguments, message in (
+        (("show", tmp_path / "text"), "neither a safetensors file"),
+        (("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors"), "a has the shape (40, 96) and b (2, 96)"),
+        (("show", tmp_path / "c.pt"), "--allow-pickle"),
+    ):
+        done = te_precision("dumps", *map(str, arguments))
+        assert done.returncode == 2, done.stderr
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+    done = te_precision("dumps", "show", str(tmp_path / "c.pt"), "--allow-pickle")
+    assert done.returncode == 0, done.stderr
+    assert "amax_rowwise" in done.stdout
+    assert te_precision("dumps", "diff", str(tmp_path / "a.safetensors")).returncode == 2
+
+
+def test_help_is_there_without_torch() -> None:
+    done = te_precision("dumps", "--help")
+    assert done.returncode == 0
+    for command in ("list", "show", "diff"):
+        assert command in done.stdout

@@ -1,0 +1,164 @@
+"""Dumps compared, against numpy."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from te_precision_callbacks import dumps
+from te_precision_callbacks.dumps import comparing
+from te_precision_callbacks.dumps.comparing import Block
+from te_precision_callbacks.dumps.contents import Dump, dump_of
+from tests.dumps.storages import float8, mxfp8, random_bytes, some_mxfp8, some_nvfp4
+
+INF, NAN = math.inf, math.nan
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plain(tensor: torch.Tensor) -> Dump:
+    return dump_of(tensor, None, tensor="activation")
+
+
+@pytest.mark.parametrize("piece", [1 << 16, 100], ids=["one piece", "pieces"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_high_precision(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, piece: int) -> None:
+    monkeypatch.setattr(comparing, "_PIECE", piece)
+    a = normal(3, 50, 7).to(dtype)
+    b = a.clone()
+    b[:, 10:30] += (0.01 * normal(3, 20, 7, seed=1)).to(dtype)
+    b[2, 20, 5] = a[2, 20, 5] + 9
+    result = dumps.compare(plain(a), plain(b))
+    (found,) = result.differences
+    x, y = a.double().numpy(), b.double().numpy()
+    error = np.abs(x - y)
+    assert not result.equal
+    assert found.what == "high_precision"
+    assert found.differing == np.count_nonzero(x != y) > 300
+    assert found.share == found.differing / 1050
+    assert found.max_abs_error == error.max()
+    assert found.max_at == (2, 20, 5)
+    assert found.mean_abs_error == pytest.approx(error.mean(), rel=1e-12)
+    assert found.sqnr_db == pytest.approx(10 * np.log10(np.sum(x**2) / np.sum(error**2)), rel=1e-12)
+    assert (found.nan, found.inf, found.internals) == ((0, 0), (0, 0), None)
+
+
+def test_equal_dumps() -> None:
+    result = dumps.compare(plain(normal(5, 5)), plain(normal(5, 5)))
+    assert result.equal
+    (found,) = result.differences
+    assert (found.differing, found.max_abs_error, found.max_at, found.sqnr_db) == (0, 0.0, None, INF)
+
+
+def test_what_is_not_finite_is_counted_and_left_out() -> None:
+    a = torch.tensor([1.0, NAN, INF, INF, -INF, 2.0, 0.0, NAN])
+    b = torch.tensor([1.0, NAN, INF, -INF, 3.0, 2.5, -0.0, 4.0])
+    (found,) = dumps.compare(plain(a), plain(b)).differences
+    assert found.differing == 4  # not NaN and NaN, nor 0 and -0
+    assert (found.nan, found.inf) == ((2, 1), (3, 2))
+    assert (found.max_abs_error, found.max_at) == (0.5, (5,))
+    assert found.mean_abs_error == 0.5 / 3
+    assert found.sqnr_db == pytest.approx(10 * math.log10((1 + 4) / 0.25))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "sqnr"),
+    [([NAN, INF], [NAN, INF], NAN), ([0.0], [1.0], -INF), ([0.0], [0.0], INF), ([], [], NAN)],
+    ids=["nothing finite", "no signal", "zeros", "empty"],
+)
+def test_sqnr_at_its_ends(a: list[float], b: list[float], sqnr: float) -> None:
+    (found,) = dumps.compare(plain(torch.tensor(a)), plain(torch.tensor(b))).differences
+    assert found.sqnr_db == pytest.approx(sqnr, nan_ok=True)
+
+
+def test_the_first_block_that_differs() -> None:
+    """Row by row of the blocks: one in a code, one in a scale only, and one further up but to the right."""
+    codes, scales = random_bytes(40, 96, seed=0), torch.full((40, 3), 127, dtype=torch.uint8)
+    other_codes, other_scales = codes.clone(), scales.clone()
+    other_codes[7, 70:73] ^= 1
+    other_codes[30, 0] ^= 1
+    other_scales[9, 0] += 1
+    result = dumps.compare(dump_of(None, mxfp8(codes, scales)), dump_of(None, mxfp8(other_codes, other_scales)))
+    (found,) = result.differences
+    assert found.what == "rowwise"
+    assert found.internals is not None
+    assert (found.internals.blocks, found.internals.codes_differing, found.internals.scales_differing) == (120, 4, 1)
+    assert found.internals.first_block == Block((7, 2), (7, 8), (64, 96), 3, (1.0, 1.0))
+    other_scales[2, 1] -= 3
+    result = dumps.compare(dump_of(None, mxfp8(codes, scales)), dump_of(None, mxfp8(other_codes, other_scales)))
+    inside = result.differences[0].internals
+    assert inside is not None
+    assert inside.first_block == Block((2, 1), (2, 3), (32, 64), 0, (1.0, 0.125))
+
+
+def test_a_difference_that_the_numbers_do_not_show() -> None:
+    """The same numbers from other codes with another scale."""
+    codes, scales = torch.full((1, 32), 0x38, dtype=torch.uint8), torch.full((1, 1), 127, dtype=torch.uint8)
+    result = dumps.compare(dump_of(None, mxfp8(codes, scales)), dump_of(None, mxfp8(codes + 8, scales - 1)))
+    (found,) = result.differences
+    assert (found.differing, found.equal, result.equal) == (0, False, False)
+
+
+def test_quantized_against_high_precision() -> None:
+    x, quantized = normal(40, 96).bfloat16(), some_mxfp8()
+    alone = dumps.compare(dump_of(x, quantized))
+    apart = dumps.compare(dump_of(x, None), dump_of(None, quantized))
+    for result in (alone, apart):
+        (found,) = result.differences
+        assert found.what == "high_precision / rowwise"
+        error = (x.double() - quantized.dequantize(dtype=torch.float32).double()).abs()
+        assert found.max_abs_error == float(error.max())
+        assert found.mean_abs_error == pytest.approx(float(error.mean()))
+
+
+def test_two_formats_of_one_tensor() -> None:
+    """The numbers are compared, the codes cannot be."""
+    a, b = dump_of(None, some_mxfp8(16, 32)), dump_of(None, some_nvfp4(16, 32))
+    result = dumps.compare(a, b)
+    (found,) = result.differences
+    assert found.internals is None
+    assert found.differing > 0
+    assert result.not_compared == (
+        "rowwise: codes and scales, which are E4M3 in blocks of 1 x 32 in a and E2M1 in blocks of 1 x 16 in b",
+    )
+
+
+def test_what_only_one_has_is_told() -> None:
+    x = normal(40, 96)
+    result = dumps.compare(dump_of(x, None), dump_of(x, some_mxfp8()))
+    assert [found.what for found in result.differences] == ["high_precision"]
+    assert result.not_compared == ("rowwise: only in b",)
+    assert not result.equal
+
+
+def test_per_tensor_scaling_has_one_block() -> None:
+    codes = random_bytes(6, 10, seed=0)
+    result = dumps.compare(dump_of(None, float8(codes, 0.5)), dump_of(None, float8(codes, 0.25)))
+    inside = result.differences[0].internals
+    assert inside is not None
+    assert (inside.blocks, inside.codes_differing, inside.scales_differing) == (1, 0, 1)
+    assert inside.first_block == Block((0, 0), (0, 6), (0, 10), 0, (0.5, 0.25))
+
+
+def test_different_shapes() -> None:
+    with pytest.raises(dumps.DifferentShapesError, match=r"high_precision: a has the shape \(2, 3\) and b \(3, 2\)"):
+        dumps.compare(plain(normal(2, 3)), plain(normal(3, 2)))
+    with pytest.raises(dumps.DifferentShapesError, match="rowwise"):
+        dumps.compare(dump_of(None, some_mxfp8(40, 96)), dump_of(None, some_mxfp8(96, 32)))
+
+
+def test_nothing_to_compare() -> None:
+    with pytest.raises(dumps.NothingToCompareError, match="in one dump to compare"):
+        dumps.compare(plain(normal(2, 3)))
+
+
+def test_loaded_dumps(tmp_path: Path) -> None:
+    dumps.save(some_nvfp4(), tmp_path / "a")
+    dumps.save(some_nvfp4(), tmp_path / "b", file_format="torch")
+    assert dumps.compare(dumps.load(tmp_path / "a"), dumps.load(tmp_path / "b", allow_pickle=True)).equal

@@ -1,0 +1,198 @@
+"""Every format and direction, as training lays it out: read back from its dump where there is no Transformer Engine."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from tests.dumps.producing import BLACKWELL, HOPPER, OPERANDS, QUANTIZERS, RECIPES
+from tests.reference.processes import python
+
+DIRECT = [(capability, name) for capability, names in QUANTIZERS.items() for name in names]
+TRAINED = [
+    (capability, f"{name}.{operand}") for capability, names in RECIPES.items() for name in names for operand in OPERANDS
+]
+Facts = dict[str, dict[str, Any]]
+
+READER = """
+    import json, sys
+    from pathlib import Path
+
+    class NoTransformerEngine:
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] in ("transformer_engine", "transformer_engine_torch", "nvdlfw_inspect"):
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    sys.meta_path.insert(0, NoTransformerEngine())
+    try:
+        import transformer_engine
+        sys.exit("there is a Transformer Engine")
+    except ModuleNotFoundError:
+        pass
+
+    import numpy as np
+    import torch
+    from te_precision_callbacks import dumps
+
+    def bits(array):
+        # NaN in any spelling is NaN.
+        array = np.ascontiguousarray(array, np.float32)
+        return np.where(np.isnan(array), np.int32(0x7FC00000), array.view(np.int32))
+
+    def alike(a, b):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+    found = {}
+    for path in sorted(Path(sys.argv[1]).glob("*.safetensors")):
+        name = path.name.removesuffix(".safetensors")
+        if name.endswith(".twin"):
+            continue
+        dump, twin = dumps.load(path), dumps.load(path.with_name(name + ".twin.safetensors"))
+        facts = {"header": json.loads(dump.header.to_json()), "equal": {}, "elements": {}}
+        for side in ("rowwise", "columnwise"):
+            for source in ("own", "independent"):
+                expected = path.with_name(f"{name}.{side}.{source}.npy")
+                if expected.exists():
+                    numbers = dumps.dequantize(dump, side == "columnwise", dtype=torch.float32).numpy()
+                    expected = np.load(expected)
+                    same = numbers.size == expected.size and bits(numbers.reshape(expected.shape)) == bits(expected)
+                    facts["equal"][f"{side} {source}"] = bool(np.all(same))
+                    facts["elements"][f"{side} {source}"] = [numbers.size, int((numbers != 0).sum())]
+        facts["twin"] = dump.tensors.keys() == twin.tensors.keys() and all(
+            alike(tensor, twin.tensors[name]) for name, tensor in dump.tensors.items()
+        )
+        facts["twin_swizzled"] = [
+            part.swizzled for part in (twin.header.quantized.rowwise, twin.header.quantized.columnwise) if part
+        ]
+        facts["shapes"] = {name: list(tensor.shape) for name, tensor in dump.tensors.items()}
+        facts["dtypes"] = {name: str(tensor.dtype) for name, tensor in dump.tensors.items()}
+        found[name] = facts
+    print(json.dumps([found, [name for name in sys.modules if name.startswith("transformer_engine")]]))
+"""
+
+
+def produced_and_read(capability: str, folder: Path) -> tuple[Facts, Facts]:
+    """Of each tensor: what it was like in training, and what the reader found."""
+    done = python(
+        f"""
+        import runpy, sys
+        sys.argv = ["producing", {capability!r}, {str(folder)!r}]
+        runpy.run_module("tests.dumps.producing", run_name="__main__")
+    """,
+        TE_PRECISION_REFERENCE_CAPABILITY=capability,
+    )
+    assert done.returncode == 0, done.stderr
+    read = python(READER.replace("sys.argv[1]", repr(str(folder))))
+    assert read.returncode == 0, read.stderr
+    found, of_transformer_engine = json.loads(read.stdout)
+    assert of_transformer_engine == []
+    return json.loads((folder / "facts.json").read_text()), found
+
+
+@pytest.fixture(scope="session")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Facts, Facts]]:
+    """By capability; made once, also where several processes share the tests."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    made = shared / "dumps_of_every_format.json"
+    with FileLock(f"{made}.lock"):
+        if not made.exists():
+            capabilities = (HOPPER, BLACKWELL)
+            found = {each: produced_and_read(each, tmp_path_factory.mktemp("dumps")) for each in capabilities}
+            made.write_text(json.dumps(found))
+    return {capability: tuple(pair) for capability, pair in json.loads(made.read_text()).items()}
+
+
+def is_swizzled(name: str) -> bool:
+    """Whether Transformer Engine writes this tensor's scales in the order of a GEMM."""
+    if name.startswith(("nvfp4", "NVFP4")):
+        # Of the quantizers the kernels for a random Hadamard transform and for 2D blocks, in shapes that they take.
+        unfused = "aligned" not in name and name.endswith(("_weight", "_gradient"))
+        return not unfused
+    return name.startswith(("mxfp8", "MXFP8"))
+
+
+def check(name: str, facts: dict[str, Any], found: dict[str, Any]) -> None:
+    assert facts["swizzled"] == is_swizzled(name)
+    assert found["equal"], "nothing was read"
+    assert all(found["equal"].values()), found["equal"]
+    for elements, above_zero in found["elements"].values():
+        assert above_zero > elements / 4
+    assert found["twin"]
+    header = found["header"]["quantized"]
+    for side, stored in zip(("rowwise", "columnwise"), facts["stored_scales"], strict=True):
+        if header[side] is not None:
+            assert header[side]["swizzled"] == facts["swizzled"]
+            assert stored in (None, header[side]["stored_scale_shape"])
+    assert not any(found["twin_swizzled"])
+
+
+@pytest.mark.parametrize(("capability", "name"), DIRECT, ids=[f"{name}-{capability}" for capability, name in DIRECT])
+def test_quantized_for_a_gemm(seen: dict[str, tuple[Facts, Facts]], capability: str, name: str) -> None:
+    facts, found = seen[capability][0][name], seen[capability][1][name]
+    check(name, facts, found)
+    assert "rowwise independent" in found["equal"]
+    assert "rowwise own" in found["equal"]
+    if name.startswith("float8"):
+        # Blackwell's Float8 data are never stored transposed.
+        assert ("columnwise own" in found["equal"]) == (capability == HOPPER)
+        return
+    assert "columnwise independent" in found["equal"]
+    assert ("columnwise own" in found["equal"]) == (not name.startswith("nvfp4"))
+    for side, stored in zip(("rowwise", "columnwise"), facts["stored_scales"], strict=True):
+        compact = found["shapes"][f"{side}_block_scale_inv"]
+        assert stored[0] * stored[1] > compact[0] * compact[1], "these scales have no padding"
+
+
+@pytest.mark.parametrize(("capability", "name"), TRAINED, ids=[f"{name}-{capability}" for capability, name in TRAINED])
+def test_an_operand_of_training(seen: dict[str, tuple[Facts, Facts]], capability: str, name: str) -> None:
+    facts, found = seen[capability][0][name], seen[capability][1][name]
+    check(name, facts, found)
+    # The direction that the GEMM reads; of Blackwell's Float8 data there is only one.
+    side = "columnwise" if facts["columnwise"] else "rowwise"
+    if name.startswith("Float8CurrentScaling") and capability == BLACKWELL:
+        side = "rowwise"
+    assert f"{side} independent" in found["equal"]
+    if not (name.startswith("NVFP4") and side == "columnwise"):
+        assert f"{side} own" in found["equal"]
+
+
+def test_the_internals_have_their_names_and_dtypes(seen: dict[str, tuple[Facts, Facts]]) -> None:
+    assert seen[HOPPER][1]["float8_delayed"]["dtypes"] == {
+        "data": "torch.float8_e4m3fn",
+        "transpose": "torch.float8_e4m3fn",
+        "scale_inv": "torch.float32",
+    }
+    both = ("rowwise", "columnwise")
+    assert seen[HOPPER][1]["block_2d"]["dtypes"] == {
+        **{f"{side}_data": "torch.float8_e4m3fn" for side in both},
+        **{f"{side}_block_scale_inv": "torch.float32" for side in both},
+    }
+    assert seen[BLACKWELL][1]["mxfp8_e5m2"]["dtypes"] == {
+        **{f"{side}_data": "torch.float8_e5m2" for side in both},
+        **{f"{side}_block_scale_inv": "torch.float8_e8m0fnu" for side in both},
+        **{f"{side}_block_scale_inv_values": "torch.float32" for side in both},
+    }
+    assert seen[BLACKWELL][1]["nvfp4"]["dtypes"] == {
+        **{f"{side}_data": "torch.uint8" for side in both},
+        **{f"{side}_data_unpacked_values": "torch.float32" for side in both},
+        **{f"{side}_block_scale_inv": "torch.float8_e4m3fn" for side in both},
+        **{f"{side}_block_scale_inv_values": "torch.float32" for side in both},
+        **{f"{side}_block_factors": "torch.float32" for side in both},
+        **{f"amax_{side}": "torch.float32" for side in both},
+    }
+
+
+def test_the_header_tells_which_data_are_transformed(seen: dict[str, tuple[Facts, Facts]]) -> None:
+    found = seen[BLACKWELL][1]
+    told = {
+        name: (header["rowwise"]["hadamard"], header["columnwise"]["hadamard"])
+        for name in ("nvfp4", "nvfp4_rht", "nvfp4_2d")
+        for header in (found[name]["header"]["quantized"],)
+    }
+    assert told == {"nvfp4": (False, False), "nvfp4_rht": (False, True), "nvfp4_2d": (False, False)}

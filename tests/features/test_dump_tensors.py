@@ -1,0 +1,239 @@
+"""DumpTensors under plain nvidia-dlfw-inspect: Transformer Engine's path, names and keys, and nothing overwritten."""
+
+from __future__ import annotations
+
+import logging
+import pickletools
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import nvdlfw_inspect.api as debug_api
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
+from transformer_engine.pytorch.tensor import QuantizedTensor
+
+from te_precision_callbacks import dumps
+from te_precision_callbacks.session import InspectSession
+from tests.conftest import feature
+from tests.features.plain import OURS, THEIRS, linear, plain, train
+
+BOTH = {"enabled": True, "tensors": ["activation"], "high_precision_tensor": True, "quantized_tensor": True}
+
+
+def files(folder: Path) -> list[str]:
+    root = folder / "tensor_dumps" / "rank_0"
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def random(seed: int) -> torch.Tensor:
+    return torch.randn(16, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def load(folder: Path, name: str) -> Any:
+    return torch.load(folder / "tensor_dumps" / "rank_0" / name, weights_only=False)
+
+
+def quantized(x: torch.Tensor, *, rowwise: bool = True, columnwise: bool = True) -> Any:
+    from transformer_engine.pytorch import DType, Float8CurrentScalingQuantizer
+
+    quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device=x.device)
+    quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
+    return quantizer(x)
+
+
+def inspect(
+    layer: str, x: torch.Tensor | None, rowwise: Any = None, columnwise: Any = None, iteration: int = 0
+) -> None:
+    """The call of Transformer Engine's modules."""
+    debug_api.transformer_engine.inspect_tensor(
+        layer_name=layer,
+        tensor_name="activation",
+        iteration=0,
+        tp_group=None,
+        tensor=x,
+        quantizer=None,
+        rowwise_quantized_tensor=rowwise,
+        columnwise_quantized_tensor=columnwise,
+    )
+
+
+@pytest.mark.parametrize("folders", [[OURS], [OURS, THEIRS], [THEIRS, OURS]], ids=["ours", "ours-te", "te-ours"])
+def test_the_files_are_those_of_transformer_engines_feature(tmp_path: Path, folders: list[str]) -> None:
+    """The same training under each: the same files, with the same tensors under the same keys, and more."""
+    found: dict[str, Any] = {}
+    names: dict[str, list[str]] = {}
+    for name, listed in (("theirs", [THEIRS]), ("ours", folders)):
+        torch.manual_seed(0)
+        with plain({"DumpTensors": BOTH}, tmp_path / name, folders=listed, fresh=True):
+            train(linear(), steps=2)
+            names[name] = files(tmp_path / name)  # a step has its files when it has ended
+        found[name] = load(tmp_path / name, "iter_000001/linear_activation.pt")
+    assert names["ours"] == names["theirs"] == [f"iter_00000{n}/linear_activation.pt" for n in range(2)]
+    ours, theirs = found["ours"], found["theirs"]
+    assert list(theirs) == ["high_precision", "quantized"]
+    assert set(ours) > set(theirs)
+    assert torch.equal(ours["high_precision"], theirs["high_precision"])
+    assert type(ours["quantized"]) is type(theirs["quantized"])
+    assert isinstance(ours["quantized"], QuantizedTensor)
+    assert torch.equal(ours["quantized"].dequantize(), theirs["quantized"].dequantize())
+    assert torch.equal(ours["quantized"]._data, theirs["quantized"]._data)
+    assert torch.equal(ours["data"].float() * ours["scale_inv"], ours["quantized"].dequantize()), "the internals"
+
+
+def test_the_pickle_loads_where_this_package_is_not_installed(tmp_path: Path) -> None:
+    """What it names is torch's, Transformer Engine's and Python's own."""
+    with plain({"DumpTensors": BOTH}, tmp_path):
+        train(linear())
+    with zipfile.ZipFile(tmp_path / "tensor_dumps/rank_0/iter_000000/linear_activation.pt") as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
+        operations = list(pickletools.genops(archive.read(name)))
+    named = {str(argument) for code, argument, _ in operations if code.name in ("GLOBAL", "SHORT_BINUNICODE")}
+    named |= {str(argument) for code, argument, _ in operations if code.name == "BINUNICODE"}
+    modules = {text.split()[0].split(".")[0] for text in named if "." in text and text.replace(".", "").isidentifier()}
+    modules |= {str(argument).split()[0].split(".")[0] for code, argument, _ in operations if code.name == "GLOBAL"}
+    assert {"torch", "transformer_engine"} <= modules
+    assert "te_precision_callbacks" not in {text.split(".")[0].split()[0] for text in named if text.strip()}
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    """The first has Transformer Engine's name: of micro-batches, of names that it takes for one, of a second run."""
+    options = {**BOTH, "quantized_tensor": False}
+    written: list[torch.Tensor] = []
+    for run in range(2):
+        with plain({"DumpTensors": options}, tmp_path):
+            for seed, name in enumerate(["my.linear", "my_linear", "my.linear"]):
+                written.append(random(10 * run + seed))
+                inspect(name, written[-1])
+            debug_api.step()
+    names = [f"iter_000000/my_linear_activation{end}.pt" for end in ("", *(f".{n}" for n in range(1, 6)))]
+    assert sorted(files(tmp_path)) == sorted(names)
+    for name, expected in zip(names, written, strict=True):
+        assert torch.equal(load(tmp_path, name)["high_precision"], expected)
+
+
+def test_what_is_written_is_what_was_there_in_that_moment(tmp_path: Path) -> None:
+    x = random(0)
+    became = quantized(x)
+    codes = became._data.clone()
+    with plain({"DumpTensors": BOTH}, tmp_path):
+        inspect("linear", x, became, became)
+        x.zero_()
+        became._data.zero_()
+        became._scale_inv.zero_()
+        debug_api.step()
+    found = load(tmp_path, "iter_000000/linear_activation.pt")
+    assert torch.equal(found["high_precision"], random(0))
+    assert torch.equal(found["quantized"]._data, codes)
+    assert torch.equal(found["data"].view(torch.uint8), codes)
+
+
+@pytest.mark.parametrize("file_format", ["torch", "safetensors"])
+@pytest.mark.parametrize(
+    "case", ["one object", "two objects", "rowwise plain", "columnwise plain", "rowwise only", "fake", "high precision"]
+)
+def test_both_operands(tmp_path: Path, case: str, file_format: str) -> None:
+    """Transformer Engine's own raises where the two are not one object."""
+    x, fake = random(0), random(0).round()
+    whole, rows, columns = quantized(x), quantized(x, columnwise=False), quantized(x)
+    operands: dict[str, tuple[Any, Any]] = {
+        "one object": (whole, whole),
+        "two objects": (rows, columns),
+        "rowwise plain": (x, columns),
+        "columnwise plain": (rows, fake),
+        "rowwise only": (rows, None),
+        "fake": (fake, fake),
+        "high precision": (x, x),
+    }
+    with plain({"DumpTensors": {**BOTH, "file_format": file_format}}, tmp_path):
+        inspect("linear", x, *operands[case])
+        debug_api.step()
+    (name,) = files(tmp_path)
+    dump = dumps.load(tmp_path / "tensor_dumps/rank_0" / name, allow_pickle=True)
+    assert torch.equal(dump.tensors["high_precision"], x)
+    expected = {"fake": fake, "high precision": None}.get(case, whole.dequantize())
+    if expected is None:
+        assert dump.header.quantized is None, "the GEMMs read the tensor itself"
+    elif case == "fake":
+        assert torch.equal(dump.tensors["quantized"], fake)
+    else:
+        assert torch.equal(dumps.dequantize(dump), expected)
+
+
+@pytest.mark.parametrize("file_format", ["torch", "safetensors"])
+@pytest.mark.parametrize("kind", ["MXFP8", "NVFP4"])
+def test_scales_that_are_swizzled_and_padded(tmp_path: Path, kind: str, file_format: str) -> None:
+    """Numbers from the file alone, with the scales' blocks spread by hand; the same as the tensor's own."""
+    from transformer_engine.pytorch import DType, MXFP8Quantizer, NVFP4Quantizer
+
+    quantizer = MXFP8Quantizer(DType.kFloat8E4M3) if kind == "MXFP8" else NVFP4Quantizer()
+    quantizer.optimize_for_gemm = True
+    x = torch.randn(96, 160, generator=torch.Generator().manual_seed(0))
+    became = quantizer(x)
+    assert became._with_gemm_swizzled_scales
+    assert became._rowwise_scale_inv.shape == (128, 8 if kind == "MXFP8" else 12), "padded"
+    with plain({"DumpTensors": {**BOTH, "file_format": file_format}}, tmp_path):
+        inspect("linear", x, became, became)
+        debug_api.step()
+    (name,) = files(tmp_path)
+    found = dumps.load(tmp_path / "tensor_dumps/rank_0" / name, allow_pickle=True).tensors
+    if kind == "MXFP8":
+        values = found["rowwise_data"].float() * found["rowwise_block_scale_inv_values"].repeat_interleave(32, 1)
+    else:
+        factors = found["rowwise_block_scale_inv_values"] * found["amax_rowwise"] * (1.0 / (6 * 448))
+        values = found["rowwise_data_unpacked_values"] * factors.repeat_interleave(16, 1)
+    assert torch.equal(values, became.dequantize())
+
+
+def test_a_weight_that_exists_only_quantized(tmp_path: Path) -> None:
+    with te.quantized_model_init(enabled=True, recipe=Float8CurrentScaling()):
+        net = linear()
+    expected = net.weight.dequantize()
+    options = {**BOTH, "tensors": ["weight"]}
+    with InspectSession(
+        {"s": feature("DumpTensors", ["linear"], **{k: v for k, v in options.items() if k != "enabled"})},
+        model=net,
+        log_dir=tmp_path,
+    ) as session:
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            net(random(0)).sum().backward()
+        session.step()
+    (name,) = files(tmp_path)
+    dump = dumps.load(tmp_path / "tensor_dumps/rank_0" / name)
+    assert "high_precision" not in dump.tensors
+    assert torch.equal(dumps.dequantize(dump), expected)
+
+
+def test_conditions_without_a_session(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What can never hold is said once, since nobody has looked at the config before."""
+    features = {
+        "DumpTensors": {**BOTH, "quantized_tensor": False, "when": ["max > 2", "mse > 1", "activation_overflow"]},
+        "LogTensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["max"]},
+    }
+    with plain(features, tmp_path):
+        net = linear()
+        for number in range(4):
+            net(torch.full((16, 32), float(number))).sum().backward()
+            debug_api.step()
+    assert files(tmp_path) == ["iter_000003/linear_activation.pt"]
+    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert len(errors) == 2
+    assert "'mse > 1' of DumpTensors is on a statistic that is not collected of 'activation'" in errors[0]
+    assert "needs activation overflow detection" in errors[1]
+
+
+def test_a_disk_that_is_full_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "tensor_dumps").write_text("a file where a folder should be")
+    with plain({"DumpTensors": BOTH}, tmp_path):
+        train(linear(), steps=3)
+    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len([text for text in errors if "No more tensors are dumped" in text]) == 1
+
+
+def test_nothing_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with plain({"DumpTensors": {"enabled": True, "tensors": ["activation"]}}, tmp_path):
+        train(linear(), steps=2)
+    assert not files(tmp_path)
+    assert caplog.text.count("neither high_precision_tensor nor quantized_tensor is set") == 1

@@ -1,0 +1,104 @@
+"""Runs that dump, in a process of their own: python dumps_script.py CASE FOLDER [RANK]"""
+
+# ruff: noqa: E402  # the backend is installed before what imports Transformer Engine
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from te_precision_callbacks import reference
+
+reference.install()
+
+import torch
+import transformer_engine.pytorch as te
+
+from te_precision_callbacks.session import InspectSession
+
+_kept: list[Any] = []
+
+
+def config(stats: tuple[str, ...] = (), **options: Any) -> dict[str, Any]:
+    features: dict[str, Any] = {
+        "DumpTensors": {"enabled": True, "tensors": ["activation"], "high_precision_tensor": True, **options}
+    }
+    if stats:
+        features["LogTensorStats"] = {"enabled": True, "tensors": ["activation"], "stats": list(stats)}
+    return {"s": {"enabled": True, "layers": {"layer_types": ["linear"]}, "transformer_engine": features}}
+
+
+def killed(folder: Path) -> None:
+    """Files of 4 MB, one after the other, until somebody kills the process in the middle of it."""
+    net = te.Linear(64, 64)
+
+    def kill() -> None:
+        while len(list(folder.rglob("*.safetensors"))) < 3:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    with InspectSession(config(), model=net, log_dir=folder) as session:
+        for number in range(10_000):
+            net(torch.full((1 << 14, 64), float(number)))
+            session.step()
+
+
+def not_stopped(folder: Path) -> None:
+    """The script ends in the middle of a step, and has stopped nothing."""
+    net = te.Linear(64, 64)
+    struct = [{"tensor": "activation"}, {"tensor": "output", "when": "nonfinite"}]
+    options = config()
+    options["s"]["transformer_engine"]["DumpTensors"].pop("tensors")
+    options["s"]["transformer_engine"]["DumpTensors"]["tensors_struct"] = struct
+    session = InspectSession(options, model=net, log_dir=folder)
+    _kept.append(session.start())
+    for number in range(3):
+        x = torch.full((1 << 12, 64), float(number))
+        if number == 2:
+            net.bias.data[3] = torch.nan
+        net(x)
+        if number < 2:
+            session.step()
+
+
+def forked(folder: Path) -> None:
+    """A child inherits the session, with a writer that is not its own."""
+    net = te.Linear(64, 64)
+    with InspectSession(config(), model=net, log_dir=folder) as session:
+        net(torch.full((1 << 14, 64), 1.0))
+        child = os.fork()
+        if child == 0:
+            net(torch.full((16, 64), 2.0))
+            session.stop()
+            os._exit(0)
+        os.waitpid(child, 0)
+        net(torch.full((16, 64), 3.0))
+
+
+def ranks(folder: Path, rank: int) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    net = te.Linear(32, 32)
+    asked = config(stats=("max",), when="max > 5")
+    with InspectSession(asked, model=net, log_dir=folder / "log") as session:
+        for number in range(3):
+            value = 1.0 + 8 * rank if number == 1 else 1.0
+            net(torch.full((16, 32), value)).sum().backward()
+            session.step()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    case, place = sys.argv[1], Path(sys.argv[2])
+    if case == "ranks":
+        ranks(place, int(sys.argv[3]))
+    else:
+        {"killed": killed, "not stopped": not_stopped, "forked": forked}[case](place)

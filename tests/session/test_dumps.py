@@ -1,0 +1,563 @@
+"""DumpTensors in a session: what is on the disk after a run, and that the run is none the worse for it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+
+from te_precision_callbacks import dumps
+from te_precision_callbacks.config import ConfigError
+from te_precision_callbacks.debug_utils import ActivationOverflowError
+from te_precision_callbacks.dumps import recording
+from te_precision_callbacks.dumps.writer import Writer
+from te_precision_callbacks.session import InspectSession, ObservationError
+
+TENSORS = ["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
+SCRIPT = Path(__file__).with_name("dumps_script.py")
+
+
+def config(*, layers: str = "all", stats: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """A config that dumps activations in high precision, if nothing else is said."""
+    dump = {"enabled": True, "high_precision_tensor": True, **options}
+    if "tensors_struct" not in dump:
+        dump.setdefault("tensors", ["activation"])
+    features: dict[str, Any] = {"DumpTensors": dump}
+    for name, keys in (stats or {}).items():
+        features[name] = {"enabled": True, **keys}
+    return {"dumped": {"enabled": True, "layers": {"layer_types": [layers]}, "transformer_engine": features}}
+
+
+def files(folder: Path) -> dict[str, Path]:
+    """Path below the rank's folder -> file."""
+    root = folder / "tensor_dumps" / "rank_0"
+    return {str(path.relative_to(root)): path for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def step(session: InspectSession, net: torch.nn.Module, *batches: torch.Tensor, recipe: Any = None) -> None:
+    for batch in batches:
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            output = net(batch)
+        output.sum().backward()
+    session.step()
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or (16, 32)), generator=torch.Generator().manual_seed(seed))
+
+
+def messages(caplog: pytest.LogCaptureFixture, *words: str, level: int = logging.WARNING) -> list[str]:
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= level and any(word in record.getMessage() for word in words)
+    ]
+
+
+def test_what_is_in_the_files(tmp_path: Path) -> None:
+    net = te.Linear(32, 32, bias=False)
+    x = random(0).requires_grad_()
+    weight = net.weight.detach().clone()
+    with InspectSession(config(tensors=TENSORS, quantized_tensor=True), model=net, log_dir=tmp_path) as session:
+        step(session, net, x, recipe=Float8CurrentScaling())
+    found = files(tmp_path)
+    assert set(found) == {f"iter_000000/linear.{tensor}.safetensors" for tensor in TENSORS}
+    loaded = {tensor: dumps.load(found[f"iter_000000/linear.{tensor}.safetensors"]) for tensor in TENSORS}
+    assert torch.equal(loaded["activation"].tensors["high_precision"], x.detach())
+    assert torch.equal(loaded["weight"].tensors["high_precision"], weight)
+    assert torch.equal(loaded["gradient"].tensors["high_precision"], torch.ones(16, 32))
+    # Current scaling, from its definition: E4M3 in the forward, the scale from the tensor's own amax.
+    for tensor, values in (("activation", x.detach()), ("weight", weight)):
+        scale_inv = loaded[tensor].tensors["scale_inv"].double()
+        assert scale_inv.item() == pytest.approx(values.abs().max().item() / 448, rel=1e-6)
+        codes = (values * (1 / scale_inv.float())).to(torch.float8_e4m3fn)
+        assert torch.equal(loaded[tensor].tensors["data"].view(torch.uint8), codes.view(torch.uint8))
+    for tensor in ("output", "wgrad", "dgrad"):
+        assert list(loaded[tensor].tensors) == ["high_precision"], "they are not quantized"
+    header = loaded["activation"].header
+    assert (header.layer, header.tensor, header.iteration, header.rank) == ("linear", "activation", 0, 0)
+    assert header.recipe == "fp8_current_scaling"
+    assert set(header.versions) == {"torch", "transformer_engine", "te_precision_callbacks"}
+
+
+def test_micro_batches_evaluations_and_recomputations(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+    batches = [random(seed).requires_grad_() for seed in range(3)]
+    with InspectSession(config(tensors=["activation", "weight"]), model=net, log_dir=tmp_path) as session:
+        step(session, net, *batches[:2])
+        with torch.no_grad():
+            net(random(7))
+        net.eval()
+        net(random(8))
+        net.train()
+        te.checkpoint(net, batches[2]).sum().backward()
+        session.step()
+        torch.utils.checkpoint.checkpoint(net, batches[1], use_reentrant=False).sum().backward()
+        session.step()
+    found = files(tmp_path)
+    assert set(found) == {
+        "iter_000000/linear.activation.safetensors",
+        "iter_000000/linear.activation.mb1.safetensors",
+        "iter_000000/linear.weight.safetensors",
+        *(f"iter_00000{i}/linear.{tensor}.safetensors" for i in (1, 2) for tensor in ("activation", "weight")),
+    }
+    for name, batch in (("0/linear.activation", 0), ("0/linear.activation.mb1", 1), ("1/linear.activation", 2)):
+        dump = dumps.load(found[f"iter_00000{name}.safetensors"])
+        assert torch.equal(dump.tensors["high_precision"], batches[batch].detach())
+    assert dumps.load(found["iter_000000/linear.activation.mb1.safetensors"]).header.micro_batch == 1
+
+
+def test_names_that_would_collide(tmp_path: Path) -> None:
+    """Dots and underscores, upper and lower case, a name longer than a file's, what is no ASCII, a slash."""
+    net = torch.nn.Module()
+    net.a = torch.nn.Module()
+    net.a.b = te.Linear(16, 16)
+    net.a_b = te.Linear(16, 16)
+    net.A_b = te.Linear(16, 16)
+    x = random(0, 16, 16)
+    long = "x" * 300
+    net.add_module(long, te.Linear(16, 16))
+    net.add_module("größe/~", te.Linear(16, 16))
+    layers = (net.a.b, net.a_b, net.A_b, getattr(net, long), getattr(net, "größe/~"))
+    with InspectSession(config(), model=net, log_dir=tmp_path) as session:
+        for factor, layer in enumerate(layers, start=1):
+            layer(factor * x).sum().backward()
+        session.step()
+    found = files(tmp_path)
+    assert len({name.casefold() for name in found}) == 5
+    by_layer = {}
+    for path in found.values():
+        assert path.parent == tmp_path / "tensor_dumps" / "rank_0" / "iter_000000"
+        dump = dumps.load(path)
+        by_layer[dump.header.layer] = dump.tensors["high_precision"]
+    assert set(by_layer) == {"a.b", "a_b", "A_b", long, "größe/~"}
+    for factor, name in enumerate(("a.b", "a_b", "A_b", long, "größe/~"), start=1):
+        assert torch.equal(by_layer[name], factor * x)
+
+
+def train(net: torch.nn.Module, session: InspectSession | None, steps: int, size: int = 256) -> list[torch.Tensor]:
+    """Losses and weights of a training in FP8."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    losses = []
+    for number in range(steps):
+        with te.autocast(enabled=True, recipe=DelayedScaling()):
+            loss = net(random(number, 128, size).requires_grad_()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if session is not None:
+            session.step()
+    return [*losses, *(parameter.detach().clone() for parameter in net.parameters())]
+
+
+def model(size: int = 256) -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(te.Linear(size, size), te.Linear(size, size))
+
+
+def test_a_budget_is_not_exceeded_and_training_is_bit_equal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It asks for some 1.9 MB a step; the other run watches the same tensors, without writing any."""
+    asked = config(tensors=TENSORS, quantized_tensor=True, max_bytes="10MB")
+    net = model()
+    with InspectSession(asked, model=net, log_dir=tmp_path / "dumped") as session:
+        dumped = train(net, session, 9)
+    found = files(tmp_path / "dumped")
+    written = sum(path.stat().st_size for path in found.values())
+    assert 9_000_000 < written <= 10_000_000
+    (message,) = messages(caplog, "DumpTensors")
+    assert "max_bytes=10,000,000 is used up" in message
+    for path in found.values():
+        dumps.load(path, allow_pickle=True)
+    watched = config(tensors=TENSORS, quantized_tensor=True, max_files=1, start_step=10**9)
+    never = model()
+    with InspectSession(watched, model=never, log_dir=tmp_path / "not") as session:
+        not_dumped = train(never, session, 9)
+    assert not files(tmp_path / "not")
+    assert all(torch.equal(a, b) for a, b in zip(dumped, not_dumped, strict=True))
+
+
+def test_a_budget_of_files_counts_those_of_an_earlier_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net = te.Linear(32, 32)
+    for run in range(2):
+        with InspectSession(config(max_files=3), model=net, log_dir=tmp_path) as session:
+            for number in range(2):
+                step(session, net, random(10 * run + number))
+    found = files(tmp_path)
+    assert set(found) == {
+        "iter_000000/linear.activation.safetensors",
+        "iter_000001/linear.activation.safetensors",
+        "iter_000000/linear.activation.1.safetensors",
+    }, "the second run's first one is beside the first run's, and its second one is not there"
+    for name, seed in (("iter_000000/linear.activation", 0), ("iter_000000/linear.activation.1", 10)):
+        assert torch.equal(dumps.load(found[f"{name}.safetensors"]).tensors["high_precision"], random(seed))
+    assert len(messages(caplog, "max_files=3 is used up: there are 3 files")) == 1
+
+
+# --- conditions ------------------------------------------------------------------------------------------------------
+
+
+def test_only_steps_with_an_inf_or_nan(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+    with InspectSession(config(tensors=["activation", "output"], when="nonfinite"), model=net, log_dir=tmp_path) as s:
+        for number in range(4):
+            x = random(number)
+            if number in (1, 3):
+                x[3, 5] = {1: float("-inf"), 3: float("nan")}[number]
+            step(s, net, x)
+    names = {f"iter_00000{number}/linear.{tensor}" for number in (1, 3) for tensor in ("activation", "output")}
+    assert {name.removesuffix(".safetensors") for name in files(tmp_path)} == names
+
+
+@pytest.mark.parametrize(
+    ("condition", "expected"),
+    [("max > 2.5", [3, 4]), ("max >= 3", [3, 4]), ("max < 2", [1]), ("max <= 2", [1, 2]), ("max > 1e3", [])],
+)
+def test_only_steps_with_a_statistic_beyond_a_number(tmp_path: Path, condition: str, expected: list[int]) -> None:
+    """Step number n has the maximum n, in the second of two micro-batches; all micro-batches are written."""
+    net = te.Linear(32, 32)
+    stats = {"LogTensorStats": {"tensors": ["activation"], "stats": ["max"]}}
+    with InspectSession(config(when=[condition], stats=stats), model=net, log_dir=tmp_path) as session:
+        for number in range(5):
+            step(session, net, torch.full((16, 32), -1.0), torch.full((16, 32), float(number)))
+    expected = expected if "<" not in condition else [0, *expected]
+    names = [f"iter_00000{n}/linear.activation{mb}.safetensors" for n in expected for mb in (".mb1", "")]
+    assert list(files(tmp_path)) == names
+
+
+def test_a_condition_on_underflows_of_the_quantized_tensor(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+    stats = {"LogFp8TensorStats": {"tensors": ["activation"], "stats": ["underflows%"]}}
+    asked = config(when="underflows% > 5", stats=stats, quantized_tensor=True)
+    with InspectSession(asked, model=net, log_dir=tmp_path) as session:
+        for number in range(4):
+            x = torch.ones(16, 32)
+            if number == 2:
+                x[:2] = 1e-7  # an eighth of all, below half of E4M3's smallest number 2^-9 / 448
+            step(session, net, x, recipe=Float8CurrentScaling())
+    (path,) = files(tmp_path).values()
+    dump = dumps.load(path)
+    assert dump.header.iteration == 2
+    assert (dump.tensors["data"].float() == 0).sum().item() == 64
+
+
+def test_in_a_layer_without_a_recipe_the_log_names_the_recipe_and_a_condition_need_not(tmp_path: Path) -> None:
+    stats = {"LogFp8TensorStats": {"tensors": ["activation"], "stats": ["underflows%"]}}
+    for name in ("underflows%", "fp8_current_scaling_underflows%"):
+        net = te.Linear(32, 32)
+        with InspectSession(config(when=f"{name} >= 0", stats=stats), model=net, log_dir=tmp_path / name[:3]) as s:
+            step(s, net, random(0))
+        assert len(files(tmp_path / name[:3])) == 1
+
+
+def test_a_condition_is_asked_only_in_steps_that_have_the_statistic(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = te.Linear(32, 32)
+    stats = {"LogTensorStats": {"tensors": ["activation"], "stats": ["max"], "freq": 2}}
+    with InspectSession(config(when="max > -1", stats=stats), model=net, log_dir=tmp_path) as session:
+        for number in range(4):
+            step(session, net, random(number).abs())
+    assert list(files(tmp_path)) == [f"iter_00000{n}/linear.activation.safetensors" for n in (0, 2)]
+    assert not messages(caplog, "DumpTensors")
+
+
+class Overflowing(torch.nn.Module):
+    """A layer, and an output that overflows for large inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = te.Linear(32, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x).exp()
+
+
+@pytest.mark.parametrize("found_by", ["optimizer", "step", "end", "end after another error"])
+def test_the_step_of_an_overflow(tmp_path: Path, found_by: str) -> None:
+    """The dumped layer itself is finite: it is the report that has it written."""
+    torch.manual_seed(0)
+    net = Overflowing()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    expected = ValueError if "another" in found_by else ActivationOverflowError
+    with pytest.raises(expected):
+        with InspectSession(
+            config(layers="first", when="activation_overflow"), model=net, log_dir=tmp_path, debug="activation_overflow"
+        ) as session:
+            for number in range(3):
+                net(random(number) * (1e4 if number == 2 else 1e-3)).sum().backward()
+                if number == 2 and found_by == "end":
+                    break
+                if number == 2 and "another" in found_by:
+                    raise ValueError("loss is not finite")
+                if found_by == "optimizer":
+                    optimizer.step()
+                session.step()
+    (path,) = files(tmp_path).values()
+    dump = dumps.load(path)
+    assert dump.header.iteration == 2
+    assert torch.equal(dump.tensors["high_precision"], random(2) * 1e4)
+
+
+@pytest.mark.parametrize(
+    ("options", "stats", "message"),
+    [
+        ({"when": "max > 1"}, {}, r"'max > 1' of DumpTensors is on a statistic that is not collected of 'activation'"),
+        (
+            {"when": ["underflow% > 1"]},
+            {},
+            r"'when' of 'DumpTensors' has 'underflow% > 1': there is no statistic 'underflow%'\. Did you mean 'underfl",
+        ),
+        (
+            {"when": "mse > 1"},
+            {"LogFp8TensorStats": {"tensors": ["activation"], "stats": ["mxfp8_mse"]}},
+            r"not collected of 'activation' in the layer 'linear'.*Did you mean 'mxfp8_mse'",
+        ),
+        (
+            {"when": "max > 1", "tensors": ["activation", "weight"]},
+            {"LogTensorStats": {"tensors": ["activation"], "stats": ["max"]}},
+            r"not collected of 'weight' in the layer 'linear'",
+        ),
+        ({"when": "activation_overflow"}, {}, r"'activation_overflow' of DumpTensors needs .*debug=\"activation_overf"),
+        ({"when": "non_finite"}, {}, r"has 'non_finite'\. A condition is .*Did you mean 'nonfinite'"),
+        ({"when": "max > many"}, {}, r"'many' is no number"),
+        ({"when": "max == 3"}, {}, r"A condition is 'nonfinite'"),
+        ({"when": "exponent_histogram > 3"}, {}, r"exponent_histogram is no number, but a histogram"),
+        ({"max_bytes": "10 mega"}, {}, r"'max_bytes' of 'DumpTensors' is a number of bytes.*not '10 mega'"),
+        ({"max_bytes": 0}, {}, r"'max_bytes' of 'DumpTensors' is a number of bytes from 1 on"),
+        ({"max_files": 0}, {}, r"'max_files' of 'DumpTensors' is an integer from 1 on"),
+        ({"file_format": "pickle"}, {}, r"'file_format' of 'DumpTensors' is one of safetensors, torch"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_run(
+    tmp_path: Path, options: dict[str, Any], stats: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        with InspectSession(config(stats=stats, **options), model=te.Linear(32, 32), log_dir=tmp_path):
+            pass
+    assert "section 'dumped'" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("10MB", 10**7), ("2GiB", 2 << 30), ("1.5 kB", 1500), (4096, 4096), ("4096", 4096), ("3tib", 3 << 40)],
+)
+def test_sizes(text: Any, size: int) -> None:
+    from te_precision_callbacks.config.dumping import size_in_bytes
+
+    assert size_in_bytes(text) == size
+
+
+def test_what_does_not_fit_until_the_steps_end_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stats = {"LogTensorStats": {"tensors": ["activation"], "stats": ["max"]}}
+    asked = config(when="max > -1e9", stats=stats, max_memory=3000)
+    net = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+    with InspectSession(asked, model=net, log_dir=tmp_path) as session:
+        for number in range(3):
+            step(session, net, random(number))
+    assert list(files(tmp_path)) == [f"iter_00000{n}/0.activation.safetensors" for n in range(3)]
+    assert len(messages(caplog, "is not held until the step's end")) == 1
+
+
+# --- the disk --------------------------------------------------------------------------------------------------------
+
+
+def test_training_waits_where_the_disk_is_slow_and_memory_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer is held back until the training thread has come to wait for it."""
+    import threading
+
+    go, waiting = threading.Event(), threading.Event()
+    written: list[int] = []
+
+    def slow(job: int) -> None:
+        go.wait(10)
+        written.append(job)
+
+    writer = Writer(slow)
+    original = threading.Condition.wait
+
+    def wait(self: threading.Condition, timeout: float | None = None) -> bool:
+        if self is writer._changed and threading.current_thread().name == "training":
+            waiting.set()
+        return original(self, timeout)
+
+    monkeypatch.setattr(threading.Condition, "wait", wait)
+    most: list[int] = []
+
+    def train() -> None:
+        for number in range(20):
+            writer.put(number, 100, most=350)
+            most.append(writer.pending)
+        writer.put(20, 1000, most=350)  # larger than all that may wait: alone
+        most.append(writer.pending)
+
+    training = threading.Thread(target=train, name="training")
+    training.start()
+    assert waiting.wait(10)
+    assert most, "it has put what has room"
+    assert most[-1] <= 350
+    assert not written
+    go.set()
+    training.join(10)
+    writer.drain()
+    assert written == list(range(21)), "in order, and all"
+    assert max(most[:20]) <= 350
+    assert most[20] <= 1000
+    assert writer.pending == 0
+
+
+def test_all_is_written_in_a_run_whose_disk_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each activation has 2,048 bytes: four of them may wait."""
+    write, waiting = recording.write, []
+
+    def slow(*arguments: Any) -> int:
+        waiting.append(recording.RECORDER._writer.pending)
+        time.sleep(0.005)
+        return write(*arguments)
+
+    monkeypatch.setattr(recording, "write", slow)
+    net = te.Linear(32, 32)
+    with InspectSession(config(max_memory=10_000), model=net, log_dir=tmp_path) as session:
+        for number in range(6):
+            step(session, net, *(random(4 * number + batch) for batch in range(4)))
+    assert max(waiting) <= 10_000
+    assert len(files(tmp_path)) == 24
+    for path in files(tmp_path).values():
+        dump = dumps.load(path)
+        seed = 4 * (dump.header.iteration or 0) + dump.header.micro_batch
+        assert torch.equal(dump.tensors["high_precision"], random(seed))
+
+
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """Writing beyond this fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_file_that_cannot_be_written(tmp_path: Path, strict: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The second step's files are too large. They leave nothing behind, and the first step's are whole."""
+    net = te.Linear(32, 32)
+    steps: list[int] = []
+
+    def run() -> None:
+        with InspectSession(config(), model=net, log_dir=tmp_path, strict=strict) as session, largest_file(1 << 19):
+            for size in (16, 1 << 14, 16, 16):
+                step(session, net, random(0, size, 32))
+                recording.RECORDER._writer.drain()
+                steps.append(size)
+
+    if strict:
+        with pytest.raises(ObservationError, match=r"cannot be written.*No more tensors are dumped"):
+            run()
+        assert len(steps) in (1, 2), "it is told at the end of the step, or of the next one"
+    else:
+        run()
+        assert len(steps) == 4
+        (message,) = messages(caplog, "cannot be written")
+        assert "Precision debugging failed on rank 0: dumping tensors to" in message
+        assert "No more tensors are dumped" in message
+    (path,) = files(tmp_path).values()
+    assert torch.equal(dumps.load(path).tensors["high_precision"], random(0))
+
+
+def test_a_disk_is_never_filled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(disk)], check=False)
+    if mounted.returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        net = model()
+        with InspectSession(config(tensors=TENSORS), model=net, log_dir=disk) as session:
+            train(net, session, 4)
+        (message,) = messages(caplog, "DumpTensors")
+        assert "little space is left on the disk" in message
+        usage = os.statvfs(disk)
+        assert usage.f_bavail * usage.f_frsize >= (4 << 20) // 20
+        assert all(dumps.load(path).tensors for path in files(disk).values())
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def run_script(case: str, *arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), case, *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+    output, errors = process.communicate(timeout=240)
+    assert process.returncode == code, errors
+    return output
+
+
+def test_a_killed_process_leaves_whole_files_only(tmp_path: Path) -> None:
+    process = run_script("killed", str(tmp_path))
+    finish(process, -9)
+    found = files(tmp_path)
+    assert found
+    for path in found.values():
+        dump = dumps.load(path)
+        number = float(dump.header.iteration or 0)
+        assert torch.equal(dump.tensors["high_precision"], torch.full((1 << 14, 64), number))
+
+
+def test_a_script_that_stops_nothing_and_a_forked_one_have_all_files(tmp_path: Path) -> None:
+    stopped, forked = (run_script(case, str(tmp_path / case)) for case in ("not stopped", "forked"))
+    finish(stopped)
+    finish(forked)
+    assert len(files(tmp_path / "not stopped")) == 4, "all of two steps, and what was held of a third"
+    found = {name: dumps.load(path) for name, path in files(tmp_path / "forked").items()}
+    by_process = {dump.tensors["high_precision"][0, 0].item() for dump in found.values()}
+    assert len(found) == 3
+    assert by_process == {1.0, 2.0, 3.0}, "each once: the parent's before and after, the child's"
+
+
+def test_two_ranks_agree_on_a_merged_statistic(tmp_path: Path) -> None:
+    """The maximum is rank 1's alone; with the condition both write theirs, and in no other step."""
+    ranks = [run_script("ranks", str(tmp_path), str(rank)) for rank in range(2)]
+    for process in ranks:
+        finish(process)
+    for rank in range(2):
+        folder = tmp_path / "log" / "tensor_dumps" / f"rank_{rank}"
+        (path,) = (found for found in folder.rglob("*") if found.is_file())
+        assert str(path.relative_to(folder)) == "iter_000001/linear.activation.safetensors"
+        dump = dumps.load(path)
+        assert dump.header.rank == rank
+        assert torch.equal(dump.tensors["high_precision"], torch.full((16, 32), 1.0 + 8 * rank))
+
+
+def test_an_error_in_training_loses_nothing(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+    with pytest.raises(ValueError, match="bad batch"):
+        with InspectSession(config(), model=net, log_dir=tmp_path) as session:
+            step(session, net, random(0))
+            net(random(1)).sum().backward()
+            raise ValueError("bad batch")
+    assert list(files(tmp_path)) == [f"iter_00000{n}/linear.activation.safetensors" for n in range(2)]
+
+
+def test_torch_files_in_a_session(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+    asked = config(quantized_tensor=True, file_format="torch")
+    with InspectSession(asked, model=net, log_dir=tmp_path) as session:
+        step(session, net, random(0), random(1), recipe=Float8CurrentScaling())
+    assert list(files(tmp_path)) == ["iter_000000/linear_activation.1.pt", "iter_000000/linear_activation.pt"]
