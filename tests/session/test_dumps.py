@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import resource
@@ -309,6 +310,23 @@ def test_the_step_of_an_overflow(tmp_path: Path, found_by: str) -> None:
     dump = dumps.load(path)
     assert dump.header.iteration == 2
     assert torch.equal(dump.tensors["high_precision"], random(2) * 1e4)
+
+
+def test_the_step_of_an_overflow_that_a_loop_catches(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = Overflowing()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    with InspectSession(
+        config(layers="first", when="activation_overflow"), model=net, log_dir=tmp_path, debug="activation_overflow"
+    ) as session:
+        for number in range(4):
+            net(random(number) * (1e4 if number == 1 else 1e-3)).sum().backward()
+            caught = pytest.raises(ActivationOverflowError) if number == 1 else contextlib.nullcontext()
+            with caught:
+                optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+    assert list(files(tmp_path)) == ["iter_000001/first.activation.safetensors"]
 
 
 @pytest.mark.parametrize(
