@@ -16,6 +16,7 @@ from te_precision_callbacks.config.dumping import Collected, collected
 from te_precision_callbacks.dumps.files import TORCH
 from te_precision_callbacks.dumps.recording import RECORDER
 from te_precision_callbacks.dumps.wanted import Seen, Wanted
+from te_precision_callbacks.engine.reduction import is_distributed
 from te_precision_callbacks.engine.schedule import Schedule
 from te_precision_callbacks.features.base import Feature, Options
 from te_precision_callbacks.features.registration import NAMESPACE, own_feature
@@ -45,8 +46,12 @@ class DumpTensors(Feature):
     def inspect_tensor_enabled(
         self, config: Options, layer_name: str, tensor_name: str, iteration: int
     ) -> tuple[bool, int | None]:
-        """Whether a dump is due, and in which iteration the next one is; never again, where the budget is used up."""
-        if RECORDER.stopped(config["wanted"].limits):
+        """Whether a dump is due, and in which iteration the next one is; never again, where the budget is used up.
+
+        Among ranks the schedule alone answers: a layer that is looked at gathers its tensors with other collectives
+        than one that is not, so that a budget that is used up on one rank must not decide it there.
+        """
+        if RECORDER.stopped(config["wanted"].limits) and not is_distributed(None):
             return False, None
         return Schedule.of(config).at(iteration)
 

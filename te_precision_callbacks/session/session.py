@@ -344,10 +344,11 @@ class InspectSession:
             self._gather_local(inspector)
         self._hooks.begin(inspector.iteration)
         self._last_logging_step = iteration if logging_step is None else logging_step
-        records = self._hand_over(iteration, self._last_logging_step, local=local)
-        self._note_overflow(self._overflow)
-        RECORDER.end_step()
-        return records
+        try:
+            return self._hand_over(iteration, self._last_logging_step, local=local)
+        finally:
+            self._note_overflow(self._overflow)
+            RECORDER.end_step()
 
     def stop(self, error: BaseException | None = None, logging_step: int | None = None) -> None:
         """End the session and put back everything that it changed. Does nothing where it is not running.
