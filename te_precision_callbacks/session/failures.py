@@ -63,15 +63,20 @@ class ObservationFailures:
             )
         elif self._count == 1:
             logger.error(
-                "Precision debugging failed on rank %d: %s: %s. Training goes on; what failed is missing in the"
-                " statistics. The same failure is not reported again. strict=True would end the run here.",
+                "Precision debugging failed on rank %d: %s: %s. Training goes on without what failed. The same failure"
+                " is not reported again. strict=True would end the run here.",
                 self._rank,
                 where,
-                _text(error),
+                _text(error).removesuffix("."),
                 exc_info=error,
             )
         elif not known:
-            logger.error("Precision debugging also failed on rank %d: %s: %s.", self._rank, where, _text(error))
+            logger.error(
+                "Precision debugging also failed on rank %d: %s: %s.",
+                self._rank,
+                where,
+                _text(error).removesuffix("."),
+            )
 
     def summarize(self) -> None:
         """Say at the end how many failures were only counted."""

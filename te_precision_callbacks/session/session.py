@@ -250,6 +250,7 @@ class InspectSession:
             reduce=self._options.reduce,
             receive=self._receive,
             receive_statistics=self._receive_statistics,
+            report=self._failures.report,
         )
         global _last_started
         _last_started = weakref.ref(self)

@@ -7,11 +7,13 @@ nothing is ever observed. Here a snapshot is taken before anything is touched, a
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import importlib.metadata
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -144,7 +146,8 @@ class Snapshot:
             found = logging.getLogger(name)
             for handler in [handler for handler in found.handlers if handler not in handlers]:
                 found.removeHandler(handler)
-                handler.close()
+                with contextlib.suppress(OSError):  # of a full disk, which was reported when it was written to
+                    handler.close()
             found.handlers[:] = handlers
             found.setLevel(level)
             found.propagate = propagate
@@ -201,6 +204,7 @@ class Inspector:
         process_group, reduce: as in :class:`te_precision_callbacks.options.SessionOptions`.
         receive: called with each scalar that a user's feature logs: name, and value (a number or a 0-d tensor).
         receive_statistics: called with the statistics of a step.
+        report: told of failures: what was done, of what, and the exception.
     """
 
     def __init__(
@@ -213,8 +217,10 @@ class Inspector:
         reduce: bool,
         receive: ScalarReceiver,
         receive_statistics: Callable[[Sequence[Measurement]], None],
+        report: Callable[[str, str, BaseException], None],
     ) -> None:
         self._receive_statistics = receive_statistics
+        self._report = report
         self._log_dir = log_dir
         self._feature_dirs = feature_dirs
         self._features = features
@@ -254,6 +260,9 @@ class Inspector:
             # TE's deprecated aliases warn when they are registered, used or not; as an error it would end the process.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._initialize(debug_api)
+        for name in _PYTHON_LOGGERS:
+            for handler in logging.getLogger(name).handlers:
+                handler.handleError = self._report_log_failure  # type: ignore[method-assign]
         self._initialized = True
         manager: Any = debug_api.DEBUG_MANAGER
         self._manager = manager
@@ -263,6 +272,12 @@ class Inspector:
         # Modules that are built from here on must not take the session for one that came too late; those that were
         # built before take part all the same, since the state is the class's.
         TEDebugState.debug_enabled = True
+
+    def _report_log_failure(self, record: logging.LogRecord) -> None:
+        """A line that could not be written, on a full disk for example; logging itself prints a traceback for each."""
+        error = sys.exc_info()[1]
+        if error is not None:
+            self._report("writing", "nvidia-dlfw-inspect's log", error)
 
     def _initialize(self, debug_api: Any) -> None:
         import transformer_engine.debug.features as te_features
@@ -278,6 +293,8 @@ class Inspector:
                 raise FeatureLoadError(
                     f"The feature class {feature.__name__} could not be registered: {type(error).__name__}: {error}."
                 ) from error
+        # What cannot be written now is reported with the first line after the start.
+        raises, logging.raiseExceptions = logging.raiseExceptions, False
         try:
             debug_api.initialize(
                 config_file=Plan((), ()).as_inspect_config(),
@@ -293,6 +310,8 @@ class Inspector:
             ) from cause
         except (NotImplementedError, TypeError, AssertionError) as error:
             raise FeatureLoadError(f"nvidia-dlfw-inspect could not load the features: {error}") from error
+        finally:
+            logging.raiseExceptions = raises
 
     @property
     def registered(self) -> RegisteredFeatures:

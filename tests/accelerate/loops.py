@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,14 +102,16 @@ def mlflow_metrics(store: Path) -> dict[str, dict[int, float]]:
 
 
 def wandb_history(folder: Path) -> dict[int, dict[str, Any]]:
-    """Step -> name -> value, from the file of the only offline run."""
+    """Step -> name -> value, from the file of the only offline run, once the service has written its end."""
     from wandb.proto import wandb_internal_pb2
 
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     rows: dict[int, dict[str, Any]] = {}
-    for content in _leveldb_log(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(content)
+    records: list[Any] = []
+    deadline = time.monotonic() + 60
+    while not any(record.WhichOneof("record_type") == "exit" for record in records) and time.monotonic() < deadline:
+        records = [wandb_internal_pb2.Record.FromString(content) for content in _leveldb_log(path.read_bytes())]
+    for record in records:
         if record.WhichOneof("record_type") == "history":
             items = {(item.key or "/".join(item.nested_key)): item.value_json for item in record.history.item}
             row = rows.setdefault(record.history.step.num, {})

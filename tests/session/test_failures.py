@@ -14,6 +14,7 @@ from te_precision_callbacks.errors import FeatureError, OptionError
 from te_precision_callbacks.records import StepRecords
 from te_precision_callbacks.session import InspectSession, ObservationError, SessionError
 from tests.conftest import Keeper, feature, statistics
+from tests.reference.processes import python
 
 
 def train(session: InspectSession, net: torch.nn.Module, steps: int = 3) -> None:
@@ -214,3 +215,29 @@ def test_a_scalar_that_is_no_number_costs_no_other(tmp_path: Path, keeper: Keepe
     assert set(keeper.values("max")) == {0, 1, 2}
     assert {row.statistic for row in keeper.steps[0]} == {"max", "l1_norm", "good"}
     assert "'mine': TypeError: it is one number, not a tensor of shape (2,)" in reports(caplog)[0]
+
+
+def test_a_disk_that_takes_nothing_from_the_start(tmp_path: Path) -> None:
+    """No line of nvidia-dlfw-inspect's log can be written: it is said once, and the run ends well."""
+    done = python(
+        f"""
+        import logging, resource, signal
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        logging.basicConfig(format="%(message)s")
+        from te_precision_callbacks import reference
+        reference.install()
+        import torch, transformer_engine.pytorch as te
+        from te_precision_callbacks.session import InspectSession
+        net = te.Linear(32, 32)
+        with InspectSession(model=net, log_dir={str(tmp_path)!r}) as session:
+            for _ in range(3):
+                net(torch.randn(32, 32)).sum().backward()
+                session.step()
+        print("ended")
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "ended"
+    assert done.stderr.count("nvidia-dlfw-inspect's log") == 1, done.stderr
+    assert "--- Logging error ---" not in done.stderr
