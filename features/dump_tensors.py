@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from nvdlfw_inspect.config_manager import ConfigManager
 from nvdlfw_inspect.logging import get_logger
 from nvdlfw_inspect.registry import api_method
 
+from te_precision_callbacks.config.checking import check_features
 from te_precision_callbacks.config.dumping import Collected, collected
+from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.dumps.files import TORCH
 from te_precision_callbacks.dumps.recording import RECORDER
 from te_precision_callbacks.dumps.wanted import Seen, Wanted
@@ -20,6 +23,11 @@ from te_precision_callbacks.engine.reduction import is_distributed
 from te_precision_callbacks.engine.schedule import Schedule
 from te_precision_callbacks.features.base import Feature, Options
 from te_precision_callbacks.features.registration import NAMESPACE, own_feature
+
+logger = logging.getLogger("te_precision_callbacks.features")
+
+_CHECKED: dict[str, bool] = {}
+"""Options -> whether they are right; this file is executed anew by each start of nvidia-dlfw-inspect."""
 
 
 @own_feature()
@@ -36,7 +44,12 @@ class DumpTensors(Feature):
     """
 
     def options_for(self, config: Mapping[str, Any], tensor: str | None, gemm: str | None) -> list[Options]:
-        """As for every feature, with what is wanted of the tensor."""
+        """As for every feature, with what is wanted of the tensor; none where the options are wrong, which is said.
+
+        A session has checked them before the run; under plain nvidia-dlfw-inspect nobody has.
+        """
+        if not _are_right(config):
+            return []
         found: list[Options] = super().options_for(config, tensor, gemm)
         for options in found:
             options["wanted"] = Wanted.of(options)
@@ -80,6 +93,18 @@ class DumpTensors(Feature):
             quantizer=quantizer,
         )
         RECORDER.note(seen, config["wanted"], functools.partial(_collected, layer_name, tensor_name))
+
+
+def _are_right(options: Mapping[str, Any]) -> bool:
+    text = repr(options)
+    if text not in _CHECKED:
+        try:
+            check_features({"DumpTensors": {"enabled": True, **options}}, lambda *keys: "The config")
+            _CHECKED[text] = True
+        except ConfigError as error:
+            logger.error("%s Nothing is dumped by these options. Training goes on.", error)
+            _CHECKED[text] = False
+    return _CHECKED[text]
 
 
 def _collected(layer: str, tensor: str) -> dict[str, Collected]:

@@ -214,6 +214,7 @@ def test_what_is_off_or_a_users_own_is_not_checked(tmp_path: Path) -> None:
 
 STATS = "stats: [max]\n"
 TENSORS = "tensors: [activation]\n"
+DUMPED = TENSORS + "high_precision_tensor: True\n"
 LOGGED = STATS + TENSORS
 SCALED = "gemms: [fprop]\ntensors: [weight]\n"
 
@@ -320,7 +321,7 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
             8,
             "item 2 of 'tensors_struct' of N has no 'quant_format'",
         ),
-        ("DumpTensors", TENSORS, 5, "N would write nothing. Set 'high_precision_tensor' or 'quantized_tensor'"),
+        ("DumpTensors", TENSORS, 5, "N would write nothing: neither high_precision_tensor nor quantized_tensor is set"),
         # keys
         ("LogTensorStats", LOGGED + "frequency: 3", 9, r"N has no key 'frequency' \(given: 3\). Did you mean 'freq'"),
         (
@@ -377,6 +378,11 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
             "'freq' in item 1 of 'tensors_struct' of N is an integer from 1 on, not 0",
         ),
         ("DumpTensors", "tensors: weight\nstart_step: -1", 8, "'start_step' of N is an integer from 0 on, not -1"),
+        ("DumpTensors", DUMPED + "file_format:", 9, "'file_format' of N is one of safetensors, torch, not None"),
+        ("DumpTensors", DUMPED + "max_bytes: 10M", 9, "'max_bytes' of N is a number .* not '10M'. Did you mean '10MB'"),
+        ("DumpTensors", DUMPED + "max_bytes: 1e9", 9, "'max_bytes' of N is .* not '1e9'. Did you mean 1000000000"),
+        ("DumpTensors", DUMPED + "max_memory: 99999999TB", 9, r"'max_memory' of N is a number of bytes up to 2\^63"),
+        ("DumpTensors", DUMPED + "max_bytes:", 9, "'max_bytes' of N is a number .* not None"),
         ("LogTensorStats", LOGGED + "end_step: soon", 9, "'end_step' of N is an integer from -1 on, not 'soon'"),
         ("LogTensorStats", LOGGED + "start_step: 5\nend_step: 4", 10, "'end_step' of N is 4, which is before 'start_s"),
         (

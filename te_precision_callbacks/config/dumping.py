@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -57,6 +57,11 @@ _UNITS = {
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 
+_NEARLY_A_SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([a-zA-Z]*)")
+
+_LARGEST_SIZE = (1 << 63) - 1
+"""Bytes; what a file system can count."""
+
 _COMPARISON = re.compile(r"([^\s<>=]+)\s*(<=|>=|<|>)\s*(\S+)")
 
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
@@ -78,17 +83,34 @@ def size_in_bytes(size: object) -> int:
     Raises:
         ValueError: it is none, or below one byte; continues a sentence that starts with the key.
     """
-    found = None
+    found: float | None = None
     if type(size) is int:
-        found = float(size)
+        found = size
     elif isinstance(size, str) and (match := _SIZE.fullmatch(size.strip())) and match[2].lower() in _UNITS:
         found = float(match[1]) * _UNITS[match[2].lower()]
     if found is None or found < 1:
         raise ValueError(
             f"is a number of bytes from 1 on, or a text such as '10MB' (10 * 1000^2) or '2GiB' (2 * 1024^3), not"
-            f" {size!r}."
+            f" {size!r}.{_meant_size(size) if found is None else ''}"
         )
+    if found > _LARGEST_SIZE:
+        raise ValueError(f"is a number of bytes up to 2^63 - 1, not {size!r}.")
     return int(found)
+
+
+def _meant_size(size: object) -> str:
+    """``" Did you mean '10MB'?"`` for a size with the unit or the number of other programs: 10M, 10 Mo, 1e9."""
+    given = isinstance(size, (str, float)) and _NEARLY_A_SIZE.fullmatch(str(size).strip())
+    if not given:
+        return ""
+    number, unit = float(given[1]), given[2].lower()
+    if not unit and 1 <= number <= _LARGEST_SIZE:
+        return f" Did you mean {int(number)}?"
+    known = f"{unit[:2] if unit[1:2] == 'i' else unit[:1]}b"
+    if not unit or known not in _UNITS or not 1 <= number * _UNITS[known] <= _LARGEST_SIZE:
+        return ""
+    prefix = known[0] if known == "kb" else known[0].upper() + known[1:-1]
+    return f" Did you mean '{number:.15g}{prefix}B'?"
 
 
 @dataclass(frozen=True)
@@ -169,10 +191,12 @@ class Collected:
         labels: its names in the log. One of the layer's own recipe gets that recipe's name before it in a layer that
             runs none.
         schedules: when.
+        asked: the name that was asked for, which is of the layer's recipe, where a condition's name has another one.
     """
 
     labels: tuple[str, ...]
     schedules: tuple[Schedule, ...]
+    asked: str | None = None
 
 
 def collected(features: Mapping[str, Mapping[str, Any]], tensor: str) -> dict[str, Collected]:
@@ -211,19 +235,37 @@ _REQUESTS: Mapping[str, Callable[[Any, str], Request]] = {
 }
 
 
-def find_statistic(name: str, known: Mapping[str, Collected]) -> Collected | None:
+def find_statistic(name: str, known: Mapping[str, Collected], recipe: str | None = None) -> Collected | None:
     """The statistic of a condition among those that are collected of a tensor; None where it is not.
 
-    ``max_blockwise_dynamic_range`` alone means that of any blocks.
+    ``max_blockwise_dynamic_range`` alone means that of any blocks. With the name of a recipe in front, a statistic that
+    was asked for without one is meant too: where the layer runs that recipe the two are the same number.
+
+    Args:
+        name: of the statistic.
+        known: as of :func:`collected`.
+        recipe: the one that the tensor was quantized with; None where it was not, and before the run.
     """
     if name in known:
         return known[name]
+    spelled = _with_whole_recipe(name)
     for label, found in known.items():
-        if name in found.labels:
-            return Collected((name,), found.schedules)
-        if name == BLOCKWISE and label.startswith(BLOCKWISE):
+        if _with_whole_recipe(label) == spelled or (name == BLOCKWISE and label.startswith(BLOCKWISE)):
             return found
+        if spelled in found.labels:
+            own = (label,) if spelled == f"{recipe}_{label}" else ()
+            return Collected((spelled, *own), found.schedules, asked=None if own else label)
     return None
+
+
+def _with_whole_recipe(name: str) -> str:
+    """The name of a statistic with its recipe as the log has it: ``fp8_current_scaling_mse``."""
+    try:
+        request = quantized_request(name)
+    except UnknownStatisticError:
+        return name
+    short = f"{request.statistic.name}_columnwise" if request.columnwise else request.statistic.name
+    return f"{request.recipe}_{short}" if request.recipe else short
 
 
 def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflow: bool) -> None:
@@ -235,41 +277,74 @@ def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflo
         detects_overflow: whether the run has activation overflow detection.
 
     Raises:
-        ConfigError: a statistic that no feature collects of that layer and tensor, or no detection.
+        ConfigError: a statistic that no feature collects of that layer and tensor, or only in steps in which the tensor
+            is not looked at; or no detection.
     """
     by_name = {section.name: section for section in sections}
     for entry in plan.layers:
         features = entry.features.get(_NAMESPACE, {})
         for tensor in TENSORS if _DUMP_TENSORS in features else ():
-            problem = _problem(features, entry.layer.name, tensor, detects_overflow=detects_overflow)
-            if problem is not None:
-                raise ConfigError(f"{_place(by_name, entry.sections)}: {problem}")
+            found = _problem(features, entry.layer.name, tensor, detects_overflow=detects_overflow)
+            if found is not None:
+                keys, problem = found
+                raise ConfigError(f"{_place(by_name, entry.sections, keys)}: {problem}")
+
+
+Keys = tuple[str | int, ...]
+"""The path of a key in the options of DumpTensors."""
 
 
 def _problem(
     features: Mapping[str, Mapping[str, Any]], layer: str, tensor: str, *, detects_overflow: bool
-) -> str | None:
-    """What is wrong with the conditions of a layer's tensor."""
-    from te_precision_callbacks.features.base import matching_options
-
-    for options in matching_options(features[_DUMP_TENSORS], tensor=tensor, gemm=None):
+) -> tuple[Keys, str] | None:
+    """What is wrong with the conditions of a layer's tensor, and where it stands."""
+    for item, options in _items(features[_DUMP_TENSORS], tensor):
+        keys = (*item, "when")
         for condition in conditions_of(options):
             if condition.text == ACTIVATION_OVERFLOW and not detects_overflow:
-                return no_detection()
+                return keys, no_detection()
             if condition.statistic is None:
                 continue
             known = collected(features, tensor)
-            if find_statistic(condition.statistic, known) is None:
-                return missing_statistic(condition, known, layer, tensor)
+            found = find_statistic(condition.statistic, known)
+            if found is None:
+                return keys, missing_statistic(condition, known, layer, tensor)
+            dumped = Schedule.of(options)
+            if not any(meet(dumped, schedule) for schedule in found.schedules):
+                return keys, _never_due(condition, dumped, found.schedules, layer, tensor)
     return None
 
 
-def _place(sections: Mapping[str, Section], hit: Sequence[str]) -> str:
-    """Where DumpTensors stands, in one of the sections that hit a layer."""
+def _items(options: Mapping[str, Any], tensor: str) -> Iterator[tuple[Keys, Mapping[str, Any]]]:
+    """The options of DumpTensors for a tensor, each with the item that its conditions stand in: () for none."""
+    from te_precision_callbacks.features.base import matching_options
+
+    struct = options.get("tensors_struct") or ()
+    items: list[Keys] = [
+        ("tensors_struct", number) if "when" in item else ()
+        for number, item in enumerate(struct)
+        if item.get("tensor") == tensor
+    ]
+    yield from zip(items or [()], matching_options(options, tensor=tensor, gemm=None), strict=False)
+
+
+def meet(one: Schedule, other: Schedule) -> bool:
+    """Whether there is an iteration that is in both: a multiple of both frequencies in an interval of each."""
+    both = math.lcm(one.freq, other.freq)
+    for start, end in one.intervals:
+        for other_start, other_end in other.intervals:
+            first = max(start, other_start)
+            if first + -first % both <= min(end, other_end):
+                return True
+    return False
+
+
+def _place(sections: Mapping[str, Section], hit: Sequence[str], keys: Keys) -> str:
+    """Where a key of DumpTensors stands, in one of the sections that hit a layer."""
     for name in hit:
         for feature in sections[name].features.get(_NAMESPACE, {}):
             if feature.casefold() == _DUMP_TENSORS.casefold():
-                return sections[name].place(_NAMESPACE, feature)
+                return sections[name].place(_NAMESPACE, feature, *keys)
     return sections[hit[0]].place()
 
 
@@ -277,7 +352,7 @@ def no_detection() -> str:
     """The words about a condition on an overflow that nobody looks for."""
     return (
         f"the condition {ACTIVATION_OVERFLOW!r} of DumpTensors needs activation overflow detection, which is off, so"
-        ' nothing would be written. Start the session with debug="activation_overflow".'
+        ' that it would never hold. A session with debug="activation_overflow" has it.'
     )
 
 
@@ -289,11 +364,50 @@ def missing_statistic(condition: Condition, names: Iterable[str], layer: str, te
         names: what is collected of the tensor.
         layer, tensor: where.
     """
+    names = list(names)
+    wanted = _with_whole_recipe(str(condition.statistic))
+    same = [name for name in names if any(_with_whole_recipe(name) == f"{recipe}_{wanted}" for recipe in RECIPES)]
     hint = suggestion(str(condition.statistic), names, known_as="Collected are")
+    if same:
+        hint = f" Did you mean {' or '.join(map(repr, same))}?"
     return (
         f"the condition {condition.text!r} of DumpTensors is on a statistic that is not collected of {tensor!r} in the"
-        f" layer {layer!r}, so nothing would be written. Add it to 'stats' of LogTensorStats, LogFp8TensorStats or"
+        f" layer {layer!r}, so that it would never hold. Add it to 'stats' of LogTensorStats, LogFp8TensorStats or"
         f" LogNvfp4TensorStats for that layer and tensor.{hint}"
+    )
+
+
+def _never_due(condition: Condition, dumped: Schedule, schedules: Iterable[Schedule], layer: str, tensor: str) -> str:
+    due = " and ".join(dict.fromkeys(map(_in_words, schedules)))
+    return (
+        f"the condition {condition.text!r} of DumpTensors would never hold of {tensor!r} in the layer {layer!r}: no"
+        f" step is in both schedules. DumpTensors looks at the tensor in {_in_words(dumped)}; the statistic is"
+        f" collected in {due}. Make 'freq', 'start_step', 'end_step' or 'start_end_list' of the two meet."
+    )
+
+
+def _in_words(schedule: Schedule) -> str:
+    """``steps 0 to 10 that are multiples of 2``."""
+    parts = [
+        f"{start} on" if math.isinf(end) else str(start) if start == end else f"{start} to {end:.0f}"
+        for start, end in schedule.intervals
+    ]
+    multiples = f" that are multiples of {schedule.freq}" if schedule.freq > 1 else ""
+    return f"steps {' and '.join(parts)}{multiples}" if parts != ["0 on"] or multiples else "every step"
+
+
+def is_of_the_layers_recipe(condition: Condition, asked: str, recipe: str | None) -> str:
+    """The words about a condition on a recipe's statistic, which was asked for without a recipe.
+
+    Args:
+        condition: on a statistic with a recipe in its name.
+        asked: what was asked for.
+        recipe: the one that the layer runs.
+    """
+    name = _with_whole_recipe(str(condition.statistic))
+    return (
+        f"{name!r} would be had only if the layer ran {name.removesuffix(f'_{asked}')}, for {asked!r} in 'stats' is of"
+        f" the recipe that the layer runs, and it runs {recipe or 'none'}; add {name!r} to 'stats'"
     )
 
 

@@ -35,6 +35,9 @@ TAKES_PART: Mapping[str, tuple[str, ...]] = {
 }
 """GEMM -> its two operands and its result."""
 
+_NOT_GIVEN: Any = None
+"""The default of a key that is left out, and does not take null."""
+
 Keys = tuple[str | int, ...]
 """The path of a key in a feature's options: ``("tensors_struct", 0, "freq")``."""
 
@@ -295,8 +298,8 @@ class Dumped(Level):
 class DumpLimits(Level):
     """How tensors are written, and how much of it, in a run."""
 
-    file_format: Literal["safetensors", "torch"] | None = Field(
-        None,
+    file_format: Literal["safetensors", "torch"] = Field(
+        _NOT_GIVEN,
         description="`safetensors`: loads without Transformer Engine and without unpickling. `torch`: Transformer"
         " Engine's path, name and keys, a pickle. Without it: safetensors in a session of this project, torch under"
         " plain nvidia-dlfw-inspect.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -174,7 +174,7 @@ def _section(name: str, body: Any, place: Place) -> Section:
     if not isinstance(body["enabled"], bool):
         raise ConfigError(f"{place(name, 'enabled')}: 'enabled' is True or False, not {body['enabled']!r}.")
     features: dict[str, dict[str, Any]] = {}
-    places: dict[tuple[str, ...], str] = {(): here}
+    places: dict[KeyPath, str] = {(): here}
     for key, value in body.items():
         if key in _SECTION_KEYS:
             continue
@@ -182,8 +182,8 @@ def _section(name: str, body: Any, place: Place) -> Section:
             raise ConfigError(f"{place(name, key)}: {key!r} must be a mapping of features, not {value!r}.")
         features[str(key)] = {str(feature): options for feature, options in value.items()}
         places[(str(key),)] = place(name, key)
-        for feature in value:
-            places[(str(key), str(feature))] = place(name, key, feature)
+        for path in _paths(value):
+            places[(str(key), *path)] = place(name, key, *path)
     section = Section(
         name=name,
         enabled=body["enabled"],
@@ -192,6 +192,18 @@ def _section(name: str, body: Any, place: Place) -> Section:
         places=places,
     )
     return _with_checked_features(section, place) if section.enabled and NAMESPACE in features else section
+
+
+def _paths(options: Any) -> Iterator[KeyPath]:
+    """The path of each key and item in nested mappings and lists."""
+    below: Iterable[tuple[str | int, Any]] = ()
+    if isinstance(options, Mapping):
+        below = ((str(key), value) for key, value in options.items())
+    elif isinstance(options, (list, tuple)):
+        below = enumerate(options)
+    for key, value in below:
+        yield (key,)
+        yield from ((key, *path) for path in _paths(value))
 
 
 def _with_checked_features(section: Section, place: Place) -> Section:

@@ -38,7 +38,7 @@ class Section:
         selector: the layers that it means.
         features: the rest of the section, by namespace (``transformer_engine``) or, for the features of
             nvidia-dlfw-inspect itself, by feature name.
-        places: where each feature stands, for messages.
+        places: where each feature and each key of its options stands, for messages.
         modifies: for each enabled feature of Transformer Engine, as written, the tensors that it replaces, each as the
             GEMM that gets it and its name.
     """
@@ -47,12 +47,13 @@ class Section:
     enabled: bool
     selector: LayerSelector
     features: Mapping[str, Mapping[str, Any]]
-    places: Mapping[tuple[str, ...], str]
+    places: Mapping[tuple[str | int, ...], str]
     modifies: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
 
-    def place(self, *keys: str) -> str:
-        """Where a key of this section stands, such as ``config.yaml, line 7 (section 'stats')``."""
-        return self.places.get(keys, self.places[()])
+    def place(self, *keys: str | int) -> str:
+        """Where a key of this section, or the one above it, stands: ``config.yaml, line 7 (section 'stats')``."""
+        above = (keys[:end] for end in range(len(keys), -1, -1))
+        return next(self.places[path] for path in above if path in self.places)
 
 
 @dataclass(frozen=True)

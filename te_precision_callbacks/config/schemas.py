@@ -286,7 +286,11 @@ dump_what_is_not_finite:
     def check_tensor(self, scope: Scope) -> None:
         """Check that something is written."""
         if not scope.get("high_precision_tensor") and not scope.get("quantized_tensor"):
-            raise Misfit(scope.here, "would write nothing. Set 'high_precision_tensor' or 'quantized_tensor' to True.")
+            raise Misfit(
+                scope.here,
+                "would write nothing: neither high_precision_tensor nor quantized_tensor is set. Set one of them to"
+                " True.",
+            )
 
 
 FEATURES: Mapping[str, type[FeatureSchema]] = {

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from te_precision_callbacks.dumps.comparing import Comparison, Difference, compare
-    from te_precision_callbacks.dumps.contents import Dump, Header, dequantize
+    from te_precision_callbacks.dumps.contents import Dump, dequantize
     from te_precision_callbacks.dumps.errors import (
         DifferentShapesError,
         DumpError,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         PickleRefusedError,
     )
     from te_precision_callbacks.dumps.files import load
+    from te_precision_callbacks.dumps.header import Header
     from te_precision_callbacks.dumps.listing import Entry, Foreign, Listing
     from te_precision_callbacks.dumps.listing import list_dumps as list
     from te_precision_callbacks.dumps.saving import save
@@ -59,9 +60,10 @@ __all__ = [
 _HERE = "te_precision_callbacks.dumps"
 _HOMES = {
     **dict.fromkeys(("Comparison", "Difference", "compare"), "comparing"),
-    **dict.fromkeys(("Dump", "Header", "dequantize"), "contents"),
+    **dict.fromkeys(("Dump", "dequantize"), "contents"),
     **dict.fromkeys((name for name in __all__ if name.endswith("Error")), "errors"),
     **dict.fromkeys(("Entry", "Foreign", "Listing", "list"), "listing"),
+    "Header": "header",
     "load": "files",
     "save": "saving",
 }

@@ -23,7 +23,8 @@ class Limits:
 
     Attributes:
         max_bytes, max_files: of all files in its folder.
-        max_memory: bytes that may wait to be written, and as many that may wait for the end of a step.
+        max_memory: bytes that may wait to be written, and as many that may wait for the end of a step. Of host memory;
+            of a GPU's for the quantized tensors themselves, which files of the format "torch" hold.
     """
 
     max_bytes: int = 10 << 30
@@ -47,8 +48,8 @@ class Budget:
         """Why a file of this size must not be written; None if it may."""
         if self.bytes + nbytes > limits.max_bytes:
             return (
-                f"max_bytes={limits.max_bytes:,} is used up: there are {self.bytes:,} bytes in it, and the next file"
-                f" has up to {nbytes:,}"
+                f"max_bytes={limits.max_bytes:,} does not hold the next file, of up to {nbytes:,} bytes:"
+                f" {self.bytes:,} bytes are in use"
             )
         if self.files + 1 > limits.max_files:
             return f"max_files={limits.max_files:,} is used up: there are {self.files:,} files in it"

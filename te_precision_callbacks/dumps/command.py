@@ -13,17 +13,22 @@ finite is a word.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.dumps.comparing import Difference
 
 app = typer.Typer(name="dumps", help="List, show and compare dumped tensors.", no_args_is_help=True)
 
@@ -49,7 +54,8 @@ def list_command(
     """The dumps in a folder: of which layer, tensor and step each one is, and what is in it."""
     from te_precision_callbacks.dumps.listing import list_dumps
 
-    found = list_dumps(folder)
+    with _visible_errors():
+        found = list_dumps(folder)
     if as_json:
         rows = [
             {"path": str(entry.path), "size": entry.size, "file_format": entry.file_format}
@@ -64,15 +70,15 @@ def list_command(
         header = entry.header
         place = str(entry.path.relative_to(folder)) if folder.is_dir() else str(entry.path)
         if header is None:
-            table.add_row("", "", "", "", "", "a pickle without a header", f"{entry.size:,}", escape(place))
+            table.add_row("", "", "", "", "", "a pickle without a header", f"{entry.size:,}", _cell(place))
             continue
         what = [] if header.high_precision is None else [header.high_precision.dtype]
         what += [] if header.quantized is None else [header.quantized.class_name]
         cells = ("" if header.iteration is None else header.iteration, header.layer, header.tensor, header.micro_batch)
-        table.add_row(*(escape(str(cell)) for cell in (*cells, header.rank, ", ".join(what), f"{entry.size:,}", place)))
+        table.add_row(*(_cell(cell) for cell in (*cells, header.rank, ", ".join(what), f"{entry.size:,}", place)))
     _print(table)
     for file in found.foreign:
-        _print(escape(f"no dump: {file.path}: {file.why}"))
+        _print(_cell(f"no dump: {file.path}: {file.why}"))
 
 
 @app.command("show")
@@ -84,31 +90,44 @@ def show_command(
     """A dump: its header, the numbers of each tensor, its scales and blocks, and the error of quantization."""
     from te_precision_callbacks.dumps import describing
     from te_precision_callbacks.dumps.comparing import compare
-    from te_precision_callbacks.dumps.errors import NothingToCompareError
+    from te_precision_callbacks.dumps.errors import DifferentShapesError, NothingToCompareError
+    from te_precision_callbacks.dumps.header import HIGH_PRECISION
 
-    dump = _loaded(file, allow_pickle)
-    tensors, directions = describing.tensors(dump), describing.directions(dump)
-    try:
-        errors = compare(dump).differences
-    except NothingToCompareError:
-        errors = ()
+    errors: tuple[Difference, ...] = ()
+    not_compared: tuple[str, ...] = ()
+    with _visible_errors():
+        dump = _loaded(file, allow_pickle)
+        tensors, directions = describing.tensors(dump), describing.directions(dump)
+        try:
+            result = compare(dump)
+            errors, not_compared = result.differences, result.not_compared
+        except (DifferentShapesError, NothingToCompareError) as error:
+            # Of a dump of one tensor there is nothing to say.
+            if HIGH_PRECISION in dump.tensors and dump.header.quantized is not None:
+                not_compared = (str(error),)
     header = dataclasses.asdict(dump.header)
     if as_json:
-        described = {"tensors": tensors, "blocks": directions, "quantization_error": errors}
+        described = {
+            "tensors": tensors,
+            "blocks": directions,
+            "quantization_error": errors,
+            "not_compared": not_compared,
+        }
         _print_json({"path": str(file), "header": header} | _plain(described))
         return
     for name, value in _flat(header):
-        typer.echo(f"{name:<40} {value}")
+        typer.echo(f"{_visible(name):<40} {_visible(value)}")
     table = _table("tensor", "dtype", "shape", "min", "max", "mean", "nan", "inf", "zeros")
     for tensor in tensors:
         numbers = (f"{number:.6g}" for number in (tensor.minimum, tensor.maximum, tensor.mean))
         counts = (str(tensor.nan), str(tensor.inf), str(tensor.zeros))
-        table.add_row(escape(tensor.name), tensor.dtype, _by(tensor.shape), *numbers, *counts)
+        table.add_row(_cell(tensor.name), tensor.dtype, _by(tensor.shape), *numbers, *counts)
     _print(table)
     for part in directions:
         _print(_blocks_table(part))
     if errors:
         _print(_difference_table(errors))
+    _print_not_compared(not_compared)
 
 
 @app.command("diff")
@@ -121,7 +140,8 @@ def diff_command(
     """How two dumps differ: the numbers, and the codes and scales. Exit code 1 where they do."""
     from te_precision_callbacks.dumps.comparing import compare
 
-    result = compare(_loaded(a, allow_pickle), _loaded(b, allow_pickle))
+    with _visible_errors():
+        result = compare(_loaded(a, allow_pickle), _loaded(b, allow_pickle))
     if as_json:
         _print_json({"equal": result.equal, **_plain(result)})
     else:
@@ -134,10 +154,20 @@ def diff_command(
                     f" columns {_range(block.columns)} of the data: {block.codes_differing} codes; its factors are"
                     f" {block.factors[0]!r} in A and {block.factors[1]!r} in B"
                 )
-        for words in result.not_compared:
-            _print(escape(f"not compared: {words}"))
+        _print_not_compared(result.not_compared)
         _print("The dumps are equal." if result.equal else "The dumps differ.")
     raise typer.Exit(0 if result.equal else 1)
+
+
+@contextlib.contextmanager
+def _visible_errors() -> Iterator[None]:
+    """Errors without control characters: their messages have words of files in them."""
+    from te_precision_callbacks.dumps.errors import DumpError
+
+    try:
+        yield
+    except DumpError as error:
+        raise type(error)(_visible(str(error))) from error
 
 
 def _loaded(file: Path, allow_pickle: bool) -> Any:
@@ -148,6 +178,11 @@ def _loaded(file: Path, allow_pickle: bool) -> Any:
         # The tensors in it are Transformer Engine's; without a GPU its compiled part is not there to make them.
         reference.install_where_needed()
     return load(file, allow_pickle=allow_pickle)
+
+
+def _print_not_compared(what: tuple[str, ...]) -> None:
+    for words in what:
+        _print(_cell(f"not compared: {words}"))
 
 
 def _difference_table(differences: Any) -> Table:
@@ -205,6 +240,15 @@ def _print(what: Any) -> None:
         # Into a file or a pipe every line stays whole.
         console = Console(highlight=False, width=500)
     console.print(what)
+
+
+def _visible(text: str) -> str:
+    """Without what a terminal would obey: characters that cannot be printed as their escapes."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def _cell(what: object) -> str:
+    return escape(_visible(str(what)))
 
 
 def _print_json(what: Any) -> None:

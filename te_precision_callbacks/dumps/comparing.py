@@ -17,12 +17,11 @@ from dataclasses import dataclass
 
 import torch
 
-from te_precision_callbacks.dumps.contents import HIGH_PRECISION, QUANTIZED, Dump, Header, dequantize
+from te_precision_callbacks.dumps.contents import Dump, dequantize
 from te_precision_callbacks.dumps.errors import DifferentShapesError, NothingToCompareError
+from te_precision_callbacks.dumps.header import HIGH_PRECISION, QUANTIZED, Header, leads_to
+from te_precision_callbacks.dumps.pieces import PIECE, wide
 from te_precision_callbacks.layouts import Stored, unpacked
-
-_PIECE = 1 << 16
-"""Elements that are compared at once, in float64: few enough for a cache."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +64,13 @@ class Internals:
 class Difference:
     """How two tensors differ, as numbers.
 
-    Errors are taken over the elements that are finite on both sides.
+    Errors are taken over the elements that are finite on both sides, in float64: of integers beyond 2^53 rounded ones.
 
     Attributes:
         what: "high_precision", "rowwise", "columnwise" (both dequantized), or a pair, "high_precision / rowwise".
         shape: of both.
-        differing: elements that are not the same number; NaN is the same as NaN, and -0 as 0.
+        differing: elements that are not the same number; NaN is the same as NaN, and -0 as 0. Exact, but for integers
+            beyond 2^53 against floating-point numbers, which are compared in float64.
         max_abs_error: the largest ``|a - b|``; 0 where nothing is finite on both sides.
         max_at: the first place of it in ``shape``; None where it is 0.
         mean_abs_error: the mean of ``|a - b|``.
@@ -131,7 +131,8 @@ class Comparison:
 def compare(a: Dump, b: Dump | None = None) -> Comparison:
     """Compare two dumps: the high-precision tensors, and each direction of the quantized ones.
 
-    Where one has a high-precision tensor only and the other a quantized one only, these are compared.
+    Columnwise NVFP4 data alone may know a matrix only: it is compared with a tensor whose leading dimensions, in one,
+    make that matrix. Where one has a high-precision tensor only and the other a quantized one only, these are compared.
 
     Args:
         a: the dump that is taken as right: its numbers are the signal.
@@ -183,7 +184,7 @@ def _alike(a: Dump, b: Dump) -> Comparison:
             internals = _internals(part, other) if _grid(part) == _grid(other) else None
             if internals is None:
                 not_compared.append(f"{name}: codes and scales, which are {_words(part)} in a and {_words(other)} in b")
-            differences.append(_difference(name, *numbers, internals=internals))
+            differences.append(_difference(name, *_in_one_shape(*numbers), internals=internals))
     return Comparison(a.header, b.header, tuple(differences), tuple(not_compared))
 
 
@@ -202,8 +203,17 @@ def _across(high: Dump, quantized: Dump) -> Comparison:
             not_compared.append(f"{name}: a Hadamard transform of the tensor")
         else:
             numbers = dequantize(quantized, columnwise, dtype=torch.float32)
-            differences.append(_difference(f"{HIGH_PRECISION} / {name}", tensor, numbers))
+            differences.append(_difference(f"{HIGH_PRECISION} / {name}", *_in_one_shape(tensor, numbers)))
     return Comparison(high.header, quantized.header, tuple(differences), tuple(not_compared))
+
+
+def _in_one_shape(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where one is the matrix of the other, both with all dimensions."""
+    if leads_to(tuple(a.shape), tuple(b.shape)):
+        return a, b.reshape(a.shape)
+    if leads_to(tuple(b.shape), tuple(a.shape)):
+        return a.reshape(b.shape), b
+    return a, b
 
 
 def _difference(what: str, a: torch.Tensor, b: torch.Tensor, *, internals: Internals | None = None) -> Difference:
@@ -215,16 +225,17 @@ def _difference(what: str, a: torch.Tensor, b: torch.Tensor, *, internals: Inter
     differing, finite, largest, largest_at = 0, 0, 0.0, -1
     signal, noise, total = 0.0, 0.0, 0.0
     nan, inf = [0, 0], [0, 0]
-    for start in range(0, len(ours), _PIECE):
-        x, y = (flat[start : start + _PIECE].double() for flat in (ours, theirs))
-        differing += int(((x != y) & ~(x.isnan() & y.isnan())).sum())
+    for start in range(0, len(ours), PIECE):
+        pieces = [flat[start : start + PIECE] for flat in (ours, theirs)]
+        x, y = (wide(piece) for piece in pieces)
+        differing += int((_unequal(*pieces) & ~(x.isnan() & y.isnan())).sum())
         for side, values in enumerate((x, y)):
             nan[side] += int(values.isnan().sum())
             inf[side] += int(values.isinf().sum())
         both = x.isfinite() & y.isfinite()
         x, error = x.where(both, 0), (x - y).abs().where(both, 0)
         finite += int(both.sum())
-        signal, noise = signal + float(x.square().sum()), noise + float(error.square().sum())
+        signal, noise = signal + float(x.abs().square().sum()), noise + float(error.square().sum())
         total += float(error.sum())
         place = int(error.argmax())
         if float(error[place]) > largest:
@@ -243,10 +254,22 @@ def _difference(what: str, a: torch.Tensor, b: torch.Tensor, *, internals: Inter
     )
 
 
+def _unequal(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Which elements are not the same number; a NaN never is."""
+    if x.is_floating_point() or y.is_floating_point() or x.is_complex() or y.is_complex():
+        return wide(x) != wide(y)
+    # Integers as int64, in which those of uint64 from 2^63 on are negative: no other integer is equal to these.
+    ours, theirs = (values.view(torch.int64) if values.dtype is torch.uint64 else values.long() for values in (x, y))
+    beyond = torch.zeros_like(ours, dtype=torch.bool)
+    if (x.dtype is torch.uint64) is not (y.dtype is torch.uint64):
+        beyond = (ours if x.dtype is torch.uint64 else theirs) < 0
+    return (ours != theirs) | beyond
+
+
 def _decibels(signal: float, noise: float) -> float:
     if noise == 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+    return 10 * (math.log10(signal) - math.log10(noise)) if signal > 0 else -math.inf
 
 
 def _unravelled(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:

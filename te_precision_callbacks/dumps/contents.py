@@ -18,166 +18,32 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
-import json
-import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from enum import Enum
 from typing import Any
 
-import pydantic
 import torch
 
-from te_precision_callbacks.dumps.errors import DumpError, LaterVersionError, NotADumpError
-from te_precision_callbacks.formats import E2M1, E4M3, E5M2, E8M0
+from te_precision_callbacks.dumps.errors import DumpError
+from te_precision_callbacks.dumps.header import (
+    DTYPES,
+    FLOAT32,
+    FORMATS,
+    HIGH_PRECISION,
+    QUANTIZED,
+    SCALE_DTYPES,
+    Direction,
+    Header,
+    Plain,
+    Quantized,
+    check_direction,
+    dtype_name,
+    leads_to,
+)
 from te_precision_callbacks.layouts import NVFP4, PER_TENSOR, Stored, is_quantized, stored, unpacked
-
-SCHEMA = 1
-"""The version of the header that this package writes. It grows when a reader of the last one would misread a dump."""
-
-HIGH_PRECISION, QUANTIZED = "high_precision", "quantized"
-"""The names of the tensor before quantization, and of what it became where that is a plain tensor."""
-
-FLOAT32 = "float32"
-_FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E2M1, E8M0)}
-# torch 2.6 has no E8M0: there these scales are their bytes.
-_SCALE_DTYPES = {"E4M3": torch.float8_e4m3fn, "E8M0": getattr(torch, "float8_e8m0fnu", torch.uint8)}
-
-
-@dataclass(frozen=True)
-class Direction:
-    """The rowwise or the columnwise data of a quantized tensor.
-
-    Attributes:
-        format: what one element is: "E4M3", "E5M2" or "E2M1".
-        scaling_mode: "per_tensor", "mxfp8", "fp8_block_1d", "fp8_block_2d" or "nvfp4".
-        data: the name of the tensor with the elements, in the order of memory.
-        scale: the name of the tensor with a scale for each block.
-        amax: NVFP4 only: the name of the tensor with the amax.
-        shape: of the quantized tensor. Columnwise NVFP4 data are a matrix, whatever the leading dimensions were.
-        transposed: whether the first dimension of the data is the last one of the quantized tensor.
-        block: rows and columns of a block of the data, taken as a matrix: its first dimension against the others where
-            it is transposed, its last one against the others where it is not.
-        scale_format: "E8M0", "E4M3" or "float32".
-        largest_scale: NVFP4 only: the E4M3 number that stands for the largest scale, 448 or 256.
-        stored_scale_shape: of the scales in training: padded, and perhaps transposed.
-        swizzled: whether the scales were, in training, in the order that a GEMM reads. In the dump they never are.
-        hadamard: whether the data are of a random Hadamard transform of the tensor.
-    """
-
-    format: str
-    scaling_mode: str
-    data: str
-    scale: str
-    amax: str | None
-    shape: tuple[int, ...]
-    transposed: bool
-    block: tuple[int, int]
-    scale_format: str
-    largest_scale: float | None
-    stored_scale_shape: tuple[int, ...]
-    swizzled: bool
-    hadamard: bool
-
-
-@dataclass(frozen=True)
-class Plain:
-    """A plain tensor: its shape, and its dtype as torch calls it ("bfloat16")."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True)
-class Quantized:
-    """What the tensor became.
-
-    Attributes:
-        class_name: Transformer Engine's, or "Tensor" where it stayed a plain tensor, of fake quantization for example.
-        shape: of the tensor.
-        dtype: the nominal one, which ``dequantize()`` gives.
-        quantizer: the quantizer and its settings, in words.
-        rowwise, columnwise: what there is of either direction.
-    """
-
-    class_name: str
-    shape: tuple[int, ...]
-    dtype: str
-    quantizer: str | None = None
-    rowwise: Direction | None = None
-    columnwise: Direction | None = None
-
-    def direction(self, columnwise: bool) -> Direction | None:
-        """One of the two."""
-        return self.columnwise if columnwise else self.rowwise
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a dump is of.
-
-    Attributes:
-        layer: the layer's name in the model.
-        tensor: "activation", "weight", "gradient", "output", "wgrad", "dgrad", or any other word.
-        iteration: the debug iteration; None where there is none.
-        micro_batch: counts the dumps of this tensor within the iteration, from 0.
-        rank: of the process in the default process group.
-        recipe: the quantization recipe, in words.
-        high_precision: the tensor before quantization, if the dump has it.
-        quantized: what it became, if the dump has it.
-        versions: of "torch", "transformer_engine" and "te_precision_callbacks" where the dump was made.
-        time: when, in UTC (ISO 8601).
-        schema: the version of this header.
-    """
-
-    layer: str = ""
-    tensor: str = ""
-    iteration: int | None = None
-    micro_batch: int = 0
-    rank: int = 0
-    recipe: str | None = None
-    high_precision: Plain | None = None
-    quantized: Quantized | None = None
-    versions: dict[str, str] = field(default_factory=dict)
-    time: str = ""
-    schema: int = SCHEMA
-
-    def to_json(self) -> str:
-        """The header as a JSON object, with the names of the attributes."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Header:
-        """The header from :meth:`to_json`; what a later version added beside it is ignored.
-
-        Raises:
-            NotADumpError: the text is not a header.
-            LaterVersionError: its schema is later than :data:`SCHEMA`.
-        """
-        try:
-            version = _SchemaOnly.model_validate_json(text).version
-        except pydantic.ValidationError as error:
-            raise NotADumpError("The header is not that of a dump: it has no number under 'schema'.") from error
-        if version > SCHEMA:
-            raise LaterVersionError(
-                f"The dump has a header of version {version}, and this te-precision-callbacks reads up to {SCHEMA}:"
-                " update the package."
-            )
-        try:
-            return _HEADER.validate_json(text)
-        except pydantic.ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(str(part) for part in first["loc"])
-            raise NotADumpError(f"The header of the dump is damaged at {place!r}: {first['msg']}.") from error
-
-
-class _SchemaOnly(pydantic.BaseModel):
-    version: int = pydantic.Field(alias="schema")
-
-
-_HEADER = pydantic.TypeAdapter(Header)
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,9 +67,7 @@ class Dump:
     @property
     def nbytes(self) -> int:
         """The bytes of all tensors that this object holds."""
-        return sum(tensor.nbytes for tensor in self.tensors.values()) + sum(
-            tensor.nbytes for tensor in _buffers(self.original).values()
-        )
+        return sum(tensor.nbytes for tensor in (*self.tensors.values(), *_buffers(self.original)))
 
     @property
     def file_bytes(self) -> int:
@@ -220,19 +84,25 @@ class Dump:
         On a CPU a copy. From a GPU the tensors go to page-locked host memory, behind what the current stream was given
         so far, and nothing waits: :meth:`wait` does, before they are read. ``original`` stays on its device.
         """
-        devices = {tensor.device for tensor in self.tensors.values() if tensor.is_cuda}
+        devices = {tensor.device for tensor in (*self.tensors.values(), *_buffers(self.original)) if tensor.is_cuda}
         tensors = {name: _snapshot(tensor) for name, tensor in self.tensors.items()}
+        original = _with_buffers(self.original, torch.Tensor.clone)
+        # Behind all copies: the writer's thread reads them on another stream.
         events = []
         for device in devices:
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
             events.append(event)
-        return dataclasses.replace(self, tensors=tensors, original=_cloned(self.original), events=tuple(events))
+        return dataclasses.replace(self, tensors=tensors, original=original, events=tuple(events))
 
     def wait(self) -> None:
         """Wait until the copies of :meth:`copied` have arrived."""
         for event in self.events:
             event.synchronize()
+
+    def picklable(self) -> Any:
+        """``original``, without the memory around a buffer that is a view: that would be pickled too."""
+        return _with_buffers(self.original, unshared)
 
     def part(self, *, columnwise: bool) -> Stored | None:
         """One direction of the quantized tensor, from the internals; None if the dump does not have it.
@@ -294,27 +164,30 @@ def dump_of(
         layer, tensor, iteration, micro_batch, rank: see :class:`Header`.
         recipe: the recipe, an object or words.
         columnwise_from: the quantized tensor whose columnwise data are meant, where that is another one.
-        keep_quantized: keep the object itself, for a file of the format "torch". Its internals are then in the dump
-            only with ``internals``.
+        keep_quantized: keep a quantized object itself, for a file of the format "torch". Its internals are then in the
+            dump only with ``internals``.
 
     Raises:
         DumpError: neither tensor is there, or the quantized one is of a kind that is not known.
         LayoutError: the quantized tensor's buffers do not fit one another.
     """
-    if high_precision is not None and _kind_is_known(high_precision):
+    if high_precision is not None and kind_is_known(high_precision):
         high_precision, quantized = None, high_precision if quantized is None else quantized
     if high_precision is None and quantized is None:
         raise DumpError(f"There is nothing to dump of {tensor or 'a tensor'!r}: neither high_precision nor quantized.")
     tensors: dict[str, torch.Tensor] = {}
-    plain = None
+    plain, original = None, None
     if high_precision is not None:
         tensors[HIGH_PRECISION] = _plain(high_precision)
         plain = Plain(tuple(high_precision.shape), dtype_name(high_precision.dtype))
     what = None
     if quantized is not None:
-        what, of_quantized = _quantized(quantized, columnwise_from)
-        if internals or not keep_quantized:
+        what, of_quantized = _quantized(quantized, columnwise_from, None if plain is None else plain.shape)
+        is_plain = QUANTIZED in of_quantized
+        if internals or is_plain or not keep_quantized:
             tensors.update(of_quantized)
+        if keep_quantized and not is_plain:
+            original = _pickled(quantized, what)
     header = Header(
         layer=layer,
         tensor=tensor,
@@ -327,7 +200,7 @@ def dump_of(
         versions=dict(_versions()),
         time=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
     )
-    return Dump(header, tensors, internals=internals, original=_pickled(quantized, what) if keep_quantized else None)
+    return Dump(header, tensors, internals=internals, original=original)
 
 
 def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -352,7 +225,7 @@ def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | Non
     what = dump.header.quantized
     if what is None:
         raise DumpError(f"The dump of {dump.header.tensor or 'a tensor'!r} has no quantized tensor.")
-    dtype = getattr(torch, what.dtype) if dtype is None else dtype
+    dtype = DTYPES[what.dtype] if dtype is None else dtype
     if QUANTIZED in dump.tensors and what.rowwise is None and what.columnwise is None:
         return dump.tensors[QUANTIZED].to(dtype).contiguous()
     part = dump.part(columnwise=columnwise)
@@ -368,25 +241,26 @@ def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | Non
     return part.dequantized().to(dtype).reshape(what.shape).contiguous()
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """As torch calls it: "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
-
-
-def _kind_is_known(tensor: Any) -> bool:
+def kind_is_known(tensor: Any) -> bool:
+    """Whether this is a quantized tensor that can be dumped as one: of one format, or of one in each direction."""
     return is_quantized(tensor) or hasattr(tensor, "_rowwise_storage")
 
 
-def _pickled(quantized: Any, what: Quantized | None) -> Any:
+def unshared(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it where it looks at a part of a larger memory."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
+def _pickled(quantized: Any, what: Quantized) -> Any:
     """A tensor that can be unpickled, with the same buffers: storage classes cannot."""
-    if what is None or isinstance(quantized, torch.Tensor):
+    if isinstance(quantized, torch.Tensor):
         return quantized
     name = what.class_name.removesuffix("Storage")
     of_tensor = getattr(sys.modules.get("transformer_engine.pytorch"), name, None)
     if of_tensor is None:
         raise DumpError(f"{what.class_name}: cannot be pickled. A file of the format 'safetensors' can hold it.")
     buffers = {key: value for key, value in quantized.get_metadata().items() if key != "fake_dtype"}
-    return of_tensor(shape=what.shape, dtype=getattr(torch, what.dtype), **buffers)
+    return of_tensor(shape=what.shape, dtype=DTYPES[what.dtype], **buffers)
 
 
 def _plain(tensor: Any) -> torch.Tensor:
@@ -401,9 +275,12 @@ def _plain(tensor: Any) -> torch.Tensor:
     return tensor.detach().as_subclass(torch.Tensor)
 
 
-def _quantized(quantized: Any, columnwise_from: Any) -> tuple[Quantized, dict[str, torch.Tensor]]:
+def _quantized(
+    quantized: Any, columnwise_from: Any, before: tuple[int, ...] | None
+) -> tuple[Quantized, dict[str, torch.Tensor]]:
+    """What it is, and its tensors; ``before`` is the shape of the tensor before quantization, where that is known."""
     class_name = type(quantized).__name__
-    if not _kind_is_known(quantized):
+    if not kind_is_known(quantized):
         tensor = _plain(quantized)
         return Quantized(class_name, tuple(tensor.shape), dtype_name(tensor.dtype)), {QUANTIZED: tensor}
     other = quantized if columnwise_from is None else columnwise_from
@@ -421,10 +298,14 @@ def _quantized(quantized: Any, columnwise_from: Any) -> tuple[Quantized, dict[st
     if not directions:
         raise DumpError(f"The {class_name} has neither rowwise nor columnwise data: they were freed, or moved away.")
     dtype = getattr(quantized, "_dtype", None) or quantized.dtype
-    first = directions.get(False) or directions[True]
+    shape = (directions.get(False) or directions[True]).shape
+    if isinstance(quantized, torch.Tensor):
+        shape = tuple(quantized.shape)
+    elif before is not None and leads_to(before, shape):
+        shape = before  # a storage with columnwise data only may know a matrix
     described = Quantized(
         class_name=class_name,
-        shape=tuple(quantized.shape) if isinstance(quantized, torch.Tensor) else first.shape,
+        shape=shape,
         dtype=dtype_name(dtype),
         quantizer=_in_words(getattr(quantized, "_quantizer", None)),
         rowwise=directions.get(False),
@@ -444,7 +325,7 @@ def _internals(part: Stored, *, one_object: bool) -> tuple[Direction, dict[str, 
     if part.mode == PER_TENSOR:
         tensors[scale] = part.scales.reshape(1)
     elif part.scale_format is not None:
-        tensors[scale] = part.scales.view(_SCALE_DTYPES[part.scale_format.name])
+        tensors[scale] = part.scales.view(SCALE_DTYPES[part.scale_format.name])
     if part.amax is not None:
         amax = f"amax_{side}"
         tensors[amax] = part.amax
@@ -477,43 +358,26 @@ def _elements_in_memory(part: Stored) -> torch.Tensor:
 
 
 def _part(direction: Direction, columnwise: bool, tensors: Mapping[str, torch.Tensor]) -> Stored:
-    try:
-        element_format, scale_format = _FORMATS[direction.format], _FORMATS.get(direction.scale_format)
-        data, scales = tensors[direction.data], tensors[direction.scale]
-        amax = None if direction.amax is None else tensors[direction.amax]
-    except KeyError as error:
-        raise NotADumpError(f"The dump has no {error.args[0]!r}, which its header speaks of.") from error
-    rows, columns = _matrix_shape(direction)
-    width = columns // 2 if element_format.bits == 4 else columns
-    blocks = (1, 1)
-    if direction.scaling_mode != PER_TENSOR:
-        blocks = (-(-rows // direction.block[0]), -(-columns // direction.block[1]))
-    if data.numel() != rows * width or scales.numel() != math.prod(blocks) or data.element_size() != 1:
-        raise NotADumpError(
-            f"The dump's {direction.data} {tuple(data.shape)} and {direction.scale} {tuple(scales.shape)} are not those"
-            f" of {direction.shape} in blocks of {direction.block}, as the header says."
-        )
+    check_direction(direction, tensors)
+    element_format, scale_format = FORMATS[direction.format], FORMATS.get(direction.scale_format)
+    rows, columns = direction.matrix_shape
+    scales = tensors[direction.scale].reshape(direction.blocks)
     return Stored(
         mode=direction.scaling_mode,
         columnwise=columnwise,
-        codes=data.reshape(rows, width).view(torch.uint8),
+        codes=tensors[direction.data].reshape(rows, columns * element_format.bits // 8).view(torch.uint8),
         transposed=direction.transposed,
         element_format=element_format,
-        scales=scales.reshape(blocks) if scale_format is None else scales.reshape(blocks).view(torch.uint8),
+        scales=scales if scale_format is None else scales.view(torch.uint8),
         scale_format=scale_format,
         block=direction.block,
         shape=direction.shape,
         stored_scale_shape=direction.stored_scale_shape,
-        amax=amax,
+        amax=None if direction.amax is None else tensors[direction.amax],
         largest_scale=direction.largest_scale,
         swizzled=direction.swizzled,
         hadamard=direction.hadamard,
     )
-
-
-def _matrix_shape(direction: Direction) -> tuple[int, int]:
-    leading, last = math.prod(direction.shape[:-1]), math.prod(direction.shape[-1:])
-    return (last, leading) if direction.transposed else (leading, last)
 
 
 def _decoded(direction: Direction, part: Stored) -> Iterator[tuple[str, torch.Tensor]]:
@@ -532,7 +396,7 @@ def _decoded_sizes(direction: Direction, tensors: Mapping[str, torch.Tensor]) ->
     """The elements, float32, of what :func:`_decoded` gives."""
     sizes = {}
     data, scales = tensors[direction.data].numel(), tensors[direction.scale].numel()
-    if _FORMATS[direction.format].dtype is None:
+    if FORMATS[direction.format].dtype is None:
         sizes[f"{direction.data}_unpacked_values"] = data * 2
     if direction.scale_format != FLOAT32:
         sizes[f"{direction.scale}_values"] = scales
@@ -552,30 +416,31 @@ def _snapshot(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _cloned(original: Any) -> Any:
+def _with_buffers(original: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same object with other buffers, those of the objects in it too."""
     if original is None:
         return None
-    if type(original) is torch.Tensor:
-        return original.detach().clone()
+    if not hasattr(original, "get_metadata"):
+        return change(original.detach().as_subclass(torch.Tensor))
     # Upstream's clone() shares the scale of per-tensor FP8: so buffer by buffer.
     if isinstance(original, torch.Tensor):
-        copied = original.detach()
+        changed = original.detach()
     else:
-        copied = object.__new__(type(original))
-        vars(copied).update(vars(original))
-    for name, value in list(vars(copied).items()):
+        changed = object.__new__(type(original))
+        vars(changed).update(vars(original))
+    for name, value in list(vars(changed).items()):
         if isinstance(value, torch.Tensor) or hasattr(value, "get_metadata"):
-            setattr(copied, name, _cloned(value))
-    return copied
+            setattr(changed, name, _with_buffers(value, change))
+    return changed
 
 
-def _buffers(original: Any) -> dict[str, torch.Tensor]:
-    if original is None:
-        return {}
+def _buffers(original: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors of an object, as :func:`_with_buffers` has them."""
     if hasattr(original, "get_metadata"):
-        metadata = original.get_metadata()
-        return {name: value for name, value in metadata.items() if isinstance(value, torch.Tensor)}
-    return {QUANTIZED: original}
+        for value in original.get_metadata().values():
+            yield from _buffers(value)
+    elif isinstance(original, torch.Tensor):
+        yield original
 
 
 def _in_words(quantizer: Any) -> str | None:

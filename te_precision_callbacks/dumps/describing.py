@@ -15,11 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from te_precision_callbacks.dumps.contents import Dump, dtype_name
+from te_precision_callbacks.dumps.contents import Dump
+from te_precision_callbacks.dumps.header import dtype_name
+from te_precision_callbacks.dumps.pieces import PIECE, wide
 from te_precision_callbacks.layouts import Stored
-
-_PIECE = 1 << 16
-"""Elements that are read at once, in float64: few enough for a cache."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class TensorNumbers:
 
     Attributes:
         nbytes: of its data.
-        minimum, maximum, mean: of the finite elements; nan where there are none.
+        minimum, maximum, mean: of the finite elements, of complex ones their magnitudes; nan where there are none.
         nan, inf, zeros: elements that are so.
     """
 
@@ -93,10 +92,9 @@ def directions(dump: Dump) -> list[DirectionNumbers]:
 def _tensor(name: str, tensor: torch.Tensor) -> TensorNumbers:
     flat = tensor.reshape(-1)
     low, high, total, finite, nan, inf, zeros = math.inf, -math.inf, 0.0, 0, 0, 0, 0
-    for start in range(0, flat.numel(), _PIECE):
-        # From float8 there is no way to float64 on all devices but through float32.
-        piece = flat[start : start + _PIECE]
-        values = (piece if piece.element_size() > 1 else piece.float()).double()
+    for start in range(0, flat.numel(), PIECE):
+        values = wide(flat[start : start + PIECE])
+        values = values.abs() if values.is_complex() else values
         nan += int(values.isnan().sum())
         inf += int(values.isinf().sum())
         zeros += int((values == 0).sum())

@@ -4,10 +4,12 @@ Usage::
 
     write(dump, "fc1_activation.safetensors")
     write(dump, "fc1_activation.pt", "torch")
+    write_new(dump, numbered(folder, "fc1_activation", ".safetensors"))  # names.py; never in the place of another file
     dump = load("fc1_activation.safetensors")
 
-A file appears under its name when it is whole, and not before: a process that is killed leaves whole files only, and on
-Linux nothing else. Reading never unpickles unless it is told to.
+A file appears under its name when it is whole, and not before: a process that is killed leaves whole files only; beside
+them there may be one whose name ends with ``.incomplete``: on Linux only while another one is replaced. Reading never
+unpickles unless it is told to.
 
 The safetensors format (huggingface/safetensors, "Format"): 8 bytes with the length of a JSON object, little-endian; the
 object, name -> dtype, shape, and where the data lie; the data. The library's own ``save_file`` leaves a temporary file
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import uuid
@@ -30,8 +33,9 @@ from typing import IO, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from te_precision_callbacks.dumps.contents import HIGH_PRECISION, QUANTIZED, Dump, Header, dump_of
+from te_precision_callbacks.dumps.contents import Dump, dump_of, unshared
 from te_precision_callbacks.dumps.errors import DumpError, NotADumpError, PickleRefusedError
+from te_precision_callbacks.dumps.header import HIGH_PRECISION, QUANTIZED, Header, check
 
 SAFETENSORS, TORCH = "safetensors", "torch"
 """The file formats."""
@@ -56,6 +60,9 @@ _DTYPE_NAMES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -66,6 +73,8 @@ _DTYPE_NAMES = {
 }
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _PIECE = 1 << 24
+_MOST_HEADER = 1 << 24
+"""Bytes of a header: of an archive it is known only when it was unpacked."""
 
 
 def write(dump: Dump, path: str | os.PathLike[str], file_format: str = SAFETENSORS, *, fsync: bool = False) -> int:
@@ -85,7 +94,27 @@ def write(dump: Dump, path: str | os.PathLike[str], file_format: str = SAFETENSO
         DumpError: the file cannot be written (disk full, no permission), or the dump does not fit the format. There is
             then no part of it; a file that was there before is as it was.
     """
-    path = Path(path)
+    return _write(dump, iter((Path(path),)), file_format, replace=True, fsync=fsync)
+
+
+def write_new(dump: Dump, paths: Iterator[Path], file_format: str = SAFETENSORS) -> int:
+    """Write a dump at the first of some paths in one folder at which there is no file, whoever else writes there.
+
+    Args:
+        dump, file_format: as of :func:`write`.
+        paths: without an end, as :func:`te_precision_callbacks.dumps.names.numbered` gives them.
+
+    Returns:
+        The file's size in bytes.
+
+    Raises:
+        DumpError: as :func:`write`.
+    """
+    return _write(dump, paths, file_format, replace=False, fsync=False)
+
+
+def _write(dump: Dump, paths: Iterator[Path], file_format: str, *, replace: bool, fsync: bool) -> int:
+    path = next(paths)
     dump.wait()
     if file_format == SAFETENSORS:
         pieces = _safetensors_pieces(dump)
@@ -93,7 +122,7 @@ def write(dump: Dump, path: str | os.PathLike[str], file_format: str = SAFETENSO
         raise DumpError(f"file_format {file_format!r}: there are {SAFETENSORS!r} and {TORCH!r}.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _appearing(path, fsync=fsync) as file:
+        with _appearing(itertools.chain((path,), paths), path.parent, replace=replace, fsync=fsync) as file:
             if file_format == SAFETENSORS:
                 for piece in pieces:
                     file.write(piece)
@@ -106,7 +135,7 @@ def write(dump: Dump, path: str | os.PathLike[str], file_format: str = SAFETENSO
         if reason is None:
             raise
         why = "the disk is full" if reason.errno in (errno.ENOSPC, errno.EDQUOT) else reason.strerror or str(reason)
-        raise DumpError(f"{path}: cannot be written: {why}. Nothing of it is left.") from error
+        raise DumpError(f"{path}: cannot be written: {why}. Nothing of it is left.") from reason
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
@@ -143,6 +172,7 @@ def load(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Dump:
             tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
         except (SafetensorError, AttributeError, TypeError, ValueError) as error:
             raise NotADumpError(f"torch {torch.__version__} cannot read its tensors: {error}.") from error
+        check(header, tensors)
         return Dump(header, tensors)
 
 
@@ -220,7 +250,9 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except SafetensorError as error:
+    except FileNotFoundError:  # removed meanwhile
+        raise
+    except (SafetensorError, OSError) as error:
         raise NotADumpError(f"truncated, damaged, or no safetensors file: {error}.") from error
 
 
@@ -243,24 +275,20 @@ def _safetensors_header(file: Any) -> Header:
 def _write_torch(dump: Dump, file: IO[bytes]) -> None:
     quantized = dump.header.quantized
     content = dump.complete()
-    if quantized is not None and QUANTIZED not in content:
-        if dump.original is None:
-            raise DumpError(
-                f"The dump of {dump.header.tensor!r} does not hold the {quantized.class_name} itself, which a file of"
-                f" the format {TORCH!r} has under {QUANTIZED!r}. Make it with keep_quantized=True."
-            )
-        content = {QUANTIZED: dump.original, **content}
+    if quantized is not None and QUANTIZED not in content and dump.original is None:
+        raise DumpError(
+            f"The dump of {dump.header.tensor!r} does not hold the {quantized.class_name} itself, which a file of the"
+            f" format {TORCH!r} has under {QUANTIZED!r}. Make it with keep_quantized=True."
+        )
     # A view is pickled with all of the memory that it looks at.
-    content = {name: value.clone() if _is_view(value) else value for name, value in content.items()}
-    torch.save(content, file)
+    pickled: dict[str, Any] = {name: unshared(tensor) for name, tensor in content.items()}
+    if dump.original is not None:
+        pickled = {QUANTIZED: dump.picklable(), **pickled}
+    torch.save(pickled, file)
     file.seek(0)
     with zipfile.ZipFile(file, "a") as archive:
         folder = archive.namelist()[0].split("/")[0]
         archive.writestr(f"{folder}/{HEADER_RECORD}", dump.header.to_json())
-
-
-def _is_view(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.untyped_storage().nbytes() > value.nbytes
 
 
 def _read_torch(path: Path) -> Dump:
@@ -282,6 +310,8 @@ def _read_torch(path: Path) -> Dump:
     if header is None:
         # Of Transformer Engine's own dump only the path says where it is from.
         header = derived.header
+    with _naming(path):
+        check(header, tensors)
     return Dump(header, tensors, original=derived.original)
 
 
@@ -291,35 +321,63 @@ def _torch_header(path: Path) -> Header | None:
             if file.read(len(_ZIP)) == _ZIP:
                 raise NotADumpError(f"{path}: truncated or damaged: a zip archive without its end.")
         return None
-    with _naming(path), zipfile.ZipFile(path) as archive:
+    with _naming(path):
+        try:
+            text = _header_record(path)
+        except FileNotFoundError:  # removed meanwhile
+            raise
+        except Exception as error:  # whatever zipfile and the ways to compress give of damaged bytes
+            raise NotADumpError(f"truncated or damaged: {type(error).__name__}: {error}.") from error
+        if text is not None and len(text) > _MOST_HEADER:
+            raise NotADumpError(f"its {HEADER_RECORD} has more than {_MOST_HEADER:,} bytes: that is no header.")
+        return None if text is None else Header.from_json(text)
+
+
+def _header_record(path: Path) -> bytes | None:
+    """The header as it is in the archive, cut off behind the most that it may have; None where there is none."""
+    with zipfile.ZipFile(path) as archive:
         names = [name for name in archive.namelist() if name.endswith(f"/{HEADER_RECORD}")]
-        return Header.from_json(archive.read(names[0])) if names else None
+        if not names:
+            return None
+        with archive.open(names[0]) as record:
+            return record.read(_MOST_HEADER + 1)
 
 
 @contextlib.contextmanager
-def _appearing(path: Path, *, fsync: bool) -> Iterator[IO[bytes]]:
-    """A file that gets its name when the block ends without an exception."""
-    file = _nameless(path.parent)
+def _appearing(paths: Iterator[Path], folder: Path, *, replace: bool, fsync: bool) -> Iterator[IO[bytes]]:
+    """A file that gets a name when the block ends without an exception.
+
+    Args:
+        paths: its name is the first one; without ``replace`` the first at which there is no file.
+        folder: of the paths.
+        replace: whether a file of the name is replaced.
+        fsync: wait until it is on the disk.
+    """
+    file = _nameless(folder)
     if file is None:
-        with _hidden(path, fsync=fsync) as file:
+        with _hidden(paths, folder, replace=replace, fsync=fsync) as file:
             yield file
         return
     with file:
         yield file
         _sync(file, fsync)
         source = f"/proc/self/fd/{file.fileno()}"
-        try:
-            _link(file, source, path)
-        except FileExistsError:
-            # A link does not replace, a rename does.
-            beside = _beside(path)
-            _link(file, source, beside)
+        for path in paths:
             try:
-                os.replace(beside, path)
-            except OSError:
-                beside.unlink()
-                raise
-    _sync_folder(path.parent, fsync)
+                _link(file, source, path)
+                break
+            except FileExistsError:
+                if not replace:
+                    continue
+                # A link does not replace, a rename does.
+                beside = _beside(folder)
+                _link(file, source, beside)
+                try:
+                    os.replace(beside, path)
+                except OSError:
+                    beside.unlink()
+                    raise
+    _sync_folder(folder, fsync)
 
 
 def _nameless(folder: Path) -> IO[bytes] | None:
@@ -341,22 +399,41 @@ def _link(file: IO[bytes], source: str, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _hidden(path: Path, *, fsync: bool) -> Iterator[IO[bytes]]:
-    """A file under another name, one that is never listed, until it is whole."""
-    beside = _beside(path)
+def _hidden(paths: Iterator[Path], folder: Path, *, replace: bool, fsync: bool) -> Iterator[IO[bytes]]:
+    """A file under another name, one that is never listed, until it is whole; else as :func:`_appearing`."""
+    beside = _beside(folder)
     try:
         with beside.open("w+b") as file:
             yield file
             _sync(file, fsync)
-        os.replace(beside, path)
+        if replace:
+            os.replace(beside, next(paths))
+        else:
+            _rename_to_first_free(beside, paths)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent, fsync)
+    _sync_folder(folder, fsync)
 
 
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
+def _rename_to_first_free(source: Path, paths: Iterator[Path]) -> None:
+    # A rename replaces what is there. So the name is taken first, with an empty file, which no one else then takes: a
+    # link, which would do both at once, is what some file systems do not have.
+    for path in paths:
+        try:
+            path.open("xb").close()
+        except FileExistsError:
+            continue
+        try:
+            os.replace(source, path)
+        except OSError:
+            path.unlink()
+            raise
+        return
+
+
+def _beside(folder: Path) -> Path:
+    return folder / f".{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
 
 
 def _sync(file: IO[bytes], fsync: bool) -> None:

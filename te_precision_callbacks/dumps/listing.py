@@ -11,14 +11,14 @@ Usage::
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
 
-from te_precision_callbacks.dumps.contents import Header
 from te_precision_callbacks.dumps.errors import DumpError, NotADumpError
 from te_precision_callbacks.dumps.files import file_format_of, read_header
+from te_precision_callbacks.dumps.header import Header
 
 
 @dataclass(frozen=True)
@@ -78,25 +78,36 @@ def list_dumps(folder: str | os.PathLike[str]) -> Listing:
     Raises:
         DumpError: there is no such folder, or it cannot be read.
     """
-    entries, foreign = [], []
-    for path in _files(Path(folder)):
+    entries: list[Entry] = []
+    foreign: list[Foreign] = []
+
+    def unreadable(error: OSError) -> None:
+        """A folder that cannot be looked into."""
+        path = Path(error.filename)
+        if path == Path(folder):
+            raise DumpError(f"{path}: cannot be read: {error.strerror}.") from error
+        foreign.append(Foreign(path, f"cannot be read: {error.strerror}"))
+
+    for path in _files(Path(folder), unreadable):
         try:
             size, file_format = path.stat().st_size, file_format_of(path)
             entries.append(Entry(path, size, file_format, read_header(path)))
         except FileNotFoundError:  # removed meanwhile
             continue
+        except OSError as error:  # a link to itself, a folder that may not be entered
+            foreign.append(Foreign(path, f"cannot be read: {error.strerror or error}"))
         except DumpError as error:
             foreign.append(Foreign(path, str(error).removeprefix(f"{path}: ")))
     return Listing(entries, foreign)
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _files(folder: Path, unreadable: Callable[[OSError], None]) -> Iterator[Path]:
     if folder.is_file():
         yield folder
         return
     if not folder.is_dir():
         raise NotADumpError(f"{folder}: there is no such folder.")
-    for parent, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder, onerror=unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             if not name.startswith("."):

@@ -3,7 +3,7 @@
     file_stem("model.fc1", "activation", 0, file_format="safetensors")  # model.fc1.activation
     file_stem("model.fc1", "activation", 2, file_format="safetensors")  # model.fc1.activation.mb2
     file_stem("model.fc1", "activation", 0, file_format="torch")        # model_fc1_activation, as Transformer Engine
-    free_path(folder, stem, ".safetensors")                             # stem.1.safetensors where that is there
+    numbered(folder, stem, ".safetensors")           # stem.safetensors, stem.1.safetensors, ...: the first free one
 
 In safetensors files' names, a layer whose name is not wholly of lower-case letters, digits, ``_``, ``-`` and single
 dots gets a part of its SHA-256 behind it, so that no two layers share a name, on file systems that do not know case
@@ -14,7 +14,9 @@ for all micro-batches; there the first that comes has the name, and the others a
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from te_precision_callbacks.dumps.files import TORCH
@@ -46,13 +48,11 @@ def file_stem(layer: str, tensor: str, micro_batch: int, *, file_format: str) ->
     return ".".join(parts if micro_batch == 0 else [*parts, f"mb{micro_batch}"])
 
 
-def free_path(folder: Path, stem: str, suffix: str) -> Path:
-    """A path in a folder at which there is no file yet: with the name, else with ``.1``, ``.2`` and so on behind it."""
-    path, count = folder / f"{stem}{suffix}", 0
-    while path.exists() or path.is_symlink():
-        count += 1
-        path = folder / f"{stem}.{count}{suffix}"
-    return path
+def numbered(folder: Path, stem: str, suffix: str) -> Iterator[Path]:
+    """The paths that a dump may have in a folder: with the name, then with ``.1``, ``.2`` and so on behind it."""
+    yield folder / f"{stem}{suffix}"
+    for count in itertools.count(1):
+        yield folder / f"{stem}.{count}{suffix}"
 
 
 def _distinct(name: str) -> str:

@@ -3,8 +3,12 @@
     RECORDER.start(log_dir, file_format="safetensors", report=failures.report)
     RECORDER.note(seen, wanted)             # in a forward or backward: a snapshot, nothing waits for the device
     RECORDER.learn(measurements)            # the statistics of the step
-    RECORDER.end_step()                     # what is held is written or dropped; nothing waits for the disk
+    RECORDER.end_step()                     # what is held is written or dropped
     RECORDER.close()                        # when everything is on the disk
+
+Nothing waits for the disk but where more than ``max_memory`` bytes would wait to be written: then :meth:`Recorder.note`
+does, and :meth:`Recorder.end_step`. On CUDA the condition ``nonfinite`` has ``end_step`` wait for the device, once a
+step, when it reads the flags of all tensors together.
 
 There is one in a process, :data:`RECORDER`, since features are executed anew by each start of nvidia-dlfw-inspect and
 keep no state of their own. Where no session has started it, the feature does, as Transformer Engine's own would be: its
@@ -29,23 +33,22 @@ from te_precision_callbacks.config.dumping import (
     Collected,
     Condition,
     find_statistic,
+    is_of_the_layers_recipe,
     missing_statistic,
     no_detection,
 )
 from te_precision_callbacks.dumps.budget import Budget, Limits
 from te_precision_callbacks.dumps.contents import Dump, dump_of
 from te_precision_callbacks.dumps.errors import DumpError
-from te_precision_callbacks.dumps.files import SUFFIXES, TORCH, write
-from te_precision_callbacks.dumps.names import file_stem, free_path, iteration_folder, rank_folder
+from te_precision_callbacks.dumps.files import SUFFIXES, TORCH, write_new
+from te_precision_callbacks.dumps.names import file_stem, iteration_folder, numbered, rank_folder
+from te_precision_callbacks.dumps.sizes import most_bytes
 from te_precision_callbacks.dumps.wanted import Seen, Wanted
 from te_precision_callbacks.dumps.writer import Stop, Writer
 from te_precision_callbacks.engine.engine import Measurement
-from te_precision_callbacks.engine.quantization import recipe_of
+from te_precision_callbacks.engine.quantization import is_quantized, recipe_of
 
 logger = logging.getLogger(__name__)
-
-_HEADERS = 1 << 15
-"""More than a file has beside its tensors; what it really has is counted when it is written."""
 
 _WEIGHT = "weight"
 
@@ -63,10 +66,11 @@ class _Job(NamedTuple):
 
 
 class _OnStatistic(NamedTuple):
-    """A condition, and the names in the log that its statistic may have."""
+    """A condition, and the names in the log that its statistic may have; :attr:`Collected.asked`."""
 
     condition: Condition
     labels: tuple[str, ...]
+    asked: str | None
 
 
 @dataclass
@@ -115,6 +119,7 @@ class Recorder:
         self._written = (0, 0)
         self._held: list[_Held] = []
         self._held_bytes = 0
+        self._nonfinite: list[int] = []
         self._micro_batches: dict[tuple[str, str, int], int] = {}
         self._learned: dict[tuple[str, str], dict[str, float]] = {}
 
@@ -151,6 +156,9 @@ class Recorder:
 
     def end_step(self) -> None:
         """Write what was held and is wanted, drop the rest, and tell what has failed.
+
+        It waits for the disk where more than ``max_memory`` bytes would wait to be written, and on CUDA, with the
+        condition ``nonfinite``, for the device.
 
         Raises:
             Exception: whatever ``report`` raises about a failure.
@@ -227,6 +235,8 @@ class Recorder:
                 return
             job = _Job(dump, wanted, wanted.file_format or self._file_format, self._log_folder)
             if held is None:
+                if wanted.conditions:  # one that is known at once: on the CPU NONFINITE is
+                    self._nonfinite.append(seen.iteration)
                 self._writer.wait_for_room(dump.nbytes, wanted.limits.max_memory)
                 self._put(job._replace(dump=dump.copied()))
             elif self._held_bytes + dump.nbytes > wanted.limits.max_memory:
@@ -267,44 +277,36 @@ class Recorder:
             else:
                 statistic = self._statistic(condition, seen, collected())
                 if statistic is not None:
-                    statistics.append(_OnStatistic(condition, statistic.labels))
+                    statistics.append(_OnStatistic(condition, statistic.labels, statistic.asked))
         return nonfinite, tuple(statistics), overflow
 
     def _statistic(self, condition: Condition, seen: Seen, collected: Mapping[str, Collected]) -> Collected | None:
         """The statistic of a condition, if there is one in this step."""
-        found = find_statistic(str(condition.statistic), collected)
+        found = find_statistic(str(condition.statistic), collected, _recipe_of_quantized(seen))
         if found is None:
             self._complain(condition, seen, missing_statistic(condition, collected, seen.layer, seen.tensor))
             return None
         return found if any(schedule.at(seen.iteration)[0] for schedule in found.schedules) else None
 
     def _complain(self, condition: Condition, seen: Seen, text: str) -> None:
-        """Report a condition that can never hold, once."""
-        key = (condition.text, seen.layer, seen.tensor)
-        if key not in self._said:
-            self._said.add(key)
-            self._report("dumping", f"{seen.layer} {seen.tensor}", DumpError(text))
+        """Report a condition that can never hold, once, with the first tensor."""
+        if condition.text not in self._said:
+            self._said.add(condition.text)
+            error = DumpError(f"{text} Further tensors with this condition are not named.")
+            self._report("dumping", f"{seen.layer} {seen.tensor}", error)
 
     def _dump(self, seen: Seen, wanted: Wanted, micro_batch: int) -> Dump | None:
         quantized, columnwise_from = seen.quantized() if wanted.quantized else (None, None)
         values = seen.values if wanted.high_precision else None
         if values is None and quantized is None:
-            asked = [
-                key
-                for key, is_wanted in (
-                    ("high_precision_tensor", wanted.high_precision),
-                    ("quantized_tensor", wanted.quantized),
-                )
-                if is_wanted
-            ]
+            asked = {"high_precision_tensor": wanted.high_precision, "quantized_tensor": wanted.quantized}
+            lacking = " and no ".join(key for key, is_wanted in asked.items() if is_wanted)
             self._say_once(
-                ("nothing", seen.layer, seen.tensor),
-                "DumpTensors: nothing is written of %s of %s: %s.",
+                ("nothing", lacking),
+                "DumpTensors: nothing is written of %s of %s: it has no %s. Further tensors without are not named.",
                 seen.tensor,
                 seen.layer,
-                f"it has no {' and no '.join(asked)}"
-                if asked
-                else "neither high_precision_tensor nor quantized_tensor is set",
+                lacking,
             )
             return None
         return dump_of(
@@ -338,7 +340,8 @@ class Recorder:
         learned, self._learned = self._learned, {}
         overflowed, self.overflowed = self.overflowed, False
         flags = _read([entry.nonfinite for entry in held])
-        reasons: dict[str, int] = {}
+        at_once, self._nonfinite = self._nonfinite, []
+        reasons: dict[str, int] = {NONFINITE: len(at_once)} if at_once else {}
         for entry, nonfinite in zip(held, flags, strict=True):
             reason = NONFINITE if nonfinite else ACTIVATION_OVERFLOW if overflowed and entry.overflow else None
             reason = reason or self._statistic_that_holds(entry, learned)
@@ -348,7 +351,7 @@ class Recorder:
         if reasons:
             logger.info(
                 "Iteration %s: %d tensors are dumped: %s.",
-                held[0].job.dump.header.iteration,
+                at_once[0] if at_once else held[0].job.dump.header.iteration,
                 sum(reasons.values()),
                 ", ".join(reasons),
             )
@@ -356,17 +359,20 @@ class Recorder:
     def _statistic_that_holds(self, entry: _Held, learned: Mapping[tuple[str, str], Mapping[str, float]]) -> str | None:
         header = entry.job.dump.header
         values = learned.get((header.layer, header.tensor), {})
-        for condition, labels in entry.statistics:
+        for condition, labels, asked in entry.statistics:
             value = next((values[label] for label in labels if label in values), None)
             if value is None:
                 self._say_once(
-                    (condition.text, header.layer, header.tensor),
-                    "DumpTensors: the condition %r of %s of %s is not met in iteration %s: the statistic was asked for"
-                    " and not had. This is said once.",
+                    ("not had", condition.text),
+                    "DumpTensors: the condition %r of %s of %s is not met in iteration %s: %s. This is said once, and"
+                    " further tensors are not named.",
                     condition.text,
                     header.tensor,
                     header.layer,
                     header.iteration,
+                    is_of_the_layers_recipe(condition, asked, header.recipe)
+                    if asked is not None
+                    else "the statistic was due, and could not be had",
                 )
             elif condition.holds(value):
                 return f"{condition.text} ({value:.4g} of {header.tensor} of {header.layer})"
@@ -374,6 +380,15 @@ class Recorder:
 
     def _tell(self, folder: Path | None) -> None:
         failure, self._failure = self._failure, None
+        died = self._writer.take_failure()
+        if died is not None:
+            self._stopped = True
+            if failure is None:
+                failure = DumpError(
+                    f"The thread that writes has ended: {type(died).__name__}: {died}. No more tensors are dumped, and"
+                    " those that waited to be written are lost."
+                )
+                failure.__cause__ = died
         if failure is not None:
             self._report("dumping tensors to", str(folder), failure)
 
@@ -416,12 +431,12 @@ class Recorder:
         budget = self._budget
         if budget is None:
             budget = self._budget = Budget(rank_folder(job.folder, header.rank))
-        refusal = budget.refuses(job.dump.file_bytes + _HEADERS, limits)
+        refusal = budget.refuses(most_bytes(job.dump, job.file_format), limits)
         if refusal is not None:
             return refusal
         stem = file_stem(header.layer, header.tensor, header.micro_batch, file_format=job.file_format)
         place = iteration_folder(job.folder, header.rank, header.iteration or 0)
-        nbytes = write(job.dump, free_path(place, stem, SUFFIXES[job.file_format]), job.file_format)
+        nbytes = write_new(job.dump, numbered(place, stem, SUFFIXES[job.file_format]), job.file_format)
         budget.count(nbytes)
         self._written = (self._written[0] + 1, self._written[1] + nbytes)
         return None
@@ -433,7 +448,7 @@ class Recorder:
 
 
 def _log(doing: str, of: str, error: Exception) -> None:
-    logger.error("%s %s: %s: %s Training goes on.", doing, of, type(error).__name__, error)
+    logger.error("%s %s: %s: %s. Training goes on.", doing, of, type(error).__name__, str(error).removesuffix("."))
 
 
 def _read(flags: Sequence[torch.Tensor | None]) -> list[bool]:
@@ -446,6 +461,14 @@ def _read(flags: Sequence[torch.Tensor | None]) -> list[bool]:
         for number, value in zip(numbers, read, strict=True):
             found[number] = bool(value)
     return found
+
+
+def _recipe_of_quantized(seen: Seen) -> str | None:
+    """The recipe that a tensor was quantized with; None where it was not, for a layer without a recipe."""
+    quantized, _ = seen.quantized()
+    if not is_quantized(quantized):
+        return None
+    return recipe_of(getattr(quantized, "_quantizer", None)) or recipe_of(seen.quantizer)
 
 
 def _rank() -> int:

@@ -14,8 +14,8 @@ import torch
 
 from te_precision_callbacks.config.dumping import Condition, conditions_of, size_in_bytes
 from te_precision_callbacks.dumps.budget import Limits
+from te_precision_callbacks.dumps.contents import kind_is_known
 from te_precision_callbacks.dumps.files import SAFETENSORS, TORCH
-from te_precision_callbacks.layouts import is_quantized
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Seen(NamedTuple):
         """
         operands = (self.rowwise, self.columnwise)
         became = [operand for operand in operands if operand is not None and not self._is_values(operand)]
-        quantized = [operand for operand in became if _is_quantized(operand)]
+        quantized = [operand for operand in became if kind_is_known(operand)]
         chosen = quantized or became
         if not chosen:
             return None, None
@@ -118,13 +118,9 @@ class Seen(NamedTuple):
         values = self.values
         if values is None:
             became, _ = self.quantized()
-            values = became.dequantize() if became is not None and _is_quantized(became) else became
+            values = became.dequantize() if became is not None and kind_is_known(became) else became
         if values is None or not values.is_floating_point() or not values.numel():
             return None
         # One pass without a copy: a nan is either of them.
         low, high = torch.aminmax(values.detach())
         return ~(torch.isfinite(low) & torch.isfinite(high))
-
-
-def _is_quantized(operand: Any) -> bool:
-    return is_quantized(operand) or hasattr(operand, "_rowwise_storage")

@@ -4,7 +4,10 @@
     writer.put(job, nbytes, most=1 << 30)   # waits while more than `most` bytes would wait for the disk
     writer.drain()                  # until all is written
 
-Nothing is lost silently: what is put is written, unless ``write`` raises :class:`Stop`; then what waits is dropped.
+    writer.take_failure()           # the exception that has ended the thread, if one has
+
+Nothing is lost silently: what is put is written, unless ``write`` raises :class:`Stop`; then what waits is dropped. So
+it is where the thread itself ends with another exception, which is kept to be told; nobody waits for such a thread.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class Writer(Generic[JobT]):
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopped = False
+        self._failure: BaseException | None = None
         self.pending = 0
         """Bytes that wait, with those that are being written."""
 
@@ -61,8 +65,9 @@ class Writer(Generic[JobT]):
                     self._thread = thread
                 except RuntimeError:  # the interpreter is ending, and starts no thread any more
                     pass
+            alone = self._thread is None
             self._changed.notify_all()
-        if self._thread is None:
+        if alone:
             self._run()
 
     def wait_for_room(self, nbytes: int, most: int) -> None:
@@ -79,7 +84,27 @@ class Writer(Generic[JobT]):
             if self._thread is not None:
                 self._changed.wait_for(lambda: self._thread is None)
 
+    def take_failure(self) -> BaseException | None:
+        """What has ended the thread before everything was written, once; None where nothing has."""
+        with self._changed:
+            failure, self._failure = self._failure, None
+        return failure
+
     def _run(self) -> None:
+        try:
+            self._write_all()
+        except BaseException as error:  # SystemExit, no memory, ...: nobody else would see it of a thread
+            with self._changed:
+                of_thread = self._thread is not None
+                self._failure = error if of_thread else None
+                self._stopped = True
+                self._jobs.clear()
+                self._thread, self.pending = None, 0
+                self._changed.notify_all()
+            if not of_thread:
+                raise
+
+    def _write_all(self) -> None:
         while True:
             with self._changed:
                 if not self._jobs:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli, dumps
@@ -96,6 +97,46 @@ def test_show_command(tmp_path: Path) -> None:
     assert code == 0
     for words in ("decoder.fc1", "rowwise_block_scale_inv", "rowwise blocks", "high_precision / rowwise", "SQNR dB"):
         assert words in output
+
+
+def test_show_prints_the_rest_of_a_dump_that_cannot_be_compared(tmp_path: Path) -> None:
+    dumps.save(some_mxfp8(), tmp_path / "a", high_precision=X[:20], layer="decoder.fc1")
+    for output in (run("show", tmp_path / "a"), run("show", tmp_path / "a", "--json")):
+        assert output[0] == 0
+        for words in ("decoder.fc1", "rowwise_block_scale_inv", "(20, 96) and b (40, 96)"):
+            assert words in output[1]
+    answer = json.loads(run("show", tmp_path / "a", "--json")[1])
+    assert answer["quantization_error"] == []
+    assert len(answer["not_compared"]) == 1
+    # Of a dump of one tensor nothing is said.
+    dumps.save(X, tmp_path / "b")
+    assert json.loads(run("show", tmp_path / "b", "--json")[1])["not_compared"] == []
+    assert "not compared" not in run("show", tmp_path / "b")[1]
+
+
+def test_a_terminal_gets_no_control_characters(tmp_path: Path) -> None:
+    """From a header, from the names of tensors, and in messages; also where they are no ASCII, or turn text around."""
+    bad = "x\x1b]0;title\x07\x9b31m\u202e[red]\r\n"
+    seen = r"x\x1b]0;title\x07\x9b31m\u202e[red]\r\n"
+    path = tmp_path / "a.safetensors"
+    dump = dumps.save(some_mxfp8(), path, high_precision=X, layer=bad, tensor_name=bad, recipe=bad)
+    tensors = {name: tensor.contiguous() for name, tensor in dump.complete().items()} | {bad: X.clone()}
+    save_file(tensors, path, metadata={"te_precision_dump": dump.header.to_json()})
+    (tmp_path / f"foreign\x1b[31m{bad[-5]}").write_text("text")
+    damaged = tmp_path / "damaged"
+    header = dump.header.to_json().replace('"bfloat16"', json.dumps(bad))
+    save_file(tensors, damaged, metadata={"te_precision_dump": header})
+    outputs = [run(*arguments) for arguments in (("list", tmp_path), ("show", path), ("diff", path, path))]
+    outputs += [run(*arguments, "--json") for arguments in (("list", tmp_path), ("show", path))]
+    assert [code for code, _ in outputs] == [0] * 5
+    for _, output in outputs:
+        assert all(character.isprintable() or character == "\n" for character in output)
+    assert outputs[0][1].count(seen) >= 3, "layer and tensor, and what is damaged"
+    assert outputs[1][1].count(seen) >= 4, "layer, tensor, recipe and the tensor of that name"
+    done = te_precision("dumps", "show", str(damaged))
+    assert done.returncode == 2
+    assert seen in done.stderr
+    assert all(character.isprintable() or character == "\n" for character in done.stderr)
 
 
 def test_the_numbers_of_blocks() -> None:

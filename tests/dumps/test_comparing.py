@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
 
 from te_precision_callbacks import dumps
-from te_precision_callbacks.dumps import comparing
+from te_precision_callbacks.dumps import comparing, describing
 from te_precision_callbacks.dumps.comparing import Block
 from te_precision_callbacks.dumps.contents import Dump, dump_of
 from tests.dumps.storages import float8, mxfp8, random_bytes, some_mxfp8, some_nvfp4
@@ -29,7 +32,7 @@ def plain(tensor: torch.Tensor) -> Dump:
 @pytest.mark.parametrize("piece", [1 << 16, 100], ids=["one piece", "pieces"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_high_precision(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, piece: int) -> None:
-    monkeypatch.setattr(comparing, "_PIECE", piece)
+    monkeypatch.setattr(comparing, "PIECE", piece)
     a = normal(3, 50, 7).to(dtype)
     b = a.clone()
     b[:, 10:30] += (0.01 * normal(3, 20, 7, seed=1)).to(dtype)
@@ -77,6 +80,49 @@ def test_sqnr_at_its_ends(a: list[float], b: list[float], sqnr: float) -> None:
     assert found.sqnr_db == pytest.approx(sqnr, nan_ok=True)
 
 
+def test_sqnr_of_numbers_far_apart() -> None:
+    a, b = (torch.tensor([value], dtype=torch.float64) for value in (1e-150, 1e150))
+    (found,) = dumps.compare(plain(a), plain(b)).differences
+    assert found.sqnr_db == pytest.approx(-6000.0)
+
+
+BIG = 2**53
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "differing"),
+    [
+        (np.array([BIG, BIG + 1, -BIG], np.int64), np.array([BIG, BIG, -BIG - 1], np.int64), 2),
+        (np.array([2**64 - 1, 2**63, 5], np.uint64), np.array([2**64 - 2, 2**63, 5], np.uint64), 1),
+        (np.array([2**64 - 1, BIG + 1, 5], np.uint64), np.array([-1, BIG, 5], np.int64), 2),
+        (np.array([-1, BIG, 5], np.int64), np.array([2**64 - 1, BIG + 1, 5], np.uint64), 2),
+        (np.array([1, 2, 70], np.int8), np.array([1, 2, 326], np.int32), 1),
+        (np.array([True, False]), np.array([1, 2], np.int16), 1),
+        (np.array([1, 2], np.uint16), np.array([1.0, 2.5], np.float32), 1),
+    ],
+    ids=["int64", "uint64", "uint64 and int64", "int64 and uint64", "int8 and int32", "bool", "float"],
+)
+def test_whole_numbers_are_compared_exactly(a: np.ndarray, b: np.ndarray, differing: int) -> None:
+    assert sum(int(x) != y if y.dtype.kind == "f" else int(x) != int(y) for x, y in zip(a, b, strict=True)) == differing
+    result = dumps.compare(plain(torch.from_numpy(a)), plain(torch.from_numpy(b)))
+    assert result.differences[0].differing == differing
+    assert not result.equal
+    assert dumps.compare(plain(torch.from_numpy(a)), plain(torch.from_numpy(a.copy()))).equal
+
+
+def test_complex_numbers() -> None:
+    """Also those that differ in their imaginary parts only."""
+    nan = complex(NAN, 0)
+    a = np.array([1 + 2j, 3 + 4j, 5, nan, 1j], np.complex64)
+    b = np.array([1 + 2j, 3 + 8j, 5, nan, complex(0, INF)], np.complex64)
+    (found,) = dumps.compare(plain(torch.from_numpy(a)), plain(torch.from_numpy(b))).differences
+    assert (found.differing, found.nan, found.inf) == (2, (1, 1), (0, 1))
+    assert (found.max_abs_error, found.max_at, found.mean_abs_error) == (4.0, (1,), 4 / 3)
+    assert found.sqnr_db == pytest.approx(10 * math.log10((5 + 25 + 25) / 16))
+    (numbers,) = describing.tensors(plain(torch.from_numpy(a)))
+    assert (numbers.minimum, numbers.maximum, numbers.nan) == (1.0, 5.0, 1)
+
+
 def test_the_first_block_that_differs() -> None:
     """Row by row of the blocks: one in a code, one in a scale only, and one further up but to the right."""
     codes, scales = random_bytes(40, 96, seed=0), torch.full((40, 3), 127, dtype=torch.uint8)
@@ -115,6 +161,41 @@ def test_quantized_against_high_precision() -> None:
         error = (x.double() - quantized.dequantize(dtype=torch.float32).double()).abs()
         assert found.max_abs_error == float(error.max())
         assert found.mean_abs_error == pytest.approx(float(error.mean()))
+
+
+def columnwise_nvfp4(x: torch.Tensor) -> Any:
+    """A storage class with columnwise data only: it knows a matrix."""
+    quantizer = te.NVFP4Quantizer(tex.DType.kFloat4E2M1)
+    quantizer.internal = True
+    quantizer.set_usage(rowwise=False, columnwise=True)
+    return quantizer(x)
+
+
+def test_a_matrix_of_nvfp4_is_compared_with_all_dimensions(tmp_path: Path) -> None:
+    x = normal(2, 32, 64).bfloat16()
+    columns = columnwise_nvfp4(x)
+    dumps.save(columns, tmp_path / "both", high_precision=x)
+    both = dumps.load(tmp_path / "both")
+    assert both.header.quantized is not None
+    assert both.header.quantized.shape == (2, 32, 64)
+    (found,) = dumps.compare(both).differences
+    assert found.shape == (2, 32, 64)
+    numbers = dumps.dequantize(both, columnwise=True, dtype=torch.float32)
+    assert numbers.shape == (2, 32, 64)
+    error = (x.double() - numbers.double()).abs()
+    assert 0 < found.max_abs_error == float(error.max())
+    # Alone it has no other dimensions than a matrix's.
+    dumps.save(columns, tmp_path / "alone")
+    alone = dumps.load(tmp_path / "alone")
+    assert alone.header.quantized is not None
+    assert alone.header.quantized.shape == (64, 64)
+    for pair in ((dump_of(x, None), alone), (alone, dump_of(x, None))):
+        (again,) = dumps.compare(*pair).differences
+        assert (again.max_abs_error, again.max_at, again.shape) == (found.max_abs_error, found.max_at, (2, 32, 64))
+    (same,) = dumps.compare(dump_of(None, columnwise_nvfp4(x)), both).differences[:1]
+    assert same.equal
+    with pytest.raises(dumps.DifferentShapesError, match=r"\(2, 64, 32\)"):
+        dumps.compare(dump_of(x.reshape(2, 64, 32), None), alone)
 
 
 def test_two_formats_of_one_tensor() -> None:

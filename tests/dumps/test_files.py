@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
+import re
 import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,10 +23,13 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
 
 from te_precision_callbacks import dumps
 from te_precision_callbacks.dumps import files
-from te_precision_callbacks.dumps.contents import SCHEMA, dump_of
+from te_precision_callbacks.dumps.contents import dump_of
+from te_precision_callbacks.dumps.header import SCHEMA
+from te_precision_callbacks.dumps.names import numbered
 from tests.dumps.storages import random_bytes, some_mxfp8, some_nvfp4
 from tests.reference.processes import REPOSITORY
 
@@ -107,6 +113,7 @@ def test_a_quantized_parameter_is_not_high_precision(tmp_path: Path) -> None:
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.float8_e8m0fnu, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.uint64, torch.uint32, torch.uint16),
 ]
 
 
@@ -196,6 +203,93 @@ def test_a_dump_shares_memory_and_a_snapshot_does_not() -> None:
     snapshot.wait()
 
 
+def test_a_snapshot_of_a_parameter_in_the_place_of_a_quantized_tensor() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    snapshot = dump_of(None, parameter, keep_quantized=True, internals=False).copied()
+    with torch.no_grad():
+        parameter.fill_(7)
+    assert torch.equal(dumps.dequantize(snapshot), torch.ones(4))
+    quantized = some_mxfp8()
+    quantized._rowwise_data = torch.nn.Parameter(quantized._rowwise_data, requires_grad=False)
+    snapshot = dump_of(None, quantized, keep_quantized=True, internals=False).copied()
+    before = snapshot.original._rowwise_data.clone()
+    quantized._rowwise_data.zero_()
+    assert torch.equal(snapshot.original._rowwise_data, before)
+    assert int(before.count_nonzero())
+
+
+def test_a_snapshot_of_a_tensor_with_a_format_for_each_direction(tmp_path: Path) -> None:
+    """All of its buffers are counted, and copied."""
+    quantizer = HybridQuantizer(
+        rowwise_quantizer=te.MXFP8Quantizer(tex.DType.kFloat8E4M3),
+        columnwise_quantizer=te.NVFP4Quantizer(tex.DType.kFloat4E2M1),
+    )
+    quantized = quantizer(torch.randn(256, 256, generator=torch.Generator().manual_seed(5)).bfloat16())
+    dump = dump_of(None, quantized, keep_quantized=True, internals=False)
+    codes, scales, amax = 256 * 256 * 3 // 2, 256 * 8 + 256 * 16, 4
+    assert dump.nbytes == codes + scales + amax
+    expected, snapshot = quantized.dequantize().clone(), dump.copied()
+    quantized._rowwise_storage._rowwise_data.zero_()
+    quantized._columnwise_storage._columnwise_data.zero_()
+    files.write(snapshot, tmp_path / "a.pt", "torch")
+    loaded = dumps.load(tmp_path / "a.pt", allow_pickle=True)
+    assert torch.equal(dumps.dequantize(loaded), expected)
+    assert int(dumps.dequantize(loaded, columnwise=True).count_nonzero()) > 1000
+
+
+class OnCuda(torch.Tensor):
+    """A tensor that says that it lies on a GPU, and notes when it is copied."""
+
+    log: ClassVar[list[str]] = []
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda:0")
+
+    def detach(self) -> torch.Tensor:
+        return self
+
+    def as_subclass(self, kind: Any) -> Any:
+        return self
+
+    def contiguous(self, **arguments: Any) -> torch.Tensor:
+        return self
+
+    def to(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        self.log.append("copy")
+        return torch.zeros(1)
+
+
+@pytest.mark.parametrize("internals", [False, True])
+def test_a_snapshot_from_a_gpu_waits_for_all_of_its_copies(monkeypatch: pytest.MonkeyPatch, internals: bool) -> None:
+    """The event comes behind the copy of the object itself too, and is there when the object is all that there is."""
+
+    class Event:
+        def record(self, stream: object) -> None:
+            OnCuda.log.append("event")
+
+        def synchronize(self) -> None:
+            OnCuda.log.append("wait")
+
+    OnCuda.log.clear()
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    # That is how the buffers of the object are copied.
+    monkeypatch.setattr(torch.Tensor, "clone", lambda self, **_: OnCuda.log.append("copy") or self)
+    quantized = some_mxfp8()
+    dump = dump_of(None, quantized, keep_quantized=True, internals=internals)
+    for name in ("_rowwise_data", "_rowwise_scale_inv"):
+        setattr(dump.original, name, getattr(dump.original, name).as_subclass(OnCuda))
+    tensors = {name: tensor.as_subclass(OnCuda) for name, tensor in dump.tensors.items()}
+    dataclasses.replace(dump, tensors=tensors).copied().wait()
+    copies = 2 + len(tensors)
+    assert OnCuda.log == ["copy"] * copies + ["event", "wait"]
+
+
 # --- files of torch.save ----------------------------------------------------------------------------------------------
 
 
@@ -226,6 +320,22 @@ def test_a_torch_file_is_as_transformer_engine_writes_it(tmp_path: Path, way: st
 def test_a_torch_file_holds_only_what_is_looked_at(tmp_path: Path) -> None:
     dumps.save(torch.zeros(1000, 1000)[:2], tmp_path / "a.pt", file_format="torch")
     assert (tmp_path / "a.pt").stat().st_size < 20_000
+
+
+def test_a_torch_file_holds_no_memory_around_the_buffers(tmp_path: Path) -> None:
+    """As of parameters that lie in one large buffer."""
+    quantizer = te.MXFP8Quantizer(tex.DType.kFloat8E4M3)
+    quantized = quantizer(torch.randn(32, 32, generator=torch.Generator().manual_seed(4)).bfloat16())
+    bulk = torch.zeros(10_000_000, dtype=torch.uint8)
+    view = bulk[:1024].view(32, 32)
+    view.copy_(quantized._rowwise_data)
+    quantized._rowwise_data = view
+    for internals in (True, False):
+        dumps.save(quantized, tmp_path / "a.pt", file_format="torch", internals=internals)
+        assert (tmp_path / "a.pt").stat().st_size < 30_000
+        content = torch.load(tmp_path / "a.pt", weights_only=False)
+        assert torch.equal(content["quantized"].dequantize(), quantized.dequantize())
+    assert quantized._rowwise_data.data_ptr() == bulk.data_ptr(), "training's tensor is as it was"
 
 
 def test_transformer_engines_own_dump(tmp_path: Path) -> None:
@@ -352,22 +462,171 @@ def test_what_a_later_version_only_adds_is_ignored(tmp_path: Path) -> None:
     assert torch.equal(dumps.load(tmp_path / "a").tensors["high_precision"], X)
 
 
+def rewrite_record(path: Path, change: Any) -> None:
+    """The same of a file of torch.save."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    (name,) = (name for name in records if name.endswith(files.HEADER_RECORD))
+    header = json.loads(records[name])
+    change(header)
+    records[name] = json.dumps(header).encode()
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in records.items():
+            archive.writestr(name, content)
+
+
+def change_of(*place: str, **values: Any) -> Any:
+    def change(header: Any) -> None:
+        for key in place:
+            header = header[key]
+        header.update(values)
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda header: header.pop("schema"), "no number under 'schema'"),
         (lambda header: header.update(iteration="soon"), "damaged at 'iteration'"),
-        (lambda header: header["quantized"]["rowwise"].update(shape=[40, 128]), "as the header says"),
-        (lambda header: header["quantized"]["rowwise"].update(data="rowwise"), "no 'rowwise'"),
-        (lambda header: header["quantized"]["rowwise"].update(format="E3M4"), "no 'E3M4'"),
+        (
+            change_of("high_precision", shape=[40, 95]),
+            r"'high_precision' is bfloat16 \(40, 96\), not .* \(40, 95",
+        ),
+        (change_of("high_precision", dtype="float16"), "'high_precision' is bfloat16 .*, not float16"),
+        (change_of("quantized", dtype="load"), "damaged at 'quantized.dtype': 'load' is none of float64"),
+        (change_of("quantized", dtype="int64"), "damaged at 'quantized.dtype': 'int64'"),
+        (change_of("quantized", shape=[3, 3]), r"damaged at 'quantized.rowwise.shape': \(40, 96\) is not .* \(3, 3\)"),
+        (change_of("quantized", "rowwise", shape=[40, 128]), r"damaged at 'quantized.rowwise.shape': \(40, 128\)"),
+        (change_of("quantized", "rowwise", shape=[40, -96]), "damaged at 'quantized.rowwise.shape.1'"),
+        (change_of("quantized", "rowwise", data="rowwise"), "no 'rowwise'"),
+        (change_of("quantized", "rowwise", format="E3M4"), "damaged at 'quantized.rowwise.format': 'E3M4' is none of"),
+        (change_of("quantized", "rowwise", scaling_mode="mx"), "damaged at 'quantized.rowwise.scaling_mode': 'mx' is"),
+        (change_of("quantized", "rowwise", scaling_mode="nvfp4"), "nvfp4 has E2M1 with scales of E4M3, not E4M3 with"),
+        (change_of("quantized", "rowwise", scale_format="E9M0"), "damaged at 'quantized.rowwise.scale_format': 'E9M0'"),
+        (change_of("quantized", "rowwise", scale_format="float32"), "mxfp8 has .* scales of E8M0, not E4M3 with float"),
+        (change_of("quantized", "rowwise", block=[0, 32]), "damaged at 'quantized.rowwise.block.0'"),
+        (change_of("quantized", "rowwise", block=[-1, -32]), "damaged at 'quantized.rowwise.block.0'"),
+        (
+            change_of("quantized", "rowwise", block=[1, 48]),
+            r"'rowwise_block_scale_inv' .* \(40, 3\), not .* \(40, 2\)",
+        ),
+        (change_of("quantized", "rowwise", scale="rowwise_data", block=[1, 1]), "'rowwise_data' is .* not float8_e8m0"),
+        (change_of("quantized", "rowwise", format="E5M2"), "'rowwise_data' is float8_e4m3fn .*, not float8_e5m2"),
+        (change_of("quantized", "rowwise", amax="rowwise_data", largest_scale=448.0), "damaged at 'amax' or"),
+        (change_of("quantized", "rowwise", largest_scale=0), "damaged at 'quantized.rowwise.largest_scale'"),
     ],
-    ids=["schema", "type", "shape", "name", "format"],
+    ids=lambda value: value.replace("\\", "") if isinstance(value, str) else "",
 )
-def test_a_damaged_header(tmp_path: Path, change: Any, message: str) -> None:
-    dumps.save(some_mxfp8(), tmp_path / "a")
+@pytest.mark.parametrize("file_format", ["safetensors", "torch"])
+def test_a_damaged_header(tmp_path: Path, change: Any, message: str, file_format: str) -> None:
+    path = tmp_path / "a"
+    dumps.save(some_mxfp8(), path, high_precision=X, file_format=file_format)
+    if file_format == "safetensors":
+        rewritten(path, change)
+    else:
+        rewrite_record(path, change)
+    with pytest.raises(dumps.NotADumpError, match=rf"/a: .*{message}"):
+        dumps.load(path, allow_pickle=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (change_of("quantized", "rowwise", amax=None), "damaged at 'amax' or 'largest_scale': NVFP4 has both"),
+        (change_of("quantized", "rowwise", amax="amax"), "no 'amax'"),
+        (change_of("quantized", "rowwise", amax="rowwise_data"), "'rowwise_data' is uint8 .* not float32"),
+        (change_of("quantized", "rowwise", shape=[]), r"damaged at 'quantized.rowwise.shape': \(\) is not"),
+        (change_of("quantized", shape=[16, 33]), "damaged at 'quantized.rowwise.shape'"),
+    ],
+    ids=["no amax", "no such amax", "another tensor", "no shape", "odd shape"],
+)
+def test_a_damaged_header_of_nvfp4(tmp_path: Path, change: Any, message: str) -> None:
+    dumps.save(some_nvfp4(), tmp_path / "a")
     rewritten(tmp_path / "a", change)
     with pytest.raises(dumps.NotADumpError, match=message):
-        dumps.dequantize(dumps.load(tmp_path / "a"))
+        dumps.load(tmp_path / "a")
+
+
+def test_a_shape_that_fp4_cannot_have(tmp_path: Path) -> None:
+    dumps.save(some_nvfp4(), tmp_path / "a")
+
+    def odd(header: dict[str, Any]) -> None:
+        header["quantized"]["shape"] = header["quantized"]["rowwise"]["shape"] = [16, 33]
+
+    rewritten(tmp_path / "a", odd)
+    with pytest.raises(dumps.NotADumpError, match=r"damaged at 'shape': \(16, 33\) cannot lie in memory with two"):
+        dumps.load(tmp_path / "a")
+
+
+def record_of(path: Path) -> tuple[bytes, int]:
+    """A file of torch.save, and where the header is in it."""
+    content = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(files.HEADER_RECORD))
+        text = archive.read(name)
+    return content, content.index(text)
+
+
+def a_flipped_bit(path: Path) -> None:
+    content, start = record_of(path)
+    path.write_bytes(content[: start + 3] + bytes([content[start + 3] ^ 1]) + content[start + 4 :])
+
+
+def another_way_to_compress(path: Path) -> None:
+    content, _ = record_of(path)
+    for sign, at in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+        place = content.rindex(sign) + at
+        content = content[:place] + (99).to_bytes(2, "little") + content[place + 2 :]
+    path.write_bytes(content)
+
+
+def no_deflate(path: Path) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(f"a/{files.HEADER_RECORD}", "{" + " " * 1000 + "}")
+    content = path.read_bytes()
+    start = 30 + len(f"a/{files.HEADER_RECORD}")
+    path.write_bytes(content[:start] + b"\xff" * 4 + content[start + 4 :])
+
+
+def a_password(path: Path) -> None:
+    content, _ = record_of(path)
+    for sign, at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        place = content.rindex(sign) + at
+        content = content[:place] + bytes([content[place] | 1]) + content[place + 1 :]
+    path.write_bytes(content)
+
+
+def far_too_much(path: Path) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        with archive.open(f"a/{files.HEADER_RECORD}", "w") as record:
+            for _ in range(40):
+                record.write(b" " * (1 << 20))
+
+
+DAMAGES = [a_flipped_bit, another_way_to_compress, no_deflate, a_password, far_too_much]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_archive_does_not_hide_the_others(tmp_path: Path, damage: Any) -> None:
+    dumps.save(X, tmp_path / "whole.pt", file_format="torch", layer="fc1")
+    dumps.save(X, tmp_path / "damaged.pt", file_format="torch", layer="fc1")
+    damage(tmp_path / "damaged.pt")
+    listing = dumps.list(tmp_path)
+    assert [entry.path.name for entry in listing] == ["whole.pt"]
+    assert [file.path.name for file in listing.foreign] == ["damaged.pt"]
+    assert re.match("truncated or damaged: |its .* has more than", listing.foreign[0].why)
+    with pytest.raises(dumps.NotADumpError, match=r"/damaged\.pt: "):
+        dumps.load(tmp_path / "damaged.pt", allow_pickle=True)
+
+
+@pytest.mark.parametrize("file_format", ["safetensors", "torch"])
+def test_a_name_with_a_lone_surrogate(tmp_path: Path, file_format: str) -> None:
+    """As Python has it of a file name that is no UTF-8. Other characters outside of the BMP stay as they are."""
+    for name, read in (("a\ud800b", "a\\ud800b"), ("größe/😀", "größe/😀"), ("\\ud800", "\\ud800")):
+        dumps.save(X, tmp_path / "a", layer=name, file_format=file_format)
+        assert dumps.load(tmp_path / "a", allow_pickle=True).header.layer == read
+        assert [entry.header and entry.header.layer for entry in dumps.list(tmp_path)] == [read]
 
 
 def test_an_unknown_dtype(tmp_path: Path) -> None:
@@ -431,6 +690,40 @@ def test_a_file_is_replaced_at_once(tmp_path: Path, way: str) -> None:
         stop.set()
         writer.join()
     assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("file_format", ["safetensors", "torch"])
+def test_a_new_file_never_replaces_one(tmp_path: Path, way: str, file_format: str) -> None:
+    """Eight threads with one name, as processes of one rank may be; a folder and a dangling link have names too."""
+    (tmp_path / "a").symlink_to("nowhere")
+    (tmp_path / "a.1").mkdir()
+    (tmp_path / "a.2").write_bytes(b"another program's")
+    begin = threading.Barrier(8)
+
+    def write(value: int) -> None:
+        begin.wait()
+        for number in range(4):
+            dump = dump_of(torch.full((1000,), 4.0 * value + number), None)
+            files.write_new(dump, numbered(tmp_path, "a", ""), file_format)
+
+    threads = [threading.Thread(target=write, args=(value,)) for value in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    names = {f"a.{number}" for number in range(3, 35)}
+    assert set(os.listdir(tmp_path)) == names | {"a", "a.1", "a.2"}
+    assert (tmp_path / "a.2").read_bytes() == b"another program's"
+    assert os.readlink(tmp_path / "a") == "nowhere"
+    found = {float(dumps.load(tmp_path / name, allow_pickle=True).tensors["high_precision"][0]) for name in names}
+    assert found == {float(value) for value in range(32)}
+
+
+def test_a_new_file_where_none_can_be(tmp_path: Path, way: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(dumps.DumpError, match="cannot be written"):
+        files.write_new(dump_of(X, None), numbered(tmp_path / "file", "a", ""))
+    assert os.listdir(tmp_path) == ["file"]
 
 
 WRITER = """

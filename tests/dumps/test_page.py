@@ -14,7 +14,8 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli, dumps
-from te_precision_callbacks.dumps.contents import Direction, Header, Quantized, dump_of
+from te_precision_callbacks.dumps.contents import dump_of
+from te_precision_callbacks.dumps.header import Direction, Header, Quantized
 from tests.dumps.storages import some_mxfp8, some_nvfp4
 from tests.reference.processes import REPOSITORY
 

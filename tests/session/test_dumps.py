@@ -179,7 +179,7 @@ def test_a_budget_is_not_exceeded_and_training_is_bit_equal(tmp_path: Path, capl
     written = sum(path.stat().st_size for path in found.values())
     assert 9_000_000 < written <= 10_000_000
     (message,) = messages(caplog, "DumpTensors")
-    assert "max_bytes=10,000,000 is used up" in message
+    assert "max_bytes=10,000,000 does not hold the next file" in message
     for path in found.values():
         dumps.load(path, allow_pickle=True)
     watched = config(tensors=TENSORS, quantized_tensor=True, max_files=1, start_step=10**9)
@@ -438,14 +438,14 @@ def test_training_waits_where_the_disk_is_slow_and_memory_stays_bounded(monkeypa
 
 def test_all_is_written_in_a_run_whose_disk_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each activation has 2,048 bytes: four of them may wait."""
-    write, waiting = recording.write, []
+    write, waiting = recording.write_new, []
 
     def slow(*arguments: Any) -> int:
         waiting.append(recording.RECORDER._writer.pending)
         time.sleep(0.005)
         return write(*arguments)
 
-    monkeypatch.setattr(recording, "write", slow)
+    monkeypatch.setattr(recording, "write_new", slow)
     net = te.Linear(32, 32)
     with InspectSession(config(max_memory=10_000), model=net, log_dir=tmp_path) as session:
         for number in range(6):
@@ -469,14 +469,18 @@ def largest_file(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.parametrize("file_format", ["safetensors", "torch"])
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_file_that_cannot_be_written(tmp_path: Path, strict: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_cannot_be_written(
+    tmp_path: Path, strict: bool, file_format: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """The second step's files are too large. They leave nothing behind, and the first step's are whole."""
     net = te.Linear(32, 32)
     steps: list[int] = []
 
     def run() -> None:
-        with InspectSession(config(), model=net, log_dir=tmp_path, strict=strict) as session, largest_file(1 << 19):
+        asked = config(file_format=file_format)
+        with InspectSession(asked, model=net, log_dir=tmp_path, strict=strict) as session, largest_file(1 << 19):
             for size in (16, 1 << 14, 16, 16):
                 step(session, net, random(0, size, 32))
                 recording.RECORDER._writer.drain()
@@ -493,7 +497,24 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, strict: bool, caplog: pyt
         assert "Precision debugging failed on rank 0: dumping tensors to" in message
         assert "No more tensors are dumped" in message
     (path,) = files(tmp_path).values()
-    assert torch.equal(dumps.load(path).tensors["high_precision"], random(0))
+    assert torch.equal(dumps.load(path, allow_pickle=True).tensors["high_precision"], random(0))
+
+
+def test_a_writing_thread_that_ends_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(*arguments: Any) -> int:
+        raise SystemExit("a library has ended the thread")
+
+    monkeypatch.setattr(recording, "write_new", write)
+    net = te.Linear(32, 32)
+    with InspectSession(config(max_memory=3000), model=net, log_dir=tmp_path) as session:
+        for number in range(4):
+            step(session, net, random(2 * number), random(2 * number + 1))
+            recording.RECORDER._writer.drain()
+    (message,) = messages(caplog, "The thread that writes has ended: SystemExit: a library has ended the thread.")
+    assert "No more tensors are dumped" in message
+    assert not files(tmp_path)
 
 
 def test_a_disk_is_never_filled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,22 @@
+"""A large tensor, looked at piece by piece.
+
+Usage::
+
+    for start in range(0, len(flat), PIECE):
+        numbers = wide(flat[start : start + PIECE])
+"""
+
+from __future__ import annotations
+
+import torch
+
+PIECE = 1 << 16
+"""Elements that are looked at once, in float64: few enough for a cache."""
+
+
+def wide(values: torch.Tensor) -> torch.Tensor:
+    """The numbers in float64, or in complex128 where they are complex; integers beyond 2^53 are rounded."""
+    if values.is_complex():
+        return values.to(torch.complex128)
+    # From float8 there is no way to float64 on all devices but through float32.
+    return (values if values.element_size() > 1 else values.float()).double()

@@ -1,0 +1,226 @@
+"""Conditions and sizes of DumpTensors: which can hold, and the words and lines of those that cannot."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from te_precision_callbacks.config import ConfigError, load_config
+from te_precision_callbacks.config.dumping import (
+    Collected,
+    check_conditions,
+    collected,
+    find_statistic,
+    meet,
+    size_in_bytes,
+)
+from te_precision_callbacks.config.schemas import FEATURES
+from te_precision_callbacks.engine.schedule import Schedule
+from tests.test_config import LAYERS
+
+HEAD = """
+looked_at:
+  enabled: True
+  layers: {exact_layer_names: [model.head]}
+  transformer_engine:
+    LogFp8TensorStats: {enabled: True, tensors: [activation], %s}
+    DumpTensors:
+      enabled: True
+      high_precision_tensor: True
+"""
+FIRST_OPTION = HEAD.count("\n") + 1  # its line
+
+
+def check(folder: Path, statistics: str, options: str, *, detects_overflow: bool = False) -> None:
+    path = folder / "config.yaml"
+    lines = "".join(f"      {line}\n" for line in options.splitlines())
+    path.write_text(HEAD % statistics + lines)
+    config = load_config(path)
+    plan = config.plan(LAYERS, {"transformer_engine": tuple(FEATURES)})
+    check_conditions(plan, config.enabled_sections, detects_overflow=detects_overflow)
+
+
+# --- schedules -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_schedules_meet_where_a_step_is_in_both(seed: int) -> None:
+    """Against a count of steps. All ends are below 40, and frequencies up to 7: lcm 42."""
+    generator = random.Random(seed)
+    found = set()
+    for _ in range(200):
+        options: list[dict[str, Any]] = []
+        for _ in range(2):
+            bounds = sorted(generator.sample(range(40), 4))
+            kind = generator.randrange(3)
+            options.append({"freq": generator.randint(1, 7)})
+            if kind == 0:
+                options[-1]["start_end_list"] = [bounds[:2], [bounds[2], generator.choice([bounds[3], -1])]]
+            elif kind == 1:
+                options[-1] |= {"start_step": bounds[0], "end_step": generator.choice([bounds[1], bounds[0], -1])}
+        one, other = map(Schedule.of, options)
+        expected = any(one.at(step)[0] and other.at(step)[0] for step in range(40 + 2 * 42))
+        assert meet(one, other) is meet(other, one) is expected, options
+        found.add(expected)
+    assert found == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("statistics", "options", "words"),
+    [
+        ("start_step: 20", "end_step: 10", r"in steps 0 to 10; the statistic is collected in steps 20 on\."),
+        (
+            "start_end_list: [[1, 1], [3, 3]]",
+            "freq: 2",
+            "in steps 0 on that are multiples of 2; the statistic is collected in steps 1 and 3",
+        ),
+        ("freq: 4, start_step: 1, end_step: 11", "freq: 6", "steps 1 to 11 that are multiples of 4"),
+    ],
+)
+def test_schedules_that_never_meet_are_refused(tmp_path: Path, statistics: str, options: str, words: str) -> None:
+    text = f"{options}\ntensors: [activation]\nwhen:\n  - nonfinite\n  - mse > 1"
+    place = rf"config\.yaml, line {FIRST_OPTION + 2} \(section 'looked_at'\): "
+    with pytest.raises(ConfigError, match=f"{place}the condition 'mse > 1' of DumpTensors would never .*{words}"):
+        check(tmp_path, f"stats: [mse], {statistics}", text)
+
+
+@pytest.mark.parametrize(
+    ("statistics", "options"),
+    [
+        ("start_step: 10", "end_step: 10"),
+        ("start_end_list: [[1, 1], [4, 4]]", "freq: 2"),
+        ("freq: 4, start_step: 1, end_step: 12", "freq: 6"),
+        ("freq: 100", "freq: 7"),
+    ],
+)
+def test_schedules_that_meet_in_one_step_are_accepted(tmp_path: Path, statistics: str, options: str) -> None:
+    check(tmp_path, f"stats: [mse], {statistics}", f"{options}\ntensors: [activation]\nwhen: mse > 1")
+
+
+# --- places and words ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ("tensors: [activation]\nwhen: max > 1", 1),
+        ("when:\n  - nonfinite\n  - max > 1\ntensors: [activation]", 0),
+        ("tensors_struct:\n  - tensor: activation\n  - tensor: activation\n    freq: 2\n    when: [max > 1]", 4),
+        ("when: max > 1\ntensors_struct:\n  - tensor: weight\n    when: nonfinite\n  - tensor: activation", 0),
+        ("tensors_struct:\n  - {tensor: weight, when: nonfinite}\n  - {tensor: activation, when: max > 1}", 2),
+    ],
+)
+def test_the_line_is_that_of_the_condition(tmp_path: Path, options: str, line: int) -> None:
+    place = rf"config\.yaml, line {FIRST_OPTION + line} \(section 'looked_at'\)"
+    with pytest.raises(ConfigError, match=f"{place}: the condition 'max > 1'") as caught:
+        check(tmp_path, "stats: [mse]", options)
+    assert "so that it would never hold" in str(caught.value)
+    assert "nothing would be written" not in str(caught.value), "another condition may hold"
+
+
+def test_overflow_without_detection_has_the_line_and_words_that_fit_everywhere(tmp_path: Path) -> None:
+    options = "tensors: [activation]\nwhen: [nonfinite, activation_overflow]"
+    with pytest.raises(ConfigError) as caught:
+        check(tmp_path, "stats: [mse]", options)
+    assert f"line {FIRST_OPTION + 1} " in str(caught.value)
+    assert 'would never hold. A session with debug="activation_overflow" has it.' in str(caught.value)
+    check(tmp_path, "stats: [mse]", options, detects_overflow=True)
+
+
+@pytest.mark.parametrize(
+    ("stats", "when", "hint"),
+    [
+        ("fp8_current_scaling_mse", "mse", "Did you mean 'fp8_current_scaling_mse'?"),
+        ("current_scaling_mse", "mse", "Did you mean 'current_scaling_mse'?"),
+        ("mxfp8_mse, nvfp4_mse", "mse", "Did you mean 'mxfp8_mse' or 'nvfp4_mse'?"),
+        ("mxfp8_mse, mxfp8_mse_columnwise", "mse_columnwise", "Did you mean 'mxfp8_mse_columnwise'?"),
+    ],
+)
+def test_a_bare_name_is_not_that_of_a_recipe_and_the_recipes_is_named(
+    tmp_path: Path, stats: str, when: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(tmp_path, f"stats: [{stats}]", f"tensors: [activation]\nwhen: {when} > 0")
+    assert str(caught.value).endswith(hint)
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def found(name: str, *stats: str, recipe: str | None = None) -> Collected | None:
+    features = {"LogFp8TensorStats": {"enabled": True, "tensors": ["activation"], "stats": list(stats)}}
+    return find_statistic(name, collected(features, "activation"), recipe)
+
+
+def labels(name: str, *stats: str, recipe: str | None = None) -> tuple[str, ...]:
+    statistic = found(name, *stats, recipe=recipe)
+    assert statistic is not None
+    return statistic.labels
+
+
+def test_a_recipes_name_is_that_of_a_statistic_without_one_where_the_tensor_has_the_recipe() -> None:
+    assert labels("fp8_current_scaling_mse", "mse", recipe="fp8_current_scaling") == ("fp8_current_scaling_mse", "mse")
+    assert labels("current_scaling_mse", "mse", recipe="fp8_current_scaling") == ("fp8_current_scaling_mse", "mse")
+    assert labels("mxfp8_mse", "mse", recipe="fp8_current_scaling") == ("mxfp8_mse",)
+    assert labels("mxfp8_mse", "mse") == ("mxfp8_mse",), "known only in the run"
+    assert labels("mxfp8_mse_columnwise", "mse", "mse_columnwise", recipe="mxfp8")[1:] == ("mse_columnwise",)
+    assert labels("mxfp8_mse", "mse", "mxfp8_mse", recipe="nvfp4") == ("mxfp8_mse",)
+    assert found("mse", "mxfp8_mse", recipe="mxfp8") is None
+
+
+def test_what_was_asked_for_is_told_where_it_is_of_another_recipe() -> None:
+    other, same = (found("mxfp8_mse", "mse", recipe=recipe) for recipe in ("nvfp4", "mxfp8"))
+    assert other is not None
+    assert other.asked == "mse"
+    assert same is not None
+    assert same.asked is None
+
+
+def test_a_recipe_may_be_spelled_in_two_ways() -> None:
+    assert labels("fp8_delayed_scaling_mse", "delayed_scaling_mse") == ("delayed_scaling_mse",)
+    assert labels("delayed_scaling_mse", "fp8_delayed_scaling_mse") == ("fp8_delayed_scaling_mse",)
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "meant"),
+    [
+        ("10M", "'10MB'"),
+        ("10 Mo", "'10MB'"),
+        ("1.5g", "'1.5GB'"),
+        ("64k", "'64kB'"),
+        ("2Gi", "'2GiB'"),
+        ("2 Kio", "'2KiB'"),
+        ("1e9", "1000000000"),
+        (1e9, "1000000000"),
+        ("1_000_000", "1000000"),
+    ],
+)
+def test_what_was_meant_by_a_size(size: Any, meant: str) -> None:
+    with pytest.raises(ValueError, match=r"is a number of bytes from 1 on") as caught:
+        size_in_bytes(size)
+    assert str(caught.value).endswith(f"not {size!r}. Did you mean {meant}?")
+    assert size_in_bytes(int(meant) if meant.isdigit() else meant.strip("'")) >= 1
+
+
+@pytest.mark.parametrize("size", ["much", "", "-10MB", "10 elephants", "1e400", 0, None, True, float("inf"), -3])
+def test_a_size_that_means_nothing_is_refused_without_a_guess(size: Any) -> None:
+    with pytest.raises(ValueError, match=r"is a number of bytes from 1 on") as caught:
+        size_in_bytes(size)
+    assert "Did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [2**63, 10**400, "9223373TB", "9" * 400, "9" * 400 + "TB", "8388608TiB"])
+def test_a_size_that_no_disk_counts_is_refused(size: Any) -> None:
+    with pytest.raises(ValueError, match=r"is a number of bytes up to 2\^63 - 1, not"):
+        size_in_bytes(size)
+
+
+def test_a_number_of_bytes_is_taken_exactly() -> None:
+    assert size_in_bytes(2**63 - 1) == 2**63 - 1
+    assert size_in_bytes(2**53 + 1) == 2**53 + 1
