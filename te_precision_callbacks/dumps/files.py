@@ -20,6 +20,7 @@ format is written here, and read by the library.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import itertools
 import json
@@ -239,7 +240,8 @@ def _pieces(header: bytes, tensors: list[torch.Tensor]) -> Iterator[bytes | memo
     yield len(header).to_bytes(8, "little") + header
     for tensor in tensors:
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        array: Any = plain.reshape(-1).view(torch.uint8).numpy()
+        # One element counts as contiguous with any stride, and is not taken as bytes with most.
+        array: Any = plain.reshape(-1).as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
         buffer = memoryview(array)
         for start in range(0, len(buffer), _PIECE):
             yield buffer[start : start + _PIECE]
@@ -308,8 +310,8 @@ def _read_torch(path: Path) -> Dump:
     derived = dump_of(content.get(HIGH_PRECISION), quantized, keep_quantized=quantized is not None)
     tensors = {**derived.tensors, **{name: value for name, value in content.items() if type(value) is torch.Tensor}}
     if header is None:
-        # Of Transformer Engine's own dump only the path says where it is from.
-        header = derived.header
+        # Of Transformer Engine's own dump only the path says where it is from, and nothing when it was made.
+        header = dataclasses.replace(derived.header, versions={}, time="")
     with _naming(path):
         check(header, tensors)
     return Dump(header, tensors, original=derived.original)
@@ -324,7 +326,7 @@ def _torch_header(path: Path) -> Header | None:
     with _naming(path):
         try:
             text = _header_record(path)
-        except FileNotFoundError:  # removed meanwhile
+        except (FileNotFoundError, NotADumpError):  # removed meanwhile; no archive of torch.save
             raise
         except Exception as error:  # whatever zipfile and the ways to compress give of damaged bytes
             raise NotADumpError(f"truncated or damaged: {type(error).__name__}: {error}.") from error
@@ -336,6 +338,8 @@ def _torch_header(path: Path) -> Header | None:
 def _header_record(path: Path) -> bytes | None:
     """The header as it is in the archive, cut off behind the most that it may have; None where there is none."""
     with zipfile.ZipFile(path) as archive:
+        if not any(name.endswith("/data.pkl") for name in archive.namelist()):
+            raise NotADumpError("a zip archive, but none of torch.save.")
         names = [name for name in archive.namelist() if name.endswith(f"/{HEADER_RECORD}")]
         if not names:
             return None

@@ -38,7 +38,7 @@ from te_precision_callbacks.config.dumping import (
     no_detection,
 )
 from te_precision_callbacks.dumps.budget import Budget, Limits
-from te_precision_callbacks.dumps.contents import Dump, dump_of
+from te_precision_callbacks.dumps.contents import Dump, dump_of, kind_is_known
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.files import SUFFIXES, TORCH, write_new
 from te_precision_callbacks.dumps.names import file_stem, iteration_folder, numbered, rank_folder
@@ -46,7 +46,7 @@ from te_precision_callbacks.dumps.sizes import most_bytes
 from te_precision_callbacks.dumps.wanted import Seen, Wanted
 from te_precision_callbacks.dumps.writer import Stop, Writer
 from te_precision_callbacks.engine.engine import Measurement
-from te_precision_callbacks.engine.quantization import is_quantized, recipe_of
+from te_precision_callbacks.engine.quantization import recipe_of
 
 logger = logging.getLogger(__name__)
 
@@ -466,7 +466,7 @@ def _read(flags: Sequence[torch.Tensor | None]) -> list[bool]:
 def _recipe_of_quantized(seen: Seen) -> str | None:
     """The recipe that a tensor was quantized with; None where it was not, for a layer without a recipe."""
     quantized, _ = seen.quantized()
-    if not is_quantized(quantized):
+    if quantized is None or not kind_is_known(quantized):
         return None
     return recipe_of(getattr(quantized, "_quantizer", None)) or recipe_of(seen.quantizer)
 

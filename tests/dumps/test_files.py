@@ -110,6 +110,12 @@ def test_a_quantized_parameter_is_not_high_precision(tmp_path: Path) -> None:
     assert "high_precision" not in dump_of(quantized, quantized).tensors
 
 
+def test_a_pickle_of_others_has_no_time_and_no_versions(tmp_path: Path) -> None:
+    torch.save({"high_precision": X}, tmp_path / "fc1_activation.pt")
+    header = dumps.load(tmp_path / "fc1_activation.pt", allow_pickle=True).header
+    assert (header.time, header.versions) == ("", {})
+
+
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.float8_e8m0fnu, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -128,8 +134,8 @@ def test_every_dtype_and_shape(tmp_path: Path, dtype: torch.dtype, shape: tuple[
 
 @pytest.mark.parametrize(
     "tensor",
-    [X.t(), X[::2, 1:], X.expand(2, 40, 96), torch._neg_view(X)],
-    ids=["transpose", "slice", "expand", "negated"],
+    [X.t(), X[::2, 1:], X.expand(2, 40, 96), torch._neg_view(X), X[:, 0][:1], X.t()[:1, :1]],
+    ids=["transpose", "slice", "expand", "negated", "one of a column", "one of a transpose"],
 )
 def test_views(tmp_path: Path, tensor: torch.Tensor) -> None:
     dumps.save(tensor, tmp_path / "a")
@@ -584,6 +590,7 @@ def another_way_to_compress(path: Path) -> None:
 def no_deflate(path: Path) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(f"a/{files.HEADER_RECORD}", "{" + " " * 1000 + "}")
+        archive.writestr("a/data.pkl", b"")
     content = path.read_bytes()
     start = 30 + len(f"a/{files.HEADER_RECORD}")
     path.write_bytes(content[:start] + b"\xff" * 4 + content[start + 4 :])
@@ -602,6 +609,7 @@ def far_too_much(path: Path) -> None:
         with archive.open(f"a/{files.HEADER_RECORD}", "w") as record:
             for _ in range(40):
                 record.write(b" " * (1 << 20))
+        archive.writestr("a/data.pkl", b"")
 
 
 DAMAGES = [a_flipped_bit, another_way_to_compress, no_deflate, a_password, far_too_much]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,11 @@ def test_folders_that_may_not_be_read(tmp_path: Path) -> None:
     assert [(file.path, file.why) for file in found.foreign] == [(secret, "cannot be read: Permission denied")]
     with pytest.raises(dumps.DumpError, match=r"secret: cannot be read: Permission denied\.$"):
         dumps.list(secret)
+
+
+def test_an_archive_that_is_not_of_torch_save(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "notes.docx", "w") as archive:
+        archive.writestr("word/document.xml", "notes")
+    found = dumps.list(tmp_path)
+    assert not len(found)
+    assert [file.why for file in found.foreign] == ["a zip archive, but none of torch.save."]
