@@ -11,10 +11,12 @@ Usage::
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
+DIRECTIONS = ("rowwise", "columnwise")
 
 
 def build(
@@ -53,6 +55,40 @@ def empty(shape: Sequence[int], element: torch.dtype, device: torch.device, pin_
 def zeros(shape: Sequence[int], element: torch.dtype, device: torch.device, pin_memory: bool = False) -> torch.Tensor:
     """A buffer of scales: its padding is 0, where upstream mostly leaves what was in the memory."""
     return empty(shape, element, device, pin_memory).zero_()
+
+
+def usages(quantizer: Any) -> dict[str, bool]:
+    """Which directions a quantizer is asked for."""
+    return {"rowwise": bool(quantizer.rowwise_usage), "columnwise": bool(quantizer.columnwise_usage)}
+
+
+def fit_directions(
+    quantizer: Any,
+    out: Any,
+    device: torch.device,
+    data_shapes: Mapping[str, Sequence[int]],
+    scale_shapes: Mapping[str, Sequence[int]],
+    scale_type: torch.dtype,
+) -> None:
+    """Give ``out`` data and scales for the directions that the quantizer is asked for, and only for those.
+
+    Args:
+        quantizer: whose usages count.
+        out: a tensor with ``_rowwise_data``, ``_rowwise_scale_inv`` and the same columnwise.
+        device: of new buffers.
+        data_shapes, scale_shapes: for each direction.
+        scale_type: of the scales; data is uint8.
+    """
+    for direction, usage in usages(quantizer).items():
+        data_name, scales_name = f"_{direction}_data", f"_{direction}_scale_inv"
+        if not usage:
+            setattr(out, data_name, None)
+            setattr(out, scales_name, None)
+            continue
+        if getattr(out, data_name) is None:
+            setattr(out, data_name, empty(data_shapes[direction], torch.uint8, device))
+        if getattr(out, scales_name) is None:
+            setattr(out, scales_name, zeros(scale_shapes[direction], scale_type, device))
 
 
 def padded(scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

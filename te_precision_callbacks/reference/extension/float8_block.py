@@ -24,13 +24,16 @@ import torch
 
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import (
+    DIRECTIONS,
     build,
     empty,
+    fit_directions,
     is_noop,
     matrix_shape,
     padded,
     round_up,
     transposed_shape,
+    usages,
     zeros,
 )
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
@@ -67,7 +70,7 @@ class BlockScaling:
 
         is_2d = _is_2d(quantizer)
         buffers: dict[str, torch.Tensor | None] = {}
-        for direction, usage in _usages(quantizer).items():
+        for direction, usage in usages(quantizer).items():
             size = _data_shape(shape, direction)
             buffers[f"{direction}_data"] = empty(size, torch.uint8, device, pin_memory) if usage else None
             scales = scale_shape(shape, direction == "columnwise", is_2d)
@@ -101,17 +104,10 @@ class BlockScaling:
             shape, device = transposed[1:] + transposed[:1], out._columnwise_data.device
         else:
             raise ReferenceBackendError(f"The {type(out).__name__} to quantize into has no data.")
-        for direction, usage in _usages(quantizer).items():
-            data_name, scales_name = f"_{direction}_data", f"_{direction}_scale_inv"
-            if not usage:
-                setattr(out, data_name, None)
-                setattr(out, scales_name, None)
-                continue
-            if getattr(out, data_name) is None:
-                setattr(out, data_name, empty(_data_shape(shape, direction), torch.uint8, device))
-            if getattr(out, scales_name) is None:
-                needed = scale_shape(shape, direction == "columnwise", _is_2d(quantizer))
-                setattr(out, scales_name, zeros(needed, torch.float32, device))
+        is_2d = _is_2d(quantizer)
+        data_shapes = {direction: _data_shape(shape, direction) for direction in DIRECTIONS}
+        scale_shapes = {direction: scale_shape(shape, direction == "columnwise", is_2d) for direction in DIRECTIONS}
+        fit_directions(quantizer, out, device, data_shapes, scale_shapes, torch.float32)
 
     def write(
         self,
@@ -181,7 +177,3 @@ def _data_shape(shape: Sequence[int], direction: str) -> list[int]:
 
 def _is_2d(quantizer: Any) -> bool:
     return int(quantizer.block_scaling_dim) == 2
-
-
-def _usages(quantizer: Any) -> dict[str, bool]:
-    return {"rowwise": bool(quantizer.rowwise_usage), "columnwise": bool(quantizer.columnwise_usage)}

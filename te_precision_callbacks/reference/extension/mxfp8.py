@@ -26,11 +26,14 @@ from te_precision_callbacks.formats import E8M0, FloatFormat
 from te_precision_callbacks.layouts import SWIZZLE_COLUMNS, SWIZZLE_ROWS
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import (
+    DIRECTIONS,
     build,
     empty,
+    fit_directions,
     is_noop,
     matrix_shape,
     round_up,
+    usages,
     zeros,
 )
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
@@ -69,7 +72,7 @@ class BlockScaling:
 
         _check(shape)
         buffers: dict[str, torch.Tensor | None] = {}
-        for direction, usage in _usages(quantizer).items():
+        for direction, usage in usages(quantizer).items():
             buffers[f"{direction}_data"] = empty(shape, torch.uint8, device, pin_memory) if usage else None
             buffers[f"{direction}_scale_inv"] = (
                 zeros(scale_shape(shape, direction == "columnwise"), torch.uint8, device, pin_memory) if usage else None
@@ -100,17 +103,8 @@ class BlockScaling:
         if data is None:
             raise ReferenceBackendError(f"The {type(out).__name__} to quantize into has no data.")
         shape = tuple(data.shape)
-        for direction, usage in _usages(quantizer).items():
-            data_name, scales_name = f"_{direction}_data", f"_{direction}_scale_inv"
-            if not usage:
-                setattr(out, data_name, None)
-                setattr(out, scales_name, None)
-                continue
-            if getattr(out, data_name) is None:
-                setattr(out, data_name, empty(shape, torch.uint8, data.device))
-            if getattr(out, scales_name) is None:
-                needed = scale_shape(shape, direction == "columnwise")
-                setattr(out, scales_name, zeros(needed, torch.uint8, data.device))
+        scale_shapes = {direction: scale_shape(shape, direction == "columnwise") for direction in DIRECTIONS}
+        fit_directions(quantizer, out, data.device, dict.fromkeys(DIRECTIONS, shape), scale_shapes, torch.uint8)
         out._fp8_dtype = quantizer.dtype
         out._with_gemm_swizzled_scales = bool(quantizer.optimize_for_gemm)
 
@@ -177,10 +171,6 @@ def scale_shape(shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
     if columnwise:
         return round_up(rows // BLOCK, SWIZZLE_COLUMNS), round_up(columns, SWIZZLE_ROWS)
     return round_up(rows, SWIZZLE_ROWS), round_up(columns // BLOCK, SWIZZLE_COLUMNS)
-
-
-def _usages(quantizer: Any) -> dict[str, bool]:
-    return {"rowwise": bool(quantizer.rowwise_usage), "columnwise": bool(quantizer.columnwise_usage)}
 
 
 def _check(shape: Sequence[int]) -> None:

@@ -43,7 +43,15 @@ import torch
 from te_precision_callbacks.formats import E2M1, E4M3
 from te_precision_callbacks.layouts import SWIZZLE_COLUMNS, SWIZZLE_ROWS, packed
 from te_precision_callbacks.reference.errors import ReferenceBackendError
-from te_precision_callbacks.reference.extension.buffers import build, empty, is_noop, matrix_shape, round_up, zeros
+from te_precision_callbacks.reference.extension.buffers import (
+    build,
+    empty,
+    is_noop,
+    matrix_shape,
+    round_up,
+    usages,
+    zeros,
+)
 from te_precision_callbacks.reference.extension.hadamard import random_hadamard_transform
 from te_precision_callbacks.reference.extension.scaling import FLOAT32_MAX, amax_of
 from te_precision_callbacks.reference.extension.swizzling import as_stored
@@ -104,7 +112,7 @@ class BlockScaling:
         _check_usage(quantizer)
         _check_shape(shape)
         buffers: dict[str, torch.Tensor | None] = {}
-        for direction, wanted in _usages(quantizer):
+        for direction, wanted in usages(quantizer).items():
             buffers |= {
                 name: _buffer(quantizer, name, shape, device, pin_memory) if wanted else None
                 for name in _names(direction)
@@ -136,7 +144,7 @@ class BlockScaling:
         shape = _logical_shape(out)
         _check_usage(quantizer)
         _check_shape(shape)
-        for direction, wanted in _usages(quantizer):
+        for direction, wanted in usages(quantizer).items():
             for name in _names(direction):
                 there = getattr(out, f"_{name}")
                 if not wanted:
@@ -436,10 +444,6 @@ def _store(out: Any, direction: str, codes: torch.Tensor, scales: torch.Tensor) 
     data.copy_(codes.view(data.shape))
     swizzled = out._with_gemm_swizzled_scales
     scale_inv.copy_(as_stored(scales, scale_inv.shape, along_columns=False, swizzled=swizzled))
-
-
-def _usages(quantizer: Any) -> tuple[tuple[str, bool], tuple[str, bool]]:
-    return ("rowwise", bool(quantizer.rowwise_usage)), ("columnwise", bool(quantizer.columnwise_usage))
 
 
 def _names(direction: str) -> tuple[str, str, str]:
