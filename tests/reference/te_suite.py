@@ -7,10 +7,10 @@ Usage::
 CHECKOUT is a checkout of NVIDIA/TransformerEngine at the version in use, outside this repository. Its tests run
 unmodified, through the pytest plugin, one process a file, as in its own ``qa/L0_pytorch_debug_unittest/test.sh``.
 ``te_suite.toml`` beside this file says what is expected of each file, and why a test that fails does so. Of a file with
-thousands of tests a sample runs, always the same one, whose counts are in the table; with ``--whole`` all of it, of
-which no test may fail that is not in the table. With this project's features before or after Transformer Engine's
-(``--features ours,te`` or ``te,ours``) the tests of debug features run, and none may fail that does not fail in the
-table.
+thousands of tests a share runs, always the same one, whose counts are in the table: a sample, or what a keyword
+expression of pytest selects. With ``--whole`` all of it runs, and no test may fail that is not in the table. With this
+project's features before or after Transformer Engine's (``--features ours,te`` or ``te,ours``) the tests of debug
+features run, and none may fail that does not fail in the table.
 
 Exits with 0 if everything is as in the table, 1 if not, 2 on wrong use.
 """
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
@@ -45,14 +46,14 @@ class Result:
 
     Attributes:
         passed, failed, skipped: how many passed, the names of those that failed, how many were skipped.
-        sample: the share of the file's tests that the counts are of; None for all.
+        share: pytest's arguments for the share of the file's tests that the counts are of; none for all.
         output: what pytest wrote.
     """
 
     passed: int
     failed: set[str]
     skipped: int
-    sample: float | None = field(default=None, compare=False)
+    share: tuple[str, ...] = field(default=(), compare=False)
     output: str = field(default="", compare=False)
 
     def __str__(self) -> str:
@@ -71,7 +72,7 @@ def main() -> int:
         choices=["te", "ours,te", "te,ours"],
         help="the folders of features, in order: Transformer Engine's alone, or with this project's",
     )
-    parser.add_argument("--whole", action="store_true", help="run all tests of each file, and no samples")
+    parser.add_argument("--whole", action="store_true", help="run all tests of each file")
     parser.add_argument(
         "files", nargs="*", metavar="FILE", help="files of the table to run; all of them if none is given"
     )
@@ -90,12 +91,12 @@ def main() -> int:
             options.features != "te" and not file.startswith("debug/")
         ):
             continue
-        sample = None if options.whole else wanted.sample
+        share = () if options.whole else wanted.share
         started = time.monotonic()
-        found = run(checkout, file, options.capability, options.features.split(","), sample)
+        found = run(checkout, file, options.capability, options.features.split(","), share)
         seconds = time.monotonic() - started
         print(f"{file:<52} {options.capability:>5}  {found}, {seconds:.0f} s", flush=True)
-        only_failures = options.features != "te" or sample != wanted.sample
+        only_failures = options.features != "te" or share != wanted.share
         if (found.failed - wanted.failed) if only_failures else (found != wanted):
             differences += 1
             report(wanted, found)
@@ -110,21 +111,21 @@ def read_table(capability: str) -> dict[str, Result]:
     for row in table["result"]:
         if row["capability"] == capability:
             failed = {test for failures in row.get("failures", []) for test in failures["tests"]}
-            results[row["file"]] = Result(row["passed"], failed, row["skipped"], sample=row.get("sample"))
+            share = ("-p", "te_suite_sample", f"--sample={row['sample']}") if "sample" in row else ()
+            share += ("-k", row["select"]) if "select" in row else ()
+            results[row["file"]] = Result(row["passed"], failed, row["skipped"], share)
     return results
 
 
-def run(checkout: Path, file: str, capability: str, features: list[str], sample: float | None) -> Result:
+def run(checkout: Path, file: str, capability: str, features: list[str], share: Sequence[str]) -> Result:
     """Run one file of the checkout's tests, or a share of it, in a process of its own, in a folder of its own."""
     environment = os.environ | {"TE_PRECISION_REFERENCE_CAPABILITY": capability, "PYTHONDONTWRITEBYTECODE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder, "junit.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
         command += ["-p", "te_precision_callbacks.reference.pytest_plugin", f"--junitxml={junit}"]
-        if sample is not None:
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), environment.get("PYTHONPATH"))))
-            command += ["-p", "te_suite_sample", f"--sample={sample}"]
-        command.append(str(checkout / FOLDER / file))
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), environment.get("PYTHONPATH"))))
+        command += [*share, str(checkout / FOLDER / file)]
         if file.startswith("debug/"):
             command.append(f"--configs_dir={checkout / DEBUG / 'test_configs'}{os.sep}")
             command += ["--feature_dirs", *(str(feature_folder(whose)) for whose in features)]
