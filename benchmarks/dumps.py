@@ -16,13 +16,10 @@ output are dumped in every step, in high precision and, where they are quantized
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import logging
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -30,10 +27,8 @@ from typing import Any
 
 import torch
 import yaml
-from measuring import arguments, machine, milliseconds, progress, report
-from step import EndOfStep, Training, with_upstream, without
-
-from te_precision_callbacks import reference
+from measuring import milliseconds, progress, report
+from step import EndOfStep, Training, of_training, with_upstream, without
 
 TENSORS = ["activation", "weight", "gradient", "output"]
 COLUMNS = ("case", "none_ms", "ours_added_ms", "te_added_ms", "ratio", "ours_left_ms", "bytes_per_step")
@@ -124,33 +119,10 @@ def run_all(training: Training, steps: int, folder: Path) -> list[dict[str, Any]
     ]
 
 
-def _options(given: list[str] | None) -> argparse.Namespace:
-    parser = arguments(__doc__)
-    parser.add_argument("--layers", type=int, default=2, help="Transformer layers (default: 2)")
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 64 (default: 256)")
-    parser.add_argument("--sequence", type=int, default=256, help="tokens of a sequence (default: 256)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences of a batch (default: 8)")
-    parser.add_argument("--steps", type=int, default=16, help="timed steps of each way to run (default: 16)")
-    return parser.parse_args(given)
-
-
 def main(given: list[str] | None = None) -> None:
-    options = _options(given)
-    reference.install_where_needed()
-    import transformer_engine.pytorch  # noqa: F401
-
-    logging.getLogger("te_precision_callbacks").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    described = machine(device)
-    progress(described) if options.json else print(described, end="\n\n")
-    training = Training(options.layers, options.hidden, options.sequence, options.batch, device)
-    with tempfile.TemporaryDirectory() as folder:
-        cases = run_all(training, options.steps, Path(folder))
-    sizes = {name: getattr(options, name) for name in ("layers", "hidden", "sequence", "batch")}
-    cases = [{**case, **sizes, "machine": described} for case in cases]
+    cases, as_json = of_training(given, __doc__, run_all, layers=2, steps=16)
     notes = "Added: the median step less the median step without debugging. ratio: te's to ours."
-    report(cases, COLUMNS, notes, as_json=options.json)
+    report(cases, COLUMNS, notes, as_json=as_json)
 
 
 if __name__ == "__main__":

@@ -292,18 +292,33 @@ def run_all(training: Training, steps: int, folder: Path) -> list[dict[str, Any]
     ]
 
 
-def _options(given: list[str] | None) -> argparse.Namespace:
-    parser = arguments(__doc__)
-    parser.add_argument("--layers", type=int, default=4, help="Transformer layers (default: 4)")
+def _options(given: list[str] | None, description: str | None, layers: int, steps: int) -> argparse.Namespace:
+    parser = arguments(description)
+    parser.add_argument("--layers", type=int, default=layers, help=f"Transformer layers (default: {layers})")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 64 (default: 256)")
     parser.add_argument("--sequence", type=int, default=256, help="tokens of a sequence (default: 256)")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a batch (default: 8)")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of each way to run (default: 8)")
+    parser.add_argument("--steps", type=int, default=steps, help=f"timed steps of each way to run (default: {steps})")
     return parser.parse_args(given)
 
 
-def main(given: list[str] | None = None) -> None:
-    options = _options(given)
+def of_training(
+    given: list[str] | None,
+    description: str | None,
+    cases_of: Callable[[Training, int, Path], list[dict[str, Any]]],
+    *,
+    layers: int,
+    steps: int,
+) -> tuple[list[dict[str, Any]], bool]:
+    """A benchmark of training steps: its cases, with sizes and machine, and whether they are wanted as JSON.
+
+    Args:
+        given: of the command line; None: the process's.
+        description: of the benchmark.
+        cases_of: the training, the number of steps and a folder for files -> cases.
+        layers, steps: where nothing else is given.
+    """
+    options = _options(given, description, layers, steps)
     reference.install_where_needed()
     import transformer_engine.pytorch  # noqa: F401
 
@@ -315,14 +330,18 @@ def main(given: list[str] | None = None) -> None:
     progress(described) if options.json else print(described, end="\n\n")
     training = Training(options.layers, options.hidden, options.sequence, options.batch, device)
     with tempfile.TemporaryDirectory() as folder:
-        cases = run_all(training, options.steps, Path(folder))
+        cases = cases_of(training, options.steps, Path(folder))
     sizes = {name: getattr(options, name) for name in ("layers", "hidden", "sequence", "batch")}
-    cases = [{**case, **sizes, "machine": described} for case in cases]
+    return [{**case, **sizes, "machine": described} for case in cases], options.json
+
+
+def main(given: list[str] | None = None) -> None:
+    cases, as_json = of_training(given, __doc__, run_all, layers=4, steps=8)
     notes = (
         f"{cases[0]['watched_elements']:,} elements of watched tensors a step. Added: the fastest step less the fastest"
         " without debugging,\nin alternating blocks. te: the faster of its two modes."
     )
-    report(cases, COLUMNS, notes, as_json=options.json)
+    report(cases, COLUMNS, notes, as_json=as_json)
 
 
 if __name__ == "__main__":

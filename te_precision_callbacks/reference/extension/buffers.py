@@ -62,6 +62,30 @@ def usages(quantizer: Any) -> dict[str, bool]:
     return {"rowwise": bool(quantizer.rowwise_usage), "columnwise": bool(quantizer.columnwise_usage)}
 
 
+def directions(
+    quantizer: Any,
+    device: torch.device,
+    data_shapes: Mapping[str, Sequence[int]],
+    scale_shapes: Mapping[str, Sequence[int]],
+    scale_type: torch.dtype,
+    pin_memory: bool = False,
+) -> dict[str, torch.Tensor | None]:
+    """Data and scales by the names that Transformer Engine's classes take: None for a direction that is not asked for.
+
+    Args:
+        quantizer: whose usages count.
+        device, pin_memory: of the buffers.
+        data_shapes, scale_shapes: for each direction.
+        scale_type: of the scales, which are 0; data is uint8 and not written.
+    """
+    buffers: dict[str, torch.Tensor | None] = {}
+    for direction, usage in usages(quantizer).items():
+        data, scales = data_shapes[direction], scale_shapes[direction]
+        buffers[f"{direction}_data"] = empty(data, torch.uint8, device, pin_memory) if usage else None
+        buffers[f"{direction}_scale_inv"] = zeros(scales, scale_type, device, pin_memory) if usage else None
+    return buffers
+
+
 def fit_directions(
     quantizer: Any,
     out: Any,

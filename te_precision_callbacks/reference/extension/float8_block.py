@@ -26,15 +26,13 @@ from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import (
     DIRECTIONS,
     build,
-    empty,
+    directions,
     fit_directions,
     is_noop,
     matrix_shape,
     padded,
     round_up,
     transposed_shape,
-    usages,
-    zeros,
 )
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
 from te_precision_callbacks.reference.extension.scaling import block_amaxes, scale_from_amax
@@ -69,12 +67,6 @@ class BlockScaling:
         )
 
         is_2d = _is_2d(quantizer)
-        buffers: dict[str, torch.Tensor | None] = {}
-        for direction, usage in usages(quantizer).items():
-            size = _data_shape(shape, direction)
-            buffers[f"{direction}_data"] = empty(size, torch.uint8, device, pin_memory) if usage else None
-            scales = scale_shape(shape, direction == "columnwise", is_2d)
-            buffers[f"{direction}_scale_inv"] = zeros(scales, torch.float32, device, pin_memory) if usage else None
         return build(
             Float8BlockwiseQTensor,
             Float8BlockwiseQTensorStorage,
@@ -82,7 +74,7 @@ class BlockScaling:
             shape,
             dtype,
             device,
-            **buffers,
+            **directions(quantizer, device, *_shapes(shape, is_2d), torch.float32, pin_memory),
             fp8_dtype=quantizer.dtype,
             is_2D_scaled=is_2d,
         )
@@ -104,10 +96,7 @@ class BlockScaling:
             shape, device = transposed[1:] + transposed[:1], out._columnwise_data.device
         else:
             raise ReferenceBackendError(f"The {type(out).__name__} to quantize into has no data.")
-        is_2d = _is_2d(quantizer)
-        data_shapes = {direction: _data_shape(shape, direction) for direction in DIRECTIONS}
-        scale_shapes = {direction: scale_shape(shape, direction == "columnwise", is_2d) for direction in DIRECTIONS}
-        fit_directions(quantizer, out, device, data_shapes, scale_shapes, torch.float32)
+        fit_directions(quantizer, out, device, *_shapes(shape, _is_2d(quantizer)), torch.float32)
 
     def write(
         self,
@@ -171,8 +160,12 @@ def scale_shape(shape: Sequence[int], columnwise: bool, is_2d: bool) -> tuple[in
     return (-(-rows // BLOCK), round_up(along, 4)) if is_2d else (along, round_up(rows, 4))
 
 
-def _data_shape(shape: Sequence[int], direction: str) -> list[int]:
-    return transposed_shape(shape) if direction == "columnwise" else list(shape)
+def _shapes(shape: Sequence[int], is_2d: bool) -> tuple[dict[str, Sequence[int]], dict[str, Sequence[int]]]:
+    """Of the data and of the scales of each direction."""
+    scale_shapes: dict[str, Sequence[int]] = {
+        direction: scale_shape(shape, direction == "columnwise", is_2d) for direction in DIRECTIONS
+    }
+    return {"rowwise": shape, "columnwise": transposed_shape(shape)}, scale_shapes
 
 
 def _is_2d(quantizer: Any) -> bool:

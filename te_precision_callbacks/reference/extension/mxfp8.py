@@ -28,13 +28,11 @@ from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import (
     DIRECTIONS,
     build,
-    empty,
+    directions,
     fit_directions,
     is_noop,
     matrix_shape,
     round_up,
-    usages,
-    zeros,
 )
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
 from te_precision_callbacks.reference.extension.scaling import block_amaxes
@@ -71,12 +69,6 @@ class BlockScaling:
         from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
 
         _check(shape)
-        buffers: dict[str, torch.Tensor | None] = {}
-        for direction, usage in usages(quantizer).items():
-            buffers[f"{direction}_data"] = empty(shape, torch.uint8, device, pin_memory) if usage else None
-            buffers[f"{direction}_scale_inv"] = (
-                zeros(scale_shape(shape, direction == "columnwise"), torch.uint8, device, pin_memory) if usage else None
-            )
         return build(
             MXFP8Tensor,
             MXFP8TensorStorage,
@@ -84,7 +76,7 @@ class BlockScaling:
             shape,
             dtype,
             device,
-            **buffers,
+            **directions(quantizer, device, *_shapes(shape), torch.uint8, pin_memory),
             fp8_dtype=quantizer.dtype,
             with_gemm_swizzled_scales=bool(quantizer.optimize_for_gemm),
         )
@@ -102,9 +94,7 @@ class BlockScaling:
         data = out._columnwise_data if out._columnwise_data is not None else out._rowwise_data
         if data is None:
             raise ReferenceBackendError(f"The {type(out).__name__} to quantize into has no data.")
-        shape = tuple(data.shape)
-        scale_shapes = {direction: scale_shape(shape, direction == "columnwise") for direction in DIRECTIONS}
-        fit_directions(quantizer, out, data.device, dict.fromkeys(DIRECTIONS, shape), scale_shapes, torch.uint8)
+        fit_directions(quantizer, out, data.device, *_shapes(data.shape), torch.uint8)
         out._fp8_dtype = quantizer.dtype
         out._with_gemm_swizzled_scales = bool(quantizer.optimize_for_gemm)
 
@@ -171,6 +161,14 @@ def scale_shape(shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
     if columnwise:
         return round_up(rows // BLOCK, SWIZZLE_COLUMNS), round_up(columns, SWIZZLE_ROWS)
     return round_up(rows, SWIZZLE_ROWS), round_up(columns // BLOCK, SWIZZLE_COLUMNS)
+
+
+def _shapes(shape: Sequence[int]) -> tuple[dict[str, Sequence[int]], dict[str, Sequence[int]]]:
+    """Of the data and of the scales of each direction."""
+    scale_shapes: dict[str, Sequence[int]] = {
+        direction: scale_shape(shape, direction == "columnwise") for direction in DIRECTIONS
+    }
+    return dict.fromkeys(DIRECTIONS, shape), scale_shapes
 
 
 def _check(shape: Sequence[int]) -> None:

@@ -28,6 +28,7 @@ from te_precision_callbacks.formats import E4M3
 from te_precision_callbacks.layouts import packed, unpacked
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.nvfp4 import BLOCK, e2m1_codes
+from te_precision_callbacks.reference.extension.partial_cast import in_place
 from te_precision_callbacks.reference.extension.scaling import FLOAT32_MAX, amax_of, block_amaxes
 
 FLOAT32_MIN_NORMAL = torch.finfo(torch.float32).tiny
@@ -110,9 +111,7 @@ def nvfp4_2d_compute_partial_amax(
         ReferenceBackendError: another block length, or a part that is not in the matrix.
     """
     _check_part(tensor, h, w, start_offset, block_len)
-    whole = torch.zeros(h * w, dtype=torch.float32, device=tensor.device)
-    whole[start_offset : start_offset + tensor.numel()] = tensor.detach().reshape(-1).float()
-    amax.copy_(block_amaxes(whole.view(h, w), BLOCK, BLOCK))
+    amax.copy_(block_amaxes(in_place(tensor.float(), h, w, start_offset), BLOCK, BLOCK))
 
 
 @torch.no_grad()

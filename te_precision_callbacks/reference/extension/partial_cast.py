@@ -42,7 +42,7 @@ def fp8_block_scaling_compute_partial_amax(
         block_len: 128.
     """
     _check_block_length(block_len)
-    amaxes = block_amaxes(_in_place(tensor.float(), h, w, start_offset), block_len, block_len)
+    amaxes = block_amaxes(in_place(tensor.float(), h, w, start_offset), block_len, block_len)
     amax[:, : amaxes.shape[1]] = amaxes
 
 
@@ -95,7 +95,7 @@ def mxfp8_scaling_compute_partial_amax(
         start_offset: of the shard's first element in the weight.
     """
     _check_mxfp8(rows, cols)
-    weight = _in_place(input.float(), rows, cols, start_offset)
+    weight = in_place(input.float(), rows, cols, start_offset)
     for amax, height, width in ((amax_rowwise, 1, mxfp8.BLOCK), (amax_colwise, mxfp8.BLOCK, 1)):
         amax.copy_(padded(block_amaxes(weight, height, width), amax.shape))
 
@@ -163,8 +163,8 @@ def _places(shard: torch.Tensor, rows: int, columns: int, start: int) -> tuple[t
     return places // columns, places % columns
 
 
-def _in_place(shard: torch.Tensor, rows: int, columns: int, start: int) -> torch.Tensor:
-    """The weight, with zeros for what the shard has not."""
+def in_place(shard: torch.Tensor, rows: int, columns: int, start: int) -> torch.Tensor:
+    """The weight, with zeros for what a shard of it has not, whose first element is the weight's number ``start``."""
     weight = shard.new_zeros(rows, columns)
     weight[_places(shard, rows, columns, start)] = shard.reshape(-1)
     return weight
