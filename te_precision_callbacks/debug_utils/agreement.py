@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from te_precision_callbacks.engine.reduction import message_device
+from te_precision_callbacks.engine.reduction import all_reduce, message_device
 
 _MOST_RANKS = 2**20
 _LAST = 2**40
@@ -51,7 +51,7 @@ def agree(own: Find | None, group: dist.ProcessGroup | None) -> Find | None:
     key = 0 if own is None else (_LAST - min(own.sequence, _LAST - 1)) * _MOST_RANKS + (_MOST_RANKS - 1 - rank)
     device = message_device(group)
     greatest = torch.tensor([key], dtype=torch.int64, device=device)
-    dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=group)
+    all_reduce(greatest, dist.ReduceOp.MAX, group)
     first = int(greatest.item())
     if first == 0:
         return None

@@ -14,6 +14,7 @@ one name, give a mixture: a process group must keep them apart.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -64,6 +65,30 @@ def is_distributed(group: dist.ProcessGroup | None) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
+_FINISHED: deque[dist.Work] = deque(maxlen=16)
+"""The last reductions of tensors on the CPU, kept for the reason that :func:`all_reduce` gives."""
+
+
+def all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
+    """Reduce a tensor over the group, in place; all ranks must call it alike.
+
+    Gloo's thread lets go of a tensor some time after the reduction has ended, and needs Python's lock for it. A
+    process group that goes away with a DistributedDataParallel module waits for that thread and holds the lock, so
+    that a script which ends just then never ends (seen in torch 2.13, whose own Python groups release the lock). The
+    thread does not need it as long as we hold the reduction's handle, which holds the tensor.
+
+    Args:
+        tensor: of any shape, on the group's :func:`message_device`.
+        op: the reduction.
+        group: the process group; None for all ranks.
+    """
+    if tensor.device.type != "cpu":
+        dist.all_reduce(tensor, op=op, group=group)
+    elif (work := dist.all_reduce(tensor, op=op, group=group, async_op=True)) is not None:
+        work.wait()
+        _FINISHED.append(work)
+
+
 def pooled(own: Iterable[Entry], group: dist.ProcessGroup | None) -> list[Entry]:
     """The entries of all ranks, each once, in the same order everywhere; all ranks must call it alike.
 
@@ -81,7 +106,7 @@ def pooled(own: Iterable[Entry], group: dist.ProcessGroup | None) -> list[Entry]
     rank, nobody = dist.get_rank(group), dist.get_world_size(group)
     while True:
         lowest = torch.tensor([rank if missing else nobody], device=device)
-        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
+        all_reduce(lowest, dist.ReduceOp.MIN, group)
         sender = int(lowest.item())
         if sender == nobody:
             return list(found)
@@ -171,8 +196,8 @@ class Reduction:
         """The messages of all ranks merged."""
         message = message.to(message_device(self.group))
         sums, maxima = layout.parts(message)
-        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.group)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.group)
+        all_reduce(sums, dist.ReduceOp.SUM, self.group)
+        all_reduce(maxima, dist.ReduceOp.MAX, self.group)
         return _to_host(message)
 
 
