@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from te_precision_callbacks.dumps.contents import Dump, dequantize
+from te_precision_callbacks.dumps.contents import Dump, a_dump, dequantize
 from te_precision_callbacks.dumps.errors import DifferentShapesError, NothingToCompareError
 from te_precision_callbacks.dumps.header import HIGH_PRECISION, QUANTIZED, Header, leads_to
 from te_precision_callbacks.dumps.pieces import PIECE, wide
@@ -141,12 +141,14 @@ def compare(a: Dump, b: Dump | None = None) -> Comparison:
     Raises:
         DifferentShapesError: the shapes differ.
         NothingToCompareError: they have nothing in common.
+        DumpError: one of them is no dump.
     """
+    a = a_dump(a)
     if b is None:
         result = _across(a, a)
         nothing = "a high-precision tensor and a quantized one of it in one dump"
     else:
-        result = _alike(a, b)
+        result = _alike(a, a_dump(b))
         if not result.differences:
             across = [_across(a, b), _across(b, a)]
             alone = result.not_compared if not any(each.differences for each in across) else ()

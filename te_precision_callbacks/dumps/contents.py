@@ -220,9 +220,9 @@ def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | Non
         The tensor's shape, contiguous.
 
     Raises:
-        DumpError: the dump has no quantized tensor, or not this direction.
+        DumpError: the dump has no quantized tensor, or not this direction; or it is no dump.
     """
-    what = dump.header.quantized
+    what = a_dump(dump).header.quantized
     if what is None:
         raise DumpError(f"The dump of {dump.header.tensor or 'a tensor'!r} has no quantized tensor.")
     dtype = DTYPES[what.dtype] if dtype is None else dtype
@@ -239,6 +239,13 @@ def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | Non
             )
         part = other
     return part.dequantized().to(dtype).reshape(what.shape).contiguous()
+
+
+def a_dump(given: Any) -> Dump:
+    """What a user gave, if it is a dump, or else a DumpError that says how to get one."""
+    if isinstance(given, Dump):
+        return given
+    raise DumpError(f"A dump is expected, not {given!r:.200}. What load(path) and save(tensor, path) give are dumps.")
 
 
 def kind_is_known(tensor: Any) -> bool:

@@ -8,12 +8,14 @@ Usage::
 
 from __future__ import annotations
 
+import operator
 import os
 from typing import Any
 
 import torch
 
 from te_precision_callbacks.dumps.contents import Dump, dump_of
+from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.files import SAFETENSORS, TORCH, write
 
 
@@ -49,20 +51,38 @@ def save(
         What was written; it shares the tensor's memory.
 
     Raises:
-        DumpError: the tensor is of a kind that is not known, or the file cannot be written.
+        DumpError: the tensor is of a kind that is not known, ``high_precision`` has another shape, a name is not text,
+            a number is not whole, or the file cannot be written.
         LayoutError: the tensor's buffers do not fit one another.
     """
+    for name, text in {"layer": layer, "tensor_name": tensor_name}.items():
+        if not isinstance(text, str):
+            raise DumpError(f"{name}={text!r}: a name is expected, as text.")
     dump = dump_of(
         tensor if high_precision is None else high_precision,
         None if high_precision is None else tensor,
         internals=internals,
         layer=layer,
         tensor=tensor_name,
-        iteration=iteration,
-        micro_batch=micro_batch,
-        rank=rank,
+        iteration=None if iteration is None else _whole("iteration", iteration),
+        micro_batch=_whole("micro_batch", micro_batch),
+        rank=_whole("rank", rank),
         recipe=recipe,
         keep_quantized=file_format == TORCH,
     )
+    before, after = dump.header.high_precision, dump.header.quantized
+    if before is not None and after is not None and before.shape != after.shape:
+        raise DumpError(
+            f"high_precision has the shape {before.shape}, and the tensor {after.shape}: they are not one tensor before"
+            " and after quantization. Save them to two files."
+        )
     write(dump, path, file_format, fsync=fsync)
     return dump
+
+
+def _whole(name: str, number: Any) -> int:
+    """The number as an int; a tensor or an array with one is taken too."""
+    try:
+        return operator.index(number)
+    except TypeError as error:
+        raise DumpError(f"{name}={number!r}: a whole number is expected.") from error

@@ -239,6 +239,13 @@ def test_nothing_to_compare() -> None:
         dumps.compare(plain(normal(2, 3)))
 
 
+def test_a_path_is_no_dump() -> None:
+    use: Any
+    for use in (dumps.compare, dumps.dequantize, lambda path: dumps.compare(plain(normal(2, 3)), path)):
+        with pytest.raises(dumps.DumpError, match=r"A dump is expected, not 'a.safetensors'. What load\(path\)"):
+            use("a.safetensors")
+
+
 def test_loaded_dumps(tmp_path: Path) -> None:
     dumps.save(some_nvfp4(), tmp_path / "a")
     dumps.save(some_nvfp4(), tmp_path / "b", file_format="torch")

@@ -17,6 +17,7 @@ import zipfile
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import transformer_engine.pytorch as te
@@ -345,12 +346,12 @@ def test_a_torch_file_holds_no_memory_around_the_buffers(tmp_path: Path) -> None
 
 
 def test_transformer_engines_own_dump(tmp_path: Path) -> None:
-    quantized = te_tensor()
-    torch.save({"high_precision": X, "quantized": quantized}, tmp_path / "a.pt")
+    quantized, before = te_tensor(), X[:32].repeat(8, 2)[:, :128]
+    torch.save({"high_precision": before, "quantized": quantized}, tmp_path / "a.pt")
     loaded = dumps.load(tmp_path / "a.pt", allow_pickle=True)
     assert torch.equal(dumps.dequantize(loaded), quantized.dequantize())
-    assert torch.equal(loaded.tensors["high_precision"], X)
-    dumps.save(loaded.original, tmp_path / "b.safetensors", high_precision=X)
+    assert torch.equal(loaded.tensors["high_precision"], before)
+    dumps.save(loaded.original, tmp_path / "b.safetensors", high_precision=before)
     assert dumps.compare(loaded, dumps.load(tmp_path / "b.safetensors")).equal
 
 
@@ -382,6 +383,29 @@ class Malicious:
 
     def __reduce__(self) -> Any:
         return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ({"high_precision": X[:, :64]}, r"high_precision has the shape \(40, 64\), and the tensor \(40, 96\)"),
+        ({"layer": torch.nn.Identity()}, r"layer=Identity\(\): a name is expected"),
+        ({"tensor_name": None}, "tensor_name=None: a name is expected"),
+        ({"iteration": 1.5}, "iteration=1.5: a whole number is expected"),
+        ({"rank": torch.ones(2)}, "rank=tensor"),
+        ({"micro_batch": "0"}, "micro_batch='0'"),
+    ],
+)
+def test_what_a_header_cannot_say(tmp_path: Path, where: dict[str, Any], message: str) -> None:
+    with pytest.raises(dumps.DumpError, match=message):
+        dumps.save(some_mxfp8(40, 96), tmp_path / "a", **where)
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbers_in_tensors_and_arrays(tmp_path: Path) -> None:
+    dumps.save(X, tmp_path / "a", iteration=torch.tensor(3), micro_batch=np.int64(1), rank=True)  # type: ignore[arg-type]
+    header = dumps.load(tmp_path / "a").header
+    assert (header.iteration, header.micro_batch, header.rank) == (3, 1, 1)
 
 
 @pytest.mark.parametrize("kind", ["torch", "torch, old format", "pickle"])
