@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from te_precision_callbacks.config.fields import item_of, names, words
-from te_precision_callbacks.config.levels import FeatureSchema, Keys, Misfit, Pair, levels
+from te_precision_callbacks.config.levels import FeatureSchema, Misfit, Pair, levels
 from te_precision_callbacks.config.planning import feature_options
-from te_precision_callbacks.config.problems import ConfigError, meant_for, suggestion
+from te_precision_callbacks.config.problems import ConfigError, KeyPath, meant_for, suggestion
 from te_precision_callbacks.config.schemas import schema_of
 
 
@@ -92,7 +92,7 @@ class _Problem:
         self.kind = details["type"]
         self.value = details["input"]
         self.cause = cause
-        self.keys: Keys = (*details["loc"], *(cause.keys if isinstance(cause, Misfit) else ()))
+        self.keys: KeyPath = (*details["loc"], *(cause.keys if isinstance(cause, Misfit) else ()))
         if self.kind == "invalid_key":  # not a text: its place in `loc` is not to be told from that of a list's entry
             self.keys = (*self.keys[:-1], str(self.value))
         self.feature = feature
@@ -127,7 +127,7 @@ class _Problem:
             return f"{self._subject(self._named())} {self.cause}"
         return f"{self._subject(self._named())} {self._refusal()}"
 
-    def _named(self) -> Keys:
+    def _named(self) -> KeyPath:
         """The keys down to the last one with a name, or to an item that is a mapping with a schema."""
         in_list = bool(self.keys) and isinstance(self.keys[-1], int)
         is_item = in_list and self.kind == "value_error" and item_of(self._field()) is not None
@@ -154,14 +154,14 @@ class _Problem:
         where = f"in the items of {others[0][-1]!r}" if others[0] else f"to {self.feature!r} itself"
         return f" It belongs {where}.{near}"
 
-    def _level(self, keys: Keys) -> tuple[str, ...]:
+    def _level(self, keys: KeyPath) -> tuple[str, ...]:
         return tuple(key for key in keys if isinstance(key, str))
 
     def _field(self) -> FieldInfo:
         *around, last = self._level(self.keys)
         return self.levels[tuple(around)].model_fields[last]
 
-    def _subject(self, keys: Keys) -> str:
+    def _subject(self, keys: KeyPath) -> str:
         """``'freq' in item 2 of 'tensors_struct' of 'LogTensorStats'``."""
         subject = repr(self.feature)
         for key in keys:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 from pydantic import AfterValidator
 
 from te_precision_callbacks.config.fields import Tensor, Words
-from te_precision_callbacks.config.problems import ConfigError, suggestion
+from te_precision_callbacks.config.problems import ConfigError, KeyPath, suggestion
 from te_precision_callbacks.engine.schedule import Schedule
 from te_precision_callbacks.engine.statistics import (
     BLOCKWISE,
@@ -290,13 +290,9 @@ def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflo
                 raise ConfigError(f"{_place(by_name, entry.sections, keys)}: {problem}")
 
 
-Keys = tuple[str | int, ...]
-"""The path of a key in the options of DumpTensors."""
-
-
 def _problem(
     features: Mapping[str, Mapping[str, Any]], layer: str, tensor: str, *, detects_overflow: bool
-) -> tuple[Keys, str] | None:
+) -> tuple[KeyPath, str] | None:
     """What is wrong with the conditions of a layer's tensor, and where it stands."""
     for item, options in _items(features[_DUMP_TENSORS], tensor):
         keys = (*item, "when")
@@ -315,12 +311,12 @@ def _problem(
     return None
 
 
-def _items(options: Mapping[str, Any], tensor: str) -> Iterator[tuple[Keys, Mapping[str, Any]]]:
+def _items(options: Mapping[str, Any], tensor: str) -> Iterator[tuple[KeyPath, Mapping[str, Any]]]:
     """The options of DumpTensors for a tensor, each with the item that its conditions stand in: () for none."""
     from te_precision_callbacks.features.base import matching_options
 
     struct = options.get("tensors_struct") or ()
-    items: list[Keys] = [
+    items: list[KeyPath] = [
         ("tensors_struct", number) if "when" in item else ()
         for number, item in enumerate(struct)
         if item.get("tensor") == tensor
@@ -339,7 +335,7 @@ def meet(one: Schedule, other: Schedule) -> bool:
     return False
 
 
-def _place(sections: Mapping[str, Section], hit: Sequence[str], keys: Keys) -> str:
+def _place(sections: Mapping[str, Section], hit: Sequence[str], keys: KeyPath) -> str:
     """Where a key of DumpTensors stands, in one of the sections that hit a layer."""
     for name in hit:
         for feature in sections[name].features.get(_NAMESPACE, {}):

@@ -27,6 +27,7 @@ from te_precision_callbacks.config.fields import (
     names,
     words,
 )
+from te_precision_callbacks.config.problems import KeyPath
 
 TAKES_PART: Mapping[str, tuple[str, ...]] = {
     "fprop": ("activation", "weight", "output"),
@@ -37,9 +38,6 @@ TAKES_PART: Mapping[str, tuple[str, ...]] = {
 
 _NOT_GIVEN: Any = None
 """The default of a key that is left out, and does not take null."""
-
-Keys = tuple[str | int, ...]
-"""The path of a key in a feature's options: ``("tensors_struct", 0, "freq")``."""
 
 Pair = tuple[str, str]
 """A GEMM and one of its tensors."""
@@ -57,7 +55,7 @@ class Misfit(ValueError):
         text: what is wrong with it; continues a sentence that starts with the key.
     """
 
-    def __init__(self, keys: Keys, text: str) -> None:
+    def __init__(self, keys: KeyPath, text: str) -> None:
         super().__init__(text)
         self.keys = keys
 
@@ -76,14 +74,14 @@ class Scope:
         levels: the path of each level in the feature's options, and the level.
     """
 
-    levels: tuple[tuple[Keys, Level], ...]
+    levels: tuple[tuple[KeyPath, Level], ...]
 
-    def inside(self, keys: Keys, level: Level) -> Scope:
+    def inside(self, keys: KeyPath, level: Level) -> Scope:
         """The scope of an item at ``keys`` of the innermost level."""
         return replace(self, levels=(*self.levels, ((*self.here, *keys), level)))
 
     @property
-    def here(self) -> Keys:
+    def here(self) -> KeyPath:
         """The path of the innermost level."""
         return self.levels[-1][0]
 
@@ -93,7 +91,7 @@ class Scope:
         given = [level for level in having if key in level.model_fields_set]
         return getattr((given or having)[0], key)
 
-    def path(self, key: str) -> Keys:
+    def path(self, key: str) -> KeyPath:
         """Where the value that holds here stands; the innermost level where it stands nowhere."""
         given = (path for path, level in reversed(self.levels) if key in level.model_fields_set)
         return next(((*path, key) for path in given), self.here)
@@ -132,7 +130,7 @@ def _refuse_both(level: Level, key: str) -> None:
         raise Misfit((f"{key}_struct",), f"stands beside {key!r}; keep one of the two.")
 
 
-def _refuse_twice(path: Keys, items: Sequence[Level], key: str) -> None:
+def _refuse_twice(path: KeyPath, items: Sequence[Level], key: str) -> None:
     """Refuse a second item for one name.
 
     Args:

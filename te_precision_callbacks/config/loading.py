@@ -18,7 +18,7 @@ from te_precision_callbacks.config.planning import (
     plan,
     refuse_shared_tensors,
 )
-from te_precision_callbacks.config.problems import ConfigError, meant_for, suggestion
+from te_precision_callbacks.config.problems import ConfigError, KeyPath, meant_for, suggestion
 from te_precision_callbacks.config.selection import LayerSelector, SelectableLayer
 
 DEFAULT_CONFIG: dict[str, Any] = {
@@ -38,8 +38,6 @@ DEFAULT_CONFIG: dict[str, Any] = {
 """What ``config=None`` means: five statistics of the GEMM operands of every TE layer, in every tenth step."""
 
 _SECTION_KEYS = ("enabled", "layers")
-
-KeyPath = tuple[str | int, ...]
 
 Place = Callable[..., str]
 """Says where the key at a path stands; a key without a line of its own, by the nearest key above it."""

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from te_precision_callbacks.config.problems import ConfigError, meant_for, nearest, suggestion
+from te_precision_callbacks.config.problems import ConfigError, KeyPath, meant_for, nearest, suggestion
 from te_precision_callbacks.config.selection import LayerSelector, SelectableLayer
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Section:
     enabled: bool
     selector: LayerSelector
     features: Mapping[str, Mapping[str, Any]]
-    places: Mapping[tuple[str | int, ...], str]
+    places: Mapping[KeyPath, str]
     modifies: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
 
     def place(self, *keys: str | int) -> str:

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 
 from te_precision_callbacks.errors import PrecisionDebugError
 
+KeyPath = tuple[str | int, ...]
+"""The keys and the places in lists that lead to an entry: ``("tensors_struct", 0, "freq")``."""
+
 
 class ConfigError(PrecisionDebugError, ValueError):
     """A config that cannot be used. The text names the file and line, the key, the value, and what to write instead."""
