@@ -163,18 +163,24 @@ def _mean(columns: Columns) -> Values:
     return _ratio(columns["sum"], columns["finite"])
 
 
-def _spread(total: Values, squares: Values, count: Values) -> Values:
-    """The sample standard deviation from raw moments, 0 for fewer than two elements.
+def _spread(total: Values, squares: Values, count: Values, largest: Values, negated_least: Values) -> Values:
+    """The sample standard deviation from raw moments and extremes, 0 for fewer than two elements.
 
-    What cancels leaves a relative error of some 2^-53 (mean / std)^2, 10^-7 at |mean| = 10^4 std. A spread
-    that is within the rounding of the moments is 0, as of equal elements.
+    What cancels in the moments leaves an error of the variance of some 100 * 2^-53 * mean^2. So the result is held
+    between the bounds that n numbers with these extremes have: range / sqrt(2 (n - 1)), where all others lie in the
+    middle, and range / 2 * sqrt(n / (n - 1)), where all are extremes (Popoviciu's inequality). Equal elements have 0.
     """
-    centred = squares - _ratio(total * total, count)
-    return np.sqrt(_ratio(np.where(centred > squares * 2.0**-50, centred, 0.0), count - 1))
+    several = count > 1
+    fewer = np.where(several, count - 1, 1.0)
+    with np.errstate(over="ignore", invalid="ignore"):  # squares of float64 elements may be beyond float64
+        width = np.where(several, largest + negated_least, 0.0)
+        spread = np.sqrt(np.maximum(squares - _ratio(total * total, count), 0.0) / fewer)
+    bounded = np.clip(spread, width / np.sqrt(2 * fewer), width / 2 * np.sqrt((fewer + 1) / fewer))
+    return np.where(width == 0, 0.0, np.where(np.isfinite(squares), bounded, np.inf))
 
 
 def _std(columns: Columns) -> Values:
-    return _spread(columns["sum"], columns["square_sum"], columns["finite"])
+    return _spread(columns["sum"], columns["square_sum"], columns["finite"], columns["max"], columns["negated_min"])
 
 
 def _dynamic_range(columns: Columns) -> Values:
@@ -185,8 +191,8 @@ def _dynamic_range(columns: Columns) -> Values:
 
 def _sqnr(columns: Columns) -> Values:
     signal, error = columns["signal_square_sum"], columns["error_square_sum"]
-    decibels = 10 * np.log10(np.maximum(_ratio(signal, error), 1e-300))
-    return np.where(error == 0, np.inf, np.where(np.isnan(error), np.nan, decibels))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(error == 0, np.inf, 10 * np.log10(signal / error))
 
 
 def _least_scale(columns: Columns) -> Values:
@@ -244,7 +250,13 @@ def _statistics() -> Iterable[Statistic]:
     yield tensor("min", "min(x)", _EXTREME, element, lambda c: _or_zero(c["finite"] > 0, -c["negated_min"]))
     yield tensor("max", "max(x)", _EXTREME, element, lambda c: _or_zero(c["finite"] > 0, c["max"]))
     yield tensor("mean", "sum(x) / n", _ADD, element, _mean)
-    yield tensor("std", "sqrt((sum(x^2) - sum(x)^2 / n) / (n - 1))", _ADD, element, _std)
+    yield tensor(
+        "std",
+        "sqrt((sum(x^2) - sum(x)^2 / n) / (n - 1)); 0 where max(x) = min(x), and for one element",
+        _ADD,
+        element,
+        _std,
+    )
     yield tensor("l1_norm", "sum(|x|)", _ADD, element, lambda c: c["abs_sum"])
     yield tensor("l2_norm", "sqrt(sum(x^2))", _ADD, element, lambda c: np.sqrt(c["square_sum"]))
     yield tensor("cur_amax", "max(|x|)", _EXTREME, element, lambda c: _or_zero(c["finite"] > 0, _amax(c)))
@@ -290,7 +302,11 @@ def _statistics() -> Iterable[Statistic]:
         "mse", "sum((x - y)^2) / n", "square of the tensor's", lambda c: _ratio(c["error_square_sum"], c["compared"])
     )
     yield quantized(
-        "sqnr_db", "10 * log10(sum(x^2) / sum((x - y)^2)); inf where y equals x", "dB", _sqnr, upstream=False
+        "sqnr_db",
+        "10 * log10(sum(x^2) / sum((x - y)^2)); inf where y equals x, -inf where `mse` is inf",
+        "dB",
+        _sqnr,
+        upstream=False,
     )
     yield scales("scale_inv_min", "smallest factor", _EXTREME, _least_scale, True)
     yield scales("scale_inv_max", "largest factor", _EXTREME, _largest_scale, True)
@@ -298,7 +314,7 @@ def _statistics() -> Iterable[Statistic]:
         "scale_inv_std",
         "sample standard deviation of the factors",
         _ADD,
-        lambda c: _spread(c["scale_sum"], c["scale_square_sum"], c["scales"]),
+        lambda c: _spread(c["scale_sum"], c["scale_square_sum"], c["scales"], c["scale_max"], c["negated_scale_min"]),
         False,
     )
     yield from _of_blocks()

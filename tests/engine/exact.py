@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from te_precision_callbacks.engine.kernels import COMPARISON_SUMS, EXPONENT_BINS, MAXIMA, MOMENT_SUMS
+from te_precision_callbacks.engine.statistics import STATISTICS
 
 Array = npt.NDArray[np.float64]
 Columns = dict[str, Any]
@@ -99,3 +100,12 @@ def assert_same(found: Columns, expected: Columns, *, rel: float = 1e-13) -> Non
         assert found[name] == pytest.approx(expected[name], rel=rel, abs=rel * size, nan_ok=True), name
     rest = found.keys() - sums
     assert {name: found[name] for name in rest} == {name: expected[name] for name in rest}
+
+
+def statistic(name: str, *passes: Columns) -> float:
+    """A statistic of a tensor from the columns of some passes, merged as micro-batches and ranks are."""
+    merged = {column: np.array([sum(found[column] for found in passes)]) for column in MOMENT_SUMS}
+    merged |= {column: np.array([max(found[column] for found in passes)]) for column in MAXIMA}
+    value = STATISTICS[name].value
+    assert value is not None
+    return float(value(merged)[0])

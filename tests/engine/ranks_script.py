@@ -482,6 +482,7 @@ def rows_that_differ(folder: Path) -> list[dict[str, Any]]:
         watch("more on rank 1", "activation", negative, *(("min", "max") if rank else ("max",)))
         if rank == step:
             watch("in turns", "activation", negative, "numel" if step else "max")
+        watch("equal", "activation", torch.full((100_003 + 7 * rank,), 0.1), "std")
         watch("histogram", "gradient", 2.0 ** torch.arange(rank, rank + 3), "exponent_histogram")
         measured = engine.flush(reduce=True)
         found.append({f"{m.layer} {m.tensor} {m.statistic}": m.value for m in measured})

@@ -137,6 +137,25 @@ def test_moments_of_a_mean_that_is_1000_standard_deviations(measure: Measure) ->
     assert std == pytest.approx(exact.as_array(values).std(ddof=1), rel=1e-7)
 
 
+@pytest.mark.parametrize("value", [0.1, 3.7, 1 / 3, -1e20, 1e-30])
+def test_equal_elements_have_no_spread(measure: Measure, value: float) -> None:
+    """Their sums are rounded; of 2^22 numbers, compiled, by 10^-7 of the value."""
+    many, few = measure(torch.full((2**22,), value)), measure(torch.full((3,), value))
+    for passes in ([many], [few], [many, few], [few] * 5):
+        assert exact.statistic("std", *passes) == 0.0
+    almost = torch.full((1001,), value)
+    almost[7] = torch.nextafter(almost[7], torch.tensor(INF))
+    expected = exact.as_array(almost).std(ddof=1)
+    assert expected / 1.5 < exact.statistic("std", measure(almost)) < expected * 20
+
+
+def test_the_spread_of_many_elements_beside_their_mean(measure: Measure) -> None:
+    """In float32, at |mean| = 10^3 and 10^4 standard deviations."""
+    for mean, rel in ((1e3, 1e-8), (1e4, 1e-6)):
+        values = normal(2**22, seed=3) - mean
+        assert exact.statistic("std", measure(values)) == pytest.approx(exact.as_array(values).std(ddof=1), rel=rel)
+
+
 def test_a_piece_is_counted_exactly_in_float32() -> None:
     assert max(eager.PIECE, eager.PIECE_ELSEWHERE) <= 2**24
 

@@ -603,6 +603,38 @@ def test_upstreams_underflows_of_nvfp4_are_of_codes() -> None:
     assert (round(theirs, 2), round(ours, 2)) == (2.93, 99.80)
 
 
+@pytest.mark.parametrize("recipe", ["fp8_current_scaling", "fp8_block_scaling", "mxfp8", "nvfp4"])
+def test_a_factor_that_is_not_finite_shows_in_the_error(recipe: str) -> None:
+    """Of one block, where there are blocks: all of the tensor's error is infinite then. E8M0 has nan and no inf."""
+    x = torch.ones(128, 128)
+    x[1, 3] = INF  # is left out itself
+    if recipe == "fp8_current_scaling":
+        storage = te().Float8TensorStorage(
+            data=torch.full((128, 128), 0x38, dtype=torch.uint8), fp8_scale_inv=torch.tensor([INF]),
+            fp8_dtype=fp8_dtype(False),
+        )  # fmt: skip
+    else:
+        storage = te_quantizer(recipe)(torch.ones(128, 128))
+        if recipe == "nvfp4":
+            storage._amax_rowwise = torch.tensor([INF])
+        elif recipe == "mxfp8":
+            storage._rowwise_scale_inv[0, 0] = 0xFF
+        else:
+            storage._rowwise_scale_inv[0, 0] = INF
+    found = statistics_of(x, storage, None)
+    error = NAN if recipe == "mxfp8" else INF
+    assert (found["mse"], found["sqnr_db"]) == pytest.approx((error, -error), nan_ok=True)
+    assert (found["underflows%"], found["overflows%"]) == (0.0, 0.0)
+
+
+def te_quantizer(recipe: str) -> Any:
+    if recipe == "mxfp8":
+        return te().MXFP8Quantizer(fp8_dtype(False))
+    if recipe == "nvfp4":
+        return te().NVFP4Quantizer()
+    return te().Float8BlockQuantizer(fp8_dtype(False), rowwise=True, columnwise=True, block_scaling_dim=1)
+
+
 def test_upstreams_mse_of_bfloat16_is_rounded_to_it() -> None:
     x = normal(1000, 1000).bfloat16()
     real = quantizer("fp8_current_scaling", e5m2=False)(x)

@@ -275,6 +275,7 @@ def test_rows_that_are_empty_or_due_on_one_rank_only(two: Ranks) -> None:
             assert found["empty on rank 0 weight numel"] == 8
             assert {found[f"empty on both weight {statistic}"] for statistic in ("mean", "max", "numel")} == {0}
             assert (found["more on rank 1 activation min"], found["more on rank 1 activation max"]) == (-3, -3)
+            assert found["equal activation std"] == 0.0
             in_turns = {key: value for key, value in found.items() if key.startswith("in turns")}
             assert in_turns == ({"in turns activation numel": 8} if step else {"in turns activation max": -3})
             histogram = found["histogram gradient exponent_histogram"]

@@ -172,6 +172,39 @@ def test_equal_elements_have_no_spread(value: float, dtype: torch.dtype) -> None
         assert statistics_of([torch.full((count,), value, dtype=dtype)], ["std"]) == {"std": 0.0}
 
 
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "fp8_delayed_scaling"])
+def test_equal_scales_have_no_spread(recipe: str) -> None:
+    """With 64 rows and as many blocks in each; the sum of their squares is rounded."""
+    engine = StatisticsEngine()
+    for _ in range(3):
+        watched = Watched("l", "activation", 0, torch.full((64, 64 * 128), 0.7))
+        engine.note(watched, [quantized_request(f"{recipe}_scale_inv_{name}") for name in ("std", "min", "max")])
+        engine.measure()
+    std, least, largest = (found.value for found in engine.flush(reduce=False))
+    assert (std, least) == (0.0, largest)
+
+
+SQNR = [
+    # sum(x^2), sum((x - y)^2), 10 * log10 of their ratio
+    (100.0, 1.0, 20.0),
+    (1.0, 0.0, INF),
+    (0.0, 0.0, INF),
+    (1.0, INF, -INF),
+    (0.0, 1.0, -INF),
+    (1.0, NAN, NAN),
+    (1e-80, 1e80, -1600.0),
+]
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_corners_of_sqnr() -> None:
+    signal, error, expected = np.array(SQNR).T
+    value = STATISTICS["sqnr_db"].value
+    assert value is not None
+    found = value({"signal_square_sum": signal, "error_square_sum": error})
+    np.testing.assert_allclose(found, expected, rtol=1e-14)
+
+
 def test_a_weight_counts_once_a_step() -> None:
     engine = StatisticsEngine()
     weight = normal(20, 30)

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, EXPONENT_BINS, MAXIMA, MOMENT_SUMS
+from tests.engine.exact import statistic
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -230,6 +231,12 @@ def test_a_mean_of_a_thousand_deviations(measure: Measure, dtype: torch.dtype) -
     mean = found["sum"] / found["finite"]
     deviation = math.sqrt(found["square_sum"] / found["finite"] - mean**2)
     assert deviation == pytest.approx(values.double().std(correction=0).item(), rel=1e-7)
+
+
+def test_equal_elements_have_no_spread(measure: Measure) -> None:
+    for value in (0.1, 3.7, -1e20):
+        passes = [measure(torch.full((count,), value)) for count in (20_001, 300_000)]
+        assert [statistic("std", *some) for some in ([passes[0]], [passes[1]], passes)] == [0.0] * 3
 
 
 def test_a_tensor_that_needs_a_gradient(measure: Measure) -> None:
