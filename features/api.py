@@ -40,8 +40,8 @@ from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
 from te_precision_callbacks.dumps.recording import RECORDER
 from te_precision_callbacks.engine.engine import ENGINE, Measurement
-from te_precision_callbacks.engine.reduction import is_distributed
-from te_precision_callbacks.engine.schedule import Schedule
+from te_precision_callbacks.engine.reduction import NO_STAMP, Stamp, is_distributed
+from te_precision_callbacks.engine.schedule import Schedule, fingerprint
 from te_precision_callbacks.errors import FeatureError
 from te_precision_callbacks.features.base import StatisticsFeature, every_options, matching_options
 from te_precision_callbacks.features.registration import NAMESPACE, is_upstream, namespace
@@ -132,6 +132,7 @@ class TransformerEngineAPI(UpstreamAPI):
         reduce: whether a step reduces the statistics over ranks.
         receiver: takes the statistics of a step; None: they go to nvidia-dlfw-inspect's loggers.
         schedules: when statistics are due on any rank; None: as the config of nvidia-dlfw-inspect has it.
+        optimizer_steps: how many optimizer steps this rank has done; negative where nobody counts them.
     """
 
     is_own = True
@@ -141,6 +142,7 @@ class TransformerEngineAPI(UpstreamAPI):
         self.reduce = True
         self.receiver: Receiver | None = None
         self.schedules: frozenset[Schedule] | None = None
+        self.optimizer_steps: Callable[[], int] = lambda: NO_STAMP.optimizer_steps
         self._answers: dict[tuple[str, str, str | None, str | None], dict[tuple[str, int], bool]] = {}
         self._noted: set[tuple[str, str, str | None, str | None]] = set()
 
@@ -313,9 +315,10 @@ class TransformerEngineAPI(UpstreamAPI):
         found: list[Measurement] = []
         # Whether to reduce must be decided alike on all ranks: by the config, and not by what this rank has run.
         reduce = is_distributed(group) and self._is_due(iteration)
+        stamp = Stamp(iteration, fingerprint(self._schedules()), self.optimizer_steps()) if reduce else NO_STAMP
         if reduce or ENGINE.has_news:
             iteration = ENGINE.iteration if ENGINE.has_news else iteration
-            found = ENGINE.flush(reduce=reduce, group=group)
+            found = ENGINE.flush(reduce=reduce, group=group, stamp=stamp)
             self._hand_over(found, iteration)
         return found, iteration, type(STATS_BUFFERS).log_stats(STATS_BUFFERS)
 
@@ -354,12 +357,15 @@ class TransformerEngineAPI(UpstreamAPI):
                 label = f"{measurement.layer}_{measurement.tensor}_{measurement.statistic}"
                 MetricLogger.log_scalar(label, measurement.value, iteration)
 
-    def _is_due(self, iteration: int) -> bool:
+    def _schedules(self) -> frozenset[Schedule]:
         if self.schedules is None:
             self.schedules = self.schedules_of(
                 config.extension_config.get(NAMESPACE, {}) for config in ConfigManager.configs
             )
-        return any(schedule.at(iteration)[0] for schedule in self.schedules)
+        return self.schedules
+
+    def _is_due(self, iteration: int) -> bool:
+        return any(schedule.at(iteration)[0] for schedule in self._schedules())
 
     def schedules_of(self, sections: Iterable[Mapping[str, Any]]) -> frozenset[Schedule]:
         """When statistics of the features of a config's sections are due."""

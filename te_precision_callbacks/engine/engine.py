@@ -40,7 +40,7 @@ from te_precision_callbacks.engine.quantization import (
     scale_columns,
     simulate,
 )
-from te_precision_callbacks.engine.reduction import Reduction, Table
+from te_precision_callbacks.engine.reduction import NO_STAMP, Reduction, Stamp, Table
 from te_precision_callbacks.engine.slots import Segment, SegmentKey, Slots
 from te_precision_callbacks.engine.statistics import (
     EXPONENTS,
@@ -206,17 +206,24 @@ class StatisticsEngine:
             wanted.setdefault(_Kind.of_request(request), []).append(request)
         measuring.run(wanted)
 
-    def flush(self, *, reduce: bool, group: dist.ProcessGroup | None = None) -> list[Measurement]:
+    def flush(
+        self, *, reduce: bool, group: dist.ProcessGroup | None = None, stamp: Stamp = NO_STAMP
+    ) -> list[Measurement]:
         """The statistics since the last flush, and a fresh start.
 
         Args:
             reduce: whether over the ranks of ``group``, all of which must call it alike.
             group: None for all ranks.
+            stamp: what these ranks must have alike.
+
+        Raises:
+            RanksDifferError: they have not; on all ranks.
+            ReductionError: an earlier reduction failed.
         """
         if reduce and self._reduction.group is not group:
             self._reduction = Reduction(group)
         with torch.inference_mode(False), torch.no_grad():
-            tables = self._reduction.collect(self._slots, reduce=reduce)  # where it fails, everything stays as it was
+            tables = self._reduction.collect(self._slots, reduce=reduce, stamp=stamp)  # where it fails, all stays
             self._slots.reset()
         self.has_news = False
         self._weights_seen.clear()

@@ -5,6 +5,10 @@ layers, and a layer may rest on some of them for a step. They agree on a common 
 rank had before: then, and only then, names are exchanged. Each rank tells in the vector of maxima whether it has one,
 so that no further message is needed to find out.
 
+The maxima also carry each rank's :class:`Stamp`, every part of it with its negative, so that all ranks learn in the
+same message whether the largest is the smallest. Where it is not, ranks are in different iterations, and nothing of
+what was merged is used.
+
 What every rank has a different part of is added. What replicas hold alike (the weights of a data-parallel group) is
 merged by the maximum, which is the value of any of them, also where some did not run the layer; the shards of tensor
 parallelism are kept apart in the message and added on the host. Replicas that are none, such as different experts under
@@ -13,9 +17,12 @@ one name, give a mixture: a process group must keep them apart.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
+import threading
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,12 +35,40 @@ from te_precision_callbacks.engine.kernels.columns import NOTHING
 from te_precision_callbacks.engine.slots import Segment, SegmentKey, Slots
 from te_precision_callbacks.errors import PrecisionDebugError
 
+logger = logging.getLogger(__name__)
+
+WAITING = 60
+"""Seconds after which a rank says that it waits for the others."""
+
 Values = npt.NDArray[np.float64]
 Entry = TypeVar("Entry", bound=Hashable)
 
 
 class ReductionError(PrecisionDebugError, RuntimeError):
     """Statistics cannot be reduced any more, since an earlier reduction failed."""
+
+
+class RanksDifferError(ReductionError):
+    """Ranks would have merged statistics of different iterations, or of different schedules."""
+
+
+class Stamp(NamedTuple):
+    """What must be alike on all ranks that reduce together; whole numbers below 2**53, which a float64 holds.
+
+    Attributes:
+        iteration: the debug iteration whose statistics are reduced.
+        schedule: a hash of when statistics are due.
+        optimizer_steps: how many optimizer steps the rank has done. A rank that skips a step() counts its iterations on
+            as the others do, and has done more. Negative where it is not known, which is not compared.
+    """
+
+    iteration: int
+    schedule: int
+    optimizer_steps: int
+
+
+NO_STAMP = Stamp(0, 0, -1)
+"""Of a caller who has none."""
 
 
 class Described(NamedTuple):
@@ -117,6 +152,47 @@ def pooled(own: Iterable[Entry], group: dist.ProcessGroup | None) -> list[Entry]
         missing = [entry for entry in missing if entry not in found]
 
 
+def by_rank(numbers: Sequence[int], group: dist.ProcessGroup | None) -> dict[int, tuple[int, ...]]:
+    """The numbers of each rank of the group: global rank -> as many as this rank gives; all must call it alike.
+
+    Args:
+        numbers: whole numbers that fit in an int64.
+        group: the process group; None for all ranks.
+    """
+    of_all = torch.zeros(dist.get_world_size(group), len(numbers), dtype=torch.int64)
+    of_all[dist.get_rank(group)] = torch.tensor(numbers)
+    of_all = of_all.to(message_device(group))
+    all_reduce(of_all, dist.ReduceOp.SUM, group)
+    ranks = range(len(of_all)) if group is None else dist.get_process_group_ranks(group)
+    return {rank: tuple(row) for rank, row in zip(ranks, of_all.tolist(), strict=True)}
+
+
+def in_words(of_rank: Mapping[int, Any]) -> str:
+    """Which ranks have what, the most frequent first: ``5 on ranks 0, 2-7; 4 on rank 1``."""
+    ranks_with: dict[Any, list[int]] = {}
+    for rank, value in sorted(of_rank.items()):
+        ranks_with.setdefault(value, []).append(rank)
+    most_first = sorted(ranks_with.items(), key=lambda entry: -len(entry[1]))
+    shown = [f"{value} on {_ranks(ranks)}" for value, ranks in most_first[:_MOST_NAMED]]
+    more = len(most_first) - len(shown)
+    return "; ".join([*shown, f"and {more} others"] if more else shown)
+
+
+_MOST_NAMED = 8
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    shown = ["-".join(map(str, span)) for span in spans[:_MOST_NAMED]]
+    more = [f"and {len(spans) - len(shown)} more spans"] if len(spans) > len(shown) else []
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown + more)}"
+
+
 class Reduction:
     """Collects :class:`Slots` over a process group.
 
@@ -133,14 +209,16 @@ class Reduction:
         self._own_version = -1
         self._failed = False
 
-    def collect(self, slots: Slots, *, reduce: bool) -> list[Table]:
+    def collect(self, slots: Slots, *, reduce: bool, stamp: Stamp = NO_STAMP) -> list[Table]:
         """The measurements since the last time, merged; with ``reduce`` all ranks of the group must call it alike.
 
         Args:
             slots: this rank's segments.
             reduce: whether over ranks. False takes this rank's own, without a collective.
+            stamp: what the other ranks must have alike.
 
         Raises:
+            RanksDifferError: ranks have different stamps; on all ranks, and nothing was merged.
             ReductionError: an earlier reduction failed. The other ranks may be in another step since then, so that a
                 further one would wait for them, or mix the steps.
         """
@@ -149,7 +227,8 @@ class Reduction:
         if self._failed:
             raise ReductionError("An earlier reduction over ranks failed: from there on each rank has its own numbers.")
         try:
-            return self._reduce(slots)
+            with _waiting(stamp.iteration):
+                return self._reduce(slots, stamp)
         except BaseException:
             self._failed = True
             raise
@@ -160,15 +239,17 @@ class Reduction:
             self._own_layout = _Layout(described, slots, device=_home(slots), all_of_them=True)
             self._own_version = slots.version
         layout = self._own_layout
-        return layout.unpack(_to_host(layout.pack(slots, changed=False)))
+        return layout.unpack(_to_host(layout.pack(slots, changed=False, stamp=NO_STAMP)))
 
-    def _reduce(self, slots: Slots) -> list[Table]:
+    def _reduce(self, slots: Slots, stamp: Stamp) -> list[Table]:
         while True:
             news = () if self._layout_version == slots.version else self._news(slots)
             if self._layout is not None:
                 if self._layout_version != slots.version and not news:
                     self._lay_out(slots)  # new here, but known from other ranks
-                merged = self._exchange(self._layout, self._layout.pack(slots, changed=bool(news)))
+                merged = self._exchange(self._layout, self._layout.pack(slots, changed=bool(news), stamp=stamp))
+                if not self._layout.has_one_stamp(merged):
+                    raise _out_of_step({rank: Stamp(*row) for rank, row in by_rank(stamp, self.group).items()})
                 if not self._layout.has_changed(merged):
                     return self._layout.unpack(merged)
             for entry in pooled(news, self.group):
@@ -201,6 +282,53 @@ class Reduction:
         return _to_host(message)
 
 
+def _out_of_step(stamps: Mapping[int, Stamp]) -> RanksDifferError:
+    """The error for stamps that differ: global rank -> stamp."""
+
+    def of(part: str) -> dict[int, int]:
+        return {rank: getattr(stamp, part) for rank, stamp in stamps.items() if getattr(stamp, part) >= 0}
+
+    local = "Their statistics are not mixed: from here on each rank has its own numbers."
+    schedules = list(dict.fromkeys(of("schedule").values()))
+    if len(schedules) > 1:
+        names = {rank: f"schedule {schedules.index(number) + 1}" for rank, number in of("schedule").items()}
+        return RanksDifferError(
+            "The ranks have different configs, whose statistics are due in different iterations:"
+            f" {in_words(names)}. Give all ranks the same config. {local}"
+        )
+    found = [in_words({rank: f"iteration {number}" for rank, number in of("iteration").items()})]
+    if len(set(of("optimizer_steps").values())) > 1:
+        done = {rank: f"{number} optimizer steps" for rank, number in of("optimizer_steps").items()}
+        found.append(f"done since the start: {in_words(done)}")
+    return RanksDifferError(
+        f"The ranks are out of step: {'; '.join(found)}. Every rank must call step() for the same optimizer steps, and"
+        f" begin at the same start_step. {local}"
+    )
+
+
+@contextlib.contextmanager
+def _waiting(iteration: int) -> Iterator[None]:
+    """Say it where the other ranks do not come, who may never do: without a word that is a hang."""
+
+    def say() -> None:
+        logger.warning(
+            "Rank %d has waited %d s for the other ranks, to reduce the statistics of iteration %d with them. Perhaps"
+            " one has ended, or has skipped a step(), so that it is in an iteration in which nothing is due.",
+            rank,
+            WAITING,
+            iteration,
+        )
+
+    rank = dist.get_rank()
+    timer = threading.Timer(WAITING, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _describe(segment: Segment) -> Described:
     return Described(segment.key, segment.sums, segment.maxima, tuple(segment.outputs.items()))
 
@@ -227,12 +355,16 @@ def _to_host(message: torch.Tensor) -> Values:
     return values
 
 
+_TRAILER = 2 * len(Stamp._fields) + 1
+"""Elements behind the maxima: a stamp, its negative, and whether the rank has segments that are not in the layout."""
+
+
 class _Layout:
     """Where each column of each segment stands in the message, and in this rank's vectors.
 
     The first part of the message is summed: for each output of each segment the number of ranks on which it is due;
     then the columns that are added. Of the second part the maximum is taken: the columns of maxima, and all columns of
-    replicas; then one flag, set by a rank that has segments which are not in the layout.
+    replicas; then the stamp and its negative, and a flag, set by a rank that has segments which are not in the layout.
 
     Args:
         described: the segments of all ranks.
@@ -273,7 +405,7 @@ class _Layout:
                     ("maxima", segment.maximum_start, piece.maxima_at, entry.maxima),
                 ):
                     moves.setdefault((segment.device, of), []).append((start, target, len(names)))
-        self._length = largest + 1
+        self._length = largest + _TRAILER
         self._moves = [
             (on, of, _places(sources, widths).to(on), _places(targets, widths).to(device))
             for (on, of), ranges in moves.items()
@@ -289,7 +421,12 @@ class _Layout:
         """Whether some rank has segments that are not in the layout."""
         return bool(merged[-1] > 0)
 
-    def pack(self, slots: Slots, *, changed: bool) -> torch.Tensor:
+    def has_one_stamp(self, merged: Values) -> bool:
+        """Whether all ranks have sent the same stamp: the largest of each part is the smallest."""
+        largest, smallest = merged[-_TRAILER:-1].reshape(2, -1)
+        return bool(((largest == -smallest) | (largest == NOTHING)).all())
+
+    def pack(self, slots: Slots, *, changed: bool, stamp: Stamp) -> torch.Tensor:
         """The message of this rank, float64; neutral where it has nothing."""
         message = torch.full((self._length,), NOTHING, dtype=torch.float64, device=self._device)
         message[: self._split] = 0.0
@@ -305,9 +442,11 @@ class _Layout:
             message.index_copy_(0, target, vectors[on][of].index_select(0, source).to(self._device))
         if resting:  # a sum of nothing is 0, which would win over a negative one of another replica
             message.index_fill_(0, torch.tensor(resting).to(self._device, non_blocking=True), NOTHING)
-        flags = torch.tensor([*due, changed], dtype=torch.float64).to(self._device, non_blocking=True)
-        message[: self._due] = flags[:-1]
-        message[-1:] = flags[-1:]
+        both = [(part, -part) if part >= 0 else (NOTHING, NOTHING) for part in stamp]
+        trailer = [*(part for part, _ in both), *(negative for _, negative in both), changed]
+        flags = torch.tensor([*due, *trailer], dtype=torch.float64).to(self._device, non_blocking=True)
+        message[: self._due] = flags[:-_TRAILER]
+        message[-_TRAILER:] = flags[-_TRAILER:]
         return message
 
     def unpack(self, values: Values) -> list[Table]:

@@ -7,17 +7,22 @@ rank to rank under one name (expert parallelism) are taken as copies, unless ``p
 
 from __future__ import annotations
 
+import hashlib
+import weakref
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
 import torch.distributed
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from te_precision_callbacks.config.comparing import FlatConfig, difference
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.engine.engine import Placement
-from te_precision_callbacks.engine.reduction import is_distributed, pooled
+from te_precision_callbacks.engine.reduction import by_rank, in_words, is_distributed, pooled
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.naming import NamedModule
 from te_precision_callbacks.session.errors import SessionError
+from te_precision_callbacks.session.forward import outside_of_dynamo
 
 Entry = TypeVar("Entry", bound=Hashable)
 Result = TypeVar("Result")
@@ -56,6 +61,41 @@ def placements(
     return found
 
 
+class OptimizerSteps:
+    """Counts the optimizer steps of this process: those of the optimizer that has done the most of them.
+
+    Ranks that train together do the same number. The optimizers themselves may be others on each of them.
+    """
+
+    def __init__(self) -> None:
+        self._of: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._most = 0
+        self._hook = register_optimizer_step_post_hook(_after_step(weakref.ref(self)))
+
+    def __call__(self) -> int:
+        """How many; negative where there was none, as on a rank without parameters."""
+        return self._most or -1
+
+    def remove(self) -> None:
+        """Count no more."""
+        self._hook.remove()
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped."""
+        count = self._of[optimizer] = self._of.get(optimizer, 0) + 1
+        self._most = max(self._most, count)
+
+
+def _after_step(counter: weakref.ref[OptimizerSteps]) -> Callable[..., None]:
+    @outside_of_dynamo
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        found = counter()
+        if found is not None:
+            found.note(optimizer)
+
+    return note
+
+
 class Ranks:
     """The ranks that reduce their statistics together, or this one alone.
 
@@ -68,9 +108,44 @@ class Ranks:
         self._group = group
         self._several = reduce and is_distributed(group)
 
+    @property
+    def several(self) -> bool:
+        """Whether there are more than this one."""
+        return self._several
+
     def pool(self, entries: Iterable[Entry]) -> list[Entry]:
         """The entries of all ranks, each once."""
         return pooled(entries, self._group) if self._several else list(entries)
+
+    def require_alike(self, config: FlatConfig, iteration: int) -> None:
+        """Require that the ranks were given one config and begin at one iteration. Where not, all raise.
+
+        Args:
+            config: this rank's.
+            iteration: the debug iteration at which it begins.
+
+        Raises:
+            ConfigError: the configs differ.
+            SessionError: the iterations differ.
+        """
+        if not self._several:
+            return
+        digest = hashlib.sha256(repr(sorted(config.items())).encode("utf-8", "surrogatepass")).digest()
+        of_rank = by_rank([int.from_bytes(digest[:7], "big"), iteration], self._group)
+        if len({number for number, _ in of_rank.values()}) > 1:
+            configs = self.pool([tuple(config.items())])
+            names = {number: f"config {nth}" for nth, number in enumerate({n: 0 for n, _ in of_rank.values()}, 1)}
+            raise ConfigError(
+                f"The ranks were given different configs: {in_words({r: names[n] for r, (n, _) in of_rank.items()})}."
+                f" They differ first in this: {difference(dict(configs[0]), dict(configs[1]))}. Statistics that are"
+                " reduced need the same config on all ranks; with reduce=False each has its own."
+            )
+        if len({begun for _, begun in of_rank.values()}) > 1:
+            raise SessionError(
+                "The ranks begin at different iterations:"
+                f" {in_words({rank: f'iteration {begun}' for rank, (_, begun) in of_rank.items()})}. Give all of them"
+                " the same start_step, or resume all of them from the same checkpoint."
+            )
 
     def together(self, compute: Callable[[], Result]) -> Result:
         """What ``compute`` gives on this rank. Where it fails on any rank, all raise, and none waits for another.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import Unpack
 
+from te_precision_callbacks.config.comparing import flat_config
 from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, Section, resolve_features
@@ -30,7 +31,7 @@ from te_precision_callbacks.records.statistics_log import StatisticsLog
 from te_precision_callbacks.session.errors import ObservationError, SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.forward import ForwardClassifier, ForwardHooks
-from te_precision_callbacks.session.parallel import Ranks, placements
+from te_precision_callbacks.session.parallel import OptimizerSteps, Ranks, placements
 from te_precision_callbacks.session.precision import GemmPrecision, PrecisionAudit
 from te_precision_callbacks.session.upstream import (
     Inspector,
@@ -123,6 +124,7 @@ class InspectSession:
         self._overflow: DebugActivationOverflow | None = None
         self._overflow_reports = 0
         self._watched_model: object = None
+        self._optimizer_steps: OptimizerSteps | None = None
         self._attached = False
         self._sinks_started = False
         self._scalars: list[tuple[str, Any]] = []
@@ -284,8 +286,9 @@ class InspectSession:
 
         Raises:
             ConfigError: a section that matches no layer, an unknown feature, one feature from two sections in a layer;
-                on all ranks, if on one.
-            SessionError: the session is not running, or attaching failed on another rank.
+                on all ranks, if on one. The ranks have different configs.
+            SessionError: the session is not running, attaching failed on another rank, or the ranks are in different
+                iterations.
         """
         inspector = self._running("attach()")
         options = self._options
@@ -293,8 +296,12 @@ class InspectSession:
         layers = ranks.together(lambda: self._find_layers(inspector, model))
         layers_of_all = ranks.pool(layers)
         plan, sections = ranks.together(lambda: self._plan(inspector, layers, layers_of_all))
+        ranks.require_alike(flat_config(options.config.enabled_sections, sections), inspector.iteration)
         self._layers = _layer_infos(layers, plan)
         inspector.configure(plan.as_inspect_config(), self._config_source, sections)
+        if ranks.several and self._optimizer_steps is None:
+            self._optimizer_steps = OptimizerSteps()
+            inspector.count_optimizer_steps(self._optimizer_steps)
         inspector.place(placements(self._modules, options.process_group), self._failures.report)
         if not options.config.enabled_sections:
             logger.warning("The config (%s) has no enabled section, so nothing is done.", self._config_source)
@@ -372,6 +379,8 @@ class InspectSession:
             finally:
                 if self._at_exit is not None:
                     self._at_exit.cancel()
+                if self._optimizer_steps is not None:
+                    self._optimizer_steps.remove()
                 self._hooks.remove()
                 overflow, self._overflow, self._watched_model = self._overflow, None, None
                 self._inspector = None

@@ -368,6 +368,10 @@ class Inspector:
         ENGINE.placements = placements
         ENGINE.on_failure = on_failure
 
+    def count_optimizer_steps(self, done: Callable[[], int]) -> None:
+        """Have ranks compare how many optimizer steps they have done, where they reduce statistics."""
+        self._api.optimizer_steps = done
+
     def forget_names(self) -> None:
         """Give all modules their own names back, to look at the model again."""
         if self._snapshot is not None:

@@ -7,6 +7,7 @@ models and data are here too, for the single process that the test compares with
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import traceback
@@ -33,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks.engine.engine import StatisticsEngine, Watched
+from te_precision_callbacks.engine.reduction import RanksDifferError, Stamp
 from te_precision_callbacks.engine.statistics import BLOCK_STATISTICS, quantized_request, tensor_request
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import Keeper, feature
@@ -584,6 +586,9 @@ def attaching(folder: Path) -> dict[str, Any]:
         "allowed": lambda: {"config": config(first=["stage0"], third=["stage2"]), "allow_unmatched": True},
         "one rank's config is wrong": lambda: {"config": wrong if rank == 1 else config()},
         "one rank's model is wrong": lambda: {"config": config(), "model": "no model" if rank == 1 else model},
+        "another freq": lambda: {"config": with_freq(2 if rank == 1 else 1)},
+        "one more statistic": lambda: {"config": with_more() if rank == 0 else config()},
+        "another start_step": lambda: {"config": config(), "start_step": 5 * rank},
         "no reduction": lambda: {"config": config(first=["stage0"]), "reduce": False},
     }
     found: dict[str, Any] = {}
@@ -605,6 +610,78 @@ def exactly(*names: str) -> dict[str, Any]:
     chosen = config()
     chosen["all"]["layers"] = {"exact_layer_names": list(names)}
     return chosen
+
+
+def with_freq(freq: int) -> dict[str, Any]:
+    chosen = config()
+    chosen["all"]["transformer_engine"]["LogTensorStats"]["freq"] = freq
+    return chosen
+
+
+def with_more() -> dict[str, Any]:
+    chosen = config()
+    chosen["all"]["transformer_engine"]["LogTensorStats"]["stats"] = [*STATISTICS, "min"]
+    return chosen
+
+
+@case(2)
+def out_of_step(folder: Path) -> dict[str, Any]:
+    """Rank 1 skips the step() of its second batch, or is set to another iteration after the first."""
+    rank = dist.get_rank()
+    found = {}
+    for name in ("skips a step", "another iteration"):
+        model = Layers("a")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        counts = []
+        with said() as lines, session(model, folder / name, strict=False) as (running, keeper):
+            for step in range(4):
+                model.run([("a", 10 * rank + step)])
+                optimizer.step()
+                if name == "skips a step" and (rank, step) == (1, 1):
+                    continue
+                if name == "another iteration" and (rank, step) == (1, 1):
+                    running.iteration = 7
+                with Counted() as counted:
+                    running.step()
+                counts.append(counted.kinds)
+            running.stop()
+        found[name] = {
+            "steps": steps(keeper),
+            "iterations": keeper.iterations,
+            "local": [records.local for records in keeper.steps],
+            "collectives": counts,
+            "said": lines,
+        }
+    return found
+
+
+@case(2)
+def other_schedules(folder: Path) -> dict[str, Any]:
+    """Statistics of one iteration under different configs, given to the engine by hand: a session would not begin."""
+    engine = StatisticsEngine()
+    rank = dist.get_rank()
+    engine.note(Watched("a", "activation", 3, torch.full((2, 4), float(rank))), [tensor_request("max")])
+    engine.measure()
+    try:
+        engine.flush(reduce=True, stamp=Stamp(3, 2**52 - 1 - rank, -1 if rank else 4))
+        raised = None
+    except RanksDifferError as error:
+        raised = str(error)
+    return {"raised": raised, "own": [m.value for m in engine.flush(reduce=False)]}
+
+
+@contextmanager
+def said() -> Iterator[list[str]]:
+    """What this package logs at WARNING and above."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("te_precision_callbacks")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 @case(2)

@@ -378,6 +378,61 @@ def test_after_a_failed_reduction_a_rank_is_on_its_own(two: Ranks, alone: Any) -
         assert found["steps"][0] == survivor["steps"][0], f"the step with batch {first} was reduced"
 
 
+@pytest.mark.parametrize(
+    ("name", "batches", "iterations", "where"),
+    [
+        (
+            "skips a step",
+            [[[1], [2], [3]], [[11, 12], [13]]],
+            [[1, 2, 3], [1, 2]],
+            "iteration 1 on ranks 0-1; done since the start: 2 optimizer steps on rank 0; 3 optimizer steps on rank 1.",
+        ),
+        (
+            "another iteration",
+            [[[1], [2], [3]], [[11], [12], [13]]],
+            [[1, 2, 3], [7, 8, 9]],
+            "iteration 1 on rank 0; iteration 7 on rank 1.",
+        ),
+    ],
+)
+def test_ranks_out_of_step_are_named_and_nothing_is_mixed(
+    two: Ranks, alone: Any, name: str, batches: Any, iterations: Any, where: str
+) -> None:
+    for number, rank in enumerate(two):
+        found = rank["out_of_step"][name]
+        assert found["iterations"] == [0, *iterations[number]]
+        assert found["local"] == [False, *(True for _ in iterations[number])]
+        expected = alone(Layers("a"), [[[("a", seed)] for seed in step] for step in batches[number]])
+        for step, values in enumerate(expected, start=1):
+            assert_equal(found["steps"][step], values)
+        named = [line for line in found["said"] if "out of step" in line]
+        assert len(named) == 1
+        assert f"The ranks are out of step: {where}" in named[0]
+        assert found["collectives"][1:] == [{"allreduce": 3}, *({} for _ in iterations[number][1:])]
+
+
+def test_ranks_with_other_schedules_are_named_and_nothing_is_mixed(two: Ranks) -> None:
+    for number, rank in enumerate(two):
+        found = rank["other_schedules"]
+        assert "due in different iterations: schedule 1 on rank 0; schedule 2 on rank 1." in found["raised"]
+        assert found["own"] == [number]
+
+
+@pytest.mark.parametrize(
+    ("attempt", "kind", "said"),
+    [
+        ("another freq", "ConfigError", "all.transformer_engine.LogTensorStats.freq is 1, and 2"),
+        ("one more statistic", "ConfigError", "config 1 on rank 0; config 2 on rank 1"),
+        ("another start_step", "SessionError", "iteration 0 on rank 0; iteration 5 on rank 1"),
+    ],
+)
+def test_ranks_that_were_given_something_else_do_not_begin(two: Ranks, attempt: str, kind: str, said: str) -> None:
+    first, second = (rank["attaching"][attempt] for rank in two)
+    assert first == second
+    assert first[0] == kind
+    assert said in first[1]
+
+
 def test_sections_may_match_on_one_stage_only(two: Ranks) -> None:
     stages = [rank["attaching"] for rank in two]
     assert [found["a section for each stage"] for found in stages] == [{"stage0": ["first"]}, {"stage1": ["second"]}]

@@ -1,0 +1,47 @@
+"""Whether the ranks of a run were given the same config, and where two configs differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from te_precision_callbacks.config.planning import NamespacedFeatures, Section
+
+FlatConfig = Mapping[str, str]
+"""``"stats.transformer_engine.LogTensorStats.freq"`` -> ``"10"``: what a config says, key by key."""
+
+
+def flat_config(sections: Sequence[Section], features: Sequence[NamespacedFeatures]) -> FlatConfig:
+    """What enabled sections say, in a form that is the same text in every process.
+
+    Args:
+        sections: the sections.
+        features: of each section, under their registered names.
+    """
+    flat: dict[str, str] = {}
+    for section, resolved in zip(sections, features, strict=True):
+        selector = section.selector
+        layers = {
+            "exact_layer_names": selector.exact_names and sorted(selector.exact_names),
+            "layer_name_regex_pattern": selector.pattern and selector.pattern.pattern,
+            "layer_numbers": None if selector.numbers is None else sorted(selector.numbers),
+            "layer_types": selector.types,
+        }
+        flat.update(_flat(section.name, {"layers": layers, **resolved}))
+    return flat
+
+
+def difference(one: FlatConfig, other: FlatConfig) -> str:
+    """The first key in which two configs differ, with both values: ``stats...freq is 1, and 2``."""
+    for key in [*one, *(key for key in other if key not in one)]:
+        if one.get(key) != other.get(key):
+            return f"{key} is {one.get(key, 'not there')}, and {other.get(key, 'not there')}"
+    return "none"
+
+
+def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    if not isinstance(value, Mapping):
+        yield path, repr(value)
+        return
+    for key, inner in value.items():
+        yield from _flat(f"{path}.{key}", inner)
