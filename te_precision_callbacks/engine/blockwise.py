@@ -43,14 +43,13 @@ def largest_range(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     matrix = as_matrix(values)
     if not matrix.numel():
         return torch.full((1,), NOTHING, dtype=torch.float64, device=matrix.device)
-    found = _largest_ratio(matrix, blocks)
+    found = _largest_range(matrix, blocks)
     if blocks.both and blocks.dims != 2:  # square tiles of the transposed tensor are the same tiles
-        found = torch.maximum(found, _largest_ratio(matrix.t(), blocks))
-    return torch.log2(found).reshape(1)
+        found = torch.maximum(found, _largest_range(matrix.t(), blocks))
+    return found.reshape(1)
 
 
-def _largest_ratio(matrix: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """The largest max(abs(x)) / min(abs(x)) of a block: float64, 0 where no block has a non-zero finite element."""
+def _largest_range(matrix: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     height = min(blocks.size, matrix.shape[0]) if blocks.dims == 2 else 1
     width = min(blocks.size, matrix.shape[1])
     # Zeros fill a partial block: they are left out as the zeros of the tensor are.
@@ -60,12 +59,18 @@ def _largest_ratio(matrix: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     tiles = (whole.shape[0] // height, height, whole.shape[1] // width)
     largest = torch.cat([largest for largest, _ in found]).view(tiles).amax(1)
     smallest = torch.cat([smallest for _, smallest in found]).view(tiles).amin(1)
-    return (largest.to(torch.float64) / smallest).amax()
+    return torch.where(largest > 0, _log2_of_ratio(largest, smallest), NOTHING).amax()
+
+
+def _log2_of_ratio(largest: torch.Tensor, smallest: torch.Tensor) -> torch.Tensor:
+    """log2(largest / smallest), float64: a whole number where the ratio is a power of two, and never out of range."""
+    (upper, upper_exponent), (lower, lower_exponent) = torch.frexp(largest), torch.frexp(smallest)
+    return torch.log2(upper.to(torch.float64) / lower) + (upper_exponent - lower_exponent)
 
 
 def _extremes(pieces: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each row the largest magnitude, or 0, and the smallest one above 0, or inf."""
-    magnitude = pieces.to(torch.float32).abs()
+    magnitude = eager.widened(pieces).abs()
     counted = (magnitude > 0) & (magnitude < math.inf)
     return torch.where(counted, magnitude, 0.0).amax(1), torch.where(counted, magnitude, math.inf).amin(1)
 
@@ -88,8 +93,7 @@ def range_columns(
     found = [compiled.run(_extremes, piece) for piece in compiled.pieces(blocks)]
     largest, smallest = (torch.cat([piece[index] for piece in found]) for index in (0, 1))
     counted = largest > 0
-    # The ratio of two float32 first: where it is a power of two, so is what comes out, not nearly.
-    ranges = torch.log2(torch.where(counted, largest.to(torch.float64) / smallest, 1.0))
+    ranges = torch.where(counted, _log2_of_ratio(largest, smallest), 0.0)
     sums = torch.stack([counted.sum(dtype=torch.float64), ranges.sum()])
     maxima = torch.stack([torch.where(counted, ranges, NOTHING).amax(), torch.where(counted, -ranges, NOTHING).amax()])
     columns: dict[Of, tuple[torch.Tensor | None, torch.Tensor | None]] = {}

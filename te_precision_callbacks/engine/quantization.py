@@ -393,7 +393,7 @@ def simulate(
 
     Args:
         recipe: one of the recipes but delayed scaling.
-        values: any shape, float32, float16 or bfloat16; its finite elements are looked at.
+        values: any shape, float64, float32, float16 or bfloat16; its finite elements are looked at.
         amax: float64 or float32, one element: the largest finite magnitude, 0 or below where there is none.
         wanted: which columns; there are none of a tensor without elements.
         e5m2: whether an FP8 recipe casts to E5M2, not E4M3.
@@ -422,7 +422,7 @@ def simulate(
     if blockwise.RANGE_KINDS.issuperset(wanted):
         return blockwise.range_columns(blocks, wanted)
     number_format = E2M1 if recipe == "nvfp4" else E5M2 if e5m2 else E4M3
-    tensor_amax = amax.reshape(()).to(torch.float32).clamp(min=0.0)
+    tensor_amax = amax.reshape(()).clamp(0.0, _FLOAT32_MAX).to(torch.float32)
     by_block = _needs_blocks(wanted)
     simulation = _simulation(recipe, number_format, by_block)
     found = [compiled.run(simulation, piece, tensor_amax) for piece in compiled.pieces(blocks)]
@@ -449,14 +449,14 @@ def round_blocks(recipe: str, blocks: torch.Tensor, tensor_amax: torch.Tensor, n
 
     Args:
         recipe: a key of :data:`SIMULATED`.
-        blocks: [blocks, elements], any float dtype; what is not finite is taken as 0.
+        blocks: [blocks, elements], any float dtype; what is not finite is taken as 0, and what is beyond float32 as
+            its largest number.
         tensor_amax: float32, of one element: the largest finite magnitude of the whole tensor.
         number_format: of an element.
     """
-    x = blocks.to(torch.float32)
-    magnitude = x.abs()
-    x = torch.where(magnitude < math.inf, x, 0.0)
-    amax = torch.where(magnitude < math.inf, magnitude, 0.0).amax(1, keepdim=True)
+    x = eager.widened(blocks)
+    x = torch.where(x.abs() < math.inf, x, 0.0).clamp(-_FLOAT32_MAX, _FLOAT32_MAX).to(torch.float32)
+    amax = x.abs().amax(1, keepdim=True)
     return SIMULATED[recipe].quantize(x, amax, tensor_amax, number_format)
 
 

@@ -285,7 +285,7 @@ def _statistics() -> Iterable[Statistic]:
         "exponent_histogram",
         Of.EXPONENTS,
         "for each e from 0 to 255 the number of x with 2^(e - 127) <= |x| < 2^(e - 126); e = 0 has the x != 0 below"
-        " 2^-126",
+        " 2^-126, e = 255 those of float64 from 2^128 on",
         _ADD,
         count,
         False,

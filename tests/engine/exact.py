@@ -21,7 +21,7 @@ FLOAT8 = {False: (torch.float8_e4m3fn, 448.0), True: (torch.float8_e5m2, 57344.0
 
 def as_array(values: torch.Tensor) -> Array:
     """All elements, in the order of the shape."""
-    array: Array = values.detach().float().double().reshape(-1).numpy()
+    array: Array = values.detach().double().reshape(-1).numpy()
     return array
 
 
@@ -56,7 +56,7 @@ def comparison(x: Array, y: Array, limit: float | Array) -> Columns:
 
 def histogram(x: Array) -> list[int]:
     nonzero = x[np.isfinite(x) & (x != 0)]
-    bins = np.maximum(np.frexp(nonzero)[1] + 126, 0)  # frexp: 0.5 <= mantissa < 1
+    bins = np.clip(np.frexp(nonzero)[1] + 126, 0, 255)  # frexp: 0.5 <= mantissa < 1
     return [int(count) for count in np.bincount(bins, minlength=EXPONENT_BINS)]
 
 

@@ -96,10 +96,10 @@ class Quantized(NamedTuple):
 
 @np.errstate(over="ignore", divide="ignore")
 def quantize(
-    recipe: str, x: Matrix, *, e5m2: bool = False, weight: bool = False, columnwise: bool = False
+    recipe: str, x: npt.NDArray[Any], *, e5m2: bool = False, weight: bool = False, columnwise: bool = False
 ) -> Quantized:
-    """As the recipe is defined; inf and nan become 0 and do not count."""
-    x = np.where(np.isfinite(x), x, np.float32(0))
+    """As the recipe is defined; inf and nan become 0 and do not count, and float64 is rounded to float32 first."""
+    x = np.where(np.isfinite(x), x.clip(-FLOAT32_MAX, FLOAT32_MAX), 0).astype(np.float32)
     number_format = FP4 if recipe == "nvfp4" else FP8[e5m2]
     size = BLOCKS[recipe][weight] or x.shape
     height, width = size[::-1] if columnwise and BLOCKS[recipe][0] else size
@@ -145,7 +145,7 @@ LIMITS = {  # recipe -> the lowest and the highest scale, as scale_of() stores i
 class Pair(NamedTuple):
     """A matrix and what a recipe made of it."""
 
-    x: Matrix
+    x: npt.NDArray[Any]
     quantized: Quantized
 
 
@@ -159,7 +159,7 @@ def by_block(recipe: str, pairs: Sequence[Pair]) -> dict[str, Any]:
     for x, quantized in pairs:
         for block, limit in zip(quantized.blocks, limits(quantized), strict=True):
             number += 1
-            with np.errstate(invalid="ignore"):
+            with np.errstate(invalid="ignore", over="ignore"):
                 y = quantized.number_format.numbers(block.codes) * block.factor
             kept = np.isfinite(x[block.where])
             magnitude = np.abs(x[block.where][kept].astype(np.float64))

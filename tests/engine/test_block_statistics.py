@@ -48,8 +48,8 @@ def spread(*shape: int, seed: int = 0, by: float = 3.0) -> torch.Tensor:
     return normal(*shape, seed=seed) * torch.exp(by * normal(*shape, seed=seed + 1))
 
 
-def matrix_of(x: torch.Tensor) -> recipes.Matrix:
-    return x.float().reshape(-1, x.shape[-1] if x.ndim else 1).numpy()
+def matrix_of(x: torch.Tensor) -> Any:
+    return x.double().reshape(-1, x.shape[-1] if x.ndim else 1).numpy()
 
 
 def measured(watched: Sequence[Watched], names: Sequence[str]) -> tuple[Found, list[str]]:

@@ -16,7 +16,7 @@ from te_precision_callbacks.engine.kernels import compiled, eager
 from tests.engine import exact
 
 INF, NAN = math.inf, math.nan
-WIDE = [torch.float32, torch.bfloat16, torch.float16]
+WIDE = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 PRIME = 20_011  # not a multiple of anything, and large enough for the compiled pass
 BYTES = torch.arange(256, dtype=torch.uint8)
@@ -61,12 +61,12 @@ def test_moments_of_every_dtype(measure: Measure, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [*WIDE, *FP8], ids=str)
 def test_every_bit_pattern(measure: Measure, dtype: torch.dtype) -> None:
-    """Subnormals, both zeros, infinities and every NaN; of float32 those that bfloat16 has."""
+    """Subnormals, both zeros, infinities and every NaN; of float32 and float64 those that bfloat16 has."""
     if dtype in FP8:
         values = BYTES.repeat(80).view(dtype)
     else:
         bits = torch.arange(2**16, dtype=torch.int32)
-        values = (bits << 16).view(dtype) if dtype == torch.float32 else bits.to(torch.int16).view(dtype)
+        values = bits.to(torch.int16).view(dtype if dtype.itemsize == 2 else torch.bfloat16).to(dtype)
     exact.assert_same(measure(values, histogram=True), exact.columns(values, histogram_too=True))
 
 
@@ -113,6 +113,12 @@ SPECIAL = {
     "both ends": torch.cat([normal(PRIME) * 1e30, normal(PRIME) * 1e-30]),
     "negative": -normal(PRIME).abs() - 1,
     "float16 subnormals": (normal(PRIME) * 1e-6).half(),
+    "float64 above float32": normal(PRIME).double() * 1e100,
+    "float64 below float32": normal(PRIME).double() * 1e-100,
+    "float64 between float32": 1 + normal(PRIME).double() * 1e-9,
+    "float64 at both ends": torch.cat(
+        [normal(PRIME).double() * 1e150, torch.tensor([5e-324, NAN, -INF, 0.0]).double()]
+    ),
 }
 
 

@@ -72,9 +72,9 @@ def simulated(recipe: str, x: torch.Tensor, **options: bool) -> tuple[list[float
 def assert_simulated(recipe: str, x: torch.Tensor, **options: bool) -> dict[str, Any]:
     """What simulate() finds of a tensor is what numpy finds; returns numpy's columns."""
     e5m2, weight, columnwise = (options.get(name, False) for name in ("e5m2", "weight", "columnwise"))
-    matrix = x.float().reshape(-1, x.shape[-1] if x.ndim else 1).numpy()
+    matrix = x.double().reshape(-1, x.shape[-1] if x.ndim else 1).numpy()
     quantized = quantize(recipe, matrix, e5m2=e5m2, weight=weight, columnwise=columnwise)
-    flat = [array.astype(np.float64).reshape(-1) for array in (matrix, quantized.values, quantized.limits)]
+    flat = [exact.as_array(x), *(a.astype(np.float64).reshape(-1) for a in (quantized.values, quantized.limits))]
     expected = exact.comparison(*flat)
     scales = np.array([block.factor for block in quantized.blocks], np.float64)
     scales = scales[(scales > 0) & np.isfinite(scales)]
@@ -110,6 +110,9 @@ TENSORS = {
     "0-d": torch.tensor(3.5),
     "transposed": normal(40, 70).t(),
     "one column": normal(200, 1),
+    "float64": normal(37, 150).double() * (1 + 1e-9),
+    "float64 beyond float32": normal(37, 150).double() * torch.exp(30 * normal(37, 150, seed=1).double()),
+    "float64 below float32": normal(37, 150).double() * 1e-60,
 }
 
 

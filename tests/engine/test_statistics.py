@@ -93,6 +93,8 @@ BATCHES = {
     "float16": micro_batches(lambda x, number: (100 * x).half()),
     "float8": micro_batches(lambda x, number: x.to(torch.float8_e5m2)),
     "of different dtypes": micro_batches(lambda x, number: x.to([torch.float32, torch.bfloat16, torch.half][number])),
+    "float64 beyond float32": micro_batches(lambda x, number: x.double() * 10.0 ** (60 * (number - 1))),
+    "float64 between float32": micro_batches(lambda x, number: 1 + x.double() * 1e-10),
     "not finite": micro_batches(lambda x, number: x.where(x.abs() < 1.5, [INF, NAN, -INF][number])),
     "transposed": micro_batches(lambda x, number: x.t()),
 }
@@ -105,6 +107,8 @@ def test_every_statistic_of_a_tensor(name: str) -> None:
     assert found.keys() == expected.keys()
     for statistic, value in expected.items():
         rel = 1e-9 if statistic in ("std", "dynamic_range") else 1e-12
+        if name == "float64 between float32" and statistic == "std":
+            rel = 5  # below what the moments can tell: within the bounds of the extremes
         size = np.abs(expected["l1_norm"]) / expected["numel"] if statistic == "mean" else 0.0
         assert found[statistic] == pytest.approx(value, rel=rel, abs=rel * size), statistic
 
@@ -182,6 +186,22 @@ def test_equal_scales_have_no_spread(recipe: str) -> None:
         engine.measure()
     std, least, largest = (found.value for found in engine.flush(reduce=False))
     assert (std, least) == (0.0, largest)
+
+
+@pytest.mark.filterwarnings("error")
+def test_float64_whose_squares_are_beyond_float64() -> None:
+    """No value is nan."""
+    x = torch.tensor([1e200, -3e200, 1e-200, 0.0], dtype=torch.float64)
+    found = statistics_of([x, x], TENSOR_STATISTICS)
+    assert (found["min"], found["max"], found["cur_amax"]) == (-3e200, 1e200, 3e200)
+    assert found["mean"] == pytest.approx(-0.5e200)
+    assert found["l1_norm"] == pytest.approx(8e200)
+    assert (found["l2_norm"], found["std"]) == (INF, INF)
+    assert found["dynamic_range"] == pytest.approx(math.log2(3e200) - math.log2(1e-200))
+    assert {place: count for place, count in enumerate(found["exponent_histogram"]) if count} == {0: 2, 255: 4}
+    assert statistics_of([x[:1], x[:1]], ["std"]) == {"std": 0.0}
+    (blocks,) = statistics_of([x], [BLOCKWISE]).values()
+    assert blocks == pytest.approx(found["dynamic_range"])
 
 
 SQNR = [

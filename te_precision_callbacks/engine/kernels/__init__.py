@@ -44,7 +44,7 @@ def measure(
     """Measure a tensor, and what quantization made of it, in one pass.
 
     Args:
-        values: any shape and strides; float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
+        values: any shape and strides; float64, float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
         codes: uint8, the shape of ``values``: the FP8 codes of the quantized tensor.
         scale_inv: float32, one element: the quantized values are the decoded codes times it.
         e5m2: whether the codes are E5M2, not E4M3.

@@ -20,7 +20,7 @@ format and scale can hold; sum of (x - y)^2; sum of x^2."""
 
 EXPONENT_BINS = 256
 """Bin e of an exponent histogram counts the finite x != 0 whose biased float32 exponent is e: 2^(e-127) <= abs(x) <
-2^(e-126) for e from 1 to 254. Bin 0 has the subnormal numbers below 2^-126; bin 255 stays empty."""
+2^(e-126) for e from 1 to 254. Bin 0 has the numbers below 2^-126; bin 255 those of float64 from 2^128 on."""
 
 NOTHING = -math.inf
 """The neutral value of a maximum."""

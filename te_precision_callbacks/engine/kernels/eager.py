@@ -41,6 +41,11 @@ def flattened(values: torch.Tensor) -> torch.Tensor:
     return values.reshape(-1)
 
 
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """The same numbers in float32, or in float64 where they are of that dtype."""
+    return values if values.dtype == torch.float64 else values.to(torch.float32)
+
+
 def moments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """MOMENT_SUMS and MAXIMA of rows.
 
@@ -50,7 +55,7 @@ def moments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         float64, [6, rows] and [3, rows].
     """
-    x = values.to(torch.float32)
+    x = widened(values)
     zeroed = _finite_or(0.0, x)
     magnitude = zeroed.abs()
     wide = zeroed.to(torch.float64)
@@ -94,12 +99,14 @@ def _count(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _negated_smallest_nonzero(magnitude: torch.Tensor) -> torch.Tensor:
-    """The negated smallest of each row that is not 0: float32, [rows]; NOTHING where all are 0."""
+    """The negated smallest of each row that is not 0: [rows]; NOTHING where all are 0."""
     if torch.compiler.is_compiling():
         return torch.where(magnitude > 0, -magnitude, NOTHING).amax(1)
     # The bits of magnitudes are in their order; less 1, those of 0 come last.
-    bits = ((magnitude.view(torch.int32) - 1) & 0x7FFFFFFF).amin(1)
-    return torch.where(bits == 0x7FFFFFFF, NOTHING, -(bits + 1).view(torch.float32))
+    integer = torch.int64 if magnitude.dtype == torch.float64 else torch.int32
+    last = torch.iinfo(integer).max
+    bits = ((magnitude.view(integer) - 1) & last).amin(1)
+    return torch.where(bits == last, NOTHING, -(bits + 1).view(magnitude.dtype))
 
 
 def comparison(values: torch.Tensor, quantized: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
@@ -113,7 +120,7 @@ def comparison(values: torch.Tensor, quantized: torch.Tensor, limit: torch.Tenso
     Returns:
         float64, [5, rows].
     """
-    x = values.to(torch.float32)
+    x = widened(values)
     magnitude = x.abs()
     finite = magnitude < math.inf
     signal = torch.where(finite, x, 0.0).to(torch.float64)
@@ -139,10 +146,17 @@ def exponents(values: torch.Tensor) -> torch.Tensor:
     Returns:
         float64, [256].
     """
-    bits = values.reshape(-1).to(torch.float32).view(torch.int32) & 0x7FFFFFFF
-    counted = (bits > 0) & (bits < 0x7F800000)
+    x = widened(values.reshape(-1))
+    if x.dtype == torch.float64:
+        bits = x.view(torch.int64) & 0x7FFFFFFFFFFFFFFF
+        exponent = ((bits >> 52) - 1023 + 127).clamp(0, EXPONENT_BINS - 1).to(torch.int32)
+        counted = (bits > 0) & (bits < 0x7FF0000000000000)
+    else:
+        bits = x.view(torch.int32) & 0x7FFFFFFF
+        exponent = bits >> 23
+        counted = (bits > 0) & (bits < 0x7F800000)
     # What is not counted goes to one more bin, which is cut off.
-    return _counts(torch.where(counted, bits >> 23, EXPONENT_BINS), EXPONENT_BINS)
+    return _counts(torch.where(counted, exponent, EXPONENT_BINS), EXPONENT_BINS)
 
 
 def count_in_bins(powers: torch.Tensor, counted: torch.Tensor, bins: Bins) -> torch.Tensor:
