@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.errors import MissingExtraError
-from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, check_step_on
+from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, check_step_on, spelled_out
 from te_precision_callbacks.records import MetricSelection, RunInfo, StepRecords
 from te_precision_callbacks.records.loggers import add_to_tensorboard, names_for_mlflow, wandb_histogram
 from te_precision_callbacks.session import InspectSession, SessionError
@@ -65,6 +65,7 @@ class PrecisionDebugCallback(Callback):
         print(callback.session.precision)
     """
 
+    @spelled_out
     def __init__(
         self,
         config: ConfigSource = None,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import torch.distributed
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, get_type_hints
 
 from te_precision_callbacks.config.loading import Config, ConfigSource, load_config
 from te_precision_callbacks.config.problems import suggestion
@@ -125,6 +127,47 @@ class SessionOptions:
                 raise OptionError(f"features= takes classes, not {feature!r}.")
         MetricSelection(options.prefix, options.log_filter)
         return options
+
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def spelled_out(front_door: FunctionT) -> FunctionT:
+    """Gives the ``__init__`` of a front door a signature that names every option in the place of ``**keywords``.
+
+    A program that makes objects from text, such as LightningCLI with jsonargparse, reads the signature. Each annotation
+    there holds the types that a YAML file can spell: text for a path, a list for a sequence. Beside ``os.PathLike``
+    jsonargparse 4.52 and later makes text of every mapping and list, and the content of a file of its path.
+    """
+    own = inspect.signature(front_door)
+    hints = get_type_hints(front_door)
+    defaults = {entry.name: entry.default for entry in fields(SessionOptions)}
+    parameters = [
+        entry.replace(annotation=_in_yaml(hints[name])) if name in hints else entry
+        for name, entry in own.parameters.items()
+        if entry.kind is not entry.VAR_KEYWORD
+    ]
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=_in_yaml(hint))
+        for name, hint in get_type_hints(SessionKeywords).items()
+    ]
+    front_door.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return front_door
+
+
+_ONLY_IN_PYTHON = (os.PathLike, Config, Callable)
+
+
+def _in_yaml(hint: Any) -> Any:
+    """What a YAML file can spell of a type."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        kept = [_in_yaml(entry) for entry in arguments if (get_origin(entry) or entry) not in _ONLY_IN_PYTHON]
+        return Union[tuple(kept)]  # noqa: UP007  # made at run time
+    if origin in (Iterable, Sequence):
+        return list[_in_yaml(arguments[0])]  # type: ignore[misc]
+    # jsonargparse compares the annotations of a protocol's methods: a class without them is judged by from_keywords().
+    return Sink | Any if hint is Sink else hint
 
 
 def check_step_on(step_on: object) -> None:

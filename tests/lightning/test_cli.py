@@ -1,0 +1,149 @@
+"""The callback in the YAML of a LightningCLI: every option, for each jsonargparse from 4.40 on that is installed."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from torch.utils.data import DataLoader
+from transformer_engine.debug.features.api import TEConfigAPIMapper
+
+from te_precision_callbacks import PrecisionDebugCallback
+from te_precision_callbacks.options import SessionKeywords, SessionOptions
+from tests.conftest import Keeper, statistics
+from tests.lightning.models import Plain, loader, logged_lines
+
+
+class Named(Keeper):
+    """A sink that is made from the YAML."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+class OfFile(TEConfigAPIMapper):  # type: ignore[misc]
+    """A feature of the user's, named by its import path."""
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader(2)
+
+
+def command_line(folder: Path, class_path: str, **options: Any) -> PrecisionDebugCallback:
+    """What ``python train.py fit --config trainer.yaml`` does; the callback of the fit."""
+    (folder / "trainer.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "trainer": {
+                    "accelerator": "cpu",
+                    "max_epochs": 1,
+                    "logger": False,
+                    "enable_progress_bar": False,
+                    "enable_model_summary": False,
+                    "enable_checkpointing": False,
+                    "default_root_dir": str(folder),
+                    "callbacks": [{"class_path": class_path, "init_args": options}],
+                }
+            }
+        )
+    )
+    arguments = ["fit", "--config", str(folder / "trainer.yaml")]
+    cli = LightningCLI(Plain, Data, args=arguments, save_config_callback=None, seed_everything_default=False)
+    return next(found for found in cli.trainer.callbacks if isinstance(found, PrecisionDebugCallback))
+
+
+@pytest.fixture(autouse=True)
+def of_pytest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py"])
+
+
+@pytest.mark.parametrize(
+    ("class_path", "config"),
+    [
+        ("te_precision_callbacks.PrecisionDebugCallback", "path"),
+        ("te_precision_callbacks.lightning.PrecisionDebugCallback", "mapping"),
+        ("te_precision_callbacks.PrecisionDebugCallback", "null"),
+    ],
+)
+def test_the_config_is_a_path_a_mapping_or_null(tmp_path: Path, class_path: str, config: str) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(statistics()))
+    given = {"path": str(tmp_path / "config.yaml"), "mapping": statistics(), "null": None}[config]
+    callback = command_line(tmp_path, class_path, config=given, log_dir=str(tmp_path / "debug"))
+    found = {name.rpartition("_")[2] for name, _ in logged_lines(tmp_path / "debug")}
+    assert ("norm" in found) is (config != "null"), "l1_norm is in the config, and not in the default one"
+    assert callback.session.log_dir == tmp_path / "debug"
+
+
+def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
+    (tmp_path / "features").mkdir()
+    options: dict[str, Any] = {
+        "config": statistics(),
+        "step_on": "batch",
+        "log_dir": str(tmp_path / "debug"),
+        "feature_dirs": [str(tmp_path / "features")],
+        "features": [f"{__name__}.OfFile"],
+        "sinks": [{"class_path": f"{__name__}.Named", "init_args": {"name": "of the YAML"}}],
+        "process_group": None,
+        "reduce": False,
+        "start_step": 5,
+        "prefix": "precision",
+        "log_filter": ["*/net.0/*"],
+        "debug": ["activation_overflow"],
+        "precision_features_in_eval": False,
+        "allow_unmatched": True,
+        "strict": True,
+    }
+    assert set(options) - {"config", "step_on"} == set(SessionKeywords.__annotations__), "every option is here"
+    callback = command_line(tmp_path, "te_precision_callbacks.PrecisionDebugCallback", **options)
+    made: SessionOptions = callback._options
+    (sink,) = made.sinks
+    assert isinstance(sink, Named)
+    assert sink.name == "of the YAML"
+    assert sink.iterations == [5, 6]
+    assert made.features == (OfFile,)
+    assert made.feature_dirs == (tmp_path / "features",)
+    kept = (
+        "process_group",
+        "reduce",
+        "start_step",
+        "prefix",
+        "precision_features_in_eval",
+        "allow_unmatched",
+        "strict",
+    )
+    assert {name: getattr(made, name) for name in kept} == {name: options[name] for name in kept}
+    assert list(made.log_filter) == ["*/net.0/*"]  # type: ignore[arg-type]
+    assert made.debug == ("activation_overflow",)
+    assert callback._step_on == "batch"
+
+
+def test_a_list_of_one_may_be_its_entry(tmp_path: Path) -> None:
+    options = {
+        "log_filter": "*/net.0/*",
+        "debug": "te_precision activation_overflow",
+        "feature_dirs": str(tmp_path),
+        "log_dir": str(tmp_path),
+    }
+    made = command_line(tmp_path, "te_precision_callbacks.PrecisionDebugCallback", **options)._options
+    assert made.log_filter == "*/net.0/*"
+    assert made.debug == ("te_precision", "activation_overflow")
+    assert made.feature_dirs == (tmp_path,)
+
+
+def test_a_config_that_cannot_be_used_ends_the_program_with_our_message(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config file .* does not exist"):
+        command_line(tmp_path, "te_precision_callbacks.PrecisionDebugCallback", config=str(tmp_path / "missing.yaml"))
+
+
+def test_the_signature_names_every_option_with_its_default() -> None:
+    found = inspect.signature(PrecisionDebugCallback).parameters
+    assert list(found) == ["config", "step_on", *SessionKeywords.__annotations__]
+    for name, default in SessionOptions.__dataclass_fields__.items():
+        assert name == "config" or found[name].default == default.default, name
