@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
 import tomllib
+from packaging.requirements import Requirement
 from setuptools import find_namespace_packages
 
 import te_precision_callbacks
@@ -81,6 +83,79 @@ except PrecisionDebugError as error:
     assert "te-precision run" in text
 
 
+def test_overflow_detection_needs_no_transformer_engine(tmp_path: Path) -> None:
+    """Each of its front doors stops on an inf; what needs Transformer Engine says which extra to install."""
+    code = """
+import argparse, sys
+sys.modules["transformer_engine"] = None  # as where it is not installed
+import torch
+from accelerate import Accelerator
+from te_precision_callbacks import PrecisionDebugger
+from te_precision_callbacks.debug_options import add_debug_options, debugging
+from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow
+from te_precision_callbacks.session import TransformerEngineUnavailableError
+from te_precision_callbacks.transformers import Trainer, TrainingArguments
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return {"loss": self.last(self.first(x) * float("inf")).sum()}
+
+def by_hand(model):
+    with DebugActivationOverflow(model) as watch:
+        model(torch.ones(2, 4))["loss"].backward()
+        watch.look()
+
+def by_flag(model):
+    parser = argparse.ArgumentParser()
+    add_debug_options(parser)
+    with debugging(parser.parse_args(["--debug", "activation_overflow"]), model) as debug:
+        model(torch.ones(2, 4))["loss"].backward()
+        debug.step()
+
+def by_trainer(model, debug="activation_overflow"):
+    args = TrainingArguments("run", max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, debug=debug)
+    Trainer(model, args, train_dataset=[{"x": torch.ones(4)}] * 8).train()
+
+for front_door in (by_hand, by_flag, by_trainer):
+    try:
+        front_door(Net())
+    except ActivationOverflowError as error:
+        print(front_door.__name__, str(error).splitlines()[0])
+
+accelerator = Accelerator(cpu=True)
+debugger = PrecisionDebugger(accelerator, accelerator.prepare(Net()), debug="activation_overflow")
+for needs_a_session in (debugger.start, lambda: by_trainer(Net(), "te_precision")):
+    try:
+        needs_a_session()
+    except TransformerEngineUnavailableError as error:
+        print(error)"""
+    lines = python(code, tmp_path).splitlines()
+    assert [line.split(" Linear")[0] for line in lines[:3]] == [
+        f"{name} > [0] last:" for name in ("by_hand", "by_flag", "by_trainer")
+    ]
+    assert len(lines) == 5
+    assert all("'te-precision-callbacks[reference]'" in line and "debug_utils" in line for line in lines[3:])
+
+
+def test_a_trainer_whose_peft_finds_no_usable_transformer_engine_says_what_to_do(tmp_path: Path) -> None:
+    """PEFT imports Transformer Engine where it is installed, and the Trainer imports PEFT."""
+    (tmp_path / "peft.py").write_text("import transformer_engine\n")
+    (tmp_path / "peft-1.0.dist-info").mkdir()
+    (tmp_path / "peft-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 1.0\n")
+    code = """
+try:
+    from te_precision_callbacks import PrecisionDebugTrainerCallback
+except ImportError as error:
+    print(type(error).__name__, error)"""
+    text = python(code, tmp_path)
+    assert text.startswith("TransformerEngineUnavailableError Transformer Engine, which PEFT imports")
+    assert "reference.install_where_needed()" in text
+
+
 def test_the_readme_does_as_it_says(tmp_path: Path) -> None:
     """Its config and its Lightning script, word for word."""
     config, script = (
@@ -103,11 +178,16 @@ def test_the_list_of_packages_is_complete() -> None:
     assert sorted(settings["packages"]) == sorted([*with_files, "te_precision_callbacks.features"])
 
 
-def test_an_installed_wheel_holds_the_features(tmp_path: Path) -> None:
+def test_an_installed_wheel_holds_the_features_and_asks_for_no_transformer_engine(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    (metadata,) = (tmp_path / "site").glob("*.dist-info")
+    needed = [Requirement(text) for text in Distribution.at(metadata).requires or ()]
+    without_extra = {found.name for found in needed if found.marker is None or found.marker.evaluate({"extra": ""})}
+    assert {"torch", "nvdlfw-inspect"} <= without_extra
+    assert not [name for name in without_extra if name.startswith("transformer-engine")], "PEFT fails where it is empty"
     code = f"""
 import sys
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]

@@ -61,7 +61,7 @@ def plan_launch(backend: Backend) -> Launch:
     """
     if importlib.util.find_spec("transformer_engine") is None:
         raise TransformerEngineVersionError(
-            f'No Transformer Engine is installed. Its Python is enough here: pip install "{versions.REQUIREMENT}"'
+            f'No Transformer Engine is installed. Its Python is enough here: pip install "{versions.EXTRA}"'
         )
     if backend is not Backend.REFERENCE:
         reason = compiled.why_unavailable()

@@ -29,7 +29,7 @@ def checked_version() -> str:
     except metadata.PackageNotFoundError:
         raise TransformerEngineVersionError(
             "No Transformer Engine is installed. The reference backend runs the Python of Transformer Engine 2.20.x: "
-            f'pip install "{REQUIREMENT}"'
+            f'pip install "{EXTRA}"'
         ) from None
     if not SpecifierSet(SUPPORTED).contains(version, prereleases=True):
         raise TransformerEngineVersionError(

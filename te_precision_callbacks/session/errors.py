@@ -9,8 +9,35 @@ class SessionError(PrecisionDebugError, RuntimeError):
     """A session was used in an order that cannot work, or could not be started."""
 
 
-class TransformerEngineUnavailableError(SessionError):
-    """Transformer Engine cannot be imported, so there is nothing to observe."""
+class TransformerEngineUnavailableError(SessionError, ImportError):
+    """Transformer Engine cannot be imported, so there is nothing to observe.
+
+    Args:
+        error: what the import raised.
+        subject: Transformer Engine, and for whom it is imported.
+    """
+
+    def __init__(self, error: BaseException, subject: str = "Transformer Engine") -> None:
+        super().__init__(
+            f"{subject} cannot be imported. On a machine with a GPU install the compiled build: pip install"
+            " --no-build-isolation 'transformer-engine[pytorch]'. Without a GPU install"
+            " 'te-precision-callbacks[reference]', and call te_precision_callbacks.reference.install_where_needed()"
+            " before anything imports Transformer Engine, or start the script with 'te-precision run SCRIPT'. Overflow"
+            " detection alone (te_precision_callbacks.debug_utils) needs no Transformer Engine. What happened:"
+            f" {type(error).__name__}: {error}"
+        )
+
+
+def transformer_engine_error(error: BaseException | None) -> BaseException | None:
+    """What was raised inside of Transformer Engine and led to ``error``; None where nothing was."""
+    while error is not None:
+        traceback = error.__traceback__
+        while traceback is not None:
+            if traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "transformer_engine":
+                return error
+            traceback = traceback.tb_next
+        error = error.__cause__ or error.__context__
+    return None
 
 
 class FeatureLoadError(SessionError):

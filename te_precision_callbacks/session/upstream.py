@@ -59,12 +59,7 @@ def import_transformer_engine() -> None:
         importlib.import_module("transformer_engine.debug.pytorch.debug_quantization")
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         # A package without its compiled part raises RuntimeError or FileNotFoundError, not ImportError.
-        raise TransformerEngineUnavailableError(
-            "Transformer Engine cannot be imported. On a machine with a GPU install its compiled build: pip install"
-            " 'transformer-engine[pytorch]'. Without one install 'te-precision-callbacks[reference]', and call"
-            " te_precision_callbacks.reference.install_where_needed() before anything imports Transformer Engine, or"
-            f" start the script with 'te-precision run SCRIPT'. What happened: {type(error).__name__}: {error}"
-        ) from error
+        raise TransformerEngineUnavailableError(error) from error
 
 
 def warn_unless_supported() -> None:

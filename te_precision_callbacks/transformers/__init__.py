@@ -14,12 +14,21 @@ trainer = Trainer(model, args, ...)        # on the command line: --debug te_pre
 from __future__ import annotations
 
 from te_precision_callbacks.errors import MissingExtraError
+from te_precision_callbacks.session.errors import TransformerEngineUnavailableError, transformer_engine_error
 
 try:
     import accelerate  # noqa: F401  # the Trainer misses it late, when constructed
     import transformers  # noqa: F401
 except ImportError as error:
     raise MissingExtraError("te_precision_callbacks.transformers", "transformers") from error
+
+try:
+    from transformers import Trainer as _  # noqa: F401  # which imports PEFT, and that Transformer Engine
+except ImportError as error:
+    if (cause := transformer_engine_error(error)) is None:
+        raise
+    needed_by = "Transformer Engine, which PEFT imports for transformers' Trainer where both are installed,"
+    raise TransformerEngineUnavailableError(cause, needed_by) from error
 
 from te_precision_callbacks.transformers.arguments import PrecisionDebugOption, TrainingArguments
 from te_precision_callbacks.transformers.callback import PrecisionDebugTrainerCallback

@@ -79,7 +79,7 @@ def test_without_transformer_engine() -> None:
         + INSTALL.format("").replace("\n", "\n        ")
     )
     assert "TransformerEngineVersionError: No Transformer Engine is installed" in message
-    assert 'pip install "transformer-engine>=2.20,<2.21"' in message
+    assert 'pip install "te-precision-callbacks[reference]"' in message
 
 
 @pytest.mark.parametrize("version", ["2.19.0", "2.21.0"])

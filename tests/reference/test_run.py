@@ -134,7 +134,7 @@ def test_without_transformer_engine(script: Path) -> None:
     done = run([sys.executable, "-c", dedent(code.format(script=str(script)))])
     assert done.returncode == 2
     assert "No Transformer Engine is installed" in done.stderr
-    assert 'pip install "transformer-engine>=2.20,<2.21"' in done.stderr
+    assert 'pip install "te-precision-callbacks[reference]"' in done.stderr
 
 
 def test_help_is_quick() -> None:
