@@ -38,8 +38,8 @@ class PrecisionDebugCallback(Callback):
       ``te/model.layers.0.layernorm_mlp.fc1/activation/max``. Units are those of the tensor; a statistic whose name ends
       in ``%`` is in percent (for MLflow, whose names have no ``%``, it ends in ``_pct``).
 
-    Written below ``log_dir``, a file a rank: ``nvdlfw_inspect_logs`` (which features acted where) and
-    ``nvdlfw_inspect_statistics_logs`` (every statistic).
+    Written below ``log_dir``: ``nvdlfw_inspect_logs`` (which features acted where, a file a rank) and
+    ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
 
     Sanity checks, validation, test and predict are not observed; features that change precision act in validation as in
     training. After an exception or Ctrl-C the session is closed, and what was gathered since the last step is written.

@@ -26,6 +26,10 @@ StepOn = Literal["optimizer_step", "batch"]
 """What a debug iteration is, for the front doors of loops in which a step may have several batches."""
 
 
+StatisticsLogRanks = Literal["rank0", "all", "off"]
+"""Which ranks write statistics that are reduced over ranks into their statistics log."""
+
+
 class SessionKeywords(TypedDict, total=False):
     """The keywords of :class:`SessionOptions`, for the signatures of the front doors."""
 
@@ -35,6 +39,7 @@ class SessionKeywords(TypedDict, total=False):
     sinks: Sequence[Sink]
     process_group: torch.distributed.ProcessGroup | None
     reduce: bool
+    statistics_log: StatisticsLogRanks
     start_step: int | None
     prefix: str
     log_filter: LogFilter
@@ -56,6 +61,8 @@ class SessionOptions:
         sinks: more receivers of a step's records, beside the statistics log and the trainer's loggers.
         process_group: the group over which statistics are reduced. None: all ranks.
         reduce: False keeps the statistics of each rank, without a collective.
+        statistics_log: which ranks write the statistics log. ``"rank0"``: the first of those that reduce together, who
+            all have the same numbers; the others write what is theirs alone. ``"all"``: each. ``"off"``: none.
         start_step: the debug iteration at start. None: 0, or the resumed step.
         prefix: first part of every metric name.
         log_filter: which metrics go to the trainer's loggers; see :mod:`te_precision_callbacks.records.metrics`.
@@ -73,6 +80,7 @@ class SessionOptions:
     sinks: tuple[Sink, ...] = ()
     process_group: torch.distributed.ProcessGroup | None = None
     reduce: bool = True
+    statistics_log: StatisticsLogRanks = "rank0"
     start_step: int | None = None
     prefix: str = "te"
     log_filter: LogFilter = None
@@ -101,6 +109,10 @@ class SessionOptions:
         start_step = keywords.get("start_step")
         if start_step is not None and (type(start_step) is not int or start_step < 0):
             raise OptionError(f"start_step= is a step from 0 on, not {start_step!r}.")
+        statistics_log = keywords.get("statistics_log", "rank0")
+        if statistics_log not in get_args(StatisticsLogRanks):
+            known_ranks = ", ".join(map(repr, get_args(StatisticsLogRanks)))
+            raise OptionError(f"statistics_log= is one of {known_ranks}, not {statistics_log!r}.")
         if not isinstance(keywords.get("prefix", ""), str):
             raise OptionError(f"prefix= is a text, not {keywords['prefix']!r}.")
         group = keywords.get("process_group")

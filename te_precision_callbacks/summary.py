@@ -27,11 +27,10 @@ def summary(session: InspectSession, *, unconverted: Mapping[str, str] | None = 
         unconverted: layers that a trainer left without Transformer Engine: name -> why.
     """
     tables = [precision_table(session), unconverted_table(unconverted or {}), statistics_table(session)]
-    return Group(
-        *(table for table in tables if table.row_count),
-        f"Logs: {session.log_dir / EVENTS_FOLDER}",
-        f"      {session.log_dir / STATISTICS_FOLDER}",
-    )
+    logs = [f"Logs: {session.log_dir / EVENTS_FOLDER}"]
+    if (session.log_dir / STATISTICS_FOLDER).is_dir():  # statistics_log="off"
+        logs.append(f"      {session.log_dir / STATISTICS_FOLDER}")
+    return Group(*(table for table in tables if table.row_count), *logs)
 
 
 def precision_table(session: InspectSession) -> Table:

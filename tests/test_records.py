@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from te_precision_callbacks import PrecisionDebugError
 from te_precision_callbacks.records import MetricSelection, Row, RunInfo, StatisticsLog, StepRecords, metric_name
 from te_precision_callbacks.records.metrics import MOST_METRICS
+from te_precision_callbacks.records.statistics_log import claim
 
 
 def records(*rows: Row, iteration: int = 3) -> StepRecords:
@@ -62,6 +64,57 @@ def test_a_log_of_an_earlier_run(
     folder = tmp_path / "nvdlfw_inspect_statistics_logs"
     assert len((folder / "nvdlfw_inspect_globalrank-0.log").read_text().splitlines()) == expected
     assert (folder / "nvdlfw_inspect_globalrank-0.log.1").exists() == (overwrite is None)
+
+
+def test_a_rank_whose_numbers_another_one_writes_writes_its_own(tmp_path: Path) -> None:
+    log = StatisticsLog(own_only=True)
+    log.start(run_info(tmp_path, rank=1))
+    row, mine = Row("a", "activation", None, "max", 1.0), Row("", "", None, "mine", 2.0)
+    path = tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-1.log"
+    log.write(StepRecords.from_rows(0, 0, [row], own=[False]))
+    assert not path.exists()
+    log.write(StepRecords.from_rows(1, 1, [row, mine], own=[False, True]))
+    log.write(StepRecords.from_rows(2, 2, [row], own=[True], local=True))
+    log.close(None)
+    (first, second) = (line.split(" - INFO - ")[1].split() for line in path.read_text().splitlines())
+    assert first == ["mine", "iteration=000001", "value=2.0"]
+    assert second == ["a_activation_max", "iteration=000002", "value=1.0", "rank=1"]
+
+
+def test_numbers_of_one_rank_are_no_points_of_the_reduced_series() -> None:
+    local = StepRecords.from_rows(
+        0,
+        0,
+        [Row("a", "activation", None, "max", 1.0)],
+        vectors={("a", "activation", "exponent_histogram"): (0.0,) * 256},
+        local=True,
+    )
+    select = MetricSelection("te")
+    assert list(select(local)) == ["te/local/a/activation/max"]
+    assert list(select.histograms(local)) == ["te/local/a/activation/exponent_histogram"]
+    assert list(MetricSelection("")(local)) == ["local/a/activation/max"]
+
+
+def test_processes_that_start_together_lose_no_file(tmp_path: Path) -> None:
+    """Each names its file's owner in it; threads stand for processes, which do the same system calls."""
+    for trial in range(20):
+        path = tmp_path / str(trial) / "rank-0.log"
+        path.parent.mkdir()
+        path.write_text("earlier")
+        together = threading.Barrier(8)
+
+        def start(owner: int, path: Path = path, together: threading.Barrier = together) -> None:
+            together.wait()
+            with claim(path) as file:
+                file.write(str(owner))
+
+        threads = [threading.Thread(target=start, args=(owner,)) for owner in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        found = sorted(kept.read_text() for kept in path.parent.iterdir())
+        assert found == [*map(str, range(8)), "earlier"]
 
 
 def test_metric_names() -> None:

@@ -46,8 +46,8 @@ class PrecisionDebugger:
       ``%`` is in percent. With an MLflow tracker, whose names have no ``%``, it ends in ``_pct`` in all trackers.
     - exponent histograms, as histograms, to the TensorBoard and W&B trackers.
 
-    Written below ``log_dir``, a file a rank: ``nvdlfw_inspect_logs`` (which features acted where) and
-    ``nvdlfw_inspect_statistics_logs`` (every statistic).
+    Written below ``log_dir``: ``nvdlfw_inspect_logs`` (which features acted where, a file a rank) and
+    ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
 
     ``accelerator.save_state`` saves the debug iteration, in a file of its own, and ``load_state`` restores it: for as
     long as the debugger lives, before :meth:`start` and after :meth:`stop` too. Checkpoints with and without that file

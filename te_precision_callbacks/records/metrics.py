@@ -5,7 +5,9 @@
 
 The name is ``<prefix>/<layer>/<tensor>/<statistic>``. Up to :data:`MOST_METRICS` numbers a step all of them go to the
 loggers; above that the :data:`WORST_LAYERS` worst layers of each statistic of a tensor, and its minimum, median and
-maximum over the layers (``<prefix>/all/<tensor>/<statistic>/min``). The statistics log always has all.
+maximum over the layers (``<prefix>/all/<tensor>/<statistic>/min``). The statistics log always has all. Numbers of one
+rank alone, where statistics are reduced over ranks, stand under ``<prefix>/local/``: they are no points of the same
+series.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ class MetricSelection:
         return dict(self._last[1])
 
     def _choose(self, records: StepRecords) -> dict[str, float]:
-        named = [(metric_name(self._prefix, row), row) for row in records]
+        prefix = self._prefix_of(records)
+        named = [(metric_name(prefix, row), row) for row in records]
         if self._wanted is not None:
             return {name: row.value for name, row in named if self._wanted(name)}
         if len(named) <= MOST_METRICS:
@@ -84,19 +87,22 @@ class MetricSelection:
                 len(named),
                 WORST_LAYERS,
             )
-        return self._worst(named)
+        return self._worst(named, prefix)
+
+    def _prefix_of(self, records: StepRecords) -> str:
+        return "/".join(part for part in (self._prefix, "local" if records.local else "") if part)
 
     def histograms(self, records: StepRecords) -> dict[str, Histogram]:
         """The histograms of a step that go to the loggers: name -> counts with their bins."""
         named = {
-            metric_name(self._prefix, Row(layer, tensor, None, statistic, 0.0)): Histogram(
+            metric_name(self._prefix_of(records), Row(layer, tensor, None, statistic, 0.0)): Histogram(
                 counts, histogram_bins(statistic)
             )
             for (layer, tensor, statistic), counts in records.vectors.items()
         }
         return {name: counts for name, counts in named.items() if self._wanted is None or self._wanted(name)}
 
-    def _worst(self, named: Iterable[tuple[str, Row]]) -> dict[str, float]:
+    def _worst(self, named: Iterable[tuple[str, Row]], prefix: str) -> dict[str, float]:
         groups: dict[tuple[str, str | None, str], list[tuple[str, Row]]] = {}
         for name, row in named:
             groups.setdefault((row.tensor, row.gemm, row.statistic), []).append((name, row))
@@ -105,7 +111,7 @@ class MetricSelection:
             entries.sort(key=lambda entry: badness(statistic, entry[1].value), reverse=True)
             chosen.update((name, row.value) for name, row in entries[:WORST_LAYERS])
             values = [row.value for _, row in entries if not math.isnan(row.value)] or [math.nan]
-            over_all = metric_name(self._prefix, Row("all", tensor, gemm, statistic, 0.0))
+            over_all = metric_name(prefix, Row("all", tensor, gemm, statistic, 0.0))
             chosen[f"{over_all}/min"] = min(values)
             chosen[f"{over_all}/median"] = statistics.median(values)
             chosen[f"{over_all}/max"] = max(values)

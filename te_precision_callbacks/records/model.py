@@ -38,7 +38,9 @@ class StepRecords:
         values: float64.
         vectors: further columns whose cells are sequences (histograms), by (layer, tensor, statistic).
         local: True where the numbers are of this rank alone although statistics are reduced over ranks: what was
-            gathered but not yet stepped when the run ended.
+            gathered but not yet stepped when the run ended, and all that comes after a reduction that failed.
+        own: for each number whether it is this rank's alone. False where it is reduced over ranks, so that all of them
+            have the same one; what a user's own feature logs is not.
     """
 
     iteration: int
@@ -50,6 +52,7 @@ class StepRecords:
     values: array[float] = field(default_factory=lambda: array("d"))
     vectors: Mapping[tuple[str, str, str], tuple[float, ...]] = field(default_factory=dict)
     local: bool = False
+    own: tuple[bool, ...] = ()
 
     @classmethod
     def from_rows(
@@ -60,8 +63,9 @@ class StepRecords:
         *,
         vectors: Mapping[tuple[str, str, str], tuple[float, ...]] | None = None,
         local: bool = False,
+        own: Iterable[bool] | None = None,
     ) -> StepRecords:
-        """Put rows into columns, in their order."""
+        """Put rows into columns, in their order. Without ``own`` all of them are this rank's alone."""
         rows = list(rows)
         return cls(
             iteration=iteration,
@@ -73,6 +77,7 @@ class StepRecords:
             values=array("d", (row.value for row in rows)),
             vectors=vectors or {},
             local=local,
+            own=(True,) * len(rows) if own is None else tuple(own),
         )
 
     def __len__(self) -> int:

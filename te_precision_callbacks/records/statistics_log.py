@@ -2,10 +2,14 @@
 
 <log_dir>/nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-<rank>.log
     <time> - INFO - fc1_activation_max   iteration=000002   value=4.318804740905762
+
+A line ends with ``rank=<rank>`` where its number is of that rank alone although statistics are reduced over ranks, as
+after a reduction that failed.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from datetime import datetime
@@ -18,7 +22,8 @@ from te_precision_callbacks.records.model import Row, RunInfo, StepRecords
 STATISTICS_FOLDER = "nvdlfw_inspect_statistics_logs"
 """As in nvidia-dlfw-inspect 0.2.2, ``logging.py: make_default_statistics_logger``."""
 
-_LINE = "{time} - INFO - {name} \t\t\t\t iteration={iteration:06d} \t\t\t\t value={value}\n"
+_LINE = "{time} - INFO - {name} \t\t\t\t iteration={iteration:06d} \t\t\t\t value={value}{mark}\n"
+_LOCAL_MARK = " \t\t\t\t rank={rank}"
 
 
 def log_file_name(rank: int) -> str:
@@ -26,17 +31,52 @@ def log_file_name(rank: int) -> str:
     return f"nvdlfw_inspect_globalrank-{rank}.log"
 
 
-def keep_previous(path: Path) -> None:
-    """Move a file of an earlier run aside, to the next free ``<name>.1``, ``<name>.2`` and so on.
+OVERWRITE_VARIABLE = "NVDLFW_INSPECT_ENABLE_LOG_OVERWRITE"
+"""nvidia-dlfw-inspect's: ``0`` has it append to a file that is there, anything else empty it."""
 
-    nvidia-dlfw-inspect empties it instead. Where ``NVDLFW_INSPECT_ENABLE_LOG_OVERWRITE`` is set the file is left to it.
+
+def is_overwritten() -> bool:
+    """Whether the user has told nvidia-dlfw-inspect what to do with a file that is there, so that it is left to it."""
+    return OVERWRITE_VARIABLE in os.environ
+
+
+def keep_previous(path: Path) -> None:
+    """Move a file that is there aside, to the next free ``<name>.1``, ``<name>.2`` and so on.
+
+    nvidia-dlfw-inspect empties it instead. It may belong to another process that is running: that one goes on writing
+    into it, under its new name. However many processes do this at once, no file takes the place of another.
     """
-    if "NVDLFW_INSPECT_ENABLE_LOG_OVERWRITE" in os.environ or not path.is_file() or not path.stat().st_size:
+    if is_overwritten() or not path.is_file():
         return
-    count = 1
-    while (kept := path.with_name(f"{path.name}.{count}")).exists():
-        count += 1
-    path.rename(kept)
+    for count in itertools.count(1):
+        kept = path.with_name(f"{path.name}.{count}")
+        try:
+            kept.open("x").close()  # the name is ours: a rename alone would replace what another process has put there
+        except FileExistsError:
+            continue
+        try:
+            path.replace(kept)
+        except FileNotFoundError:  # another process was first
+            kept.unlink()
+        return
+
+
+def claim(path: Path) -> TextIO:
+    """Open a new file that no other process has; what is there is kept.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if is_overwritten():
+        append = os.environ[OVERWRITE_VARIABLE] == "0"
+        return path.open("a" if append else "w", encoding="utf-8")
+    while True:
+        keep_previous(path)
+        try:
+            return path.open("x", encoding="utf-8")
+        except FileExistsError:  # another process was first
+            if not path.is_file():
+                raise
 
 
 def format_value(value: float) -> str:
@@ -50,36 +90,54 @@ def statistic_label(row: Row) -> str:
 
 
 class StatisticsLog:
-    """The sink that writes the statistics log of a rank. A step is in the file when ``write`` returns."""
+    """The sink that writes the statistics log of a rank. A step is in the file when ``write`` returns.
 
-    def __init__(self) -> None:
+    The file is made when there is something to write.
+
+    Args:
+        own_only: write what is this rank's alone, since another rank writes what is reduced.
+    """
+
+    def __init__(self, *, own_only: bool = False) -> None:
+        self._own_only = own_only
+        self._path: Path | None = None
         self._file: TextIO | None = None
+        self._mark = ""
 
     def start(self, run: RunInfo) -> None:
-        """Open the file; one of an earlier run is kept beside it."""
-        folder = run.log_dir / STATISTICS_FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / log_file_name(run.rank)
-        keep_previous(path)
-        append = os.environ.get("NVDLFW_INSPECT_ENABLE_LOG_OVERWRITE") == "0"
-        self._file = path.open("a" if append else "w", encoding="utf-8")
+        """Keep the file of an earlier run."""
+        self._mark = _LOCAL_MARK.format(rank=run.rank)
+        self._path = run.log_dir / STATISTICS_FOLDER / log_file_name(run.rank)
+        keep_previous(self._path)
 
     def write(self, records: StepRecords) -> None:
         """Append a line a number."""
-        if self._file is None:
+        rows = list(records)
+        if self._own_only:
+            rows = [row for row, own in zip(rows, records.own, strict=True) if own]
+        if self._path is None or not rows:
             return
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = claim(self._path)
         now = datetime.now()
         time = f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03d}"
+        mark = self._mark if records.local else ""
         self._file.writelines(
             _LINE.format(
-                time=time, name=statistic_label(row), iteration=records.iteration, value=format_value(row.value)
+                time=time,
+                name=statistic_label(row),
+                iteration=records.iteration,
+                value=format_value(row.value),
+                mark=mark,
             )
-            for row in records
+            for row in rows
         )
         self._file.flush()
 
     def close(self, error: BaseException | None) -> None:
         """Close the file."""
+        self._path = None
         if self._file is not None:
             self._file.close()
             self._file = None

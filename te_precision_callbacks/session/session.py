@@ -24,6 +24,7 @@ from te_precision_callbacks.debug_options import ACTIVATION_OVERFLOW
 from te_precision_callbacks.dumps.files import SAFETENSORS
 from te_precision_callbacks.dumps.recording import RECORDER
 from te_precision_callbacks.engine.engine import Measurement
+from te_precision_callbacks.engine.reduction import is_distributed
 from te_precision_callbacks.naming import Layer, NamedModule, named_te_modules
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.records.model import LayerInfo, Row, RunInfo, Sink, StepRecords
@@ -112,6 +113,7 @@ class InspectSession:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._rank = torch.distributed.get_rank() if distributed else 0
         self._world_size = torch.distributed.get_world_size() if distributed else 1
+        self._reduces = options.reduce and is_distributed(options.process_group)
         self._failures = ObservationFailures(strict=options.strict, rank=self._rank)
         self._audit = PrecisionAudit()
         self._classify = ForwardClassifier(precision_features_in_eval=options.precision_features_in_eval)
@@ -258,7 +260,7 @@ class InspectSession:
         _last_started = weakref.ref(self)
         self._started_at = _place_in_script()
         self._inspector = inspector
-        self._sinks = [StatisticsLog(), *sinks, *self._options.sinks]
+        self._sinks = [*self._statistics_logs(), *sinks, *self._options.sinks]
         try:
             inspector.start(self._rank)
             self._hooks.install()
@@ -293,6 +295,7 @@ class InspectSession:
         inspector = self._running("attach()")
         options = self._options
         ranks = Ranks(options.process_group, reduce=options.reduce)
+        self._reduces = ranks.several
         layers = ranks.together(lambda: self._find_layers(inspector, model))
         layers_of_all = ranks.pool(layers)
         plan, sections = ranks.together(lambda: self._plan(inspector, layers, layers_of_all))
@@ -348,7 +351,7 @@ class InspectSession:
             inspector.step()
         except Exception as error:
             self._failures.report("gathering the statistics of", f"iteration {iteration}", error)
-            local = self._world_size > 1
+            local = self._reduces
             self._gather_local(inspector)
         self._hooks.begin(inspector.iteration)
         self._last_logging_step = iteration if logging_step is None else logging_step
@@ -402,6 +405,14 @@ class InspectSession:
         self.stop(error)
 
     # ------------------------------------------------------------------ inside
+
+    def _statistics_logs(self) -> list[StatisticsLog]:
+        """The statistics log of this rank, if it has one."""
+        which, group = self._options.statistics_log, self._options.process_group
+        if which == "off":
+            return []
+        another_writes = which == "rank0" and self._reduces and torch.distributed.get_rank(group) != 0
+        return [StatisticsLog(own_only=another_writes)]
 
     def _stop_at_exit(self) -> None:
         self.stop(SessionError("The process ended while the session was running."))
@@ -502,7 +513,9 @@ class InspectSession:
             self._failures.report("reading the statistics of", f"iteration {iteration}", error)
             return None
         self._last.update(((row.layer, row.tensor, row.statistic), row) for row in rows)
-        records = StepRecords.from_rows(iteration, logging_step, rows, vectors=vectors, local=local)
+        reduced = self._reduces and not local
+        own = (not (reduced and number < len(rows) - len(scalars)) for number in range(len(rows)))
+        records = StepRecords.from_rows(iteration, logging_step, rows, vectors=vectors, local=local, own=own)
         self._each_sink("writing records to", lambda sink: sink.write(records))
         return records
 
@@ -531,7 +544,7 @@ class InspectSession:
             self._start_sinks()
             if logging_step is None:
                 logging_step = iteration if self._last_logging_step is None else self._last_logging_step + 1
-            self._hand_over(iteration, logging_step, local=self._world_size > 1)
+            self._hand_over(iteration, logging_step, local=self._reduces)
         except ObservationError as error:
             logger.error("What was gathered since the last step could not be written.", exc_info=error)
 

@@ -17,13 +17,13 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, RegisteredFeatures
 from te_precision_callbacks.engine.engine import ENGINE, Measurement, Placement
-from te_precision_callbacks.records.statistics_log import keep_previous, log_file_name
+from te_precision_callbacks.records.statistics_log import OVERWRITE_VARIABLE, claim, is_overwritten, log_file_name
 from te_precision_callbacks.session.errors import FeatureLoadError, SessionError, TransformerEngineUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -246,15 +246,11 @@ class Inspector:
         self._snapshot = Snapshot()
         self._snapshot.detach_handlers()
         SingleMessageLogger.logged_messages.clear()
-        try:
-            self._log_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SessionError(f"log_dir={str(self._log_dir)!r} cannot be made a folder: {error}.") from error
-        keep_previous(self._log_dir / EVENTS_FOLDER / log_file_name(rank))
+        events = self._claim_events(self._log_dir / EVENTS_FOLDER / log_file_name(rank))
         with warnings.catch_warnings():
             # TE's deprecated aliases warn when they are registered, used or not; as an error it would end the process.
             warnings.simplefilter("ignore", DeprecationWarning)
-            self._initialize(debug_api)
+            self._initialize(debug_api, events)
         for name in _PYTHON_LOGGERS:
             for handler in logging.getLogger(name).handlers:
                 handler.handleError = self._report_log_failure  # type: ignore[method-assign]
@@ -274,7 +270,17 @@ class Inspector:
         if error is not None:
             self._report("writing", "nvidia-dlfw-inspect's log", error)
 
-    def _initialize(self, debug_api: Any) -> None:
+    def _claim_events(self, path: Path) -> TextIO:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return claim(path)
+        except OSError as error:
+            raise SessionError(
+                f"log_dir={str(self._log_dir)!r} cannot be written to: {error}. Give a folder that can."
+            ) from error
+
+    def _initialize(self, debug_api: Any, events: TextIO) -> None:
+        """Start upstream, with its log of events in a file that no other process has."""
         import transformer_engine.debug.features as te_features
 
         import te_precision_callbacks.features as own_features
@@ -290,6 +296,8 @@ class Inspector:
                 ) from error
         # What cannot be written now is reported with the first line after the start.
         raises, logging.raiseExceptions = logging.raiseExceptions, False
+        overwritten = is_overwritten()
+        os.environ.setdefault(OVERWRITE_VARIABLE, "0")  # what is at the name may be another process's by now
         try:
             debug_api.initialize(
                 config_file=Plan((), ()).as_inspect_config(),
@@ -307,6 +315,9 @@ class Inspector:
             raise FeatureLoadError(f"nvidia-dlfw-inspect could not load the features: {error}") from error
         finally:
             logging.raiseExceptions = raises
+            if not overwritten:
+                del os.environ[OVERWRITE_VARIABLE]
+            _redirect_events(events)
 
     @property
     def registered(self) -> RegisteredFeatures:
@@ -421,6 +432,19 @@ class Inspector:
             ENGINE.reset()
             self._snapshot.restore()
             self._snapshot = None
+
+
+def _redirect_events(events: TextIO) -> None:
+    """Have upstream's log of events go on in a file that is open; upstream has opened one by its name."""
+    events.seek(0, os.SEEK_END)
+    for handler in logging.getLogger(_PYTHON_LOGGERS[0]).handlers:
+        if isinstance(handler, logging.FileHandler):
+            file: Any = handler
+            by_name, file.stream = file.stream, events
+            with contextlib.suppress(OSError):  # a full disk is reported with the first line after the start
+                by_name.close()
+            return
+    events.close()
 
 
 def reset_schedule(module: torch.nn.Module) -> None:

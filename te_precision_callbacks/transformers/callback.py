@@ -41,8 +41,8 @@ class PrecisionDebugTrainerCallback(DebugCallback):
     them, at most nine keys: ``te/worst_underflows%``, ``te/worst_sqnr_db``, ``te/nonfinite_num``, each with ``_layer``
     and ``_tensor``.
 
-    Written below ``log_dir``, by default ``args.output_dir``, a file a rank: ``nvdlfw_inspect_logs`` (which features
-    acted where) and ``nvdlfw_inspect_statistics_logs`` (every statistic).
+    Written below ``log_dir``, by default ``args.output_dir``: ``nvdlfw_inspect_logs`` (which features acted where, a
+    file a rank) and ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
 
     Evaluation and prediction are not observed; features that change precision act there as in training. The Trainer
     tells no callback that a training failed: with :class:`te_precision_callbacks.transformers.Trainer`, or with

@@ -29,9 +29,11 @@ class HistorySummary:
     def __init__(self, prefix: str) -> None:
         self._prefix = f"{prefix}/" if prefix else ""
         self._worst: dict[str, tuple[float, Row]] = {}
+        self._local = False
 
     def add(self, records: StepRecords) -> None:
         """Take the statistics of a step."""
+        self._local |= records.local
         for row in records:
             for key, part in _SUMMARIES.items():
                 if part not in row.statistic or row.value == math.inf:
@@ -52,9 +54,10 @@ class HistorySummary:
 
     def _keys(self) -> Mapping[str, float | str]:
         keys: dict[str, float | str] = {}
+        prefix = f"{self._prefix}local/" if self._local else self._prefix  # of one rank alone
         for name, (_, row) in self._worst.items():
-            keys[f"{self._prefix}{name}"] = row.value
+            keys[f"{prefix}{name}"] = row.value
             if row.value:  # no tensor is the worst where all have no underflow, or no inf and nan
-                keys[f"{self._prefix}{name}_layer"] = row.layer
-                keys[f"{self._prefix}{name}_tensor"] = row.tensor
+                keys[f"{prefix}{name}_layer"] = row.layer
+                keys[f"{prefix}{name}_tensor"] = row.tensor
         return keys

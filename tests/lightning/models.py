@@ -123,14 +123,28 @@ def trainer(root: Path, **keywords: Any) -> L.Trainer:
 
 def logged_lines(log_dir: Path, rank: int = 0) -> dict[tuple[str, int], float]:
     """The statistics log of a rank: (name, iteration) -> value. A name that is there twice is an error."""
-    path = log_dir / "nvdlfw_inspect_statistics_logs" / f"nvdlfw_inspect_globalrank-{rank}.log"
+    path = log_of(log_dir, rank)
     found: dict[tuple[str, int], float] = {}
     for line in path.read_text().splitlines():
         _, _, rest = line.partition(" - INFO - ")
-        name, iteration, value = (part.strip() for part in rest.split("\t\t\t\t"))
+        name, iteration, value, *_ = (part.strip() for part in rest.split("\t\t\t\t"))
         key = (name, int(iteration.removeprefix("iteration=")))
         assert key not in found, key
         found[key] = float(value.removeprefix("value="))
+    return found
+
+
+def log_of(log_dir: Path, rank: int) -> Path:
+    """The statistics log of a rank."""
+    return log_dir / "nvdlfw_inspect_statistics_logs" / f"nvdlfw_inspect_globalrank-{rank}.log"
+
+
+def marked_lines(log_dir: Path, rank: int) -> dict[int, set[str]]:
+    """What stands behind the values in the statistics log of a rank: iteration -> marks."""
+    found: dict[int, set[str]] = {}
+    for line in log_of(log_dir, rank).read_text().splitlines():
+        _, iteration, _, *marks = (part.strip() for part in line.split("\t\t\t\t"))
+        found.setdefault(int(iteration.removeprefix("iteration=")), set()).update(marks)
     return found
 
 

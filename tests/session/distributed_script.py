@@ -27,7 +27,8 @@ def main(case: str, rank: int, folder: Path) -> None:
         "world": {},
         "own group": {"process_group": groups[rank]},
         "no reduction": {"reduce": False},
-        "one fails": {},
+        "all": {"statistics_log": "all"},
+        "one fails": {"statistics_log": "all"},
     }[case]
     net = te.Linear(32, 32)
     with InspectSession(statistics(), model=net, log_dir=folder / "log", **keywords) as session:

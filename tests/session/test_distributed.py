@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lightning.models import logged_lines
+from tests.lightning.models import log_of, logged_lines, marked_lines
 
 NAME = "linear_activation_max"
 
@@ -26,16 +26,21 @@ def run(case: str, folder: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        ("world", [{0: 2.0, 1: 2.0, 2: 2.0}] * 2),
+        ("world", [{0: 2.0, 1: 2.0, 2: 2.0}, None]),
+        ("all", [{0: 2.0, 1: 2.0, 2: 2.0}] * 2),
         ("own group", [{0: 1.0, 1: 1.0, 2: 1.0}, {0: 2.0, 1: 2.0, 2: 2.0}]),
         ("no reduction", [{0: 1.0, 1: 1.0, 2: 1.0}, {0: 2.0}]),
     ],
 )
-def test_reduction(tmp_path: Path, case: str, expected: list[dict[int, float]]) -> None:
+def test_reduction(tmp_path: Path, case: str, expected: list[dict[int, float] | None]) -> None:
     assert run(case, tmp_path) == [0, 0]
     for rank in range(2):
+        if expected[rank] is None:
+            assert not log_of(tmp_path / "log", rank).exists(), "the numbers are those of rank 0, which writes them"
+            continue
         lines = logged_lines(tmp_path / "log", rank)
         assert {step: value for (name, step), value in lines.items() if name == NAME} == expected[rank]
+        assert not set().union(*marked_lines(tmp_path / "log", rank).values()), "nothing is out of the ordinary"
 
 
 def test_what_a_failing_rank_had_gathered_is_its_own(tmp_path: Path) -> None:
@@ -50,3 +55,5 @@ def test_what_a_failing_rank_had_gathered_is_its_own(tmp_path: Path) -> None:
     assert {step: lines["linear_activation_l1_norm", step] for step in range(3)} == {0: 1536.0, 1: 1536.0, 2: 1024.0}, (
         "over both ranks, and the last one of this rank alone"
     )
+    for rank in range(2):
+        assert marked_lines(tmp_path / "log", rank) == {0: set(), 1: set(), 2: {f"rank={rank}"}}

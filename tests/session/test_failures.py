@@ -150,6 +150,7 @@ def test_a_config_that_does_nothing_says_so(tmp_path: Path, caplog: pytest.LogCa
         ({"log_dirs": "x"}, "Did you mean 'log_dir'"),
         ({"strict": "yes"}, "strict= is True or False"),
         ({"start_step": -1}, "start_step="),
+        ({"statistics_log": "rank1"}, "statistics_log= is one of 'rank0', 'all', 'off', not 'rank1'"),
         ({"sinks": [print]}, "start, write and close"),
         ({"feature_dirs": "not/there"}, "not a folder"),
         ({"feature_dirs": 5}, "feature_dirs= is a list"),

@@ -16,6 +16,7 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 
+from te_precision_callbacks.records.statistics_log import claim
 from te_precision_callbacks.session import FeatureLoadError, InspectSession, SessionError, running_session
 from te_precision_callbacks.session.upstream import Snapshot
 from tests.conftest import Keeper, feature, global_state, module_state, statistics
@@ -149,6 +150,33 @@ def test_the_log_of_an_earlier_session_is_kept(tmp_path: Path) -> None:
         f"nvdlfw_inspect_globalrank-0.log{suffix}" for suffix in ("", ".1", ".2")
     ]
     assert len({len(path.read_text().splitlines()) for path in folder.iterdir()}) == 1
+
+
+def test_processes_that_start_together_in_one_folder_lose_no_log(tmp_path: Path) -> None:
+    """Another process takes the name after ours has made the file, and before upstream opens it."""
+    events = tmp_path / "nvdlfw_inspect_logs" / "nvdlfw_inspect_globalrank-0.log"
+    net = model()
+    begun = debug_api.initialize
+
+    def interrupted(*args: Any, **keywords: Any) -> None:
+        with pytest.MonkeyPatch.context() as of_the_other:
+            of_the_other.delenv("NVDLFW_INSPECT_ENABLE_LOG_OVERWRITE", raising=False)
+            with claim(events) as other:
+                other.write("of another process\n")
+        begun(*args, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(debug_api, "initialize", interrupted)
+        keeper = run(net, statistics(), 1, tmp_path)
+    assert keeper.iterations == [0]
+    assert events.read_text().startswith("of another process\n")
+    assert "Feature=" not in events.read_text()
+    assert "Feature=LogTensorStats" in events.with_name(f"{events.name}.1").read_text()
+
+
+def test_a_session_without_a_statistics_log(tmp_path: Path) -> None:
+    assert run(model(), statistics(), 1, tmp_path, statistics_log="off").iterations == [0]
+    assert [path.name for path in tmp_path.iterdir()] == ["nvdlfw_inspect_logs"]
 
 
 def test_another_transformer_engine_is_refused_by_what_it_lacks(
