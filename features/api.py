@@ -45,6 +45,7 @@ from te_precision_callbacks.engine.schedule import Schedule, fingerprint
 from te_precision_callbacks.errors import FeatureError
 from te_precision_callbacks.features.base import StatisticsFeature, every_options, matching_options
 from te_precision_callbacks.features.registration import NAMESPACE, is_upstream, namespace
+from te_precision_callbacks.layouts import is_quantized
 
 logger = logging.getLogger("te_precision_callbacks.features")
 
@@ -259,6 +260,7 @@ class TransformerEngineAPI(UpstreamAPI):
             raise FeatureError(f"{names} would modify {tensor} of {layer!r} in {gemm}: it must be exactly one.")
         call = due[0]
         returned = call(layer, arguments)
+        self._refuse_forbidden(call, key, returned if arguments["out"] is None else arguments["out"])
         self._note_once(call, key)
         if arguments["out"] is not None:
             if returned is not None:
@@ -278,6 +280,24 @@ class TransformerEngineAPI(UpstreamAPI):
             raise call.wrong(layer, returned, f"a tensor of {dtype}")
         # Quantized from a weight in float32, under torch's autocast: its dtype is only what it would dequantize to.
         return returned.to_dtype(dtype)
+
+    def _refuse_forbidden(self, call: _Call, key: tuple[Any, ...], made: Any) -> None:
+        """Refuse a quantized operand of a GEMM that another feature keeps in high precision.
+
+        Transformer Engine does not ask the other one where this one replaces the tensor. With both operands replaced so
+        the other would have no effect; with one, the GEMM could not be had at all.
+        """
+        layer, _, tensor, gemm = key
+        if tensor in _RESULTS or not is_quantized(made):
+            return
+        allowed, _ = self.route_api(layer, "fp8_gemm_enabled", gemm=gemm)
+        if not allowed:
+            answers = self._answers[layer, "fp8_gemm", None, gemm]
+            forbidding = " and ".join(feature for (feature, _), allows in answers.items() if not allows)
+            raise FeatureError(
+                f"The feature {call.feature} quantized {tensor} of {layer!r} for {gemm}, which {forbidding} keeps in"
+                " high precision. A GEMM can be had in one way only: take it out of one of them."
+            )
 
     def _note_once(self, call: _Call, key: tuple[Any, ...]) -> None:
         """A line in the log of events, the first time."""

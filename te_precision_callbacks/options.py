@@ -122,11 +122,16 @@ class SessionOptions:
         directories = keywords.pop("feature_dirs", ())
         if isinstance(directories, (str, os.PathLike)):
             directories = (directories,)
+        feature_dirs = tuple(_folder(directory) for directory in _sequence("feature_dirs", directories))
+        features = _sequence("features", keywords.pop("features", ()))
+        for feature in features:
+            if not isinstance(feature, type):
+                raise OptionError(f"features= takes classes, not {feature!r}.")
         options = cls(
-            config=load_config(config),
+            config=load_config(config, features=features, feature_dirs=feature_dirs),
             log_dir=None if log_dir is None else _path("log_dir", log_dir),
-            feature_dirs=tuple(_folder(directory) for directory in _sequence("feature_dirs", directories)),
-            features=_sequence("features", keywords.pop("features", ())),
+            feature_dirs=feature_dirs,
+            features=features,
             sinks=_sequence("sinks", keywords.pop("sinks", ())),
             debug=parse_debug(keywords.pop("debug", ())),
             **keywords,
@@ -134,9 +139,6 @@ class SessionOptions:
         for sink in options.sinks:
             if not isinstance(sink, Sink) or isinstance(sink, type):
                 raise OptionError(f"sinks= takes objects with the methods start, write and close, not {sink!r}.")
-        for feature in options.features:
-            if not isinstance(feature, type):
-                raise OptionError(f"features= takes classes, not {feature!r}.")
         MetricSelection(options.prefix, options.log_filter)
         return options
 

@@ -10,6 +10,7 @@ import pytest
 
 from te_precision_callbacks import PrecisionDebugError
 from te_precision_callbacks.config import Config, ConfigError, LayerSelector, Plan, load_config
+from te_precision_callbacks.config.selection import LayerIndex
 from tests.conftest import feature
 
 REGISTERED = {
@@ -137,7 +138,7 @@ def test_the_number_of_a_layer(name: str, number: int | None) -> None:
     hit = [
         candidate
         for candidate in range(20)
-        if LayerSelector.parse({"layer_numbers": [candidate]}, "here").selects(Layer(name))
+        if LayerSelector.parse({"layer_numbers": [candidate]}, lambda *keys: "here").select(LayerIndex([Layer(name)]))
     ]
     assert hit == ([] if number is None else [number])
 

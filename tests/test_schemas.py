@@ -96,6 +96,10 @@ fake_quantized:
 """
 
 
+class Own:
+    """A user's own feature."""
+
+
 def load(folder: Path, name: str, options: str) -> Config:
     """Load a section with one feature, whose options start in line 7."""
     lines = [
@@ -108,7 +112,7 @@ def load(folder: Path, name: str, options: str) -> Config:
     lines += [f"      {line}" for line in ("enabled: True", *options.splitlines())]
     path = folder / "config.yaml"
     path.write_text("\n".join(lines))
-    return load_config(path)
+    return load_config(path, features=[Own])
 
 
 def handed_over(folder: Path, name: str, options: str) -> Any:
@@ -208,6 +212,7 @@ def test_what_is_off_or_a_users_own_is_not_checked(tmp_path: Path) -> None:
     off = {"enabled": False, "frequency": 3}
     load_config({"s": {**feature("LogTensorStats", ["fc1"], frequency=3), "enabled": False}})
     load_config({"s": {**feature("Own", ["fc1"]), "transformer_engine": {"FakeQuant": off}}})
+    load_config({"s": feature("Own", ["fc1"], anything=1)}, features=[Own])
     of_upstream_itself = {"enabled": True, "layers": {"layer_types": ["fc1"]}, "LogTensorStats": {"enabled": True}}
     load_config({"s": of_upstream_itself})
 
@@ -265,8 +270,8 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
         ("LogTensorStats", STATS + "tensors: activations", 8, "'tensors' of N is a list of .*'activations' is none"),
         (
             "LogFp8TensorStats",
-            "tensors:\n  - output\nstats: mse",
-            7,
+            "tensors:\n  - weight\n  - output\nstats: mse",
+            9,
             "a list of activation, weight, gradient; 'output'",
         ),
         ("DisableFP8GEMM", "gemms: [fprob]", 7, "'gemms' of N is a list of fprop, .*'fprob' is none .*'fprop'"),
@@ -283,7 +288,7 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
         (
             "LogTensorStats",
             "tensors_struct:\n  - tensor: weight\n    stats: max\n  - tensor: output",
-            7,
+            10,
             "item 2 of 'tensors_struct' of N has no 'stats'",
         ),
         ("LogTensorStats", STATS, 5, r"N has neither 'tensors' nor 'tensors_struct'. Write .* tensors: \[activation"),
@@ -311,14 +316,14 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
         (
             "PerTensorScaling",
             "gemms_struct:\n  - gemm: fprop",
-            7,
+            8,
             "item 1 of 'gemms_struct' of N has neither 'tensors'",
         ),
         ("FakeQuant", SCALED, 5, "N has no 'quant_format', one of FP8E4M3, FP8E5M2, MXFP8E4M3, MXFP8E5M2"),
         (
             "FakeQuant",
             "gemms: fprop\ntensors_struct:\n  - {tensor: weight, quant_format: FP8E4M3}\n  - tensor: activation",
-            8,
+            10,
             "item 2 of 'tensors_struct' of N has no 'quant_format'",
         ),
         ("DumpTensors", TENSORS, 5, "N would write nothing: neither high_precision_tensor nor quantized_tensor is set"),
@@ -464,7 +469,7 @@ def test_a_mapping_is_checked_like_a_file_and_merge_keys_have_a_line(tmp_path: P
     with pytest.raises(ConfigError, match=r"'tensors' of 'LogTensorStats' is a list of .*, not {'weight'}"):
         load_config({"s": feature("LogTensorStats", ["fc1"], tensors={"weight"}, stats=["max"])})
     merged = "<<: {stats: [max], tensors: [activations]}"
-    with pytest.raises(ConfigError, match=r"line 5 .*'activations' is none of them"):
+    with pytest.raises(ConfigError, match=r"line 7 .*'activations' is none of them"):
         load(tmp_path, "LogTensorStats", merged)
 
 

@@ -6,6 +6,7 @@ checked.options["FakeQuant"]                              # as written, a bare n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,10 +14,11 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from te_precision_callbacks.config.fields import item_of, names, words
-from te_precision_callbacks.config.levels import FeatureSchema, Misfit, Pair, levels
+from te_precision_callbacks.config.effects import Effect
+from te_precision_callbacks.config.fields import Refused, item_of, names, words
+from te_precision_callbacks.config.levels import FeatureSchema, Misfit, levels
 from te_precision_callbacks.config.planning import feature_options
-from te_precision_callbacks.config.problems import ConfigError, KeyPath, meant_for, suggestion
+from te_precision_callbacks.config.problems import KeyPath, Problems, meant_for, shown, suggestion
 from te_precision_callbacks.config.schemas import schema_of
 
 
@@ -33,11 +35,11 @@ class CheckedFeatures:
 
     Attributes:
         options: feature, as written -> its options, as written; what the schema takes as a bare name is a list.
-        modifies: feature, as written -> the tensors that it replaces, each with its GEMM.
+        effects: feature, as written -> what it does to the GEMMs of a layer.
     """
 
     options: Mapping[str, Mapping[str, Any]]
-    modifies: Mapping[str, tuple[Pair, ...]]
+    effects: Mapping[str, Effect]
 
 
 def check_features(features: Mapping[str, Any], place: Place) -> CheckedFeatures:
@@ -48,20 +50,23 @@ def check_features(features: Mapping[str, Any], place: Place) -> CheckedFeatures
         place: where a key stands.
 
     Raises:
-        ConfigError: what a schema does not take.
+        ConfigError: all that the schemas do not take, in the order in which it stands there.
     """
     options: dict[str, Mapping[str, Any]] = {}
-    modifies: dict[str, tuple[Pair, ...]] = {}
+    effects: dict[str, Effect] = {}
+    problems = Problems()
     for name, written in features.items():
         schema = schema_of(name)
         if schema is None:
             continue
-        given = feature_options(name, written, place(name))
-        if given["enabled"]:
-            model = _validated(schema, name, given, place)
-            options[name] = model.model_dump(exclude_unset=True)
-            modifies[name] = model.modifies()
-    return CheckedFeatures(options, modifies)
+        with problems.noted():
+            given = feature_options(name, written, place(name))
+            if given["enabled"]:
+                model = _validated(schema, name, given, place)
+                options[name] = model.model_dump(exclude_unset=True)
+                effects[name] = model.effect()
+    problems.raise_any()
+    return CheckedFeatures(options, effects)
 
 
 def _validated(schema: type[FeatureSchema], name: str, options: Mapping[str, Any], place: Place) -> FeatureSchema:
@@ -69,9 +74,12 @@ def _validated(schema: type[FeatureSchema], name: str, options: Mapping[str, Any
         return schema.model_validate(dict(options))
     except ValidationError as error:
         found = error.errors(include_url=False)
-    problems = [_Problem(schema, name, options, place, details) for details in found]
-    first = min(problems, key=lambda problem: problem.order)
-    raise ConfigError(str(first))
+    problems = Problems()
+    described = (_Problem(schema, name, options, place, details) for details in found)
+    for problem in sorted(described, key=lambda problem: problem.order):
+        problems.add(functools.partial(str, problem))
+    problems.raise_any()
+    raise AssertionError("pydantic has told of no error")
 
 
 class _Problem:
@@ -97,7 +105,7 @@ class _Problem:
             self.keys = (*self.keys[:-1], str(self.value))
         self.feature = feature
         self.options = options
-        self.place = place(feature, *self.keys)
+        self.place = place
         self.levels = levels(schema)
 
     @property
@@ -114,18 +122,21 @@ class _Problem:
         return tuple(positions)
 
     def __str__(self) -> str:
-        return f"{self.place}: {self._sentence()}"
+        return f"{self.place(self.feature, *self.keys)}: {self._sentence()}"
 
     def _sentence(self) -> str:
         *around, last = self.keys or ("",)
         if self.kind in ("extra_forbidden", "invalid_key"):
-            return f"{self._subject(tuple(around))} has no key {last!r}{self._given()}.{self._elsewhere(last)}"
+            return f"{self._subject(tuple(around))} has no key {shown(last)}{self._given()}.{self._elsewhere(last)}"
         if self.kind == "missing":
             subject = self._subject(tuple(around))
             return f"{subject} has no {last!r}, {words(self._field())}.{meant_for(str(last), self.value)}"
         if self.kind == "value_error":
-            return f"{self._subject(self._named())} {self.cause}"
+            return f"{self._subject(self._named())} {self._cause()}"
         return f"{self._subject(self._named())} {self._refusal()}"
+
+    def _cause(self) -> str:
+        return self.cause.describe() if isinstance(self.cause, Refused) else str(self.cause)
 
     def _named(self) -> KeyPath:
         """The keys down to the last one with a name, or to an item that is a mapping with a schema."""
@@ -138,11 +149,11 @@ class _Problem:
         hint = suggestion(self.value, names(field)) if isinstance(self.value, str) and names(field) else ""
         hint = hint if "Did you mean" in hint else ""
         if isinstance(self.keys[-1], int):
-            return f"is {words(field)}; {self.value!r} is none of them.{hint}"
-        return f"is {words(field)}, not {self.value!r}.{hint}"
+            return f"is {words(field)}; {shown(self.value)} is none of them.{hint}"
+        return f"is {words(field)}, not {shown(self.value)}.{hint}"
 
     def _given(self) -> str:
-        return f" (given: {self.value!r})" if self.kind == "extra_forbidden" else ""
+        return f" (given: {shown(self.value)})" if self.kind == "extra_forbidden" else ""
 
     def _elsewhere(self, key: Any) -> str:
         """Where an unknown key belongs, and which key was meant instead."""
@@ -163,10 +174,10 @@ class _Problem:
 
     def _subject(self, keys: KeyPath) -> str:
         """``'freq' in item 2 of 'tensors_struct' of 'LogTensorStats'``."""
-        subject = repr(self.feature)
+        subject = shown(self.feature)
         for key in keys:
             if isinstance(key, int):
                 subject = f"item {key + 1} of {subject}"
             else:
-                subject = f"{key!r} {'in' if subject.startswith('item') else 'of'} {subject}"
+                subject = f"{shown(key)} {'in' if subject.startswith('item') else 'of'} {subject}"
         return subject

@@ -9,14 +9,14 @@ starts."
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Strict
 from pydantic.fields import FieldInfo
 
-from te_precision_callbacks.config.problems import nearest, suggestion
+from te_precision_callbacks.config.problems import nearest, shown, suggestion
 from te_precision_callbacks.engine.statistics import (
     BLOCKWISE,
     OWN_RECIPE,
@@ -54,12 +54,31 @@ def _listed(value: Any) -> Any:
 ListOf = Annotated[list[T], Strict(), BeforeValidator(_listed), Field(min_length=1)]
 
 
-def _refused(entry: object, error: UnknownStatisticError, names: Sequence[str], known: Sequence[str]) -> ValueError:
+class Refused(ValueError):
+    """A value that a field does not take.
+
+    Args:
+        describe: says why; continues a sentence that starts with the key. It is called only where that is told, since a
+            suggestion takes time.
+    """
+
+    def __init__(self, describe: Callable[[], str]) -> None:
+        super().__init__()
+        self.describe = describe
+
+
+def _refused(
+    entry: object, error: UnknownStatisticError, names: Callable[[], Sequence[str]], known: Sequence[str]
+) -> Refused:
     """The error about an entry of ``stats``, with the nearest of ``names``, else with all that is ``known``."""
-    reason = str(error).removeprefix(f"{entry!r}: ")
-    near = isinstance(entry, str) and nearest(entry, names)
-    hint = suggestion(str(entry), names if near else known, known_as="The statistics are")
-    return ValueError(f"has {entry!r}: {reason}.{'' if isinstance(entry, Mapping) else hint}")
+
+    def describe() -> str:
+        reason = str(error).removeprefix(f"{entry!r}: ")
+        near = isinstance(entry, str) and nearest(entry, names())
+        hint = suggestion(str(entry), names() if near else known, known_as="The statistics are")
+        return f"has {shown(entry)}: {reason}.{'' if isinstance(entry, Mapping) else hint}"
+
+    return Refused(describe)
 
 
 def _tensor_statistic(entry: Any) -> Any:
@@ -67,7 +86,7 @@ def _tensor_statistic(entry: Any) -> Any:
         tensor_request(entry)
     except UnknownStatisticError as error:
         known = (*TENSOR_STATISTICS, BLOCKWISE)
-        raise _refused(entry, error, known, known) from error
+        raise _refused(entry, error, lambda: known, known) from error
     return entry
 
 
@@ -76,7 +95,7 @@ def _quantized(entry: Any, default_recipe: str = OWN_RECIPE) -> Request:
         return quantized_request(entry, default_recipe)
     except UnknownStatisticError as error:
         recipes = (default_recipe,) if default_recipe else RECIPES
-        raise _refused(entry, error, _quantized_names(recipes), QUANTIZED_STATISTICS) from error
+        raise _refused(entry, error, lambda: _quantized_names(recipes), QUANTIZED_STATISTICS) from error
 
 
 def _quantized_names(recipes: Sequence[str]) -> list[str]:
@@ -103,8 +122,8 @@ def _nvfp4_statistic(entry: Any) -> Any:
     request = _quantized(entry, default_recipe="nvfp4")
     if request.recipe != "nvfp4":
         raise ValueError(
-            f"has {entry!r}, a statistic of {request.recipe}; this feature has those of nvfp4 only. LogFp8TensorStats"
-            " has the others."
+            f"has {shown(entry)}, a statistic of {request.recipe}; this feature has those of nvfp4 only."
+            " LogFp8TensorStats has the others."
         )
     return entry
 
@@ -131,11 +150,11 @@ def _intervals(pairs: list[Any]) -> list[Any]:
     for pair in pairs:
         if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and _is_step(pair[0]) and _is_step(pair[1], -1)):
             raise ValueError(
-                f"has {pair!r}, which is not a [start, end] pair of steps from 0 on. Write for example"
+                f"has {shown(pair)}, which is not a [start, end] pair of steps from 0 on. Write for example"
                 " start_end_list: [[0, 20], [80, -1]], where -1 is no end."
             )
         if -1 < pair[1] < pair[0]:
-            raise ValueError(f"has the pair {list(pair)}, which ends before it starts.")
+            raise ValueError(f"has the pair {shown(list(pair))}, which ends before it starts.")
         if before is not None:
             _check_order(before, pair)
         before = pair
@@ -143,7 +162,7 @@ def _intervals(pairs: list[Any]) -> list[Any]:
 
 
 def _check_order(before: Sequence[int], pair: Sequence[int]) -> None:
-    both = f"has {list(before)} and then {list(pair)}"
+    both = f"has {shown(list(before))} and then {shown(list(pair))}"
     if pair[0] < before[0]:
         raise ValueError(f"{both}, which are not in increasing order.")
     if before[1] == -1:

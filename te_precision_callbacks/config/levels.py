@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_
 from typing_extensions import Self
 
 from te_precision_callbacks.config.dumping import ConditionText, Size
+from te_precision_callbacks.config.effects import Effect, Pair
 from te_precision_callbacks.config.fields import (
     Fp8Statistic,
     Gemm,
@@ -38,9 +39,6 @@ TAKES_PART: Mapping[str, tuple[str, ...]] = {
 
 _NOT_GIVEN: Any = None
 """The default of a key that is left out, and does not take null."""
-
-Pair = tuple[str, str]
-"""A GEMM and one of its tensors."""
 
 NameT = TypeVar("NameT", bound=str)
 TensorItemT = TypeVar("TensorItemT", bound="Level")
@@ -120,9 +118,9 @@ class FeatureSchema(Level):
             Misfit: keys that do not fit together.
         """
 
-    def modifies(self) -> tuple[Pair, ...]:
-        """The tensors that the feature replaces, each with the GEMM that gets it."""
-        return ()
+    def effect(self) -> Effect:
+        """What the feature does to the GEMMs of a layer."""
+        return Effect()
 
 
 def _refuse_both(level: Level, key: str) -> None:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from te_precision_callbacks.config.planning import (
-    NAMESPACE,
-    Plan,
-    RegisteredFeatures,
-    Section,
-    plan,
-    refuse_shared_tensors,
-)
-from te_precision_callbacks.config.problems import ConfigError, KeyPath, meant_for, suggestion
+from te_precision_callbacks.config.effects import NAMESPACE, conflicts
+from te_precision_callbacks.config.known import known_features
+from te_precision_callbacks.config.planning import Plan, RegisteredFeatures, Section, plan, resolve_features
+from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, shown
+from te_precision_callbacks.config.reading import Places, check_extent, read_yaml
 from te_precision_callbacks.config.selection import LayerSelector, SelectableLayer
 
 DEFAULT_CONFIG: dict[str, Any] = {
@@ -38,9 +33,6 @@ DEFAULT_CONFIG: dict[str, Any] = {
 """What ``config=None`` means: five statistics of the GEMM operands of every TE layer, in every tenth step."""
 
 _SECTION_KEYS = ("enabled", "layers")
-
-Place = Callable[..., str]
-"""Says where the key at a path stands; a key without a line of its own, by the nearest key above it."""
 
 
 @dataclass(frozen=True)
@@ -70,150 +62,109 @@ class Config:
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 
 
-def load_config(source: ConfigSource = None) -> Config:
+def load_config(
+    source: ConfigSource = None,
+    *,
+    features: Sequence[type] = (),
+    feature_dirs: Sequence[str | os.PathLike[str]] = (),
+) -> Config:
     """Read and check a config.
 
     Args:
         source: the path of a YAML file, a mapping of the same content, a loaded config (returned as it is), or None for
             the defaults: :data:`DEFAULT_CONFIG`.
+        features: a user's own features, as classes, as the session gets them.
+        feature_dirs: folders of a user's own features. What is in them is known when a session starts and executes
+            them: with a folder, a name that is not known here is checked there.
 
     Raises:
-        ConfigError: the file is missing or unreadable, is not YAML, is not a mapping of sections, or a section is
-            malformed; an enabled feature of Transformer Engine has a key or a value that its schema does not take; two
-            features of a section modify one tensor. Whether a feature exists is checked when a session starts, against
-            the features found there.
+        ConfigError: the file is missing or unreadable, is not YAML, or holds more than a config could; it is not a
+            mapping of sections, or a section is malformed; a feature or a namespace does not exist; an enabled feature
+            of Transformer Engine has a key or a value that its schema does not take; two features of a section cannot
+            act side by side. One error tells of all that is wrong with the sections.
     """
     if isinstance(source, Config):
         return source
+    known = None if feature_dirs else known_features(feature.__name__ for feature in features)
     if source is None:
-        return _checked(DEFAULT_CONFIG, {}, "the default config", None)
+        return _checked(DEFAULT_CONFIG, Places("the default config"), known, None)
     if isinstance(source, Mapping):
-        return _checked(source, {}, "the config mapping", None)
+        check_extent(source, "the config mapping")
+        return _checked(source, Places("the config mapping"), known, None)
     if not isinstance(source, (str, os.PathLike)):
-        raise ConfigError(f"A config is a path, a mapping or None, not {type(source).__name__} {source!r}.")
+        raise ConfigError(f"A config is a path, a mapping or None, not {type(source).__name__} {shown(source)}.")
     path = Path(source)
-    data, lines = _read_yaml(path)
-    return _checked(data, lines, str(path), path)
+    data, places = read_yaml(path)
+    return _checked(data, places, known, path)
 
 
-def _read_yaml(path: Path) -> tuple[Any, dict[KeyPath, int]]:
-    """The content of a YAML file, and the line (1-based) of every key in it."""
-    if path == Path():
-        raise ConfigError("The config's path is empty. Give the path of a YAML file, a mapping, or None.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(
-            f"The config file {str(path)!r} does not exist (looked in {str(path.absolute().parent)!r})."
-            + _similar_files(path)
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"The config file {str(path)!r} cannot be read: {error}.") from error
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        lines: dict[KeyPath, int] = {}
-        if node is not None:
-            _index_lines(node, (), lines, path)
-        return yaml.safe_load(text), lines
-    except yaml.YAMLError as error:
-        raise ConfigError(f"The config file {str(path)!r} is not valid YAML: {error}") from error
-    except RecursionError:
-        raise ConfigError(f"The config file {str(path)!r} has an anchor that contains itself.") from None
-
-
-def _similar_files(path: Path) -> str:
-    try:
-        present = [entry.name for entry in path.absolute().parent.iterdir() if entry.suffix in (".yaml", ".yml")]
-    except OSError:
-        return " That folder does not exist either."
-    return suggestion(path.name, present, known_as="YAML files there")
-
-
-def _index_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], file: Path) -> None:
-    if isinstance(node, yaml.MappingNode):
-        for key_node, value_node in node.value:
-            key_path = (*path, str(key_node.value))
-            line = key_node.start_mark.line + 1
-            if key_path in lines:
-                raise ConfigError(
-                    f"{file}, line {line}: {key_node.value!r} stands here a second time; the first is in line"
-                    f" {lines[key_path]}. YAML would silently keep only one of them: give them different names."
-                )
-            lines[key_path] = line
-            _index_lines(value_node, key_path, lines, file)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, child in enumerate(node.value):
-            _index_lines(child, (*path, index), lines, file)
-
-
-def _checked(data: Any, lines: dict[KeyPath, int], name: str, source: Path | None) -> Config:
+def _checked(data: Any, places: Places, known: RegisteredFeatures | None, source: Path | None) -> Config:
     if not isinstance(data, Mapping):
         what = "is empty" if data is None else f"holds a {type(data).__name__}"
         raise ConfigError(
-            f"{name} {what}; a config is a mapping of section names to sections, each with 'enabled', 'layers' and"
-            " features."
+            f"{places.name} {what}; a config is a mapping of section names to sections, each with 'enabled', 'layers'"
+            " and features."
         )
+    problems = Problems()
+    sections: list[Section] = []
+    for key, body in data.items():
+        with problems.noted():
+            sections.append(_section(str(key), body, places, known))
+    problems.raise_any()
+    return Config(tuple(sections), source)
 
-    def place(*keys: str | int) -> str:
-        line = next((lines[keys[:end]] for end in range(len(keys), 0, -1) if keys[:end] in lines), None)
-        where = f"{name}, line {line}" if line else name
-        return f"{where} (section {keys[0]!r})"
 
-    return Config(tuple(_section(str(key), value, place) for key, value in data.items()), source)
-
-
-def _section(name: str, body: Any, place: Place) -> Section:
-    here = place(name)
+def _section(name: str, body: Any, places: Places, known: RegisteredFeatures | None) -> Section:
     if not isinstance(body, Mapping):
-        raise ConfigError(f"{here}: a section is a mapping with 'enabled', 'layers' and features, not {body!r}.")
-    for key in _SECTION_KEYS:
-        if key not in body:
-            raise ConfigError(f"{here}: the key {key!r} is missing.{meant_for(key, body)}")
+        raise ConfigError(
+            f"{places(name)}: a section is a mapping with 'enabled', 'layers' and features, not {shown(body)}."
+        )
+    if "enabled" not in body:
+        raise ConfigError(f"{places(name)}: the key 'enabled' is missing.{meant_for('enabled', body)}")
     if not isinstance(body["enabled"], bool):
-        raise ConfigError(f"{place(name, 'enabled')}: 'enabled' is True or False, not {body['enabled']!r}.")
+        raise ConfigError(f"{places(name, 'enabled')}: 'enabled' is True or False, not {shown(body['enabled'])}.")
+    place = functools.partial(places, name, "layers")
+    if not body["enabled"]:
+        return Section(name, False, LayerSelector.of_no_layer(place), {}, places)
+    problems = Problems()
+    selector = LayerSelector.of_no_layer(place)
+    if "layers" in body:
+        with problems.noted():
+            selector = LayerSelector.parse(body["layers"], place)
+    else:
+        problems.add(f"{places(name)}: the key 'layers' is missing.{meant_for('layers', body)}")
     features: dict[str, dict[str, Any]] = {}
-    places: dict[KeyPath, str] = {(): here}
     for key, value in body.items():
         if key in _SECTION_KEYS:
             continue
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{place(name, key)}: {key!r} must be a mapping of features, not {value!r}.")
-        features[str(key)] = {str(feature): options for feature, options in value.items()}
-        places[(str(key),)] = place(name, key)
-        for path in _paths(value):
-            places[(str(key), *path)] = place(name, key, *path)
-    section = Section(
-        name=name,
-        enabled=body["enabled"],
-        selector=LayerSelector.parse(body["layers"], place(name, "layers")),
-        features=features,
-        places=places,
-    )
-    return _with_checked_features(section, place) if section.enabled and NAMESPACE in features else section
+        if isinstance(value, Mapping):
+            features[str(key)] = {str(feature): options for feature, options in value.items()}
+        else:
+            problems.add(f"{places(name, str(key))}: {shown(key)} must be a mapping of features, not {shown(value)}.")
+    section = Section(name, True, selector, features, places)
+    if known is not None:
+        with problems.noted():
+            resolve_features(section, known)
+    if NAMESPACE in features:
+        with problems.noted():
+            section = _with_checked_features(section)
+    problems.raise_any()
+    return section
 
 
-def _paths(options: Any) -> Iterator[KeyPath]:
-    """The path of each key and item in nested mappings and lists."""
-    below: Iterable[tuple[str | int, Any]] = ()
-    if isinstance(options, Mapping):
-        below = ((str(key), value) for key, value in options.items())
-    elif isinstance(options, (list, tuple)):
-        below = enumerate(options)
-    for key, value in below:
-        yield (key,)
-        yield from ((key, *path) for path in _paths(value))
-
-
-def _with_checked_features(section: Section, place: Place) -> Section:
+def _with_checked_features(section: Section) -> Section:
     # Not above: the schemas import pydantic and numpy, and `python -m` wants to run them as their only copy.
     from te_precision_callbacks.config.checking import check_features
 
     features = section.features[NAMESPACE]
-    checked = check_features(features, lambda *keys: place(section.name, NAMESPACE, *keys))
+    checked = check_features(features, functools.partial(section.place, NAMESPACE))
     section = replace(
         section,
         features={**section.features, NAMESPACE: {**features, **checked.options}},
-        modifies=checked.modifies,
+        effects=checked.effects,
     )
-    refuse_shared_tensors([section], f"the layers of {section.name!r}")
+    problems = Problems()
+    for problem in conflicts([section], f"the layers of {shown(section.name)}"):
+        problems.add(problem)
+    problems.raise_any()
     return section

@@ -7,22 +7,27 @@ exact layer names.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from te_precision_callbacks.config.problems import ConfigError, KeyPath, meant_for, nearest, suggestion
-from te_precision_callbacks.config.selection import LayerSelector, SelectableLayer
+from te_precision_callbacks.config.effects import Effect, conflicts
+from te_precision_callbacks.config.problems import MOST_TOLD, ConfigError, Problems, meant_for, shown, suggestion
+from te_precision_callbacks.config.reading import Places
+from te_precision_callbacks.config.selection import EXACT, LayerIndex, LayerSelector, SelectableLayer
 
 logger = logging.getLogger(__name__)
 
 RegisteredFeatures = Mapping[str, Collection[str]]
-"""The features that a session found: namespace -> feature names. ``base`` is nvidia-dlfw-inspect's own namespace."""
+"""The features that there are: namespace -> feature names."""
 
-NAMESPACE = "transformer_engine"
-"""The namespace whose features have schemas."""
+BASE = "base"
+"""nvidia-dlfw-inspect's own namespace, whose features stand in a section without a namespace."""
+
+_AS_WARNING = " With allow_unmatched=True this is a warning."
 
 FeatureOptions = Mapping[str, Any]
 NamespacedFeatures = Mapping[str, Mapping[str, FeatureOptions]]
@@ -34,26 +39,24 @@ class Section:
 
     Attributes:
         name: its key in the config.
-        enabled: a section that is not enabled does nothing, and its features need not exist.
+        enabled: a section that is not enabled does nothing, and nothing else in it is read.
         selector: the layers that it means.
         features: the rest of the section, by namespace (``transformer_engine``) or, for the features of
             nvidia-dlfw-inspect itself, by feature name.
-        places: where each feature and each key of its options stands, for messages.
-        modifies: for each enabled feature of Transformer Engine, as written, the tensors that it replaces, each as the
-            GEMM that gets it and its name.
+        places: where the keys of the config stand, for messages.
+        effects: for each enabled feature of Transformer Engine, as written, what it does to the GEMMs of a layer.
     """
 
     name: str
     enabled: bool
     selector: LayerSelector
     features: Mapping[str, Mapping[str, Any]]
-    places: Mapping[KeyPath, str]
-    modifies: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
+    places: Places
+    effects: Mapping[str, Effect] = field(default_factory=dict)
 
     def place(self, *keys: str | int) -> str:
         """Where a key of this section, or the one above it, stands: ``config.yaml, line 7 (section 'stats')``."""
-        above = (keys[:end] for end in range(len(keys), -1, -1))
-        return next(self.places[path] for path in above if path in self.places)
+        return self.places(self.name, *keys)
 
 
 @dataclass(frozen=True)
@@ -119,35 +122,58 @@ def plan(
 ) -> Plan:
     """Decide which features act on which layer.
 
+    Entries of a list of types or numbers that mean no layer are warned about: one config may be for several models.
+
     Args:
         sections: the enabled sections.
         layers: the layers of the model.
         registered: the features that exist.
-        allow_unmatched: warn about a section that hits no layer, instead of raising.
+        allow_unmatched: warn about a section that hits no layer and a name that no layer has, instead of raising.
 
     Raises:
-        ConfigError: an unknown feature, a section that hits no layer, two sections with one feature for one layer, two
-            features that modify one tensor.
+        ConfigError: an unknown feature, a section that hits no layer, a name that no layer has, two sections with one
+            feature for one layer, two features that cannot act side by side. One error tells of them all.
     """
-    resolved = {section.name: resolve_features(section, registered) for section in sections}
-    planned = []
-    matched: set[str] = set()
-    names = {layer.name for layer in layers}
-    for layer in layers:
-        hit = [section for section in sections if section.selector.selects(layer, names)]
-        if hit:
-            matched.update(section.name for section in hit)
-            merged = _merge(layer, hit, resolved)
-            planned.append(LayerPlan(layer, tuple(section.name for section in hit), merged))
-    unmatched = [section for section in sections if section.name not in matched] if layers else []
-    messages = [_no_layer_message(section, layers) for section in unmatched]
-    for section in sections if layers else ():
-        if section.name in matched:
-            messages += _missing_names(section, layers)
-    for message in messages:
-        if not allow_unmatched:
-            raise ConfigError(f"{message} With allow_unmatched=True this is a warning.")
-        logger.warning("%s", message)
+    problems = Problems()
+    resolved: list[NamespacedFeatures] = []
+    for section in sections:
+        with problems.noted():
+            resolved.append(resolve_features(section, registered))
+    problems.raise_any()
+    index = LayerIndex(layers)
+    hit: list[list[int]] = [[] for _ in layers]
+    unmatched: list[Section] = []
+    missing, idle = Problems(), Problems()
+    for number, section in enumerate(sections if layers else ()):
+        selected: Sequence[int] = ()
+        with problems.noted():
+            selected = section.selector.select(index)
+            if not selected:
+                unmatched.append(section)
+                missing.add(functools.partial(_no_layer_message, section, index))
+            for key, entry, describe in section.selector.idle_entries(index) if selected else ():
+                what = functools.partial(_idle_message, section, key, entry, describe)
+                (missing if key == EXACT else idle).add(what)
+        for position in selected:
+            hit[position].append(number)
+    merged: dict[tuple[int, ...], NamespacedFeatures] = {}
+    planned: list[LayerPlan] = []
+    for layer, numbers in zip(layers, map(tuple, hit), strict=True):
+        if not numbers:
+            continue
+        meeting = [sections[number] for number in numbers]
+        if numbers not in merged:
+            merged[numbers] = {}
+            with problems.noted():
+                merged[numbers] = _merge(layer, meeting, [resolved[number] for number in numbers])
+        planned.append(LayerPlan(layer, tuple(section.name for section in meeting), merged[numbers]))
+    idle.warn(logger)
+    if allow_unmatched:
+        missing.warn(logger)
+    else:
+        with problems.noted():
+            missing.raise_any()
+    problems.raise_any()
     return Plan(tuple(planned), tuple(section.name for section in unmatched))
 
 
@@ -161,32 +187,24 @@ def resolve_features(section: Section, registered: RegisteredFeatures) -> Namesp
         ConfigError: a feature or namespace that does not exist, or a feature without ``enabled``.
     """
     resolved: dict[str, dict[str, FeatureOptions]] = {}
+    problems = Problems()
     for key, body in section.features.items():
-        if key in registered:
-            for name, options in body.items():
-                feature = _registered_name(name, key, registered, section.place(key, name))
-                _add(resolved, key, feature, feature_options(name, options, section.place(key, name)), section)
-        else:
-            feature = _registered_name(key, "base", registered, section.place(key))
-            _add(resolved, "base", feature, feature_options(key, body, section.place(key)), section)
+        named = {key: body} if key not in registered else body
+        namespace = BASE if key not in registered else key
+        for name, options in named.items():
+            with problems.noted():
+                place = section.place(key) if namespace == BASE else section.place(key, name)
+                feature = _registered_name(name, namespace, registered, place)
+                if feature in resolved.setdefault(namespace, {}):
+                    raise ConfigError(
+                        f"{place}: {shown(feature)} stands here twice, in two spellings. Keep one of them."
+                    )
+                resolved[namespace][feature] = feature_options(name, options, place)
+    problems.raise_any()
     return {
         namespace: {feature: options for feature, options in features.items() if options["enabled"]}
         for namespace, features in resolved.items()
     }
-
-
-def _add(
-    resolved: dict[str, dict[str, FeatureOptions]],
-    namespace: str,
-    feature: str,
-    options: FeatureOptions,
-    section: Section,
-) -> None:
-    if feature in resolved.setdefault(namespace, {}):
-        raise ConfigError(
-            f"{section.place(namespace)}: {feature!r} stands here twice, in two spellings. Keep one of them."
-        )
-    resolved[namespace][feature] = options
 
 
 def _registered_name(name: str, namespace: str, registered: RegisteredFeatures, place: str) -> str:
@@ -197,10 +215,10 @@ def _registered_name(name: str, namespace: str, registered: RegisteredFeatures, 
     others = [space for space in registered if space != namespace]
     for other in others:
         if any(candidate.casefold() == name.casefold() for candidate in registered[other]):
-            raise ConfigError(f"{place}: {name!r} is a feature of {other!r}; indent it below '{other}:'.")
-    what = f"there is no feature {name!r} in {namespace!r}"
-    if namespace == "base":
-        what = f"{name!r} is neither a namespace ({', '.join(others)}) nor a feature of nvidia-dlfw-inspect itself"
+            raise ConfigError(f"{place}: {shown(name)} is a feature of {other!r}; indent it below '{other}:'.")
+    what = f"there is no feature {shown(name)} in {namespace!r}"
+    if namespace == BASE:
+        what = f"{shown(name)} is neither a namespace ({', '.join(others)}) nor a feature of nvidia-dlfw-inspect itself"
         known = [*others, *known]
     raise ConfigError(f"{place}: {what}.{suggestion(name, known)}")
 
@@ -212,77 +230,54 @@ def feature_options(name: str, options: Any, place: str) -> FeatureOptions:
         ConfigError: they are not a mapping, or do not say it.
     """
     if not isinstance(options, Mapping):
-        raise ConfigError(f"{place}: the options of {name!r} must be a mapping, not {options!r}.")
+        raise ConfigError(f"{place}: the options of {shown(name)} must be a mapping, not {shown(options)}.")
     if "enabled" not in options:
         raise ConfigError(
-            f"{place}: {name!r} has no 'enabled'. Add 'enabled: True' below it.{meant_for('enabled', options)}"
+            f"{place}: {shown(name)} has no 'enabled'. Add 'enabled: True' below it.{meant_for('enabled', options)}"
         )
     if not isinstance(options["enabled"], bool):
-        raise ConfigError(f"{place}: 'enabled' of {name!r} is True or False, not {options['enabled']!r}.")
+        raise ConfigError(f"{place}: 'enabled' of {shown(name)} is True or False, not {shown(options['enabled'])}.")
     return dict(options)
 
 
 def _merge(
-    layer: SelectableLayer, hit: Sequence[Section], resolved: Mapping[str, NamespacedFeatures]
+    layer: SelectableLayer, hit: Sequence[Section], resolved: Sequence[NamespacedFeatures]
 ) -> NamespacedFeatures:
     merged: dict[str, dict[str, FeatureOptions]] = {}
     owner: dict[tuple[str, str], Section] = {}
-    for section in hit:
-        for namespace, features in resolved[section.name].items():
+    problems = Problems()
+    for section, of_section in zip(hit, resolved, strict=True):
+        for namespace, features in of_section.items():
             for feature, options in features.items():
                 first = owner.setdefault((namespace, feature), section)
                 if first is not section:
-                    raise ConfigError(
+                    problems.add(
                         f"{section.place()}: gives {feature!r} to the layer {layer.name!r}, and so does"
                         f" {first.place()}. Put both into one section ('tensors_struct' takes several tensors), or make"
                         " their layers differ."
                     )
                 merged.setdefault(namespace, {})[feature] = options
-    refuse_shared_tensors(hit, f"the layer {layer.name!r}")
+    problems.raise_any()
+    for conflict in conflicts(hit, f"the layer {layer.name!r}") if len(hit) > 1 else ():
+        problems.add(conflict)
+    problems.raise_any()
     return merged
 
 
-def refuse_shared_tensors(sections: Iterable[Section], layers: str) -> None:
-    """Refuse two features that modify one tensor of one GEMM: upstream calls only one of them.
-
-    Args:
-        sections: what meets in some layers.
-        layers: these layers, for the message.
-
-    Raises:
-        ConfigError: two features modify one tensor.
-    """
-    first: dict[tuple[str, str], tuple[str, Section]] = {}
-    for section in sections:
-        for feature, pairs in section.modifies.items():
-            for pair in pairs:
-                other, owner = first.setdefault(pair, (feature, section))
-                if owner is not section or other != feature:
-                    gemm, tensor = pair
-                    raise ConfigError(
-                        f"{section.place(NAMESPACE, feature)}: {feature!r} modifies the tensor {tensor!r} of the GEMM"
-                        f" {gemm!r} in {layers}, and so does {other!r} in {owner.place(NAMESPACE, other)}. Only one of"
-                        " them can: take the tensor or the GEMM out of the other, or make their layers differ."
-                    )
+def _idle_message(section: Section, key: str, entry: int, describe: Callable[[], str]) -> str:
+    return f"{section.selector.place(key, entry)}: {describe()}{_AS_WARNING if key == EXACT else ''}"
 
 
-def _missing_names(section: Section, layers: Sequence[SelectableLayer]) -> list[str]:
-    """A message for each of a section's exact names that no layer has."""
-    known = {name for layer in layers for name in (layer.name, *layer.aliases)}
-    return [
-        f"{section.selector.place}: there is no layer {name!r}.{suggestion(name, [layer.name for layer in layers])}"
-        for name in sorted((section.selector.exact_names or frozenset()) - known)
-    ]
-
-
-def _no_layer_message(section: Section, layers: Sequence[SelectableLayer]) -> str:
-    names = [layer.name for layer in layers]
-    parts = {part for name in names for part in name.split(".")} | {kind for layer in layers for kind in layer.types}
-    words = section.selector.words()
-    near = list(dict.fromkeys(match for word in words for match in [*nearest(word, names), *nearest(word, parts)]))
+def _no_layer_message(section: Section, index: LayerIndex) -> str:
+    names = [layer.name for layer in index.layers]
+    words = section.selector.words()[:MOST_TOLD]
+    near = list(dict.fromkeys(match for word in words for match in index.near(word)))
     if near:
         hint = f" Near what it asks for: {', '.join(repr(name) for name in near[:5])}."
     else:
         more = f", and {len(names) - 8} more" if len(names) > 8 else ""
         hint = f" The layers are: {', '.join(repr(name) for name in names[:8])}{more}."
-    return f"{section.selector.place}: the section {section.name!r} matches none of the {len(names)} layers.{hint}"
+    return (
+        f"{section.selector.place()}: the section {shown(section.name)} matches none of the {len(names)} layers.{hint}"
+        f"{_AS_WARNING}"
+    )

@@ -1,24 +1,173 @@
-"""The error for everything that is wrong with a config, and how it points at the place."""
+"""The errors for everything that is wrong with a config, and how they point at the place.
+
+problems = Problems()
+with problems.noted():              # what is raised inside of it is one of several
+    check_something()
+problems.raise_any()
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import functools
+import itertools
+import logging
+import reprlib
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from te_precision_callbacks.errors import PrecisionDebugError
 
 KeyPath = tuple[str | int, ...]
 """The keys and the places in lists that lead to an entry: ``("tensors_struct", 0, "freq")``."""
 
+MOST_TOLD = 20
+"""Problems that one error tells in words; of the others it tells the number."""
+
+_LONGEST_PROBLEM = 4000
+_LONGEST_WORD = 200
+_MOST_COMPARED = 200
+
 
 class ConfigError(PrecisionDebugError, ValueError):
-    """A config that cannot be used. The text names the file and line, the key, the value, and what to write instead."""
+    """A config that cannot be used. The text names the file and line, the key, the value, and what to write instead.
+
+    Args:
+        problems: what is wrong, a text each.
+        more: how many problems there are beside these.
+    """
+
+    def __init__(self, *problems: str, more: int = 0) -> None:
+        self.problems = tuple(map(_shortened, problems))
+        self.more = more
+        super().__init__(*self.problems)
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1 and not self.more:
+            return self.problems[0]
+        lines = [f"The config has {len(self.problems) + self.more} problems:"]
+        lines += [f"- {problem}" for problem in self.problems]
+        return "\n".join([*lines, f"- ... and {self.more} more"] if self.more else lines)
+
+
+def _shortened(problem: str) -> str:
+    if len(problem) <= _LONGEST_PROBLEM:
+        return problem
+    return f"{problem[: _LONGEST_PROBLEM - 500]} ... {problem[-500:]}"
+
+
+class Problems:
+    """Problems that are raised together."""
+
+    def __init__(self) -> None:
+        self._told: list[str] = []
+        self._more = 0
+
+    def add(self, problem: str | Callable[[], str]) -> None:
+        """Add a problem. A function is called only where its text will be told: a suggestion takes time."""
+        if len(self._told) >= MOST_TOLD:
+            self._more += 1
+        else:
+            self._told.append(problem if isinstance(problem, str) else problem())
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """A block whose :class:`ConfigError` is added instead of raised."""
+        try:
+            yield
+        except ConfigError as error:
+            for problem in error.problems:
+                self.add(problem)
+            self._more += error.more
+
+    def warn(self, logger: logging.Logger) -> None:
+        """Log what was added as warnings."""
+        for problem in self._told:
+            logger.warning("%s", problem)
+        if self._more:
+            logger.warning("... and %d more of this kind.", self._more)
+
+    def raise_any(self) -> None:
+        """Raise what was added.
+
+        Raises:
+            ConfigError: something was.
+        """
+        if self._told:
+            raise ConfigError(*self._told, more=self._more)
+
+
+class _Shown(reprlib.Repr):
+    """``repr``, but never longer than a few lines, also of what is deep or holds itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = 8
+        self.maxstring = self.maxother = 200
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= 128 else f"an integer of {x.bit_length()} bits"
+
+    def repr_dict(self, x: dict[object, object], level: int) -> str:
+        if level <= 0:
+            return "{...}"
+        shown = [f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in itertools.islice(x.items(), 8)]
+        return f"{{{', '.join([*shown, '...'] if len(x) > 8 else shown)}}}"
+
+
+_SHOWN = _Shown()
+
+
+def shown(value: object) -> str:
+    """A value of a config for a message: as ``repr`` gives it, and shortened where that is long."""
+    return _SHOWN.repr(value)
+
+
+class Vocabulary:
+    """Words that one may have been meant for another, wrong one.
+
+    Args:
+        words: the words; of two that differ in case alone, the later one.
+    """
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self._by_folded = {word.casefold(): word for word in words}
+
+    @functools.cached_property
+    def _forwards(self) -> list[str]:
+        return sorted(self._by_folded)
+
+    @functools.cached_property
+    def _backwards(self) -> list[str]:
+        return sorted(word[::-1] for word in self._by_folded)
+
+    def nearest(self, word: str, most: int = 3) -> list[str]:
+        """The at most ``most`` words that look like this one, best first.
+
+        Of many words those are looked at that begin or end like it, as words with one slip do.
+        """
+        if len(word) > _LONGEST_WORD:
+            return []
+        folded = word.casefold()
+        candidates: Iterable[str] = self._by_folded
+        if len(self._by_folded) > _MOST_COMPARED:
+            ends_alike = (candidate[::-1] for candidate in _around(folded[::-1], self._backwards))
+            candidates = dict.fromkeys((*_around(folded, self._forwards), *ends_alike))
+        close = difflib.get_close_matches(folded, candidates, n=most, cutoff=0.5)
+        return [self._by_folded[match] for match in close]
+
+
+def _around(word: str, in_order: Sequence[str]) -> Sequence[str]:
+    """The words between which this one would stand."""
+    place = bisect_left(in_order, word)
+    return in_order[max(0, place - _MOST_COMPARED // 4) : place + _MOST_COMPARED // 4]
 
 
 def nearest(word: str, known: Iterable[str], most: int = 3) -> list[str]:
     """The at most ``most`` entries of ``known`` that look like ``word``, best first."""
-    by_folded = {entry.casefold(): entry for entry in known}
-    return [by_folded[match] for match in difflib.get_close_matches(word.casefold(), by_folded, n=most, cutoff=0.5)]
+    return Vocabulary(known).nearest(word, most)
 
 
 def meant_for(key: str, present: Iterable[object]) -> str:
@@ -32,5 +181,6 @@ def suggestion(word: str, known: Iterable[str], known_as: str = "Known") -> str:
     known = list(known)
     close = nearest(word, known)
     if close:
-        return f" Did you mean {' or '.join(repr(entry) for entry in close)}?"
-    return f" {known_as}: {', '.join(sorted(known))}." if known else ""
+        return f" Did you mean {' or '.join(map(shown, close))}?"
+    more = f", and {len(known) - 60} more" if len(known) > 60 else ""
+    return f" {known_as}: {', '.join(sorted(known)[:60])}{more}." if known else ""

@@ -18,8 +18,10 @@ from dataclasses import dataclass, replace
 
 from pydantic.fields import FieldInfo
 
+from te_precision_callbacks.config.effects import Effect
 from te_precision_callbacks.config.fields import Operand, Tensor, words
 from te_precision_callbacks.config.levels import (
+    TAKES_PART,
     Dumped,
     DumpLimits,
     FeatureSchema,
@@ -117,7 +119,10 @@ class DisableQuantizationGemmItem(OneGemm):
 
 
 class DisableQuantizationGEMM(GemmChoice[DisableQuantizationGemmItem], FeatureSchema):
-    """Runs the listed GEMMs in high precision, whatever the recipe says. It acts in every step."""
+    """Runs the listed GEMMs in high precision, whatever the recipe says. It acts in every step.
+
+    A feature that quantizes tensors of such a GEMM, PerTensorScaling, cannot stand beside it.
+    """
 
     example = """
 backward_in_high_precision:
@@ -133,6 +138,10 @@ backward_in_high_precision:
     def check(self) -> None:
         """Check that there is a GEMM, and none twice."""
         list(self.gemm_scopes())
+
+    def effect(self) -> Effect:
+        """The listed GEMMs run in high precision."""
+        return Effect(high_precision=tuple(gemm for gemm, _ in self.gemm_scopes()))
 
 
 class DisableFP8GEMM(DisableQuantizationGEMM):
@@ -151,7 +160,10 @@ forward_in_high_precision:
 
 
 class DisableQuantizationLayer(FeatureSchema):
-    """Runs all GEMMs of the layer in high precision, whatever the recipe says. It acts in every step."""
+    """Runs all GEMMs of the layer in high precision, whatever the recipe says. It acts in every step.
+
+    A feature that quantizes tensors of the layer, PerTensorScaling, cannot stand beside it.
+    """
 
     example = """
 last_layer_in_high_precision:
@@ -162,6 +174,10 @@ last_layer_in_high_precision:
     DisableQuantizationLayer:
       enabled: True
 """
+
+    def effect(self) -> Effect:
+        """All GEMMs run in high precision."""
+        return Effect(high_precision=tuple(TAKES_PART))
 
 
 class DisableFP8Layer(DisableQuantizationLayer):
@@ -189,7 +205,8 @@ class PerTensorScalingGemmItem(Margin, TensorChoice[Operand, PerTensorScalingTen
 class PerTensorScaling(Margin, ModifyingFeature[Operand, PerTensorScalingTensorItem, PerTensorScalingGemmItem]):
     """Scales tensors by their amax of this step, in layers whose recipe is delayed scaling, which takes earlier amaxes.
 
-    It needs that recipe, and acts in every step. Only one feature can change a tensor of a GEMM.
+    It needs that recipe, and acts in every step. Only one feature can change a tensor of a GEMM, and none beside it can
+    run the GEMM in high precision.
     """
 
     example = """
@@ -205,6 +222,10 @@ scale_by_current_amax:
       margin: 1
 """
 
+    def effect(self) -> Effect:
+        """Tensors are quantized."""
+        return Effect(self.modifies(), quantizes=True)
+
 
 class FakeQuantTensorItem(Quantization, OneTensor[Tensor]):
     """One tensor of FakeQuant."""
@@ -218,7 +239,8 @@ class FakeQuant(Quantization, ModifyingFeature[Tensor, FakeQuantTensorItem, Fake
     """Rounds tensors to a format and back, and runs the GEMM in high precision.
 
     So each tensor's part in the loss of precision can be seen alone, and formats can be tried that the GPU does not
-    have. It acts in every step. Only one feature can change a tensor of a GEMM.
+    have. It acts in every step. Only one feature can change a tensor of a GEMM, and none beside it can quantize another
+    tensor of it.
     """
 
     example = """
@@ -240,6 +262,10 @@ what_if_gradients_were_e5m2:
               margin: 1
             - tensor: weight
 """
+
+    def effect(self) -> Effect:
+        """Tensors are replaced, and the listed GEMMs run in high precision."""
+        return Effect(self.modifies(), high_precision=tuple(gemm for gemm, _ in self.gemm_scopes()))
 
     def check_target(self, scope: Scope) -> None:
         """Check that there is a format, and no margin where the format's blocks give the scales."""

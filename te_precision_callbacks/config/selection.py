@@ -7,17 +7,34 @@ applied to the model's real layers before the run, so that none can raise inside
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
-from collections.abc import Collection, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from te_precision_callbacks.config.problems import ConfigError, suggestion
+from te_precision_callbacks.config.interrupting import LIMIT, TookTooLong, at_most
+from te_precision_callbacks.config.problems import ConfigError, Problems, Vocabulary, shown, suggestion
 
-SELECTOR_KEYS = ("exact_layer_names", "layer_name_regex_pattern", "layer_numbers", "layer_types")
+logger = logging.getLogger(__name__)
+
+EXACT, PATTERN, NUMBERS, TYPES = "exact_layer_names", "layer_name_regex_pattern", "layer_numbers", "layer_types"
+
+SELECTOR_KEYS = (EXACT, PATTERN, NUMBERS, TYPES)
+
+LONGEST_PATTERN = 100_000
+"""Characters of a regular expression."""
 
 _NUMBER = re.compile(r"(?<!\d)(?<!fc)(?<!gemm_)\d+")
+_SPAN = re.compile(r"\s*(\d{1,18})\s*(?:-\s*(\d{1,18})\s*)?")
 _NEGATIVE = re.compile(r"\(\?<?!")
+
+_WITHOUT_END = 10**18
+
+Place = Callable[..., str]
+"""Says where a key of the ``layers`` block stands, or the block itself where it is given no key."""
 
 
 class SelectableLayer(Protocol):
@@ -36,6 +53,74 @@ class SelectableLayer(Protocol):
         """Its class, in each spelling that ``layer_types`` takes."""
 
 
+class LayerIndex:
+    """The layers of a model, to look them up; a word or pattern that many sections have is looked up once.
+
+    An alias that is another layer's name means that layer.
+
+    Args:
+        layers: in the order of the model. What is found are places in it, in increasing order.
+    """
+
+    def __init__(self, layers: Sequence[SelectableLayer]) -> None:
+        self.layers = layers
+        in_use = {layer.name for layer in layers}
+        self._names = [(layer.name, *(a for a in layer.aliases if a not in in_use)) for layer in layers]
+        self._by_name: dict[str, list[int]] = {}
+        self._by_number: dict[int, list[int]] = {}
+        for position, names in enumerate(self._names):
+            for name in names:
+                self._by_name.setdefault(name, []).append(position)
+            number = _number_of(names[0])
+            if number is not None:
+                self._by_number.setdefault(number, []).append(position)
+        self.numbers = sorted(self._by_number)
+        self._whole = Vocabulary(layer.name for layer in layers)
+        self._parts = Vocabulary(part for layer in layers for part in (*layer.name.split("."), *layer.types))
+        self._by_type: dict[str, list[int]] = {}
+        self._by_pattern: dict[str, list[int]] = {}
+
+    def near(self, word: str) -> list[str]:
+        """Names of layers, and parts of names and classes, that look like a word."""
+        return [*self._whole.nearest(word), *self._parts.nearest(word)]
+
+    def named(self, name: str) -> Sequence[int]:
+        """The layers with this name."""
+        return self._by_name.get(name, ())
+
+    def numbered(self, first: int, last: int) -> Sequence[int]:
+        """The layers whose number is in a range, ends included."""
+        numbers = self.numbers[bisect_left(self.numbers, first) : bisect_right(self.numbers, last)]
+        return [position for number in numbers for position in self._by_number[number]]
+
+    def of_type(self, word: str) -> Sequence[int]:
+        """The layers of a class, or with a name that has the word in it; ``all``: every layer."""
+        if word not in self._by_type:
+            self._by_type[word] = [
+                position
+                for position, (layer, names) in enumerate(zip(self.layers, self._names, strict=True))
+                if word == "all" or word in layer.types or any(word in name for name in names)
+            ]
+        return self._by_type[word]
+
+    def matching(self, pattern: re.Pattern[str]) -> Sequence[int]:
+        """The layers in whose name a pattern is found.
+
+        A pattern with a negative look-around is searched in the name alone: an alias that lacks what it excludes would
+        select what the user meant to leave out.
+
+        Raises:
+            TookTooLong: it would take forever.
+        """
+        if pattern.pattern not in self._by_pattern:
+            named = [names[:1] for names in self._names] if _NEGATIVE.search(pattern.pattern) else self._names
+            with at_most(LIMIT):
+                self._by_pattern[pattern.pattern] = [
+                    position for position, names in enumerate(named) if any(pattern.search(name) for name in names)
+                ]
+        return self._by_pattern[pattern.pattern]
+
+
 @dataclass(frozen=True)
 class LayerSelector:
     """One ``layers`` block.
@@ -43,117 +128,185 @@ class LayerSelector:
     Attributes:
         exact_names: names, compared whole.
         pattern: a regular expression, searched in the name.
-        numbers: layer numbers; an empty set means any number. None where the block has none.
+        numbers: ranges of layer numbers, ends included. None where the block has none.
         types: parts of a name, or class names. ``all`` selects every layer. None where the block has none.
-        place: where the block stands, for messages.
+        place: where the block and its keys stand, for messages.
     """
 
-    exact_names: frozenset[str] | None
+    exact_names: tuple[str, ...] | None
     pattern: re.Pattern[str] | None
-    numbers: frozenset[int] | None
+    numbers: tuple[tuple[int, int], ...] | None
     types: tuple[str, ...] | None
-    place: str
+    place: Place
 
     @classmethod
-    def parse(cls, block: object, place: str) -> LayerSelector:
-        """Check a ``layers`` block.
+    def of_no_layer(cls, place: Place) -> LayerSelector:
+        """A selector that selects nothing."""
+        return cls(None, None, None, None, place)
+
+    @classmethod
+    def parse(cls, block: object, place: Place) -> LayerSelector:
+        """Check a ``layers`` block. A key that another one leaves without effect is warned about.
 
         Raises:
-            ConfigError: an unknown key, a value of the wrong type, an invalid regular expression or range.
+            ConfigError: unknown keys, values of a wrong type, an invalid regular expression or range; all of them.
         """
         if not isinstance(block, Mapping):
             raise ConfigError(
-                f"{place}: 'layers' must be a mapping with one of {_listed(SELECTOR_KEYS)}, not {block!r}."
+                f"{place()}: 'layers' must be a mapping with one of {_listed(SELECTOR_KEYS)}, not {shown(block)}."
             )
+        problems = Problems()
         for key in block:
             if key not in SELECTOR_KEYS:
-                raise ConfigError(f"{place}: unknown layer selector {key!r}.{suggestion(str(key), SELECTOR_KEYS)}")
+                known = suggestion(str(key), SELECTOR_KEYS)
+                problems.add(f"{place(str(key))}: unknown layer selector {shown(key)}.{known}")
         if not block:
-            raise ConfigError(f"{place}: 'layers' is empty; it needs one of {_listed(SELECTOR_KEYS)}.")
-        exact, types = block.get("exact_layer_names"), block.get("layer_types")
-        return cls(
-            exact_names=None if exact is None else frozenset(_strings("exact_layer_names", exact, place)),
-            pattern=_pattern(block.get("layer_name_regex_pattern"), place),
-            numbers=_numbers(block.get("layer_numbers"), place),
-            types=None if types is None else _strings("layer_types", types, place),
-            place=place,
-        )
+            raise ConfigError(f"{place()}: 'layers' is empty; it needs one of {_listed(SELECTOR_KEYS)}.")
+        parsed: dict[str, Any] = dict.fromkeys(SELECTOR_KEYS)
+        for key, parse in ((EXACT, _strings), (PATTERN, _pattern), (NUMBERS, _numbers), (TYPES, _strings)):
+            if key in block:
+                with problems.noted():
+                    parsed[key] = parse(key, block[key], place)
+        problems.raise_any()
+        _warn_of_what_is_ignored([key for key in SELECTOR_KEYS if key in block], place)
+        return cls(parsed[EXACT], parsed[PATTERN], parsed[NUMBERS], parsed[TYPES], place)
 
-    def selects(self, layer: SelectableLayer, names_in_use: Collection[str] = ()) -> bool:
-        """Whether ``layer`` is meant, by its name or by one of its aliases.
+    def select(self, index: LayerIndex) -> Sequence[int]:
+        """The places of the layers that are meant, in increasing order.
 
-        An alias that is another layer's name (``names_in_use``) means that layer.
-        A pattern with a negative look-around is searched in the name alone: an alias that lacks what it excludes would
-        select what the user meant to leave out.
+        Raises:
+            ConfigError: the regular expression takes too long on these names.
         """
-        names = (layer.name, *(alias for alias in layer.aliases if alias not in names_in_use))
         if self.exact_names is not None:
-            return any(name in self.exact_names for name in names)
+            return sorted({position for name in self.exact_names for position in index.named(name)})
         if self.pattern is not None:
-            if _NEGATIVE.search(self.pattern.pattern):
-                names = (layer.name,)
-            return any(self.pattern.search(name) for name in names)
-        if self.numbers is not None and not self._number_matches(layer.name):
-            return False
+            try:
+                return index.matching(self.pattern)
+            except TookTooLong:
+                raise ConfigError(
+                    f"{self.place(PATTERN)}: {PATTERN!r} {shown(self.pattern.pattern)} was still being searched in the"
+                    f" names of the {len(index.layers)} layers after {LIMIT} seconds. Something in it can match the"
+                    " same characters in many ways, as (a+)+ or .*.*.* can: write it without a repetition inside of a"
+                    f" repetition, or give {EXACT!r}."
+                ) from None
+        numbered = None if self.numbers is None else {p for span in self.numbers for p in index.numbered(*span)}
         if self.types is None:
-            return self.numbers is not None
-        return "all" in self.types or any(
-            part in layer.types or any(part in name for name in names) for part in self.types
-        )
+            return sorted(numbered or ())
+        typed = {position for word in self.types for position in index.of_type(word)}
+        return sorted(typed if numbered is None else typed & numbered)
 
-    def _number_matches(self, name: str) -> bool:
-        """The first part of the name that is a number, else the first number in it that is not of fc or gemm_."""
-        found = [int(part) for part in name.split(".") if part.isdigit()] or [int(n) for n in _NUMBER.findall(name)]
-        return bool(found) and (not self.numbers or found[0] in self.numbers)
+    def idle_entries(self, index: LayerIndex) -> Iterator[tuple[str, int, Callable[[], str]]]:
+        """The entries that mean no layer, or more layers than there are: key, place in its list, what is wrong."""
+        if self.exact_names is not None:
+            for number, name in enumerate(self.exact_names):
+                if not index.named(name):
+                    yield EXACT, number, functools.partial(_no_name, name, index)
+        elif self.pattern is None:
+            for number, word in enumerate(self.types or ()):
+                if not index.of_type(word):
+                    yield TYPES, number, functools.partial(_no_type, word, index)
+            for number, (first, last) in enumerate(self.numbers or ()):
+                beyond = last < _WITHOUT_END and index.numbers and last > index.numbers[-1]
+                if beyond or not index.numbered(first, last):
+                    yield NUMBERS, number, functools.partial(_no_number, first, last, index)
 
     def words(self) -> list[str]:
         """What the user wrote, to look for near names where nothing matched."""
         return [*(self.exact_names or ()), *(self.types or ()), *([self.pattern.pattern] if self.pattern else ())]
 
 
-def _listed(keys: tuple[str, ...]) -> str:
+def _number_of(name: str) -> int | None:
+    """The first part of a name that is a number, else the first number in it that is not of fc or gemm_."""
+    found = [part for part in name.split(".") if part.isdecimal()] or _NUMBER.findall(name)
+    return int(found[0]) if found and len(found[0]) <= 18 else None
+
+
+def _no_name(name: str, index: LayerIndex) -> str:
+    close = index.near(name)
+    return f"there is no layer {shown(name)}.{f' Did you mean {close[0]!r}?' if close else ''}"
+
+
+def _no_type(word: str, index: LayerIndex) -> str:
+    close = index.near(word)
+    hint = f" Near it: {', '.join(map(shown, close[:5]))}." if close else ""
+    return f"no layer's name or class has {shown(word)} in it.{hint}"
+
+
+def _no_number(first: int, last: int, index: LayerIndex) -> str:
+    if not index.numbers:
+        return "no layer has a number in its name."
+    there = f"The numbers go from {index.numbers[0]} to {index.numbers[-1]}."
+    if first == last:
+        return f"no layer has the number {first}. {there}"
+    if not index.numbered(first, last):
+        return f"no layer has a number from {first} to {last}. {there}"
+    return f"'{first}-{last}' goes beyond the layers. {there}"
+
+
+def _warn_of_what_is_ignored(given: Sequence[str], place: Place) -> None:
+    """A warning for each key beside one that rules alone; numbers and types rule together."""
+    rules = given[0]
+    for key in given[1:] if rules in (EXACT, PATTERN) else ():
+        logger.warning(
+            "%s: %r has no effect beside %r, which decides alone, as in nvidia-dlfw-inspect. Leave one of them away.",
+            place(key),
+            key,
+            rules,
+        )
+
+
+def _listed(keys: Sequence[str]) -> str:
     return ", ".join(repr(key) for key in keys)
 
 
-def _strings(key: str, value: Any, place: str) -> tuple[str, ...]:
+def _strings(key: str, value: Any, place: Place) -> tuple[str, ...]:
     entries = [value] if isinstance(value, str) else value
-    if not isinstance(entries, (list, tuple)) or not entries or not all(isinstance(e, str) and e for e in entries):
-        raise ConfigError(
-            f"{place}: {key!r} must be a list of names, not {value!r}. Write for example {key}: [fc1, fc2]."
-        )
+    example = f"Write for example {key}: [fc1, fc2]."
+    if not isinstance(entries, (list, tuple)) or not entries:
+        raise ConfigError(f"{place(key)}: {key!r} must be a list of names, not {shown(value)}. {example}")
+    problems = Problems()
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, str) or not entry:
+            problems.add(f"{place(key, number)}: {key!r} must be a list of names, and has {shown(entry)}. {example}")
+    problems.raise_any()
     return tuple(entries)
 
 
-def _pattern(value: Any, place: str) -> re.Pattern[str] | None:
-    if value is None:
-        return None
+def _pattern(key: str, value: Any, place: Place) -> re.Pattern[str]:
     if not isinstance(value, str):
-        raise ConfigError(f"{place}: 'layer_name_regex_pattern' must be one regular expression, not {value!r}.")
+        raise ConfigError(f"{place(key)}: {key!r} must be one regular expression, not {shown(value)}.")
+    if len(value) > LONGEST_PATTERN:
+        raise ConfigError(
+            f"{place(key)}: {key!r} has {len(value):,} characters; a regular expression here has up to"
+            f" {LONGEST_PATTERN:,}. To list layers there is {EXACT!r}."
+        )
     try:
         return re.compile(value)
-    except re.error as error:
-        raise ConfigError(
-            f"{place}: 'layer_name_regex_pattern' {value!r} is not a regular expression: {error}."
-        ) from error
+    except (re.error, RecursionError, OverflowError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ConfigError(f"{place(key)}: {key!r} {shown(value)} is not a regular expression: {why}.") from error
 
 
-def _numbers(value: Any, place: str) -> frozenset[int] | None:
-    if value is None:
-        return None
-    numbers: set[int] = set()
-    for entry in value if isinstance(value, (list, tuple)) else [value]:
+def _numbers(key: str, value: Any, place: Place) -> tuple[tuple[int, int], ...]:
+    entries = value if isinstance(value, (list, tuple)) else [value]
+    if not entries:
+        raise ConfigError(f"{place(key)}: {key!r} is empty. Write for example {key}: [0, '4-7'].")
+    spans: list[tuple[int, int]] = []
+    problems = Problems()
+    for number, entry in enumerate(entries):
         if entry == "all":
-            return frozenset()
-        span = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", str(entry))
-        if span is None or isinstance(entry, bool):
-            raise ConfigError(
-                f"{place}: 'layer_numbers' takes numbers, ranges such as '0-3', and 'all', not {entry!r}."
+            spans.append((0, _WITHOUT_END))
+            continue
+        plain = type(entry) is int and 0 <= entry < _WITHOUT_END
+        span = _SPAN.fullmatch(str(entry)) if plain or isinstance(entry, str) else None
+        if span is None:
+            problems.add(
+                f"{place(key, number)}: {key!r} takes numbers, ranges such as '0-3', and 'all', not {shown(entry)}."
             )
-        first = int(span[1])
-        last = int(span[2]) if span[2] else first
+            continue
+        first, last = int(span[1]), int(span[2] or span[1])
         if last < first:
-            raise ConfigError(f"{place}: the range {entry!r} in 'layer_numbers' ends before it starts.")
-        numbers.update(range(first, last + 1))
-    if not numbers:
-        raise ConfigError(f"{place}: 'layer_numbers' is empty. Write for example layer_numbers: [0, '4-7'].")
-    return frozenset(numbers)
+            problems.add(f"{place(key, number)}: the range {shown(entry)} in {key!r} ends before it starts.")
+        spans.append((first, last))
+    problems.raise_any()
+    return tuple(spans)

@@ -1,0 +1,56 @@
+"""Which features there are, as far as it can be told before any of them is imported.
+
+Read from nvidia-dlfw-inspect 0.2.2 (``registry.py``, ``debug_features/``) and Transformer Engine 2.20.2
+(``debug/features/``): a file in such a folder registers its classes with a decorator, when a session starts.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from te_precision_callbacks.config.effects import NAMESPACE
+from te_precision_callbacks.config.planning import BASE
+
+_FOLDERS = (("transformer_engine", "debug/features"), ("nvdlfw_inspect", "debug_features"))
+
+_REGISTERED = re.compile(r"""@Registry\.register_feature\(namespace=["'](\w+)["']\)\s*\n(?:@.*\n)*class\s+(\w+)""")
+
+
+def known_features(own: Iterable[str] = ()) -> Mapping[str, tuple[str, ...]]:
+    """Namespace -> the features of it that a session will find, whatever the folders of a user's own hold.
+
+    Args:
+        own: names of a user's own features, which are of the namespace ``transformer_engine``.
+    """
+    # Not above: the schemas import pydantic and numpy, and `python -m` wants to run them as their only copy.
+    from te_precision_callbacks.config.schemas import FEATURES
+
+    found: dict[str, dict[str, None]] = {NAMESPACE: dict.fromkeys((*FEATURES, *own)), BASE: {}}
+    for namespace, feature in (*_shipped_upstream(), *_registered_by_now()):
+        found.setdefault(namespace, {})[feature] = None
+    return {namespace: tuple(features) for namespace, features in found.items()}
+
+
+@functools.cache
+def _shipped_upstream() -> tuple[tuple[str, str], ...]:
+    """Namespace and name of each feature in upstream's folders, which are read and not imported."""
+    found: list[tuple[str, str]] = []
+    for package, folder in _FOLDERS:
+        spec = importlib.util.find_spec(package)
+        for place in (spec and spec.submodule_search_locations) or ():
+            for file in sorted(Path(place, folder).glob("*.py")):
+                found += _REGISTERED.findall(file.read_text(encoding="utf-8"))
+    return tuple(found)
+
+
+def _registered_by_now() -> Iterable[tuple[str, str]]:
+    """Namespace and name of each feature that the script itself has registered."""
+    registry = sys.modules.get("nvdlfw_inspect.registry")
+    for namespace, data in registry.Registry.data.items() if registry is not None else ():
+        yield from ((namespace, name) for name in data.features)
+        yield from ((namespace, waiting.__name__) for waiting in data.deferred_features)

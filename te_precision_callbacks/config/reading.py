@@ -1,0 +1,218 @@
+"""A YAML file as data, and the line of each key and list entry in it; what no config could be is refused early.
+
+A config that a person wrote has some hundred keys. What a few lines can stand for (an anchor of anchors of anchors),
+and what is nested without end, is refused before anything is made of it: nothing here takes more time or memory than
+the limits below allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from te_precision_callbacks.config.problems import ConfigError, KeyPath, Problems, shown, suggestion
+
+MOST_BYTES = 4 * 1024 * 1024
+"""Of a file, and of all texts in a mapping."""
+
+MOST_ENTRIES = 200_000
+"""Keys, values and list entries of a config; what anchors stand for is counted wherever it is used."""
+
+DEEPEST = 40
+"""Levels of a config. Those of the features here have ten."""
+
+_MERGE = "tag:yaml.org,2002:merge"
+
+_BASE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is thirty times as fast, where PyYAML has it
+
+
+class _Loader(_BASE):  # type: ignore[misc]
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, OverflowError) as error:  # 2026-02-30, or an integer of 5,000 digits
+            problem = f"{shown(node.value)}: {error}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the keys of a config stand.
+
+    Attributes:
+        name: of the config.
+        lines: path of a key or list entry -> its line, from 1 on; empty for a mapping.
+    """
+
+    name: str
+    lines: Mapping[KeyPath, int] = field(default_factory=dict)
+
+    def __call__(self, section: str, *keys: str | int) -> str:
+        """Where a key of a section stands, or the nearest one above it: ``config.yaml, line 7 (section 'stats')``."""
+        path = (section, *keys)
+        line = next((self.lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.lines), None)
+        where = f"{self.name}, line {line}" if line else self.name
+        return f"{where} (section {shown(section)})"
+
+
+def read_yaml(path: Path) -> tuple[Any, Places]:
+    """The content of a YAML file, and where its keys stand.
+
+    Raises:
+        ConfigError: the file is missing, unreadable or too large, or is not YAML; a key stands in it twice.
+    """
+    text = _text_of(path)
+    try:
+        _check_events(text, path)
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None, Places(str(path))
+            lines: dict[KeyPath, int] = {}
+            problems = Problems()
+            _index_lines(node, (), lines, str(path), problems)
+            problems.raise_any()
+            return loader.construct_document(node), Places(str(path), lines)
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        raise ConfigError(f"The config file {shown(str(path))} is not valid YAML: {_shortened(error)}") from error
+
+
+def check_extent(data: object, name: str) -> None:
+    """Refuse a mapping that no config could be.
+
+    Raises:
+        ConfigError: it has too many entries, texts that are too long, or is nested too deeply; it may hold itself.
+    """
+    entries = characters = 0
+    waiting = [(data, 1)]
+    while waiting:
+        value, depth = waiting.pop()
+        entries += 1
+        characters += len(value) if isinstance(value, (str, bytes)) else 0
+        if characters > MOST_BYTES:
+            raise ConfigError(f"{name} has more than {MOST_BYTES:,} characters. Is it the right one?")
+        if entries > MOST_ENTRIES:
+            raise ConfigError(f"{name} {_too_many()}")
+        inside: list[Any] = []
+        if isinstance(value, Mapping):
+            inside = [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            inside = list(value)
+        if inside and depth > DEEPEST:
+            raise ConfigError(f"{name} is nested more than {DEEPEST} levels deep, or holds itself.")
+        waiting.extend((entry, depth + 1) for entry in inside)
+
+
+def _too_many() -> str:
+    return f"has more than {MOST_ENTRIES:,} keys and values, with what its anchors stand for written out."
+
+
+def _text_of(path: Path) -> str:
+    if path == Path():
+        raise ConfigError("The config's path is empty. Give the path of a YAML file, a mapping, or None.")
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        text = content.decode("utf-8") if len(content) <= MOST_BYTES else None
+    except FileNotFoundError:
+        raise ConfigError(
+            f"The config file {shown(str(path))} does not exist (looked in {shown(str(path.absolute().parent))})."
+            + _similar_files(path)
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"The config file {shown(str(path))} cannot be read: {_shortened(error)}.") from error
+    if text is None:
+        raise ConfigError(
+            f"The config file {shown(str(path))} has more than {MOST_BYTES:,} bytes. Is it the right one?"
+        )
+    return text
+
+
+def _shortened(error: Exception) -> str:
+    text = str(error)
+    return text if len(text) <= 1000 else f"{text[:1000]} ..."
+
+
+def _similar_files(path: Path) -> str:
+    try:
+        present = [entry.name for entry in path.absolute().parent.iterdir() if entry.suffix in (".yaml", ".yml")]
+    except OSError:
+        return " That folder does not exist either."
+    return suggestion(path.name, present, known_as="YAML files there")
+
+
+def _check_events(text: str, path: Path) -> None:
+    """Read the text once without making anything of it, and refuse what would become too much."""
+    entries = 0
+    sizes: dict[str, int] = {}
+    open_: list[tuple[str | None, int]] = []
+    for event in yaml.parse(text, Loader=_BASE):
+        if isinstance(event, yaml.NodeEvent):
+            entries += 1
+            if isinstance(event, yaml.AliasEvent):
+                if any(anchor == event.anchor for anchor, _ in open_):
+                    raise ConfigError(f"{_line_of(path, event)}: the anchor {shown(event.anchor)} contains itself.")
+                entries += sizes.get(str(event.anchor), 0)
+            elif isinstance(event, yaml.CollectionStartEvent):
+                open_.append((event.anchor, entries))
+                if len(open_) > DEEPEST:
+                    raise ConfigError(f"{_line_of(path, event)}: nested more than {DEEPEST} levels deep.")
+            elif event.anchor is not None:
+                sizes[event.anchor] = 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = open_.pop()
+            if anchor is not None:
+                sizes[anchor] = entries - before
+        if entries > MOST_ENTRIES:
+            raise ConfigError(f"{path} {_too_many()}")
+
+
+def _line_of(path: Path, event: Any) -> str:
+    return f"{path}, line {event.start_mark.line + 1}"
+
+
+def _index_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], file: str, problems: Problems) -> None:
+    """Note the line of each key and list entry below a node."""
+    if isinstance(node, yaml.MappingNode):
+        present: set[str] = set()
+        for key_node, value_node in node.value:
+            if key_node.tag == _MERGE or not isinstance(key_node, yaml.ScalarNode):
+                continue
+            key, line = str(key_node.value), key_node.start_mark.line + 1
+            key_path = (*path, key)
+            if key in present:
+                problems.add(
+                    f"{file}, line {line}: {shown(key_node.value)} stands here a second time; the first is in line"
+                    f" {lines[key_path]}. YAML would silently keep only one of them: give them different names."
+                )
+            present.add(key)
+            lines[key_path] = line
+            _index_lines(value_node, key_path, lines, file, problems)
+        for key_node, value_node in _merged(node):
+            if str(key_node.value) not in present:
+                key_path = (*path, str(key_node.value))
+                present.add(str(key_node.value))
+                lines[key_path] = key_node.start_mark.line + 1
+                _index_lines(value_node, key_path, lines, file, problems)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, child in enumerate(node.value):
+            key_path = (*path, index)
+            lines[key_path] = child.start_mark.line + 1
+            _index_lines(child, key_path, lines, file, problems)
+
+
+def _merged(node: yaml.MappingNode) -> Iterator[tuple[yaml.Node, yaml.Node]]:
+    """The keys that ``<<`` brings into a mapping, with their values; of one key, the one that counts comes first."""
+    for key_node, value_node in node.value:
+        if key_node.tag == _MERGE:
+            for mapping in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
+                if isinstance(mapping, yaml.MappingNode):
+                    yield from (pair for pair in mapping.value if pair[0].tag != _MERGE)
+                    yield from _merged(mapping)

@@ -1,0 +1,238 @@
+"""Two features on one layer: what each promises holds, or the config is refused before the run."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
+import yaml
+from transformer_engine.common.recipe import DelayedScaling
+
+from te_precision_callbacks.config import ConfigError, load_config
+from te_precision_callbacks.config.schemas import FEATURES
+from te_precision_callbacks.errors import FeatureError
+from te_precision_callbacks.session import InspectSession
+from tests.features.plain import linear, plain, train
+from tests.test_config import LAYERS
+
+OPERANDS = {"fprop": ("weight", "activation"), "dgrad": ("weight", "gradient"), "wgrad": ("activation", "gradient")}
+"""GEMM -> the two matrices that the extension multiplies, in the order that it takes them."""
+
+LAYOUTS = {(True, False): "fprop", (False, False): "dgrad", (False, True): "wgrad"}
+"""Whether the extension transposes them -> GEMM."""
+
+ALL = tuple(OPERANDS)
+REGISTERED = {"transformer_engine": tuple(FEATURES)}
+TENSORS = ["activation", "weight", "gradient"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A feature with options, and what docs/features.md says of it.
+
+    Attributes:
+        high: the GEMMs that it runs in high precision.
+        scaled, rounded: the operands, as GEMM and tensor, that it casts to FP8, or rounds and leaves in high precision.
+    """
+
+    feature: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    high: tuple[str, ...] = ()
+    scaled: frozenset[tuple[str, str]] = frozenset()
+    rounded: frozenset[tuple[str, str]] = frozenset()
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {self.feature: {"enabled": True, **self.options}}
+
+    def __str__(self) -> str:
+        return f"{self.feature} {self.options.get('gemms', '')} {self.options.get('tensors', '')}".strip()
+
+
+def operands(gemms: list[str], tensors: list[str]) -> frozenset[tuple[str, str]]:
+    return frozenset((gemm, tensor) for gemm in gemms for tensor in OPERANDS[gemm] if tensor in tensors)
+
+
+def disabling(feature: str, *gemms: str) -> Choice:
+    return Choice(feature, {"gemms": list(gemms)}, high=gemms)
+
+
+def scaling(gemms: list[str], tensors: list[str]) -> Choice:
+    return Choice("PerTensorScaling", {"gemms": gemms, "tensors": tensors}, scaled=operands(gemms, tensors))
+
+
+def rounding(gemms: list[str], tensors: list[str]) -> Choice:
+    options = {"gemms": gemms, "tensors": tensors, "quant_format": "FP8E4M3"}
+    return Choice("FakeQuant", options, high=tuple(gemms), rounded=operands(gemms, tensors))
+
+
+CHOICES = [
+    Choice("LogTensorStats", {"tensors": TENSORS, "stats": ["max"]}),
+    Choice("LogFp8TensorStats", {"tensors": TENSORS, "stats": ["mse"]}),
+    Choice("LogNvfp4TensorStats", {"tensors": TENSORS, "stats": ["mse"]}),
+    Choice("DumpTensors", {"tensors": TENSORS, "high_precision_tensor": True}),
+    Choice("DisableQuantizationLayer", high=ALL),
+    Choice("DisableFP8Layer", high=ALL),
+    disabling("DisableQuantizationGEMM", "fprop"),
+    disabling("DisableFP8GEMM", "dgrad", "wgrad"),
+    scaling(["fprop"], ["activation"]),
+    scaling(["fprop"], ["activation", "weight"]),
+    scaling(["wgrad"], ["gradient"]),
+    rounding(["fprop"], ["weight"]),
+    rounding(["dgrad"], ["weight", "gradient"]),
+]
+PAIRS = list(itertools.combinations(CHOICES, 2))
+
+
+def conflict(one: Choice, other: Choice) -> bool:
+    """Whether no order of things can do what both promise."""
+    modified = one.scaled | one.rounded
+    by_both = bool(modified & (other.scaled | other.rounded))
+    forbidden = any(gemm in other.high for gemm, _ in one.scaled) or any(gemm in one.high for gemm, _ in other.scaled)
+    return by_both or forbidden
+
+
+class Multiplied:
+    """What the extension was handed: GEMM -> tensor -> the matrix."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.operands: dict[tuple[str, str], Any] = {}
+        multiply = tex.generic_gemm
+
+        def spy(a: Any, transposed_a: bool, b: Any, transposed_b: bool, *rest: Any, **keywords: Any) -> Any:
+            gemm = LAYOUTS[transposed_a, transposed_b]
+            for tensor, matrix in zip(OPERANDS[gemm], (a, b), strict=True):
+                self.operands[gemm, tensor] = matrix
+            return multiply(a, transposed_a, b, transposed_b, *rest, **keywords)
+
+        monkeypatch.setattr(tex, "generic_gemm", spy)
+
+
+def is_rounded(matrix: torch.Tensor) -> bool:
+    """Whether all elements are numbers of E4M3, with a scale that makes 448 of the largest."""
+    scaled = matrix.double() * (448 / matrix.abs().max().double())
+    return torch.allclose(scaled.to(torch.float8_e4m3fn).double(), scaled, rtol=1e-6)
+
+
+def sections(one: Choice, other: Choice, *, apart: bool) -> dict[str, Any]:
+    head = {"enabled": True, "layers": {"layer_types": ["all"]}}
+    if apart:
+        return {
+            "first": {**head, "transformer_engine": one.body},
+            "second": {**head, "transformer_engine": other.body},
+        }
+    return {"first": {**head, "transformer_engine": {**one.body, **other.body}}}
+
+
+ALONE = [(one, other, False) for one, other in PAIRS if one.feature != other.feature]  # a mapping has a key once
+APART = [(one, other, True) for one, other in PAIRS]
+REFUSED = [case for case in (*ALONE, *APART) if case[0].feature == case[1].feature or conflict(case[0], case[1])]
+HOLDING = [case for case in ALONE if case not in REFUSED]
+
+
+def named(cases: list[tuple[Choice, Choice, bool]]) -> list[str]:
+    return [f"{one} + {other}{', apart' if apart else ''}" for one, other, apart in cases]
+
+
+def written(folder: Path, one: Choice, other: Choice, *, apart: bool) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(sections(one, other, apart=apart), sort_keys=False))
+    return path
+
+
+@pytest.mark.parametrize(("one", "other", "apart"), REFUSED, ids=named(REFUSED))
+def test_a_pair_that_cannot_hold_is_refused_with_both_places(
+    tmp_path: Path, one: Choice, other: Choice, apart: bool
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        with InspectSession(written(tmp_path, one, other, apart=apart), model=te.Linear(32, 32), log_dir=tmp_path):
+            pass
+    places = re.findall(r"config\.yaml, line (\d+) \(section '(\w+)'\)", str(refused.value))
+    assert {section for _, section in places} == ({"first", "second"} if apart else {"first"})
+    assert len({line for line, _ in places}) == 2
+    assert repr(one.feature) in str(refused.value)
+    assert repr(other.feature) in str(refused.value)
+
+
+@pytest.mark.parametrize(("one", "other", "apart"), HOLDING, ids=named(HOLDING))
+def test_a_pair_that_is_taken_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one: Choice, other: Choice, apart: bool
+) -> None:
+    together = load_config(written(tmp_path, one, other, apart=False)).plan(LAYERS, REGISTERED).layers
+    in_two = load_config(sections(one, other, apart=True)).plan(LAYERS, REGISTERED).layers
+    assert [entry.features for entry in together] == [entry.features for entry in in_two]
+    torch.manual_seed(0)
+    net = te.Linear(32, 32)
+    multiplied = Multiplied(monkeypatch)
+    with InspectSession(tmp_path / "config.yaml", model=net, log_dir=tmp_path, strict=True) as session:
+        with te.autocast(enabled=True, recipe=DelayedScaling()):
+            output = net(torch.randn(16, 32, requires_grad=True))
+        output.backward(torch.randn(16, 32))
+        session.step()
+    high, scaled, rounded = (*one.high, *other.high), one.scaled | other.scaled, one.rounded | other.rounded
+    assert set(multiplied.operands) == {(gemm, tensor) for gemm in ALL for tensor in OPERANDS[gemm]}
+    for (gemm, tensor), matrix in multiplied.operands.items():
+        if gemm in high:
+            assert type(matrix) in (torch.Tensor, torch.nn.Parameter)
+            assert is_rounded(matrix.detach()) == ((gemm, tensor) in rounded), (gemm, tensor)
+        else:
+            assert hasattr(matrix, "_scale_inv"), (gemm, tensor)
+            # Delayed scaling begins with a scale of 1.
+            assert (float(matrix._scale_inv) != 1.0) == ((gemm, tensor) in scaled), (gemm, tensor)
+
+
+def test_all_features_are_paired() -> None:
+    assert {choice.feature for choice in CHOICES} == set(FEATURES)
+
+
+FORBIDS = {"enabled": True}
+SCALES = {"enabled": True, "gemms": ["fprop"], "tensors": ["weight"]}
+
+
+class Forbids:
+    """A feature of a user's own, of which no schema tells that it runs GEMMs in high precision."""
+
+    def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("tensors", [["weight"], ["activation", "weight"]])
+@pytest.mark.parametrize("forbidding", ["DisableFP8Layer", "Forbids"])
+def test_what_no_schema_could_tell_is_an_error_where_it_happens(
+    tmp_path: Path, forbidding: str, tensors: list[str]
+) -> None:
+    """Alone, where no plan is made; and with a feature that no schema describes."""
+    features = {forbidding: FORBIDS, "PerTensorScaling": {**SCALES, "tensors": tensors}}
+    told = rf"PerTensorScaling quantized {tensors[0]} of 'linear' for fprop, which {forbidding} keeps in high precision"
+    with plain(features, tmp_path / "plain", classes=[Forbids]):
+        with pytest.raises(FeatureError, match=told):
+            train(linear())
+    if forbidding == "Forbids":
+        net = te.Linear(32, 32)
+        config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": features}}
+        with pytest.raises(FeatureError, match=told.replace("'linear'", "'linear'")):
+            with InspectSession(config, model=net, log_dir=tmp_path, features=[Forbids]) as session:
+                train(net, 1, session)
+
+
+def test_a_users_feature_may_modify_a_gemm_in_high_precision(tmp_path: Path) -> None:
+    class Halves:
+        def modify_tensor_enabled(self, config: Any, layer_name: str, **_: Any) -> bool:
+            return True
+
+        def modify_tensor(self, config: Any, layer_name: str, tensor: torch.Tensor, **_: Any) -> torch.Tensor:
+            return tensor / 2
+
+    options = {"enabled": True, "gemms": ["fprop"], "tensors": ["activation"]}
+    with plain({"Halves": options, "DisableFP8Layer": FORBIDS}, tmp_path, classes=[Halves]):
+        net, x = linear(bias=False), torch.randn(16, 32)
+        with te.autocast(enabled=True, recipe=DelayedScaling()):
+            assert torch.allclose(net(x), (x / 2) @ net.weight.T, atol=1e-6)
