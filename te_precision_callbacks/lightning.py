@@ -201,10 +201,9 @@ class PrecisionDebugCallback(Callback):
 
 
 def _scales_loss(trainer: Trainer) -> bool:
-    """Whether the loss is scaled: by the plugin's GradScaler, or for float16 by DeepSpeed, which has one of its own."""
+    """Whether DeepSpeed scales the loss for float16, with a scaler of its own. torch's is recognized in use."""
     plugin = trainer.precision_plugin
-    of_deepspeed = isinstance(plugin, DeepSpeedPrecision) and plugin.precision.startswith("16")
-    return getattr(plugin, "scaler", None) is not None or of_deepspeed
+    return isinstance(plugin, DeepSpeedPrecision) and plugin.precision.startswith("16")
 
 
 class _LoggerSink:

@@ -273,12 +273,21 @@ class PrecisionDebugger:
     def _take_up_iteration(self) -> None:
         if self._next_iteration is not None:
             self._session.iteration = self._next_iteration
-        elif self._options.start_step is None and any(map(_has_stepped, self._accelerator._optimizers)):
+        elif self._options.start_step is None and any(map(_has_stepped, self._own_optimizers())):
             logger.warning(
                 "The optimizer has stepped before, but the debug iteration begins at 0, and so does the step at which"
                 " statistics are logged. To continue those of a checkpoint, make the PrecisionDebugger before"
                 " accelerator.load_state(); or give it start_step=."
             )
+
+    def _own_optimizers(self) -> list[Any]:
+        """The accelerator's that hold a parameter of the model: it keeps those of earlier models as well."""
+        own = {id(parameter) for _, root in roots_of(self._model) for parameter in root.parameters()}
+        return [
+            optimizer
+            for optimizer in self._accelerator._optimizers
+            if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+        ]
 
     def _refuse_step(self) -> None:
         if not self._stopped or self._options.strict:
@@ -303,10 +312,10 @@ def _count(step: SupportsIndex) -> int:
 
 
 def scales_loss(accelerator: Accelerator) -> bool:
-    """Whether the loss is scaled, so that an inf in a gradient is no error but a reason to scale it down: by the
-    accelerator's GradScaler, or for float16 by DeepSpeed or Megatron-LM, which have their own."""
+    """Whether DeepSpeed or Megatron-LM scales the loss for float16, with a scaler of its own: an inf in a gradient is
+    no error then, but a reason to scale it down. (torch's GradScaler is recognized where it scales.)"""
     of_others = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-    return accelerator.scaler is not None or (of_others and accelerator.mixed_precision == "fp16")
+    return of_others and accelerator.mixed_precision == "fp16"
 
 
 def _require_prepared(accelerator: Accelerator, model: torch.nn.Module) -> None:

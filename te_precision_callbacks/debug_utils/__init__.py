@@ -12,6 +12,7 @@ from te_precision_callbacks.debug_utils.direct import detect_overflow
 from te_precision_callbacks.debug_utils.errors import (
     AbortAfterBatch,
     ActivationOverflowError,
+    DetectionFailedError,
     OverflowDetectorError,
     OverflowOptionError,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "AbortAfterBatch",
     "ActivationOverflowError",
     "DebugActivationOverflow",
+    "DetectionFailedError",
     "OverflowDetectorError",
     "OverflowOptionError",
     "detect_overflow",

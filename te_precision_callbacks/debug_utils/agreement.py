@@ -1,4 +1,4 @@
-"""Over ranks: all stop together, with the first culprit of any of them."""
+"""Over ranks: all stop together, with the first culprit of any of them, or because one of them could not look."""
 
 from __future__ import annotations
 
@@ -38,17 +38,34 @@ class Find:
     report: str
 
 
-def agree(own: Find | None, group: dist.ProcessGroup | None) -> Find | None:
-    """The find of the rank whose first bad event came first; None if no rank has one. All ranks must call it.
+@dataclass(frozen=True)
+class Failure:
+    """A failure of detection itself.
 
-    One MAX of one number; where there is a find, its text is sent to all.
+    Attributes:
+        rank: the rank on which it happened.
+        text: its class and text.
+    """
+
+    rank: int
+    text: str
+
+
+def agree(own: Find | Failure | None, group: dist.ProcessGroup | None) -> Find | Failure | None:
+    """The find of the rank whose first bad event came first, or else a failure of any rank; None if there is neither.
+
+    All ranks must call it.
+
+    One MAX of one number; where there is a find or a failure, it is sent to all.
 
     Args:
         own: this rank's.
         group: the process group; None for all ranks.
     """
-    rank = dist.get_rank(group)
-    key = 0 if own is None else (_LAST - min(own.sequence, _LAST - 1)) * _MOST_RANKS + (_MOST_RANKS - 1 - rank)
+    own_rank = dist.get_rank(group)
+    # A failure is below every find: the number of one is above zero.
+    order = _LAST - min(own.sequence, _LAST - 1) if isinstance(own, Find) else 0
+    key = 0 if own is None else order * _MOST_RANKS + (_MOST_RANKS - 1 - own_rank)
     device = message_device(group)
     greatest = torch.tensor([key], dtype=torch.int64, device=device)
     all_reduce(greatest, dist.ReduceOp.MAX, group)
@@ -59,5 +76,17 @@ def agree(own: Find | None, group: dist.ProcessGroup | None) -> Find | None:
     sent: list[Any] = [own]
     source = owner if group is None else dist.get_global_rank(group, owner)
     dist.broadcast_object_list(sent, src=source, group=group, device=device)
-    find: Find = sent[0]
-    return find
+    found: Find | Failure = sent[0]
+    return found
+
+
+def pooled(own: list[str], group: dist.ProcessGroup | None) -> list[str]:
+    """What all ranks of the group have, in their order. All ranks must call it."""
+    lists: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(lists, own, group=group)
+    return [entry for of_rank in lists for entry in of_rank]
+
+
+def rank() -> int:
+    """This process's among all; 0 where there is one alone."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
+import inspect
 import logging
 import sys
 import threading
@@ -13,13 +15,16 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, get_args
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from typing_extensions import TypedDict, Unpack
 
 from te_precision_callbacks.debug_utils import report as text
-from te_precision_callbacks.debug_utils.agreement import Find, agree
+from te_precision_callbacks.debug_utils.agreement import Failure, Find, agree, pooled, rank
 from te_precision_callbacks.debug_utils.errors import (
     AbortAfterBatch,
     ActivationOverflowError,
+    DetectionFailedError,
     OverflowDetectorError,
     OverflowOptionError,
 )
@@ -27,6 +32,7 @@ from te_precision_callbacks.debug_utils.events import Call, Event, Gradient, Lab
 from te_precision_callbacks.debug_utils.hooks import ModelHooks, Watched
 from te_precision_callbacks.debug_utils.interval import GradientRoles, History, Interval, Record, seen
 from te_precision_callbacks.debug_utils.scales import fp8_scale
+from te_precision_callbacks.debug_utils.scaling import Listening
 from te_precision_callbacks.debug_utils.slots import Measured, Unmeasured, Values
 from te_precision_callbacks.debug_utils.structure import arguments, tensors_in
 from te_precision_callbacks.debug_utils.verdict import Judge, near_limit
@@ -38,6 +44,16 @@ from te_precision_callbacks.session.forward import NO_BACKWARD, ForwardClassifie
 logger = logging.getLogger(__name__)
 
 Mode = Literal["deferred", "immediate"]
+
+OnFailure = Literal["raise", "warn"]
+
+
+class NamesOfTransformers(TypedDict, total=False):
+    """What ``transformers.debug_utils.DebugUnderflowOverflow`` calls keywords that it has, too."""
+
+    trace_batch_nums: Iterable[int] | None
+    abort_after_batch_num: int | None
+
 
 MOST_SLOTS = 65_536
 """Slots after which frames that nobody has looked at are looked at by their rank alone, before the next forward.
@@ -142,21 +158,27 @@ class DebugActivationOverflow:
         distributed: whether all ranks stop together, with the culprit of the one on which it came first: one number is
             reduced in each training look, which all ranks must take part in.
         process_group: over which ranks; None for all.
+        on_failure: what a failure of detection itself does: ``raise`` a :class:`DetectionFailedError` in the next look,
+            on all ranks, since an overflow may have been missed; ``warn`` logs it as an error, and training goes on
+            without detection.
+        trace_batch_nums, abort_after_batch_num: ``trace_batches`` and ``abort_after_batch``, as
+            ``transformers.debug_utils.DebugUnderflowOverflow`` names them.
 
     After an :class:`ActivationOverflowError` it goes on watching, for a loop that catches it. A second detector on a
     model takes the place of the first.
 
     Attributes:
         reports: how many overflows it has reported.
-        loss_scaled: whether the loss is scaled by a GradScaler, which looks after infinite gradients by itself: they
-            are shown, and are no reason to stop. May be set at any time.
+        loss_scaled: whether the loss is scaled by something other than torch's GradScaler, which is recognized: then
+            gradients that are inf or nan are shown, and are no reason to stop. May be set at any time.
         abandoned: tells whether the loop that made the detector has ended without closing it: then forwards, backwards
             and steps are not its any more, and it does nothing. None: never. May be set at any time.
 
     Raises:
-        OverflowOptionError: a value that a keyword does not take.
+        OverflowOptionError: an unknown keyword, or a value that a keyword does not take.
         OverflowDetectorError: no model.
         ActivationOverflowError: while training, or in :meth:`look` or :meth:`close`: an inf or nan.
+        DetectionFailedError: there too: detection itself has failed.
     """
 
     def __init__(
@@ -174,12 +196,20 @@ class DebugActivationOverflow:
         warn_above: float | None = 0.9,
         distributed: bool = True,
         process_group: torch.distributed.ProcessGroup | None = None,
+        on_failure: OnFailure = "raise",
+        **names_of_transformers: Unpack[NamesOfTransformers],
     ) -> None:
+        trace_batches, abort_after_batch = _from_transformers(names_of_transformers, trace_batches, abort_after_batch)
         roots = _roots(model)
         self._max_frames = _count("max_frames", max_frames, least=1)
         if mode not in get_args(Mode):
             raise OverflowOptionError(f"mode= is one of {', '.join(map(repr, get_args(Mode)))}, not {mode!r}.")
         self._immediate = mode == "immediate"
+        if on_failure not in get_args(OnFailure):
+            raise OverflowOptionError(
+                f"on_failure= is one of {', '.join(map(repr, get_args(OnFailure)))}, not {on_failure!r}."
+            )
+        self._on_failure = on_failure
         self._gradients = gradients
         self._parameters = parameters
         self._abs_min = abs_min
@@ -216,8 +246,12 @@ class DebugActivationOverflow:
         self._looked = True
         self._due = False
         self._closed = False
+        # Nothing is noted after a failure: until the look that raises it, or for good.
         self._broken = False
+        self._failure: Exception | None = None
         self._pending: Find | None = None
+        self._steps = 0
+        self._stepped_by = ""
         self._dropped = 0
         self._foreign_steps: int | None = 0
         self._saw_forward = False
@@ -234,6 +268,8 @@ class DebugActivationOverflow:
                 logger.warning("allow_neg_inf=: no module of the model has a path like %r.", pattern)
         self._step_hook = register_optimizer_step_pre_hook(_before_step_of(weakref.ref(self)))
         weakref.finalize(self, self._step_hook.remove)
+        self._scaler_hook = Listening(self)
+        weakref.finalize(self, self._scaler_hook.remove)
 
     # ------------------------------------------------------------------ for the training loop
 
@@ -259,23 +295,32 @@ class DebugActivationOverflow:
     def look(self) -> None:
         """Look at what training has done since the last look; where ranks stop together, on all of them.
 
-        Not needed where an optimizer of the model steps: it looks before each step.
+        Not needed where an optimizer of the model steps: it looks before each step, also before one that a GradScaler
+        leaves out.
 
         Raises:
             ActivationOverflowError: there was an inf or nan.
+            DetectionFailedError: detection itself has failed.
             AbortAfterBatch: the last batch that was wanted is over.
+        """
+        self._look(may_be_skipped=True)
+
+    def _look(self, *, may_be_skipped: bool) -> None:
+        """Look, as :meth:`look`.
+
+        Args:
+            may_be_skipped: whether a scaler that has scaled the loss can still leave out the step.
         """
         if self._closed or self._is_abandoned():
             return
         self._foreign_steps = None  # there is somebody who looks
-        if not self._due:
+        together = self._looks_together()
+        if not self._due and (together or self._failure is None):
             return
         self._thread.current = None  # no call is running, whatever an interrupt has left
         self._due = False
-        find = self._look_at_training()
-        if self._distributed and is_distributed(self._group):
-            find = agree(find, self._group)
-        self._stop_if(find)
+        found = self._look_at_training(may_be_skipped=may_be_skipped)
+        self._stop_if(agree(found, self._group) if together else found, together=together)
         if self._last_batch is not None and self._batch >= self._last_batch:
             self._abort()
 
@@ -287,18 +332,22 @@ class DebugActivationOverflow:
 
         Raises:
             ActivationOverflowError: without ``error``: there was an inf or nan.
+            DetectionFailedError: without ``error``: detection itself has failed.
         """
         if self._closed:
             return
-        find = self._look_at_training()
-        self._remove()
-        if find is None:
-            return
+        found, failure = self._look_at_training(), self._failure
         if error is None:
-            self._stop_if(find)
-        else:
+            self._close_hooks()
+            self._stop_if(found)
+            self._begin_anew()
+            return
+        self._remove()
+        if isinstance(found, Find):
             self.reports += 1
-            logger.error(find.report)
+            logger.error(found.report)
+        elif found is not None:
+            logger.error("Activation overflow detection has failed (%s).", found.text, exc_info=failure)
 
     def __enter__(self) -> DebugActivationOverflow:
         return self
@@ -481,9 +530,12 @@ class DebugActivationOverflow:
         self._thread.current = None
         if self in running.detectors:
             running.detectors.remove(self)
-        if current.looks and not failed and not self._closed and not self._broken:
+        if current.looks and not failed and not self._closed:
             self._looked = self._looked or not self._trains
-            self._stop_if(self._look_at(self._evaluation))
+            found = self._look_at(self._evaluation)
+            if found is None and self._trains and self._looks_together():
+                return  # a failure waits for the next look of all
+            self._stop_if(found or self._failed())
             if self._last_batch is not None and self._batch >= self._last_batch and not self._trains:
                 self._abort()
 
@@ -501,9 +553,9 @@ class DebugActivationOverflow:
         return record.gradient
 
     @outside_of_dynamo
-    def _gradient(self, roles: GradientRoles, gradient: torch.Tensor) -> None:
-        """A gradient has arrived."""
-        if self._closed or self._broken or self._is_abandoned():
+    def _gradient(self, roles: GradientRoles, gradient: torch.Tensor | None) -> None:
+        """A gradient has arrived; None where an autograd Function, such as DDP's for unused outputs, has given none."""
+        if gradient is None or self._closed or self._broken or self._is_abandoned():
             return
         try:
             measured = self._training.measure(gradient).measured
@@ -542,7 +594,10 @@ class DebugActivationOverflow:
             self._count_foreign_step()
             return None
         self._warn_of_unseen_forward()
-        self.look()
+        # The looks before the step of a scaler come first; an optimizer that is given one leaves out the step itself.
+        scales = any(isinstance(value, GradScaler) for value in (*args[1:], *keywords.values()))
+        self._look(may_be_skipped=scales)
+        self._steps, self._stepped_by = self._steps + 1, type(optimizer).__name__
         # Lightning, and an optimizer such as LBFGS, run forward and backward inside of the step.
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._looking_after(args[1]), *args[2:]), keywords
@@ -550,9 +605,26 @@ class DebugActivationOverflow:
             return args, {**keywords, "closure": self._looking_after(keywords["closure"])}
         return None
 
-    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+    def loss_scaled_by(self, scale: torch.Tensor | None) -> None:
+        """A GradScaler has scaled a loss."""
+        if self._closed or self._broken or self._is_abandoned():
+            return
+        try:
+            self._training.note_loss_scale(scale)
+        except Exception as error:
+            self._fail(error)
+
+    def before_scaled_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look before a GradScaler decides whether an optimizer of the model steps."""
+        if not self._closed and not self._is_abandoned() and self._is_ours(optimizer):
+            self._warn_of_unseen_forward()
+            self.look()
+
+    def _is_ours(self, optimizer: Any) -> bool:
         """Whether an optimizer steps a parameter of the model; groups may be added to it."""
         try:
+            if not isinstance(optimizer, torch.optim.Optimizer):  # a wrapper: nothing is known of how it is compared
+                return self._hooks.holds_parameter_of(optimizer)
             sizes = [len(group["params"]) for group in optimizer.param_groups]
             known = self._optimizers.get(optimizer)
             if known is None or known[0] != sizes:
@@ -593,33 +665,39 @@ class DebugActivationOverflow:
 
         def run_and_look() -> Any:
             loss = closure()
-            self.look()
+            self._look(may_be_skipped=False)
             return loss
 
         return run_and_look
 
-    def _look_at_training(self) -> Find | None:
-        """A look: the first overflow since the last one."""
-        find = self._look_at(self._training)
+    def _looks_together(self) -> bool:
+        return self._distributed and is_distributed(self._group)
+
+    def _look_at_training(self, *, may_be_skipped: bool = True) -> Find | Failure | None:
+        """A look: the first overflow since the last one, or else a failure."""
+        find = self._look_at(self._training, may_be_skipped=may_be_skipped)
         find, self._pending, self._dropped = self._pending or find, None, 0
         self._looked = True
-        return find
+        return find or self._failed()
+
+    def _failed(self) -> Failure | None:
+        return None if self._failure is None else Failure(rank(), _text_of(self._failure))
 
     def _make_room(self) -> None:
         """Empty the slots, where nobody looks. A rank that others would wait for keeps what is found for the look."""
         events = len(self._training.events)
         find = self._look_at(self._training)
-        if not (self._distributed and is_distributed(self._group)):
-            self._stop_if(find)
+        if not self._looks_together():
+            self._stop_if(find or self._failed())
         self._pending = self._pending or find
         self._dropped += events
 
-    def _look_at(self, interval: Interval) -> Find | None:
+    def _look_at(self, interval: Interval, *, may_be_skipped: bool = True) -> Find | None:
         """Read an interval, and begin it anew; the first overflow in it."""
         find = None
         try:
-            if interval.events and not self._broken:
-                find = self._judged(interval, interval.events)
+            if interval.events:
+                find = self._judged(interval, interval.events, may_be_skipped=may_be_skipped)
         except Exception as error:
             self._fail(error)
         interval.clear()
@@ -639,16 +717,20 @@ class DebugActivationOverflow:
             return
         self._stop_if(find)
 
-    def _judged(self, interval: Interval, events: Sequence[Event]) -> Find | None:
+    def _judged(self, interval: Interval, events: Sequence[Event], *, may_be_skipped: bool = True) -> Find | None:
         """The first overflow; the other frames are kept for later reports, traced, and compared with the limits."""
         values = interval.slots.read()
         evaluation = interval is self._evaluation and self._trains
         traced = frozenset[int]() if evaluation else self._traced
         if traced:
             self._trace(events, values)
-        bad = self._judge.first_bad(
-            events, values, excused=interval.excused, not_in=traced, loss_scaled=self.loss_scaled
-        )
+        first_bad = functools.partial(self._judge.first_bad, events, values, excused=interval.excused, not_in=traced)
+        bad = first_bad(loss_scaled=self.loss_scaled)
+        scale = None
+        if bad is not None and isinstance(events[bad[0]], Gradient) and may_be_skipped:
+            scale = interval.loss_scale()
+            if scale is not None and not scale <= 1:  # a scaler makes it smaller, and leaves out the step
+                bad = first_bad(loss_scaled=True)
         if self._warn_above is not None:
             self._warn_of(events[: None if bad is None else bad[0]], values, self._warn_above)
         if bad is None:
@@ -666,10 +748,10 @@ class DebugActivationOverflow:
             role=culprit.frame.role,
             batch=culprit.batch,
             evaluation=evaluation,
-            rank=_rank(),
+            rank=rank(),
             sequence=self._dropped + index,
             headline=text.headline(culprit),
-            advice=text.advice(culprit, events[index], loss_scaled=self.loss_scaled),
+            advice=text.advice(culprit, events[index], loss_scale=scale),
             report=text.report(frames, abs_min=self._abs_min),
         )
 
@@ -702,19 +784,30 @@ class DebugActivationOverflow:
                     limit,
                 )
 
-    def _stop_if(self, find: Find | None) -> None:
+    def _stop_if(self, find: Find | Failure | None, *, together: bool = False) -> None:
+        """Raise what was found.
+
+        Args:
+            find: nothing, an overflow, or a failure.
+            together: whether all ranks are here with the same find.
+        """
         if find is None:
             return
+        if isinstance(find, Failure):
+            cause = self._failure if find.rank == rank() else None
+            self._begin_anew()
+            raise DetectionFailedError(find.text, rank=find.rank) from cause
         self.reports += 1
+        advice = self._advice_on_weights(find, together=together) or find.advice
         self._begin_anew()
-        if find.rank == _rank():
+        if find.rank == rank():
             logger.error("%s", find.report)
         over = (
             f" on rank {find.rank}" if torch.distributed.is_available() and torch.distributed.is_initialized() else ""
         )
         raise ActivationOverflowError(
             f"{find.headline}, in {'evaluation ' if find.evaluation else ''}batch {find.batch}{over}. The report in the"
-            f" log, and in this exception's attribute 'report', has the frames before it. {find.advice}",
+            f" log, and in this exception's attribute 'report', has the frames before it. {advice}",
             path=find.path,
             class_name=find.class_name,
             role=find.role,
@@ -725,37 +818,57 @@ class DebugActivationOverflow:
         )
 
     def _abort(self) -> None:
-        find = self._look_at_training()
-        batch = self._batch
-        self._remove()
-        self._stop_if(find)
+        found, batch = self._look_at_training(), self._batch
+        self._close_hooks()
+        self._stop_if(found)
+        self._begin_anew()
         raise AbortAfterBatch(batch)
 
     def _is_abandoned(self) -> bool:
         return self.abandoned is not None and self.abandoned()
 
+    def _advice_on_weights(self, find: Find, *, together: bool) -> str | None:
+        """What to do where parameters are inf or nan themselves, of this rank or of any; None where all are finite."""
+        try:
+            broken = self._hooks.broken_parameters(find.path)
+        except Exception as error:  # what was found has to be told all the same
+            logger.warning("Activation overflow: the parameters could not be looked at (%s).", _text_of(error))
+            broken = []
+        if together:
+            broken = list(dict.fromkeys(pooled(broken, self._group)))
+        return text.advice_on_weights(broken, self._steps, self._stepped_by) if broken else None
+
     def _fail(self, error: Exception) -> None:
-        """A failure in observation: it is said once, and nothing is observed any more."""
-        if not self._broken:
-            self._broken = True
+        """A failure of detection: nothing is noted until the next look, which raises it; or it is logged."""
+        if self._broken:
+            return
+        self._broken = True
+        if self._on_failure == "raise":
+            self._failure = error
+        else:
             logger.error(
-                "Activation overflow detection failed (%s: %s), and is off from here on. Training goes on.",
-                type(error).__name__,
-                error,
+                "Activation overflow detection failed (%s), and is off from here on. Training goes on.",
+                _text_of(error),
                 exc_info=error,
             )
 
     def _remove(self) -> None:
         """Take all hooks away, and forget what was seen."""
+        self._close_hooks()
+        self._begin_anew()
+
+    def _close_hooks(self) -> None:
         self._closed = True
         self._hooks.remove()
         self._step_hook.remove()
-        self._begin_anew()
+        self._scaler_hook.remove()
 
     def _begin_anew(self) -> None:
         """Forget what was seen."""
         self._thread.current = None
         self._due = False
+        if self._failure is not None:
+            self._broken, self._failure = False, None
         if self in running.detectors:
             running.detectors.remove(self)
         for handle in self._leaf_hooks:
@@ -795,10 +908,8 @@ def _is_recorded() -> bool:
     return in_use and torch.cuda.is_current_stream_capturing()
 
 
-def _rank() -> int:
-    return (
-        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
-    )
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _roots(model: object) -> list[tuple[str, torch.nn.Module]]:
@@ -808,6 +919,30 @@ def _roots(model: object) -> list[tuple[str, torch.nn.Module]]:
     if not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
         raise OverflowDetectorError(f"The model is a torch.nn.Module or a list of them, not {model!r}.")
     return named_roots(chunks)
+
+
+def _from_transformers(
+    given: Mapping[str, Any], trace_batches: Iterable[int], abort_after_batch: int | None
+) -> tuple[Iterable[int], int | None]:
+    """The values of ``trace_batches`` and ``abort_after_batch``, under whichever name."""
+    ours = {"trace_batch_nums": "trace_batches", "abort_after_batch_num": "abort_after_batch"}
+    for name, own in {"trace_batches": trace_batches, "abort_after_batch": abort_after_batch}.items():
+        theirs = next(key for key, value in ours.items() if value == name)
+        if theirs in given and own not in ((), None):
+            raise OverflowOptionError(f"{theirs}= is another name of {name}=. Give one of the two.")
+    for key in given:
+        if key == "max_frames_to_save":
+            raise OverflowOptionError(
+                "max_frames_to_save= counts modules, and a frame is a tensor here. Give max_frames=, about three times"
+                " as many: for a module's inputs, its outputs, and their gradients."
+            )
+        if key not in ours:
+            known = inspect.signature(DebugActivationOverflow).parameters
+            close = difflib.get_close_matches(key, [*known, *ours], n=1)
+            raise OverflowOptionError(f"There is no option {key!r}.{f' Did you mean {close[0]!r}?' if close else ''}")
+    traced = given.get("trace_batch_nums")
+    last = given.get("abort_after_batch_num")
+    return trace_batches if traced is None else traced, abort_after_batch if last is None else last
 
 
 def _several(key: str, value: object) -> tuple[Any, ...]:

@@ -7,14 +7,13 @@ import math
 
 import torch
 
+from te_precision_callbacks.debug_utils.agreement import rank
 from te_precision_callbacks.debug_utils.detector import running
-from te_precision_callbacks.debug_utils.errors import OverflowOptionError
+from te_precision_callbacks.debug_utils.errors import DetectionFailedError, OverflowOptionError
 from te_precision_callbacks.debug_utils.slots import Slot, Slots
 from te_precision_callbacks.session.forward import outside_of_dynamo
 
 logger = logging.getLogger(__name__)
-
-_told_of: set[type[Exception]] = set()
 
 
 @outside_of_dynamo
@@ -32,11 +31,11 @@ def detect_overflow(tensor: torch.Tensor, label: str) -> bool:
         label: what the log and the report call it.
 
     Returns:
-        Whether there is an inf, of either sign, or a nan. A tensor whose elements cannot be known has none. Nothing
-        else is raised: a failure of the look itself is logged, once for each kind.
+        Whether there is an inf, of either sign, or a nan. A tensor whose elements cannot be known has none.
 
     Raises:
         OverflowOptionError: ``tensor`` is none.
+        DetectionFailedError: the look itself has failed.
     """
     if not isinstance(tensor, torch.Tensor):
         raise OverflowOptionError(
@@ -51,21 +50,8 @@ def detect_overflow(tensor: torch.Tensor, label: str) -> bool:
             return False
         low, high = slots.read().extremes(measured)
     except Exception as error:
-        _tell_of_failure(error, label)
-        return False
+        raise DetectionFailedError(f"{type(error).__name__}: {error}", rank=rank()) from error
     if math.isfinite(low) and math.isfinite(high):
         return False
     logger.error("%s has %s", label, "nans" if math.isnan(high) else "infs")
     return True
-
-
-def _tell_of_failure(error: Exception, label: str) -> None:
-    if type(error) not in _told_of:
-        _told_of.add(type(error))
-        logger.error(
-            "detect_overflow(..., %r) failed (%s: %s), and says no. This is said once.",
-            label,
-            type(error).__name__,
-            error,
-            exc_info=error,
-        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from te_precision_callbacks.errors import OptionError, PrecisionDebugError
 
 
@@ -51,6 +53,29 @@ def _rebuilt(message: str, attributes: dict[str, object]) -> ActivationOverflowE
     )
     error.__dict__.update(attributes)
     return error
+
+
+class DetectionFailedError(PrecisionDebugError, RuntimeError):
+    """Detection has failed, and what was done since cannot be judged: an overflow may have been missed.
+
+    It is raised from the failure itself on the rank where that happened.
+
+    Attributes:
+        rank: the rank on which it happened.
+        failure: the class and the text of the failure.
+    """
+
+    def __init__(self, failure: str, *, rank: int) -> None:
+        super().__init__(
+            f"Activation overflow detection has failed on rank {rank} ({failure}), so that an inf or nan since the last"
+            " look may have been missed. To train on without detection instead, make the detector with"
+            ' DebugActivationOverflow(model, on_failure="warn"), and leave activation_overflow out of debug=.'
+        )
+        self.failure = failure
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return functools.partial(DetectionFailedError, rank=self.rank), (self.failure,)
 
 
 class OverflowDetectorError(PrecisionDebugError, ValueError):

@@ -14,7 +14,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.debug_utils.errors import OverflowDetectorError
+from te_precision_callbacks.debug_utils.slots import Slot, Slots
 from te_precision_callbacks.debug_utils.tree import TreeShape, class_name, is_compiled, watched_modules
+from te_precision_callbacks.debug_utils.verdict import what
 from te_precision_callbacks.session.forward import outside_of_dynamo
 
 logger = logging.getLogger(__name__)
@@ -158,6 +160,25 @@ class ModelHooks:
         """Whether an optimizer steps a parameter of the model."""
         own = {id(parameter) for _, root in self._roots for parameter in root.parameters()}
         return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+    def broken_parameters(self, path: str) -> list[str]:
+        """The parameters with an inf or nan, those of the module at ``path`` first: ``fc1.weight (nans)``.
+
+        The host waits for the device.
+        """
+        slots = Slots(abs_min=False)
+        names: dict[Slot, str] = {}
+        seen: set[int] = set()
+        for place, module in sorted(watched_modules(self._roots), key=lambda found: found[0] != path):
+            for name, parameter in module.named_parameters(recurse=is_compiled(module)):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    measured = slots.measure(parameter)
+                    if isinstance(measured, Slot):
+                        names[measured] = f"{place}.{name}".removeprefix(".")
+        values = slots.read()
+        bad = values.not_finite()
+        return [f"{name} ({what(*values.extremes(slot))})" for slot, name in names.items() if slot in bad]
 
     def remove(self) -> None:
         """Take all hooks away."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -63,6 +64,7 @@ class Interval:
         self.slots = Slots(abs_min=abs_min)
         self.events: list[Event] = []
         self.excused: set[Measured] = set()
+        self._loss_scale: torch.Tensor | None = None
         self._records: dict[int, Record] = {}
 
     def record(self, tensor: torch.Tensor) -> Record:
@@ -85,6 +87,20 @@ class Interval:
             record.measured = self.slots.measure(tensor)
         return record
 
+    def note_loss_scale(self, scale: torch.Tensor | None) -> None:
+        """A loss was multiplied by ``scale``, one element on any device, by a scaler that can leave out the step.
+
+        None where the scaler does not show it. The largest counts.
+        """
+        # Taken as it is now, since the scaler changes it in place.
+        now = torch.tensor(math.inf) if scale is None else scale.detach().clone()
+        known = self._loss_scale
+        self._loss_scale = now if known is None else torch.maximum(known.to(now.device), now)
+
+    def loss_scale(self) -> float | None:
+        """The largest number that a loss was multiplied by; None where none was. The host waits for the device."""
+        return None if self._loss_scale is None else self._loss_scale.item()
+
     def forget_numbers(self) -> None:
         """Use the slots again, and measure each tensor again that comes."""
         self._records = {key: record for key, record in self._records.items() if record.tensor() is not None}
@@ -96,6 +112,7 @@ class Interval:
     def clear(self) -> None:
         """Begin anew."""
         self.events = []
+        self._loss_scale = None
         self.excused.clear()
         self._records.clear()
         self.slots.reset()

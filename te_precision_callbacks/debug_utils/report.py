@@ -18,12 +18,23 @@ def headline(culprit: Seen) -> str:
     return f"{_where(culprit)} has {kind}"
 
 
-def advice(culprit: Seen, event: Event, *, loss_scaled: bool) -> str:
-    """What to do about it."""
+def advice(culprit: Seen, event: Event, *, loss_scale: float | None) -> str:
+    """What to do about it.
+
+    Args:
+        culprit: the bad frame.
+        event: its event.
+        loss_scale: what a GradScaler has multiplied the loss by; None where none has.
+    """
     frame = culprit.frame
     if isinstance(event, Gradient):
-        scaler = "" if loss_scaled else " Where a GradScaler scales the loss, set loss_scaled of the detector to True."
-        return f"The forward was finite: the gradient became too large on its way back.{scaler}"
+        scaler = (
+            " Where something other than torch's GradScaler scales the loss, set loss_scaled of the detector to True."
+            if loss_scale is None
+            else f" The loss was scaled by {loss_scale:g}, so that the scale is not the reason, and a GradScaler would"
+            " leave out every step from here on."
+        )
+        return f"The forward was finite: the gradient became inf or nan on its way back.{scaler}"
     if isinstance(event, Call) and frame.sign == ">":
         return (
             "It came into the module from outside of those that are watched: from the data, or from code between"
@@ -35,6 +46,32 @@ def advice(culprit: Seen, event: Event, *, loss_scaled: bool) -> str:
     return (
         "Go up from the last one to where abs_max began to grow, and run that part in a higher precision, or make its"
         " values smaller. detect_overflow() looks inside of a forward."
+    )
+
+
+_LISTED = 5
+
+
+def advice_on_weights(broken: Sequence[str], steps: int, optimizer: str) -> str:
+    """What to do where parameters are not finite themselves.
+
+    Args:
+        broken: them, such as ``fc1.weight (nans)``.
+        steps: how many steps of the model's optimizers the detector has seen.
+        optimizer: the class of the one that stepped last.
+    """
+    more = f" and {len(broken) - _LISTED} more" if len(broken) > _LISTED else ""
+    origin = (
+        f"The detector has seen {steps} {'steps' if steps > 1 else 'step'} of the model's optimizers, the last of"
+        f" {optimizer}: that one, or code that ran after it, has broken them. Look at its learning rate, state and eps,"
+        " and go back to a checkpoint from before."
+        if steps
+        else "No optimizer has stepped since the detector was made: they come so from the initialization, or from the"
+        " checkpoint that was loaded."
+    )
+    return (
+        f"The weights are broken already, so that another precision does not help: {', '.join(broken[:_LISTED])}{more}."
+        f" {origin}"
     )
 
 

@@ -1,7 +1,8 @@
 """The FP8 scale under which a Transformer Engine module quantizes what enters its first GEMM.
 
 Read from Transformer Engine 2.20.2 (``pytorch/module/base.py``, ``pytorch/quantization.py``): a module keeps
-``fp8_meta`` and ``quantizers``, and sets ``fp8`` in each forward.
+``fp8_meta`` and ``quantizers``, and sets ``fp8`` in each forward. So does DotProductAttention, whose scales are those
+of tensors inside of it, and GroupedLinear, which splits its input and has a scale for each part.
 """
 
 from __future__ import annotations
@@ -29,23 +30,32 @@ def fp8_scale(module: Any, direction: Literal["scaling_fwd", "scaling_bwd"], slo
         Transformer Engine keeps its quantizers otherwise.
     """
     meta = getattr(module, "fp8_meta", None)
-    if not isinstance(meta, dict) or not getattr(module, "fp8", False):
+    name = _name_in_transformer_engine(module)
+    if not isinstance(meta, dict) or name is None or not getattr(module, "fp8", False):
         return None
+    index = _GRADIENT_OF_OUTPUT[name] if direction == "scaling_bwd" else 0
     scale = getattr(meta.get(direction), "scale", None)
-    if isinstance(scale, torch.Tensor) and scale.numel():
-        return slots.note(scale.reshape(-1)[0])
+    if isinstance(scale, torch.Tensor) and scale.numel() > index:
+        return slots.note(scale.reshape(-1)[index])
     try:
-        return _current_scaling(module, direction)
+        quantizer = module.quantizers[direction][index]
+        # A module that normalizes its input first quantizes another tensor than the one that enters.
+        return _current_scaling(quantizer) if direction == "scaling_bwd" or name == "Linear" else None
     except (AttributeError, LookupError, TypeError):
         return None
 
 
-def _current_scaling(module: Any, direction: Literal["scaling_fwd", "scaling_bwd"]) -> float | None:
-    quantizers = module.quantizers.get(direction) or [None]
-    quantizer = quantizers[0]
-    # A module that normalizes its input first quantizes another tensor than the one that enters.
-    enters_gemm = direction == "scaling_bwd" or type(module).__name__ == "Linear"
-    if type(quantizer).__name__ != "Float8CurrentScalingQuantizer" or not enters_gemm:
+_GRADIENT_OF_OUTPUT = {"Linear": 0, "LayerNormLinear": 0, "LayerNormMLP": 2}
+"""Where each module's scales of ``scaling_bwd`` have that of the gradient of its output (``FP8BwdTensors``)."""
+
+
+def _name_in_transformer_engine(module: Any) -> str | None:
+    """The class, or that from which it is derived."""
+    return next((base.__name__ for base in type(module).__mro__ if base.__name__ in _GRADIENT_OF_OUTPUT), None)
+
+
+def _current_scaling(quantizer: Any) -> float | None:
+    if type(quantizer).__name__ != "Float8CurrentScalingQuantizer":
         return None
     if quantizer.with_amax_reduction or quantizer.force_pow_2_scales or quantizer.amax_epsilon:
         return None

@@ -311,9 +311,11 @@ class InspectSession:
         for section, features in zip(options.config.enabled_sections, sections, strict=True):
             _warn_if_idle(section, features)
         if not layers_of_all:
+            watched = ACTIVATION_OVERFLOW in options.debug
             logger.warning(
                 "The model has no Transformer Engine layer with GEMMs (Linear, LayerNormLinear, LayerNormMLP,"
-                " GroupedLinear), so there is nothing to observe. Training goes on without precision debugging."
+                " GroupedLinear), so there are no statistics. Training goes on %s.",
+                "with activation overflow detection alone" if watched else "without precision debugging",
             )
         for module in self._modules:
             inspector.name_module(module.module, module.name)

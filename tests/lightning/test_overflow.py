@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +73,21 @@ def test_a_healthy_fit_with_validation_ends_without_a_hook_on_the_model(tmp_path
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_the_gradients_of_a_scaled_loss_are_the_scalers_affair(tmp_path: Path) -> None:
-    seen: list[bool] = []
+class Scaled(Overflowing):
+    """Its loss is large enough for the first scales to be too much; its first bias overflows in one batch."""
 
-    class Looks(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-            assert callback.session.overflow is not None
-            seen.append(callback.session.overflow.loss_scaled)
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * 2.0**20
 
+
+@pytest.mark.parametrize("at", [-1, 6])
+def test_the_gradients_of_a_scaled_loss_are_the_scalers_affair(tmp_path: Path, at: int) -> None:
+    """And an overflow of the forward, under which the scaler leaves out the step, is not."""
     callback = PrecisionDebugCallback(statistics(), debug="activation_overflow")
     plugin = L.pytorch.plugins.MixedPrecision("bf16-mixed", "cpu")
     fit = trainer(callback, tmp_path, plugins=[plugin])
-    fit.callbacks.append(Looks())
-    plugin.scaler = torch.amp.GradScaler("cpu")
-    fit.fit(Plain(), loader(2))
-    assert seen == [True, True]
+    plugin.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=1000)
+    ends = contextlib.nullcontext() if at < 0 else pytest.raises(ActivationOverflowError, match=r"\[6\] net.0: Linear")
+    with ends:
+        fit.fit(Scaled(at), loader(24))
+    assert plugin.scaler.get_scale() <= 2.0**115

@@ -7,12 +7,18 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow, detector
+from te_precision_callbacks.debug_utils import (
+    ActivationOverflowError,
+    DebugActivationOverflow,
+    DetectionFailedError,
+    detector,
+)
 from te_precision_callbacks.debug_utils.hooks import ModelHooks
 
 
@@ -61,7 +67,8 @@ def main(case: str, folder: Path, rank: int) -> None:
         watching = DebugActivationOverflow(model)
     parallel = DistributedDataParallel(model)
     if not inside:
-        watching = DebugActivationOverflow(parallel, distributed=case != "not distributed")
+        on_failure: Any = "warn" if case == "failure, warned of" else "raise"
+        watching = DebugActivationOverflow(parallel, distributed=case != "not distributed", on_failure=on_failure)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
     steps = 0
     if case == "no room":
@@ -70,7 +77,7 @@ def main(case: str, folder: Path, rank: int) -> None:
         for step in range(5):
             inputs = torch.ones(2, 4)
             bad = step == 3
-            if bad and rank == 1 and case in ("first input", "hooks inside", "not distributed", "failure"):
+            if bad and rank == 1 and case in ("first input", "hooks inside", "not distributed", "failure, warned of"):
                 inputs[0, 0] = float("inf")
             if bad and case == "both":  # earlier on rank 1
                 (model[0] if rank == 1 else model[2]).register_forward_hook(lambda m, i, o: o.abs() * float("inf"))
@@ -78,7 +85,7 @@ def main(case: str, folder: Path, rank: int) -> None:
                 with torch.no_grad():
                     for _ in range(3):
                         model(inputs)
-            if case == "failure" and rank == 0 and step == 2:
+            if case.startswith("failure") and rank == 0 and step == 2:
                 ModelHooks.synchronize = fails  # type: ignore[assignment, method-assign]
             before = collectives.count
             if case == "no room" and bad:
@@ -94,6 +101,8 @@ def main(case: str, folder: Path, rank: int) -> None:
     except ActivationOverflowError as error:
         ended |= {"error": str(error), "path": error.path, "role": error.role, "bad rank": error.rank}
         ended["report"] = error.report
+    except DetectionFailedError as failure:
+        ended |= {"error": str(failure), "bad rank": failure.rank, "cause": repr(failure.__cause__)}
     ended |= {"steps": steps, "finite": all(bool(p.isfinite().all()) for p in model.parameters())}
     ended["collectives"] = collectives.count
     watching.close()

@@ -57,8 +57,16 @@ def test_a_rank_whose_slots_are_full_waits_for_the_others(tmp_path: Path) -> Non
         assert (rank["steps"], rank["finite"]) == (3, True)
 
 
-def test_a_detector_that_failed_takes_part(tmp_path: Path) -> None:
+def test_a_detector_that_failed_stops_all_ranks(tmp_path: Path) -> None:
     ranks = run("failure", tmp_path)
+    for rank in ranks:
+        assert "has failed on rank 0 (LookupError: of the detector's own)" in rank["error"]
+        assert (rank["steps"], rank["finite"], rank["bad rank"]) == (2, True, 0)
+    assert [rank["cause"] for rank in ranks] == ['LookupError("of the detector\'s own")', "None"]
+
+
+def test_a_detector_that_failed_takes_part_where_that_is_warned_of(tmp_path: Path) -> None:
+    ranks = run("failure, warned of", tmp_path)
     for rank in ranks:
         assert rank["error"].startswith("> [3] 0: Linear: input[0] has infs, in batch 3 on rank 1. ")
         assert (rank["steps"], rank["finite"]) == (3, True)

@@ -16,8 +16,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from te_precision_callbacks.debug_utils import (
     ActivationOverflowError,
     DebugActivationOverflow,
+    DetectionFailedError,
     detect_overflow,
-    direct,
 )
 from te_precision_callbacks.debug_utils.slots import Slots
 from tests.overflow.models import Line, lines_of
@@ -399,16 +399,10 @@ def test_a_mask_under_a_label_is_no_alarm(mode: Any, caplog: pytest.LogCaptureFi
                 model[0](torch.ones(2), fill)
 
 
-def test_a_failure_of_detect_overflow_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with mock.patch.object(direct, "_told_of", set()), mock.patch.object(Slots, "read", side_effect=LookupError("no")):
-        assert not detect_overflow(torch.tensor([INF]), "here")
-        assert not detect_overflow(torch.tensor([INF]), "there")
-    (record,) = caplog.records
-    assert record.getMessage().startswith("detect_overflow(..., 'here') failed (LookupError: no)")
-    model = Function(lambda x: detect_overflow(x, "inside"))
-    caplog.clear()
-    with DebugActivationOverflow(model):
-        with mock.patch.object(Slots, "measure", side_effect=LookupError("no")):
-            with mock.patch.object(direct, "_told_of", set()):
-                assert model(torch.tensor([INF])) is False
-    assert len(caplog.records) == 2, "one of the detector, one of detect_overflow"
+def test_a_failure_of_detect_overflow_is_not_told_as_no(caplog: pytest.LogCaptureFixture) -> None:
+    with mock.patch.object(Slots, "read", side_effect=LookupError("no slot")):
+        for _ in range(2):
+            with pytest.raises(DetectionFailedError, match="LookupError: no slot") as raised:
+                detect_overflow(torch.tensor([INF]), "here")
+            assert isinstance(raised.value.__cause__, LookupError)
+    assert not caplog.records

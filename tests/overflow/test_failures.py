@@ -1,0 +1,177 @@
+"""A detection that can no longer work says so: it raises in the look, unless the user has it warn."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from te_precision_callbacks.debug_utils import (
+    AbortAfterBatch,
+    ActivationOverflowError,
+    DebugActivationOverflow,
+    DetectionFailedError,
+    OverflowOptionError,
+)
+from te_precision_callbacks.debug_utils import detector as detector_module
+from te_precision_callbacks.debug_utils.slots import Slots
+from tests.overflow.models import hooks_on
+
+INF = float("inf")
+
+
+class TwoOutputs(torch.autograd.Function):
+    """Gives no gradient to its second input: None, as DistributedDataParallel's does for an unused output."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return a.clone(), b.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+class Branches(torch.nn.Module):
+    """Two layers; no gradient reaches the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = TwoOutputs.apply(self.first(x), self.second(x))  # type: ignore[no-untyped-call]
+        return a + b  # type: ignore[no-any-return]
+
+
+def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = Branches()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, value: float = 1.0) -> None:
+    model(torch.full((2, 4), value)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def failing(method: str = "measure") -> Any:
+    return mock.patch.object(Slots, method, side_effect=LookupError("no slot"))
+
+
+@pytest.mark.parametrize("mode", ["deferred", "immediate"])
+def test_a_gradient_of_none(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """No gradient has come to that tensor: it has no frame, and what comes after is watched."""
+    model, optimizer = made()
+    with DebugActivationOverflow(model, mode=mode, max_frames=1000) as watching:
+        for _ in range(3):
+            step(model, optimizer)
+        assert not caplog.records
+        with pytest.raises(ActivationOverflowError, match=r"> \[3\] first: Linear: input\[0\] has infs") as raised:
+            step(model, optimizer, INF)
+        assert watching.batch_number == 3
+    gradients = [line for line in raised.value.report.splitlines() if "grad" in line]
+    assert any("first" in line for line in gradients)
+    assert not any("second" in line for line in gradients)
+
+
+@pytest.mark.parametrize("mode", ["deferred", "immediate"])
+def test_the_next_step_raises(mode: Any) -> None:
+    """Not the hook: other ranks would wait for this one. The weights are not touched; then it watches anew."""
+    model, optimizer = made()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with DebugActivationOverflow(model, mode=mode) as watching:
+        with failing():
+            loss = model(torch.ones(2, 4)).sum()
+            loss.backward()
+        with pytest.raises(DetectionFailedError, match=r"on rank 0 \(LookupError: no slot\)") as raised:
+            optimizer.step()
+        assert isinstance(raised.value.__cause__, LookupError)
+        assert 'on_failure="warn"' in str(raised.value)
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        assert watching.reports == 0
+        step(model, optimizer)
+        with pytest.raises(ActivationOverflowError):
+            step(model, optimizer, INF)
+    copied = pickle.loads(pickle.dumps(raised.value))
+    assert (str(copied), copied.rank, copied.failure) == (str(raised.value), 0, "LookupError: no slot")
+
+
+def in_look(watching: DebugActivationOverflow, optimizer: torch.optim.Optimizer) -> None:
+    watching.look()
+
+
+def in_close(watching: DebugActivationOverflow, optimizer: torch.optim.Optimizer) -> None:
+    watching.close()
+
+
+def in_step(watching: DebugActivationOverflow, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+@pytest.mark.parametrize("look", [in_look, in_close, in_step])
+@pytest.mark.parametrize("method", ["measure", "read"])
+def test_wherever_it_fails_and_whoever_looks(look: Callable[..., None], method: str) -> None:
+    model, optimizer = made()
+    watching = DebugActivationOverflow(model)
+    with failing(method), pytest.raises(DetectionFailedError):
+        model(torch.ones(2, 4)).sum().backward()
+        look(watching, optimizer)
+    watching.close()
+    assert hooks_on(model) == 0
+
+
+def test_in_other_places() -> None:
+    model, optimizer = made()
+    with DebugActivationOverflow(model) as watching:
+        with failing(), torch.no_grad(), pytest.raises(DetectionFailedError):
+            model(torch.ones(2, 4))
+        with mock.patch.object(watching._hooks, "holds_parameter_of", side_effect=LookupError("no groups")):
+            with pytest.raises(DetectionFailedError, match="no groups"):
+                step(model, optimizer)
+        with mock.patch.object(detector_module, "MOST_SLOTS", 1), failing("read"), pytest.raises(DetectionFailedError):
+            for _ in range(3):
+                model(torch.ones(2, 4))
+        step(model, optimizer)
+    with pytest.raises(DetectionFailedError), DebugActivationOverflow(model, abort_after_batch=0):
+        with failing():
+            step(model, optimizer)
+    with pytest.raises(AbortAfterBatch), DebugActivationOverflow(model, abort_after_batch=0):
+        step(model, optimizer)
+    assert hooks_on(model) == 0
+
+
+def test_what_was_seen_before_the_failure_comes_first() -> None:
+    model, optimizer = made()
+    with DebugActivationOverflow(model), pytest.raises(ActivationOverflowError, match="first: Linear: input"):
+        loss = model(torch.full((2, 4), INF)).sum()
+        with failing():
+            loss.backward()
+        optimizer.step()
+
+
+def test_it_is_not_raised_over_another_exception(caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = made()
+    with pytest.raises(KeyError, match="mine"), failing(), DebugActivationOverflow(model):
+        model(torch.ones(2, 4))
+        raise KeyError("mine")
+    (record,) = caplog.records
+    assert (record.levelno, "LookupError: no slot" in record.getMessage()) == (logging.ERROR, True)
+
+
+def test_a_user_who_has_it_warn(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = made()
+    with DebugActivationOverflow(model, on_failure="warn"):
+        with failing():
+            step(model, optimizer)
+        for value in (1.0, INF):
+            step(model, optimizer, value)
+    (record,) = caplog.records
+    assert (record.levelno, "is off from here on" in record.getMessage()) == (logging.ERROR, True)
+    with pytest.raises(OverflowOptionError, match="on_failure= is one of 'raise', 'warn', not 'ignore'"):
+        DebugActivationOverflow(model, on_failure="ignore")  # type: ignore[arg-type]

@@ -1,0 +1,290 @@
+"""Under torch's GradScaler: an overflow of a forward stops the run, and an inf in a gradient is the scaler's affair."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformer_engine.pytorch as te
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import MixedPrecision
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow
+from te_precision_callbacks.session import InspectSession
+from tests.overflow.models import hooks_on
+
+Train = Callable[[torch.nn.Module, torch.optim.Optimizer, GradScaler, int], None]
+"""A loop of some steps; a batch is ones."""
+
+
+class Half(torch.nn.Module):
+    """Two layers in float16, which overflow with a weight of 6e4, and float32 outside."""
+
+    def __init__(self, weight: float = 0.1) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 1)
+        for parameter in self.parameters():
+            torch.nn.init.constant_(parameter, 0.1)
+        torch.nn.init.constant_(self.second.weight, weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return self.second(self.first(x)).float().sum()  # type: ignore[no-any-return]
+
+
+BATCH = torch.ones(4, 16)
+
+
+def scaler_of(kind: type[GradScaler] = GradScaler, scale: float = 2.0**30) -> GradScaler:
+    return kind("cpu", init_scale=scale, growth_interval=1000)
+
+
+def plain(model: Any, optimizer: Any, scaler: Any, steps: int) -> None:
+    for _ in range(steps):
+        scaler.scale(model(BATCH)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def clipped(model: Any, optimizer: Any, scaler: Any, steps: int) -> None:
+    """Two micro-batches a step, and clipping, which refuses what is not finite once the scale has settled."""
+    for _ in range(steps):
+        for _ in range(2):
+            scaler.scale(model(BATCH) / 2).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def by_hand(model: Any, optimizer: Any, scaler: Any, steps: int) -> None:
+    """The loop leaves out the step itself."""
+    for _ in range(steps):
+        scaler.scale(model(BATCH)).backward()
+        scaler.unscale_(optimizer)
+        if all(bool(p.grad.isfinite().all()) for p in model.parameters()):
+            optimizer.step()
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def with_accelerate(model: Any, optimizer: Any, scaler: Any, steps: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = scaler
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(steps):
+        accelerator.backward(model(BATCH))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def with_fabric(model: Any, optimizer: Any, scaler: Any, steps: int) -> None:
+    fabric = Fabric(accelerator="cpu", plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    model, optimizer = fabric.setup(model, optimizer)
+    for _ in range(steps):
+        fabric.backward(model(BATCH))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+LOOPS: tuple[Train, ...] = (plain, clipped, by_hand, with_accelerate, with_fabric)
+
+
+class Wrapper:
+    """A user's own around an optimizer: no optimizer of torch, and like any other wrapper."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups, self.step, self.zero_grad = optimizer.param_groups, optimizer.step, optimizer.zero_grad
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=True),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
+    "transformer engine": lambda parameters: te.optimizers.FusedAdam(parameters, lr=1e-3),
+    "wrapper": lambda parameters: Wrapper(torch.optim.Adam(parameters, lr=1e-3)),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> Iterator[None]:
+    own = {name: vars(GradScaler)[name] for name in ("scale", "unscale_", "step")}
+    yield
+    assert {name: vars(GradScaler)[name] for name in own} == own, "the last detector puts back what it wrapped"
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.mark.parametrize("train", LOOPS)
+def test_a_forward_that_overflows_stops_at_the_first_step(train: Train) -> None:
+    """The scaler leaves out every step, so that no hook of the optimizer is called."""
+    model = Half(6e4)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    with DebugActivationOverflow(model) as watching:
+        with pytest.raises(ActivationOverflowError, match=r"< \[0\] second: Linear: output has infs"):
+            train(model, optimizer, scaler_of(scale=1.0), 5)
+        assert watching.batch_number == (1 if train is clipped else 0), "the batches of one step"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert hooks_on(model) == 0
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "sgd"])
+def test_with_any_optimizer(name: str) -> None:
+    """First a scale that settles, without an alarm; then an overflow of the forward."""
+    model = Half()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    scaler = scaler_of()
+    with DebugActivationOverflow(model) as watching:
+        plain(model, optimizer, scaler, 30)
+        assert scaler.get_scale() < 2.0**20
+        assert watching.reports == 0
+        torch.nn.init.constant_(model.second.weight, 6e4)
+        with pytest.raises(ActivationOverflowError, match="second: Linear: output has infs"):
+            plain(model, optimizer, scaler, 1)
+
+
+@pytest.mark.parametrize("mode", ["deferred", "immediate"])
+@pytest.mark.parametrize("train", LOOPS)
+def test_no_alarm_while_the_scale_settles(train: Train, mode: Any) -> None:
+    """As in the README's "in any loop": nothing is said of a scaler, and nothing is set."""
+    model = Half()
+    scaler = scaler_of()
+    with DebugActivationOverflow(model, mode=mode) as watching:
+        train(model, OPTIMIZERS["sgd"](model.parameters()), scaler, 30)
+    assert watching.reports == 0
+    assert 2.0 < scaler.get_scale() < 2.0**20, "it has skipped ten steps, and settled"
+
+
+def test_the_sharded_scaler_and_one_of_a_user(tmp_path: Path) -> None:
+    """Both define methods again, which call none of GradScaler's, or all."""
+
+    class Own(GradScaler):
+        def scale(self, outputs: Any) -> Any:
+            return super().scale(outputs)
+
+        def step(self, optimizer: Any, *args: Any, **keywords: Any) -> Any:
+            return super().step(optimizer, *args, **keywords)
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for scaler in (Own("cpu", 2.0**30), ShardedGradScaler("cpu", 2.0**30, process_group=dist.group.WORLD)):
+            model = Half()
+            optimizer = OPTIMIZERS["sgd"](model.parameters())
+            with DebugActivationOverflow(model, mode="immediate"):
+                clipped(model, optimizer, scaler, 30)
+                torch.nn.init.constant_(model.second.weight, 6e4)
+                with pytest.raises(ActivationOverflowError, match="second: Linear: output has infs"):
+                    plain(model, optimizer, scaler, 1)
+            assert scaler.get_scale() < 2.0**20
+    finally:
+        dist.destroy_process_group()
+
+
+class NanBackward(torch.autograd.Function):
+    """What no scale mends: a gradient that is nan by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * float("nan")
+
+
+@pytest.mark.parametrize("mode", ["deferred", "immediate"])
+def test_a_gradient_that_is_not_finite_at_any_scale(mode: Any) -> None:
+    """The scaler would leave out every step, and halve its scale to zero; at a scale of 1 it is an overflow."""
+
+    class Model(Half):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return NanBackward.apply(super().forward(x))  # type: ignore[no-any-return, no-untyped-call]
+
+    model = Model()
+    scaler = scaler_of(scale=2.0**4)
+    with DebugActivationOverflow(model, mode=mode) as watching:
+        with pytest.raises(ActivationOverflowError, match=r"The loss was scaled by 1, so that the scale is not") as e:
+            plain(model, OPTIMIZERS["sgd"](model.parameters()), scaler, 20)
+        assert (e.value.batch, scaler.get_scale()) == (4, 1.0)
+    with DebugActivationOverflow(model, mode=mode) as watching:
+        watching.loss_scaled = True  # the loop looks after it
+        plain(model, OPTIMIZERS["sgd"](model.parameters()), scaler, 20)
+
+
+def test_a_model_beside_that_is_not_scaled() -> None:
+    """The scaler of one model does not excuse the gradients of another, whose optimizer nobody keeps from stepping."""
+    scaled, other = Half(), torch.nn.Linear(16, 1)
+    optimizer = OPTIMIZERS["sgd"](other.parameters())
+    with DebugActivationOverflow(other):
+        other(BATCH).sum().backward()
+        scaler_of(scale=2.0**4).scale(scaled(BATCH)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        (other(BATCH).sum() * 3e38 * 10).backward()
+        scaler_of(scale=2.0**4).scale(scaled(BATCH)).backward()  # type: ignore[no-untyped-call]
+        with pytest.raises(ActivationOverflowError, match="Linear: grad_output has infs"):
+            optimizer.step()
+
+
+def test_a_scaler_that_is_disabled_excuses_nothing() -> None:
+    model = Half()
+    scaler = GradScaler("cpu", enabled=False)
+    with DebugActivationOverflow(model), pytest.raises(ActivationOverflowError, match="grad_output has infs"):
+        scaler.scale(model(BATCH) * 3e38 * 10).backward()
+        scaler.step(OPTIMIZERS["sgd"](model.parameters()))
+
+
+def test_in_a_session(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(te.Linear(16, 16, device="cpu"), Half())
+    scaler = scaler_of(scale=2.0**30)
+    optimizer = OPTIMIZERS["fused"](model.parameters())
+    with pytest.raises(ActivationOverflowError, match=r"1.second: Linear: output has infs") as raised:
+        with InspectSession(model=model, log_dir=tmp_path, debug="activation_overflow") as session:
+            for step in range(40):
+                plain(model, optimizer, scaler, 1)
+                session.step()
+                if step == 30:
+                    torch.nn.init.constant_(model[1].second.weight, 6e4)  # type: ignore[arg-type, union-attr]
+    assert raised.value.batch == 31
+    assert scaler.get_scale() < 2.0**20
+
+
+def test_a_scaler_costs_one_read_more_only_where_a_gradient_is_not_finite() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        count = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += function is torch.ops.aten._local_scalar_dense.default
+            return function(*args, **(kwargs or {}))
+
+    def reads(scale: float, *, watched: bool) -> int:
+        model = Half()
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        watching = DebugActivationOverflow(model) if watched else None
+        with Reads() as counting:
+            plain(model, optimizer, scaler_of(scale=scale), 1)
+        if watching is not None:
+            watching.close()
+        return counting.count
+
+    assert reads(1.0, watched=True) == reads(1.0, watched=False)
+    assert reads(2.0**40, watched=True) == reads(2.0**40, watched=False) + 1
