@@ -20,6 +20,7 @@ and hold for one thread only.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,7 @@ def make_cuda_mean_cpu() -> None:
     _load_to_cpu()
     _autocast_on_cpu()
     _communicate_on_cpu()
+    _compile_for_cpu()
 
 
 def cpu_for_cuda(device: Any) -> Any:
@@ -163,6 +165,22 @@ def _communicate_on_cpu() -> None:
         original_init(self, *arguments, **options | {"device_id": _CPU})  # it refuses a CPU that it finds by itself
 
     _replace(FullyShardedDataParallel, __init__=init)
+
+
+def _compile_for_cpu() -> None:
+    """Let ``torch.compile`` do for the CPU what it does where there is no CUDA. Read from torch 2.13.
+
+    Inductor asks ``has_triton`` (torch/utils/_triton.py), and then has Triton's driver load libcuda, for kernels of the
+    CPU too; torch's modules import the function by name. And it asks for CUDA's allocator, which a torch without CUDA
+    does not have, before it finds that a graph on the CPU is none for CUDA graphs (torch/_inductor/cudagraph_utils.py).
+    """
+    from torch.utils import _triton
+
+    known = _triton.has_triton
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.") and vars(module).get("has_triton") is known:
+            _replace(module, has_triton=lambda: False)
+    _replace(torch._C, _cuda_cudaCachingAllocator_is_enabled=lambda: True)
 
 
 def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:

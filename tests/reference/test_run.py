@@ -92,6 +92,45 @@ def test_torchrun(tmp_path: Path) -> None:
     assert (tmp_path / "rank0").read_text() == (tmp_path / "rank1").read_text()
 
 
+def test_torch_compile(tmp_path: Path) -> None:
+    """Of the script's own functions, and of the pass over a tensor; Triton, which is installed, finds no GPU."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        dedent(
+            """
+            import json, sys
+            import torch
+            import transformer_engine.pytorch as te
+            from te_precision_callbacks import InspectSession
+
+            def function(x, scale):
+                return torch.nn.functional.gelu(x) * scale + torch.ones(256, device="cuda")
+
+            def gradient(function):
+                x = torch.linspace(-4, 4, 256 * 64).view(64, 256).cuda().requires_grad_()
+                function(x, 2.0).square().sum().backward()
+                return x.grad
+
+            expected = gradient(function)
+            for mode in ("default", "reduce-overhead"):
+                torch.testing.assert_close(gradient(torch.compile(function, mode=mode)), expected)
+
+            features = {"LogTensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["max"], "freq": 1}}
+            section = {"enabled": True, "layers": {"layer_types": ["linear"]}, "transformer_engine": features}
+            model = te.Linear(256, 256).cuda()
+            with InspectSession({"all": section}, model=model, log_dir=sys.argv[1]) as session:
+                model(torch.full((128, 256), 3.5, device="cuda")).sum().backward()
+                session.step()
+            print(json.dumps([row.value for row in session.last_statistics]))
+            """
+        )
+    )
+    done = te_precision("run", str(script), str(tmp_path), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "compiled"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [3.5]
+    assert "the compiled pass cannot be made" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
