@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch.nn.modules.conv import _ConvNd
 
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.naming import is_wrapper_part, named_roots
@@ -19,33 +21,49 @@ _CONVERTED_MULTIPLE = 16
 _LAYERS_IN_WARNING = 5
 
 
+class _Unconverted(NamedTuple):
+    why: str
+    elements: int
+    """Of the weight."""
+
+
 def warn_of_unconverted(accelerator: Accelerator, model: torch.nn.Module | Sequence[torch.nn.Module]) -> dict[str, str]:
-    """Say on the main process which Linear layers ``accelerator.prepare`` left without Transformer Engine, and why.
+    """Say on the main process which layers ``accelerator.prepare`` left without Transformer Engine, why, and how much
+    of the model they are.
 
     Returns:
         What :func:`unconverted_layers` says; nothing where the accelerator does not convert layers.
     """
     if accelerator.fp8_backend != "TE" or accelerator.distributed_type == DistributedType.MEGATRON_LM:
         return {}
-    unconverted = unconverted_layers(model)
+    unconverted = _find(model)
     if unconverted and accelerator.is_main_process:
-        named = [f"{layer}: {why}" for layer, why in unconverted.items()]
+        named = [f"{layer}: {found.why}" for layer, found in unconverted.items()]
         more = len(named) - _LAYERS_IN_WARNING
+        left = sum(found.elements for found in unconverted.values())
         logger.warning(
-            "Accelerate left %d Linear layer%s unconverted, which run%s without FP8. %s%s.",
+            "Accelerate left %d layer%s unconverted, which run%s without FP8: %.3g %% of the weights that are"
+            " multiplied. %s%s.",
             len(named),
             "s"[: len(named) > 1],
             "s"[: len(named) == 1],
+            100 * left / max(1, left + _converted_elements(model)),
             "; ".join(named[:_LAYERS_IN_WARNING]),
             f"; and {more} more: te_precision_callbacks.accelerate.unconverted_layers(model) has all"
             if more > 0
             else "",
         )
-    return unconverted
+    return {layer: found.why for layer, found in unconverted.items()}
 
 
 def unconverted_layers(model: torch.nn.Module | Sequence[torch.nn.Module]) -> dict[str, str]:
-    """The Linear layers that ``accelerator.prepare`` with Transformer Engine's FP8 left as they were: name -> why.
+    """The layers that ``accelerator.prepare`` with Transformer Engine's FP8 left as they were: name -> why.
+
+    These are ``torch.nn.Linear``, and weights of other classes that are multiplied as its weight is: ``Conv1D`` of
+    transformers' GPT-2, the routers and the experts of its mixtures, ``torch.nn.MultiheadAttention``. Nothing is run to
+    find them: a weight counts that has two dimensions and "weight" in its name, or three with one for the experts, in a
+    module that is no embedding, convolution or norm. The name is the module's path, or the parameter's where that is
+    not ``weight``.
 
     Accelerate's ``convert_model`` stops in a container at the first ``torch.nn.Linear`` whose weight has a dimension
     that is no multiple of 16, and skips all that comes after it there. Read from Accelerate 1.10 to 1.15,
@@ -54,22 +72,37 @@ def unconverted_layers(model: torch.nn.Module | Sequence[torch.nn.Module]) -> di
     Args:
         model: the prepared model, or a list of them.
     """
-    found: dict[str, str] = {}
+    return {layer: found.why for layer, found in _find(model).items()}
+
+
+def _find(model: torch.nn.Module | Sequence[torch.nn.Module]) -> dict[str, _Unconverted]:
+    found: dict[str, _Unconverted] = {}
 
     def visit(module: torch.nn.Module, path: str, why: str | None) -> str | None:
         """Visit what is below; gives why what follows in the same container was skipped."""
         if isinstance(module, torch.nn.Linear):
             indivisible = [size for size in (module.in_features, module.out_features) if size % _CONVERTED_MULTIPLE]
+            elements = module.in_features * module.out_features
             if why is None and not path:
-                found[type(module).__name__] = "Accelerate converts the layers inside of a model, not the model itself"
+                inside = "Accelerate converts the layers inside of a model, not the model itself"
+                found[type(module).__name__] = _Unconverted(inside, elements)
             elif why is not None or not indivisible:
-                found[path] = why or "it was added later, or stands under another name too, where it was converted"
+                other = "it was added later, or stands under another name too, where it was converted"
+                found[path] = _Unconverted(why or other, elements)
             else:
                 numbers = " and ".join(map(str, indivisible))
                 are = "is no multiple" if len(indivisible) == 1 else "are no multiples"
-                found[path] = f"{module.in_features} x {module.out_features}: {numbers} {are} of {_CONVERTED_MULTIPLE}"
+                size = f"{module.in_features} x {module.out_features}"
+                found[path] = _Unconverted(f"{size}: {numbers} {are} of {_CONVERTED_MULTIPLE}", elements)
                 return f"skipped, because {path} before it stopped the conversion"
             return why
+        for name, shape in _multiplied(module):
+            size = " x ".join(map(str, shape[-2:]))
+            what = type(module).__name__ if len(shape) == 2 else f"{type(module).__name__}, {shape[0]} experts"
+            parts = [part for part in (path, "" if name == "weight" else name) if part]
+            found[".".join(parts) or type(module).__name__] = _Unconverted(
+                f"{size} of {what}: Accelerate converts Linear alone", math.prod(shape)
+            )
         of_children = why
         for name, child in module.named_children():
             if is_wrapper_part(module, name):
@@ -80,6 +113,35 @@ def unconverted_layers(model: torch.nn.Module | Sequence[torch.nn.Module]) -> di
     for prefix, root in roots_of(model):
         visit(root, prefix, None)
     return found
+
+
+def _multiplied(module: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The module's own parameters that it multiplies its input by, in a class that is no Linear: name and shape."""
+    if _is_of_transformer_engine(module) or isinstance(module, _ConvNd):
+        return
+    if any("Embedding" in base.__name__ or "Norm" in base.__name__ for base in type(module).__mro__):
+        return
+    for name, parameter in module.named_parameters(recurse=False):
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # DeepSpeed keeps a part in each process
+        matrix = parameter.is_floating_point() and "bias" not in name and min(shape, default=0) > 1
+        if matrix and (len(shape) == 3 or (len(shape) == 2 and "weight" in name)):
+            yield name, shape
+
+
+def _converted_elements(model: torch.nn.Module | Sequence[torch.nn.Module]) -> int:
+    """The elements of the weights of Transformer Engine's layers."""
+    modules = {id(module): module for _, root in roots_of(model) for module in root.modules()}
+    return sum(
+        math.prod(parameter.shape)
+        for module in modules.values()
+        if _is_of_transformer_engine(module)
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() > 1
+    )
+
+
+def _is_of_transformer_engine(module: torch.nn.Module) -> bool:
+    return any(base.__module__.startswith("transformer_engine.") for base in type(module).__mro__)
 
 
 def roots_of(model: Any) -> list[tuple[str, torch.nn.Module]]:

@@ -108,8 +108,8 @@ class PrecisionDebugger:
 
     @property
     def unconverted(self) -> dict[str, str]:
-        """The Linear layers that Accelerate did not convert to Transformer Engine, so that they run without FP8: name
-        -> why. Known from :meth:`start` on; empty where Accelerate converts nothing."""
+        """The layers that Accelerate did not convert to Transformer Engine, so that they run without FP8: name ->
+        why. Known from :meth:`start` on; empty where Accelerate converts nothing."""
         return dict(self._unconverted)
 
     def summary(self) -> RenderableType:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformer_engine.pytorch as te
+import transformers
 from accelerate import Accelerator
 from accelerate.utils import TERecipeKwargs
 from rich.console import Console
@@ -139,6 +140,33 @@ def test_what_accelerate_left_is_named_with_the_reason(model: torch.nn.Module, e
     assert of_torch == list(found), "each layer that is still one of torch, and no other"
 
 
+def test_what_multiplies_without_being_a_linear_is_named_too() -> None:
+    """GPT-2's Conv1D, Mixtral's routers and experts; embeddings, convolutions and norms are none of it."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2))
+    mixtral = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(vocab_size=64, num_key_value_heads=2, num_local_experts=4, **sizes)
+    )
+    vit = transformers.ViTModel(transformers.ViTConfig(image_size=32, patch_size=16, **sizes))
+    linear = "Accelerate converts Linear alone"
+    assert unconverted_layers(converted(gpt2)[1]) == {
+        "transformer.h.0.attn.c_attn": f"32 x 96 of Conv1D: {linear}",
+        "transformer.h.0.attn.c_proj": f"32 x 32 of Conv1D: {linear}",
+        "transformer.h.0.mlp.c_fc": f"32 x 128 of Conv1D: {linear}",
+        "transformer.h.0.mlp.c_proj": f"128 x 32 of Conv1D: {linear}",
+    }
+    assert unconverted_layers(converted(mixtral)[1]) == {
+        "model.layers.0.mlp.gate": f"4 x 32 of MixtralTopKRouter: {linear}",
+        "model.layers.0.mlp.experts.gate_up_proj": f"96 x 32 of MixtralExperts, 4 experts: {linear}",
+        "model.layers.0.mlp.experts.down_proj": f"32 x 48 of MixtralExperts, 4 experts: {linear}",
+    }
+    assert unconverted_layers(converted(vit)[1]) == {}
+    attention = Sequential(torch.nn.MultiheadAttention(32, 2))
+    assert unconverted_layers(converted(attention)[1]) == {
+        "0.in_proj_weight": f"96 x 32 of MultiheadAttention: {linear}"
+    }
+
+
 def test_the_same_behind_wrappers() -> None:
     _, model = converted(Sequential(OrderedDict(fc1=Linear(16, 24), fc2=Linear(16, 16))))
     expected = unconverted_layers(model)
@@ -175,7 +203,8 @@ def test_the_debugger_says_it_once_and_shows_it(tmp_path: Path, caplog: pytest.L
     assert debugger.unconverted == {"head": "32 x 10: 10 is no multiple of 16"}
     (said,) = [record.message for record in caplog.records if "unconverted" in record.message]
     assert said == (
-        "Accelerate left 1 Linear layer unconverted, which runs without FP8. head: 32 x 10: 10 is no multiple of 16."
+        "Accelerate left 1 layer unconverted, which runs without FP8: 7.25 % of the weights that are multiplied."
+        " head: 32 x 10: 10 is no multiple of 16."
     )
     console = Console(file=io.StringIO(), width=80)
     console.print(debugger.summary())
@@ -191,5 +220,5 @@ def test_many_of_them_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         pass
     assert len(debugger.unconverted) == 9
     (said,) = [record.message for record in caplog.records if "unconverted" in record.message]
-    assert said.startswith("Accelerate left 9 Linear layers unconverted, which run without FP8. 0: 10 x 10: 10 and 10")
+    assert said.startswith("Accelerate left 9 layers unconverted, which run without FP8: 100 % of the weights")
     assert said.endswith("; and 4 more: te_precision_callbacks.accelerate.unconverted_layers(model) has all.")
