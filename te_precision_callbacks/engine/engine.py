@@ -33,11 +33,14 @@ from te_precision_callbacks.engine.quantization import (
     InBlocks,
     PerTensor,
     QuantizationError,
+    Settings,
+    default_settings,
     is_e5m2,
     is_quantized,
     read,
     recipe_of,
     scale_columns,
+    settings_of,
     simulate,
 )
 from te_precision_callbacks.engine.reduction import NO_STAMP, Reduction, Stamp, Table
@@ -181,6 +184,7 @@ class StatisticsEngine:
         self._reduction = Reduction()
         self._noted: tuple[Watched, list[Request]] | None = None
         self._weights_seen: set[SegmentKey] = set()
+        self._said: set[str] = set()
 
     def note(self, watched: Watched, requests: Sequence[Request]) -> None:
         """Note what is wanted of a tensor; :meth:`measure` does it, in one pass for all notes of the tensor."""
@@ -386,15 +390,15 @@ class _Measuring:
         quantized = self._watched.quantized(columnwise=columnwise)
         if quantized is None:
             return None
-        # A feature may have quantized it in another way than the layer's recipe would.
-        its_recipe = recipe_of(getattr(quantized, "_quantizer", None)) or self._recipe
+        its_recipe = recipe_of(self._quantizer(columnwise))
         if recipe not in (OWN_RECIPE, its_recipe):
             return None
         try:
             return read(quantized, columnwise=columnwise)
-        except QuantizationError:
-            if recipe == OWN_RECIPE and self._recipe is None:
+        except QuantizationError as error:
+            if its_recipe is None:
                 raise
+            self._say_simulated(recipe, columnwise, str(error))
             return None
 
     def _compare(
@@ -407,7 +411,7 @@ class _Measuring:
     ) -> None:
         """Merge what is wanted of a recipe, and report what of it cannot be had."""
         wanted = {kind.of for kind in self._wanted if (kind.recipe, kind.columnwise) == (recipe, columnwise)}
-        its_recipe = recipe or self._recipe or ""
+        its_recipe = recipe or recipe_of(self._quantizer(columnwise)) or ""
         refused: dict[str, set[Of]] = {}
         if self._watched.values is None:
             refused["the tensor exists in its quantized form only"] = wanted - (_OF_SCALES if found else set())
@@ -446,20 +450,32 @@ class _Measuring:
             self._values,
             amax,
             wanted,
-            e5m2=self._would_be_e5m2(recipe),
-            weight=self._watched.tensor == _WEIGHT,
+            self._settings(recipe, columnwise),
             columnwise=columnwise,
         )
 
-    def _would_be_e5m2(self, recipe: str) -> bool:
-        """The format that a recipe has for the tensor: that of the layer's own FP8 quantizer, else the recipe's
-        default.
+    def _settings(self, recipe: str, columnwise: bool) -> Settings:
+        """Those of the layer's own quantizer of the recipe, else the recipe's defaults.
 
-        By default current scaling casts gradients to E5M2 (``Format.HYBRID``), and the block-scaled ones all to E4M3.
+        The format of FP8 elements is that of the layer's own FP8 quantizer, else the recipe's default: current scaling
+        casts gradients to E5M2 (``Format.HYBRID``), and the block-scaled recipes cast all to E4M3.
         """
-        if self._recipe is not None and self._recipe.startswith("fp8"):
-            return is_e5m2(self._watched.quantizer)
-        return recipe == "fp8_current_scaling" and self._watched.tensor == "gradient"
+        own = self._quantizer(columnwise)
+        its_recipe = recipe_of(own)
+        if recipe == its_recipe:
+            return settings_of(own)
+        if its_recipe is not None and its_recipe.startswith("fp8"):
+            e5m2 = is_e5m2(own)
+        else:
+            e5m2 = recipe == "fp8_current_scaling" and self._watched.tensor == "gradient"
+        return default_settings(recipe, e5m2=e5m2, weight=self._watched.tensor == _WEIGHT)
+
+    def _quantizer(self, columnwise: bool) -> Any:
+        """That of the quantized tensor that a GEMM reads, else that of the layer: a feature may have put another
+        quantized tensor there than the layer's recipe would.
+        """
+        its = getattr(self._watched.quantized(columnwise=columnwise), "_quantizer", None)
+        return self._watched.quantizer if recipe_of(its) is None else its
 
     def _segment(self, kind: _Kind) -> Segment:
         key = SegmentKey(self._watched.layer, self._watched.tensor, kind.name, self._shard)
@@ -475,13 +491,28 @@ class _Measuring:
             self._engine._weights_seen.add(segment.key)
 
     def _failed(self, recipe: str, columnwise: bool, error: Exception, of: Collection[Of] = frozenset(Of)) -> None:
-        labels = [
+        labels = self._labels(recipe, columnwise, of)
+        self._engine.on_failure(labels, f"of {self._watched.layer} {self._watched.tensor}", error)
+
+    def _say_simulated(self, recipe: str, columnwise: bool, why: str) -> None:
+        if why not in self._engine._said:
+            self._engine._said.add(why)
+            logger.warning(
+                "%s of %s %s: simulated from the high-precision tensor, by the settings of the layer's own quantizer,"
+                " since %s. The same is not said of other tensors.",
+                self._labels(recipe, columnwise),
+                self._watched.layer,
+                self._watched.tensor,
+                why,
+            )
+
+    def _labels(self, recipe: str, columnwise: bool, of: Collection[Of] = frozenset(Of)) -> str:
+        return ", ".join(
             request.label
             for kind, requests in self._wanted.items()
             if (kind.recipe, kind.columnwise) == (recipe, columnwise) and kind.of in of
             for request in requests
-        ]
-        self._engine.on_failure(", ".join(labels), f"of {self._watched.layer} {self._watched.tensor}", error)
+        )
 
 
 def _rank_in(group: dist.ProcessGroup | None) -> int:

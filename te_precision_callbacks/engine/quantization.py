@@ -2,7 +2,8 @@
 
     found = read(quantized_tensor, columnwise=False)        # Transformer Engine's quantized tensor, of any recipe
     found.columns(tensor, {Of.QUANTIZED, Of.LOSSES})        # what it has of each kind, where it has blocks
-    would = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, e5m2=False, weight=False, columnwise=False)
+    would = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, default_settings("mxfp8"), columnwise=False)
+    would = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, settings_of(quantizer), columnwise=False)
 
 A recipe is simulated in plain torch from its arithmetic, without Transformer Engine's quantizers, so that a layer in
 high precision, and a machine whose GPU has no such format, gets its numbers too. Rounding is to nearest; NVFP4 without
@@ -28,7 +29,7 @@ from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, NOTHI
 from te_precision_callbacks.engine.statistics import OF_BLOCKS, SCALES, Of, no_blocks
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
-from te_precision_callbacks.layouts import NVFP4, PER_TENSOR, LayoutError, Stored, stored
+from te_precision_callbacks.layouts import MXFP8, NVFP4, PER_TENSOR, LayoutError, Stored, stored
 
 SCALE_SUMS = ("scales", "scale_sum", "scale_square_sum")
 """Of the factors: their number, their sum, that of their squares."""
@@ -123,8 +124,8 @@ def read(quantized: Any, *, columnwise: bool) -> PerTensor | InBlocks:
         raise QuantizationError(f"the {direction} data are of a random Hadamard transform of the tensor")
     if part.mode == PER_TENSOR:
         return PerTensor(part.as_tensor(part.codes), quantized._scale_inv, part.element_format is E5M2)
-    square = part.mode == NVFP4 and getattr(quantized._quantizer, "with_2d_quantization", False)
-    return InBlocks(part, (part.block[1], part.block[1]) if square else part.block)
+    square = part.mode in (MXFP8, NVFP4) and getattr(quantized._quantizer, "with_2d_quantization", False)
+    return InBlocks(part, (max(part.block),) * 2 if square else part.block)
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,8 @@ class InBlocks:
 
     Attributes:
         part: one direction of it.
-        block: rows and columns of what shares a scale. Of NVFP4's square blocks it is stored for each row again.
+        block: rows and columns of what shares a scale. That of square blocks of MXFP8 and NVFP4 is stored for each row,
+            or column, again.
     """
 
     part: Stored
@@ -147,8 +149,9 @@ class InBlocks:
             wanted: without ``values``, only of the scales.
         """
         part = self.part
-        once = self.block[0] // part.block[0]
-        factors, scales = part.factors()[::once].reshape(-1, 1), part.block_scales()[::once].reshape(-1)
+        down, along = (side // stored_side for side, stored_side in zip(self.block, part.block, strict=True))
+        factors = part.factors()[::down, ::along].reshape(-1, 1)
+        scales = part.block_scales()[::down, ::along].reshape(-1)
         blocks = compared = occupied = None
         if values is not None and not _OF_SCALES_ALONE.issuperset(wanted):
             matrix = as_matrix(values)
@@ -306,22 +309,73 @@ class Rounded(NamedTuple):
     scales: torch.Tensor
 
 
+class Settings(NamedTuple):
+    """What a quantizer may set of its recipe.
+
+    Attributes:
+        e5m2: whether FP8 elements are E5M2, not E4M3.
+        square: whether blocks are squares, not pieces of a row.
+        power_of_two: whether a float32 scale is rounded down to a power of two.
+        amax_epsilon: the least amax that a float32 scale is taken from.
+    """
+
+    e5m2: bool = False
+    square: bool = False
+    power_of_two: bool = False
+    amax_epsilon: float = 0.0
+
+
+def default_settings(recipe: str, *, e5m2: bool = False, weight: bool = False) -> Settings:
+    """A recipe's defaults, but for the element format.
+
+    Args:
+        recipe: a key of :data:`SIMULATED`.
+        e5m2: whether an FP8 recipe casts to E5M2.
+        weight: whether it is of a weight, whose blocks are squares under FP8 block scaling and NVFP4.
+    """
+    simulated = SIMULATED[recipe]
+    return Settings(e5m2, weight and simulated.square_weights, power_of_two=recipe == "fp8_block_scaling")
+
+
+def settings_of(quantizer: Any) -> Settings:
+    """How one of Transformer Engine's quantizers is set.
+
+    Read from TE 2.20.2, ``pytorch/tensor/{float8,mxfp8,float8_blockwise,nvfp4}_tensor.py``.
+
+    Raises:
+        QuantizationError: it is an NVFP4 quantizer with "4over6" or an amax for each row, which is not simulated.
+    """
+    for attribute, what in (("nvfp4_use_4over6", "4over6"), ("row_scaled_nvfp4", "an amax for each row")):
+        if getattr(quantizer, attribute, False):
+            raise QuantizationError(f"the layer runs NVFP4 with {what}, which is read where it is and not simulated")
+    return Settings(
+        e5m2=is_e5m2(quantizer),
+        square=getattr(quantizer, "block_scaling_dim", 1) == 2 or getattr(quantizer, "with_2d_quantization", False),
+        power_of_two=getattr(quantizer, "force_pow_2_scales", False),
+        amax_epsilon=getattr(quantizer, "amax_epsilon", 0.0),
+    )
+
+
 @dataclass(frozen=True)
 class _Simulated:
     """A recipe that is simulated.
 
     Attributes:
-        block: rows and columns of a block; None for the whole tensor.
-        weight_block: that of a weight.
-        quantize: (x [blocks, elements], amax of the blocks [blocks, 1], amax of the tensor, format) -> what became of
-            the blocks.
+        side: elements along a block; None for the whole tensor.
+        quantize: (x [blocks, elements], amax of the blocks [blocks, 1], amax of the tensor, settings, largest float32
+            scale) -> what became of the blocks.
         limits: of the scales as they are stored.
+        square_weights: whether the blocks of a weight are squares by default.
     """
 
-    block: tuple[int, int] | None
-    weight_block: tuple[int, int] | None
-    quantize: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, FloatFormat], Rounded]
+    side: int | None
+    quantize: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Settings, float], Rounded]
     limits: tuple[float, float] = (0.0, math.inf)
+    square_weights: bool = False
+
+    def block(self, settings: Settings) -> tuple[int, int] | None:
+        """Rows and columns of a block; None for the whole tensor."""
+        return None if self.side is None else (self.side if settings.square else 1, self.side)
 
 
 def _cast(values: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
@@ -331,39 +385,49 @@ def _cast(values: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
     return values.clamp(-number_format.max, number_format.max).to(number_format.dtype).to(torch.float32)
 
 
-def _scale(amax: torch.Tensor, largest: float) -> torch.Tensor:
-    """largest / amax as upstream takes it: 1 for an amax of 0, and never inf.
+def _scale(amax: torch.Tensor, largest: float, cap: float = _FLOAT32_MAX) -> torch.Tensor:
+    """largest / amax as upstream takes it: 1 for an amax of 0, and never above the cap.
 
     A division of two tensors: number / tensor is a reciprocal and a product to torch, off by a unit in the last place.
     """
     scale = torch.full_like(amax, largest) / amax
-    return torch.where(amax > 0, scale.clamp(max=_FLOAT32_MAX), 1.0)
+    return torch.where(amax > 0, torch.where(scale == math.inf, cap, scale), 1.0)
 
 
-def _current(x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, number_format: FloatFormat) -> Rounded:
-    scale = _scale(tensor_amax, number_format.max)
+def _fp8_scale(amax: torch.Tensor, settings: Settings, cap: float = _FLOAT32_MAX) -> torch.Tensor:
+    scale = _scale(amax.clamp(min=settings.amax_epsilon), _fp8(settings).max, cap)
+    return (scale.view(torch.int32) & 0x7F800000).view(torch.float32) if settings.power_of_two else scale
+
+
+def _fp8(settings: Settings) -> FloatFormat:
+    return E5M2 if settings.e5m2 else E4M3
+
+
+def _current(x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: Settings, cap: float) -> Rounded:
+    scale = _fp8_scale(tensor_amax, settings)
     scale_inv = torch.ones_like(scale) / scale
-    return Rounded(_cast(x * scale, number_format) * scale_inv, scale_inv.reshape(1, 1), scale_inv.reshape(1, 1))
+    return Rounded(_cast(x * scale, _fp8(settings)) * scale_inv, scale_inv.reshape(1, 1), scale_inv.reshape(1, 1))
 
 
-def _block_fp8(x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, number_format: FloatFormat) -> Rounded:
-    scale = _scale(amax, number_format.max)
-    scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)  # down to a power of two
-    scale_inv = 1.0 / scale
-    return Rounded(_cast(x * scale, number_format) * scale_inv, scale_inv, scale_inv)
+def _block_fp8(
+    x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: Settings, cap: float
+) -> Rounded:
+    scale = _fp8_scale(amax, settings, cap)
+    scale_inv = torch.ones_like(scale) / scale
+    return Rounded(_cast(x * scale, _fp8(settings)) * scale_inv, scale_inv, scale_inv)
 
 
-def _mxfp8(x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, number_format: FloatFormat) -> Rounded:
+def _mxfp8(x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: Settings, cap: float) -> Rounded:
     # Up to a power of two, but not beyond E8M0's largest one, and 2^-127 for all below it.
-    bits = (amax * (1.0 / number_format.max)).view(torch.int32)
+    bits = (amax * (1.0 / _fp8(settings).max)).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = (mantissa > 0) & (exponent < 254) & ~((exponent == 0) & (mantissa <= 0x400000))
     code = exponent + up.to(torch.int32)
     scale_inv = torch.where(code == 0, 0x400000, code << 23).view(torch.float32)
-    return Rounded(_cast(x * (1.0 / scale_inv), number_format) * scale_inv, scale_inv, scale_inv)
+    return Rounded(_cast(x * (1.0 / scale_inv), _fp8(settings)) * scale_inv, scale_inv, scale_inv)
 
 
-def _nvfp4(x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, number_format: FloatFormat) -> Rounded:
+def _nvfp4(x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: Settings, cap: float) -> Rounded:
     encode = _scale(tensor_amax, E4M3.max * E2M1.max)
     block_scale = _cast(amax * (encode * (1.0 / E2M1.max)), E4M3)
     multiplier = (1.0 / (block_scale * (1.0 / encode))).clamp(max=_FLOAT32_MAX)
@@ -372,10 +436,10 @@ def _nvfp4(x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, numbe
 
 
 SIMULATED: dict[str, _Simulated] = {
-    "fp8_current_scaling": _Simulated(None, None, _current),
-    "mxfp8": _Simulated((1, 32), (1, 32), _mxfp8, _POWERS_OF_TWO),
-    "fp8_block_scaling": _Simulated((1, 128), (128, 128), _block_fp8, _POWERS_OF_TWO),
-    "nvfp4": _Simulated((1, 16), (16, 16), _nvfp4, (0.0, E4M3.max)),
+    "fp8_current_scaling": _Simulated(None, _current),
+    "mxfp8": _Simulated(32, _mxfp8, _POWERS_OF_TWO),
+    "fp8_block_scaling": _Simulated(128, _block_fp8, _POWERS_OF_TWO, square_weights=True),
+    "nvfp4": _Simulated(16, _nvfp4, (0.0, E4M3.max), square_weights=True),
 }
 
 
@@ -384,9 +448,8 @@ def simulate(
     values: torch.Tensor,
     amax: torch.Tensor,
     wanted: Collection[Of],
+    settings: Settings,
     *,
-    e5m2: bool,
-    weight: bool,
     columnwise: bool,
 ) -> Mapping[Of, Columns]:
     """What a recipe would make of a tensor.
@@ -396,8 +459,7 @@ def simulate(
         values: any shape, float64, float32, float16 or bfloat16; its finite elements are looked at.
         amax: float64 or float32, one element: the largest finite magnitude, 0 or below where there is none.
         wanted: which columns; there are none of a tensor without elements.
-        e5m2: whether an FP8 recipe casts to E5M2, not E4M3.
-        weight: whether it is a weight, whose blocks are square under FP8 block scaling and NVFP4.
+        settings: those of the recipe's quantizer.
         columnwise: whether blocks run down a column.
 
     Raises:
@@ -409,7 +471,7 @@ def simulate(
             f"{recipe} cannot be had of a layer that does not run it: its scale comes from the amaxes of earlier steps"
         )
     simulated = SIMULATED[recipe]
-    block = simulated.weight_block if weight else simulated.block
+    block = simulated.block(settings)
     if block is None and not OF_BLOCKS.isdisjoint(wanted):
         raise QuantizationError(no_blocks(recipe))
     if not values.numel():
@@ -421,10 +483,9 @@ def simulate(
         blocks = in_blocks(matrix.t() if columnwise else matrix, block)
     if blockwise.RANGE_KINDS.issuperset(wanted):
         return blockwise.range_columns(blocks, wanted)
-    number_format = E2M1 if recipe == "nvfp4" else E5M2 if e5m2 else E4M3
     tensor_amax = amax.reshape(()).clamp(0.0, _FLOAT32_MAX).to(torch.float32)
     by_block = _needs_blocks(wanted)
-    simulation = _simulation(recipe, number_format, by_block)
+    simulation = _simulation(recipe, settings, by_block)
     found = [compiled.run(simulation, piece, tensor_amax) for piece in compiled.pieces(blocks)]
     compared = _joined([compared for compared, _, _ in found], by_block)
     kept = found[:1] if block is None else found
@@ -434,17 +495,18 @@ def simulate(
 
 @functools.cache
 def _simulation(
-    recipe: str, number_format: FloatFormat, by_block: bool
+    recipe: str, settings: Settings, by_block: bool
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     def simulation(blocks: torch.Tensor, tensor_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rounded = round_blocks(recipe, blocks, tensor_amax, number_format)
+        rounded = round_blocks(recipe, blocks, tensor_amax, settings)
+        number_format = E2M1 if recipe == "nvfp4" else _fp8(settings)
         rows = eager.comparison(blocks, rounded.values, _limit(rounded.factors, number_format))
         return rows if by_block else rows.sum(1, keepdim=True), rounded.factors, rounded.scales
 
     return simulation
 
 
-def round_blocks(recipe: str, blocks: torch.Tensor, tensor_amax: torch.Tensor, number_format: FloatFormat) -> Rounded:
+def round_blocks(recipe: str, blocks: torch.Tensor, tensor_amax: torch.Tensor, settings: Settings) -> Rounded:
     """Blocks as a recipe would quantize them.
 
     Args:
@@ -452,12 +514,14 @@ def round_blocks(recipe: str, blocks: torch.Tensor, tensor_amax: torch.Tensor, n
         blocks: [blocks, elements], any float dtype; what is not finite is taken as 0, and what is beyond float32 as
             its largest number.
         tensor_amax: float32, of one element: the largest finite magnitude of the whole tensor.
-        number_format: of an element.
+        settings: those of the recipe's quantizer.
     """
     x = eager.widened(blocks)
     x = torch.where(x.abs() < math.inf, x, 0.0).clamp(-_FLOAT32_MAX, _FLOAT32_MAX).to(torch.float32)
     amax = x.abs().amax(1, keepdim=True)
-    return SIMULATED[recipe].quantize(x, amax, tensor_amax, number_format)
+    # What FP8 block scaling takes for a scale beyond float32: the largest number of the tensor's own type.
+    cap = min(torch.finfo(blocks.dtype).max, _FLOAT32_MAX)
+    return SIMULATED[recipe].quantize(x, amax, tensor_amax, settings, cap)
 
 
 def _in_rows(values: torch.Tensor) -> torch.Tensor:
@@ -484,6 +548,6 @@ def round_to_mxfp8(values: torch.Tensor, *, e5m2: bool, columnwise: bool) -> tor
     blocks = whole.reshape(-1, 32)
     magnitude = blocks.abs()
     amax = torch.where(magnitude < math.inf, magnitude, 0.0).amax(1, keepdim=True)
-    rounded = _mxfp8(blocks, amax, amax, E5M2 if e5m2 else E4M3)
+    rounded = _mxfp8(blocks, amax, amax, Settings(e5m2), _FLOAT32_MAX)
     result = rounded.values.view(whole.shape)[:, : matrix.shape[1]]
     return (result.t() if columnwise else result).reshape(values.shape)

@@ -13,7 +13,7 @@ import torch
 
 from te_precision_callbacks.engine.engine import StatisticsEngine, Watched
 from te_precision_callbacks.engine.kernels import compiled
-from te_precision_callbacks.engine.quantization import round_blocks
+from te_precision_callbacks.engine.quantization import Settings, round_blocks
 from te_precision_callbacks.engine.statistics import (
     BLOCK_STATISTICS,
     PERCENTILES,
@@ -23,7 +23,6 @@ from te_precision_callbacks.engine.statistics import (
     histogram_bins,
     quantized_request,
 )
-from te_precision_callbacks.formats import E4M3
 from tests.engine import recipes
 from tests.engine.recipes import INF, NAN, Pair, quantize
 from tests.engine.test_quantization import TENSORS, fp8_dtype, mxfp8_storage, packed, padded, scales_of, te
@@ -352,6 +351,6 @@ def test_the_bins_of_a_histogram_follow_from_its_name() -> None:
 
 def test_rounded_blocks_take_what_is_not_finite_as_zero() -> None:
     blocks = torch.tensor([[1.0, INF, NAN, -448.0]])
-    rounded = round_blocks("mxfp8", blocks, torch.tensor(448.0), E4M3)
+    rounded = round_blocks("mxfp8", blocks, torch.tensor(448.0), Settings())
     assert rounded.values.tolist() == [[1.0, 0.0, 0.0, -448.0]]
     assert rounded.factors.tolist() == [[1.0]]

@@ -24,6 +24,8 @@ from te_precision_callbacks.engine.quantization import (
     InBlocks,
     PerTensor,
     QuantizationError,
+    Settings,
+    default_settings,
     is_e5m2,
     is_quantized,
     read,
@@ -59,8 +61,9 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 def simulated(recipe: str, x: torch.Tensor, **options: bool) -> tuple[list[float], list[float], list[float]]:
     """COMPARISON_SUMS, SCALE_SUMS and SCALE_MAXIMA of what simulate() makes of a tensor with elements."""
     amax = kernels.measure(x)[1][:2].amax()
-    options = {"e5m2": False, "weight": False, "columnwise": False, **options}
-    found = simulate(recipe, x, amax, {Of.QUANTIZED, Of.SCALES}, **options)
+    columnwise = options.pop("columnwise", False)
+    settings = default_settings(recipe, **options) if recipe in SIMULATED else Settings()
+    found = simulate(recipe, x, amax, {Of.QUANTIZED, Of.SCALES}, settings, columnwise=columnwise)
     (compared, _), (sums, maxima) = found[Of.QUANTIZED], found[Of.SCALES]
     assert compared is not None
     assert sums is not None
@@ -147,9 +150,9 @@ def test_simulated_recipes_compiled(recipe: str, monkeypatch: pytest.MonkeyPatch
 def test_nothing_is_simulated(recipe: str) -> None:
     for x in (torch.empty(0), torch.empty(4, 0), torch.empty(0, 64)):
         wanted = set(Of) - {Of.TENSOR, Of.EXPONENTS, Of.BLOCKS}
-        if SIMULATED[recipe].block is None:
+        if SIMULATED[recipe].side is None:
             wanted = {Of.QUANTIZED, Of.SCALES}
-        assert simulate(recipe, x, torch.tensor(-INF), wanted, e5m2=False, weight=False, columnwise=True) == {}
+        assert simulate(recipe, x, torch.tensor(-INF), wanted, Settings(), columnwise=True) == {}
 
 
 def test_a_block_whose_scale_underflows_is_lost_below_not_above() -> None:
@@ -388,8 +391,7 @@ def test_simulated_current_scaling_is_the_real_one_bit_for_bit(dtype: torch.dtyp
     for seed in range(10):
         x = (normal(16, 48, seed=seed) * 10.0 ** (seed - 5)).to(dtype)
         real = quantizer("fp8_current_scaling", e5m2=e5m2)(x)
-        number_format = E5M2 if e5m2 else E4M3
-        would_be = round_blocks("fp8_current_scaling", x, x.float().abs().max(), number_format)
+        would_be = round_blocks("fp8_current_scaling", x, x.float().abs().max(), Settings(e5m2))
         assert would_be.factors.item() == real._scale_inv.item()
         assert torch.equal(would_be.values, real.dequantize(dtype=torch.float32))
         own = read(real, columnwise=False)

@@ -12,9 +12,18 @@ import torch
 from te_precision_callbacks.engine.blockwise import as_matrix, in_blocks
 from te_precision_callbacks.engine.engine import StatisticsEngine, Watched
 from te_precision_callbacks.engine.kernels import compiled
-from te_precision_callbacks.engine.quantization import SIMULATED, InBlocks, QuantizationError, read, round_blocks
+from te_precision_callbacks.engine.quantization import (
+    SIMULATED,
+    InBlocks,
+    PerTensor,
+    QuantizationError,
+    default_settings,
+    read,
+    recipe_of,
+    round_blocks,
+    settings_of,
+)
 from te_precision_callbacks.engine.statistics import BLOCK_STATISTICS, PERCENTILES, quantized_request
-from te_precision_callbacks.formats import E2M1, E4M3, E5M2
 from tests.engine.test_quantization import fp8_dtype, te
 
 ROWS, COLUMNS = 160, 288
@@ -70,17 +79,16 @@ def test_simulated_blocks_are_the_real_ones_bit_for_bit(
         x = tensor.to(dtype).nan_to_num(posinf=60_000.0, neginf=-60_000.0)
         real = read(quantizer(recipe, weight=weight, e5m2=e5m2)(x), columnwise=columnwise)
         assert isinstance(real, InBlocks)
-        simulated = SIMULATED[recipe]
-        block = simulated.weight_block if weight else simulated.block
+        settings = default_settings(recipe, e5m2=e5m2, weight=weight)
+        block = SIMULATED[recipe].block(settings)
         assert block is not None
-        number_format = E2M1 if recipe == "nvfp4" else E5M2 if e5m2 else E4M3
 
         def blocks(
             values: torch.Tensor, filler: float, block: tuple[int, int] = block, columnwise: bool = columnwise
         ) -> torch.Tensor:
             return in_blocks(values.t() if columnwise else values, block, filler)
 
-        would_be = round_blocks(recipe, blocks(as_matrix(x), np.nan), x.float().abs().max(), number_format)
+        would_be = round_blocks(recipe, blocks(as_matrix(x), np.nan), x.float().abs().max(), settings)
         assert_identical(would_be.values, blocks(real.part.dequantized(), 0.0), name)
         # MXFP8's columnwise scales lie in rows of columns; of NVFP4's squares each is there for every row.
         factors, scales = real.part.factors(), real.part.block_scales()
@@ -145,6 +153,93 @@ def test_fp8_blocks_with_float32_scales() -> None:
     for percent in PERCENTILES:
         exactly = np.percentile(factors, percent, method="inverted_cdf")
         assert exactly * 2**-0.125 < found[f"scale_inv_p{percent}"] <= exactly
+
+
+def current(**options: Any) -> Any:
+    return te().Float8CurrentScalingQuantizer(fp8_dtype(options.pop("e5m2", False)), torch.device("cpu"), **options)
+
+
+SET = {  # how a quantizer may be set -> it
+    "current scaling, powers of two": lambda: current(force_pow_2_scales=True),
+    "current scaling, an epsilon, E5M2": lambda: current(amax_epsilon=1e30, e5m2=True),
+    "FP8 blocks, float32 scales": lambda: quantizer("fp8_block_scaling", force_pow_2_scales=False),
+    "FP8 squares, float32 scales": lambda: quantizer("fp8_block_scaling", weight=True, force_pow_2_scales=False),
+    "FP8 blocks, an epsilon, E5M2": lambda: quantizer("fp8_block_scaling", e5m2=True, amax_epsilon=0.3),
+    "MXFP8, E5M2": lambda: quantizer("mxfp8", e5m2=True),
+    "MXFP8 squares": lambda: te().MXFP8Quantizer(fp8_dtype(False), with_2d_quantization=True),
+    "NVFP4 squares": lambda: quantizer("nvfp4", weight=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SET)
+def test_a_recipe_is_simulated_as_the_layers_quantizer_is_set(name: str, dtype: torch.dtype) -> None:
+    """Bit for bit; also where a scale is beyond float32, for which the tensor's own type tells what is taken."""
+    its = SET[name]()
+    recipe, settings = recipe_of(its), settings_of(its)
+    assert recipe is not None
+    block = SIMULATED[recipe].block(settings)
+    for of, tensor in TENSORS.items():
+        x = tensor.to(dtype).nan_to_num()
+        for columnwise in (False, True):
+            real = read(its(x), columnwise=columnwise)
+            if isinstance(real, PerTensor):
+                whole = round_blocks(recipe, x.reshape(1, -1), x.float().abs().max(), settings)
+                assert_identical(whole.values, its(x).dequantize(dtype=torch.float32).reshape(1, -1), of)
+                assert whole.factors.item() == real.scale_inv.item()
+                continue
+            assert block is not None
+            matrix = x.t() if columnwise else x
+            would_be = round_blocks(recipe, in_blocks(matrix, block, np.nan), x.float().abs().max(), settings)
+            stored = real.part.dequantized()
+            assert_identical(would_be.values, in_blocks(stored.t() if columnwise else stored, block, 0.0), of)
+
+
+def without(direction: str, quantized: Any) -> Any:
+    setattr(quantized, f"_{direction}_data", None)
+    setattr(quantized, f"_{direction}_scale_inv", None)
+    return quantized
+
+
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("name", [name for name in SET if "current" not in name])
+def test_data_that_a_layer_lacks_are_simulated_as_its_quantizer_is_set_and_that_is_said(
+    name: str, direction: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same statistics as of the data where they are there; in high precision too, under the recipe's name."""
+    its, columnwise, end = SET[name](), direction == "columnwise", "_columnwise" if direction == "columnwise" else ""
+    x = spread(by=1.0)
+    expected = statistics_of(x, its(x), its, columnwise=columnwise)
+    assert not caplog.records
+    found = statistics_of(x, without(direction, its(x)), its, columnwise=columnwise)
+    assert_equal(found, expected)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"the quantized tensor has no {direction} data" in record.getMessage()
+    assert f"mse{end}" in record.getMessage()
+    recipe = recipe_of(its)
+    would_be = statistics_of(x, None, its, columnwise=columnwise)
+    assert_equal(would_be, {f"{recipe}_{statistic}": value for statistic, value in expected.items()})
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """But for the order in which float64 is added."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-12), name
+
+
+def test_what_is_not_simulated_is_refused_where_a_layer_lacks_it() -> None:
+    engine, failures = StatisticsEngine(), []
+    engine.on_failure = lambda doing, of, error: failures.append(f"{doing} {of}: {error}")
+    its = quantizer("nvfp4", nvfp4_use_4over6=True)
+    x = spread(by=1.0)
+    watched = Watched("l", "activation", 0, x, rowwise=without("columnwise", its(x)), quantizer=its)
+    engine.note(watched, [quantized_request(name) for name in ("mse", "mse_columnwise")])
+    engine.measure()
+    assert [one.statistic for one in engine.flush(reduce=False)] == ["mse"]
+    (failure,) = failures
+    assert failure.startswith("mse_columnwise of l activation: the layer runs NVFP4 with 4over6")
 
 
 def test_columnwise_nvfp4_of_a_hadamard_transform() -> None:
