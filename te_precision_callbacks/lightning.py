@@ -8,6 +8,8 @@ trainer = L.Trainer(callbacks=[PrecisionDebugCallback("config.yaml")])
 
 from __future__ import annotations
 
+import logging
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ try:
     from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 except ImportError as error:
     raise MissingExtraError("te_precision_callbacks.lightning", "lightning") from error
+
+logger = logging.getLogger(__name__)
 
 
 class PrecisionDebugCallback(Callback):
@@ -110,7 +114,7 @@ class PrecisionDebugCallback(Callback):
         select = MetricSelection(self._options.prefix, self._options.log_filter)
         self._session = InspectSession.from_options(self._options)
         self._session.start(
-            log_dir=Path(trainer.log_dir or trainer.default_root_dir),
+            log_dir=self._options.log_dir or _log_dir_of(trainer),
             sinks=[_LoggerSink(receiver, select) for receiver in trainer.loggers if trainer.is_global_zero],
         )
         self._session.eval_mode_counts = False  # the trainer says when it evaluates
@@ -198,6 +202,26 @@ class PrecisionDebugCallback(Callback):
     def _stop(self, error: BaseException | None) -> None:
         if self._session is not None:
             self._session.stop(error, self._step_of_batch)
+
+
+def _log_dir_of(trainer: Trainer) -> Path:
+    """The trainer's folder; a temporary one where it has none, so that nothing is written where the script was started.
+
+    It has none with ``fast_dev_run``, whose runs leave nothing behind, and without a logger and ``default_root_dir``.
+    """
+    found = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: the trainer asks its first
+    trial = bool(getattr(trainer, "fast_dev_run", False))  # set by a function, which mypy does not see
+    if not trial and (trainer.loggers or found.absolute() != Path.cwd()):
+        return found
+    made = tempfile.mkdtemp(prefix="te_precision_") if trainer.is_global_zero else ""
+    folder = Path(trainer.strategy.broadcast(made))
+    if trainer.is_global_zero:
+        logger.warning(
+            "The trainer has no folder (%s), so the logs of precision debugging go to %s. log_dir= names another.",
+            "fast_dev_run" if trial else "no logger, and no default_root_dir",
+            folder,
+        )
+    return folder
 
 
 def _scales_loss(trainer: Trainer) -> bool:

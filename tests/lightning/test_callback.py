@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,27 @@ def test_numbers_stand_at_the_step_of_the_batchs_own_metrics(tmp_path: Path, mod
             step = next(step for step, batch in own.items() if batch == closing_batch)
             assert exact(metrics[step]) == exact(value), (name, iteration)
             assert len(metrics) == 12 // every
+
+
+@pytest.mark.parametrize("keywords", [{"fast_dev_run": True}, {"logger": False, "max_steps": 1}])
+def test_a_trainer_without_a_folder_leaves_nothing_where_the_script_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, keywords: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path.parent))
+    keeper = Keeper()
+    quiet = {"accelerator": "cpu", "enable_progress_bar": False, "enable_checkpointing": False}
+    callback = PrecisionDebugCallback(statistics(), sinks=[keeper])
+    L.Trainer(**quiet, **keywords, callbacks=[callback]).fit(Plain(), loader(1))
+    assert list(tmp_path.iterdir()) == []
+    assert keeper.iterations == [0]
+    folder = callback.session.log_dir
+    assert logged_lines(folder), "all of it is in a temporary folder, which is named"
+    assert [str(folder) in record.message for record in caplog.records if record.name.startswith("te_prec")] == [True]
+
+    named = PrecisionDebugCallback(statistics(), log_dir=tmp_path / "debug")
+    L.Trainer(**quiet, **keywords, callbacks=[named]).fit(Plain(), loader(1))
+    assert logged_lines(tmp_path / "debug")
 
 
 def test_layers_that_lightning_replaced_are_found(tmp_path: Path) -> None:
