@@ -69,6 +69,9 @@ _FOREIGN_STEPS = 10
 
 _UNKNOWN = Unmeasured("unknown")
 
+_QUANTIZED_GRADIENTS = frozenset({"grad_output", "grad_output[0]"})
+"""Of the outputs of a module of Transformer Engine: a second one is a bias, or what a normalization gave."""
+
 
 class _Pass:
     """An outermost call of a watched module, and all calls inside of it.
@@ -564,9 +567,9 @@ class DebugActivationOverflow:
                 return
             scales = [
                 fp8_scale(place.module, "scaling_bwd", self._training.slots)
-                if sign == ">" and isinstance(place, Watched) and place.quantizes
+                if role in _QUANTIZED_GRADIENTS and sign == ">" and isinstance(place, Watched) and place.quantizes
                 else None
-                for sign, place, _ in frames
+                for sign, place, role in frames
             ]
             self._training.events.append(Gradient(roles.batch, frames, measured, scales))
             self._due = True

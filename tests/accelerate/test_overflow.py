@@ -64,3 +64,30 @@ def test_a_run_without_an_overflow(tmp_path: Path, keeper: Keeper) -> None:
         overflow_at(-1, accelerator, model, optimizer, debugger)
     assert keeper.values("max", "fc1") == {index: largest(index) for index in range(6)}
     assert keeper.closed == [None]
+
+
+def test_a_session_without_statistics_says_what_is_watched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator()
+    model, _ = accelerator.prepare(torch.nn.Linear(2, 2), torch.optim.SGD([torch.zeros(1)], lr=0.1))
+    for debug in ("activation_overflow", ""):
+        caplog.clear()
+        with PrecisionDebugger(accelerator, model, log_dir=tmp_path, debug=debug, allow_unmatched=True):
+            (said,) = [text for text in caplog.messages if "there are no statistics" in text]
+        assert said.endswith("Training goes on with activation overflow detection alone.") == bool(debug)
+
+
+def test_an_optimizer_of_an_earlier_model_has_not_stepped_this_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a cell of a notebook is run again: the accelerator keeps what it has prepared before."""
+    accelerator = Accelerator()
+    for fresh in (True, True, False):
+        if fresh:
+            inner = Plain()
+            model, optimizer = accelerator.prepare(inner, torch.optim.AdamW(inner.parameters()))
+        caplog.clear()
+        with PrecisionDebugger(accelerator, model, statistics(), log_dir=tmp_path) as debugger:
+            accelerator.backward(model(batch_of(0).to(accelerator.device)).mean())
+            optimizer.step()
+            debugger.step()
+        assert ("The optimizer has stepped before" in caplog.text) == (not fresh)

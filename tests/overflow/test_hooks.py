@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from transformers.debug_utils import DebugUnderflowOverflow
 
 from te_precision_callbacks.debug_utils import (
     AbortAfterBatch,
@@ -469,6 +470,9 @@ def test_the_model_is_let_go() -> None:
         ({"max_frames": 0}, r"max_frames= takes whole numbers from 1 on, not 0"),
         ({"max_frames": 2.5}, r"max_frames="),
         ({"trace_batches": 3}, r"trace_batches= is a list, not 3"),
+        ({"trace_batch_nums": [1], "trace_batches": [2]}, r"trace_batch_nums= is another name of trace_batches="),
+        ({"max_frames_to_save": 21}, r"max_frames_to_save= counts modules.*Give max_frames="),
+        ({"max_frame": 21}, r"There is no option 'max_frame'. Did you mean 'max_frames'\?"),
         ({"trace_batches": [-1]}, r"trace_batches= takes whole numbers from 0 on"),
         ({"abort_after_batch": True}, r"abort_after_batch="),
         ({"allow_neg_inf": "encoder"}, r"allow_neg_inf= is a list, not 'encoder'"),
@@ -548,6 +552,27 @@ def test_tracing_of_batches(mode: Any, caplog: pytest.LogCaptureFixture) -> None
         "abs_max=      inf > [2] Sequential: input[0]",
         "abs_max=      inf < [2] Sequential: output",
     ]
+
+
+def test_the_names_of_transformers() -> None:
+    """Both end after the same batch of the same loop, and log the same batches."""
+
+    def ended_after(make: Callable[..., object], error: type[Exception]) -> int:
+        model = torch.nn.Sequential(Scale())
+        detector = make(model, 21, trace_batch_nums=[1], abort_after_batch_num=1)
+        for batch in range(5):
+            try:
+                model(torch.ones(1)).sum().backward()
+                if isinstance(detector, DebugActivationOverflow):
+                    detector.look()
+            except error:
+                return batch
+        return 5
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        theirs = ended_after(DebugUnderflowOverflow, ValueError)
+    assert ended_after(DebugActivationOverflow, AbortAfterBatch) == theirs == 1
+    assert "batch number=1" in printed.getvalue()
 
 
 @pytest.mark.parametrize("steps", [True, False])

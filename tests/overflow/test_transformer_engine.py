@@ -62,6 +62,28 @@ def test_current_scaling() -> None:
     ]
 
 
+def test_scales_stand_beside_what_they_scale() -> None:
+    """Attention without FP8 has none; the gradient of an MLP's output is that of its second GEMM."""
+    model = te.TransformerLayer(16, 16, 2, hidden_dropout=0.0, attention_dropout=0.0, device="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watching = DebugActivationOverflow(model, 1000)
+    inputs = torch.linspace(-1, 1, 16 * 16).view(16, 1, 16)
+    for _ in range(2):
+        with te.autocast(enabled=True, recipe=DelayedScaling()):
+            output = model(inputs)
+        (4 * output).sum().backward()
+        optimizer.step()
+    with pytest.raises(ActivationOverflowError) as raised:
+        model(inputs * INF)
+        watching.close()
+    lines = [line[18:] for line in raised.value.report.splitlines() if "FP8 scale" in line and " [1] " in line]
+    assert not [line for line in lines if "DotProductAttention" in line]
+    layers = {line.split(":")[1].strip() for line in lines}
+    assert layers == {"LayerNormLinear", "Linear", "LayerNormMLP"}
+    (of_mlp,) = (line for line in lines if "LayerNormMLP: grad_output" in line)
+    assert of_mlp.endswith("FP8 scale 1.43e+04"), "the largest number of E5M2, 57344, over the gradient 4"
+
+
 @pytest.mark.parametrize("names", [None, [], ["scaling_fwd"]])
 def test_quantizers_of_another_version(names: list[str] | None) -> None:
     """A module that keeps its quantizers otherwise has no scale in its frames, and is watched all the same."""
