@@ -89,10 +89,12 @@ def test_overflow_detection_needs_no_transformer_engine(tmp_path: Path) -> None:
 import argparse, sys
 sys.modules["transformer_engine"] = None  # as where it is not installed
 import torch
+from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow
+loaded = {name.split(".")[1] for name in sys.modules if name.startswith("te_precision_callbacks.")}
+assert not loaded & {"session", "config", "features", "dumps", "records", "reference"}, loaded
 from accelerate import Accelerator
 from te_precision_callbacks import PrecisionDebugger
 from te_precision_callbacks.debug_options import add_debug_options, debugging
-from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow
 from te_precision_callbacks.session import TransformerEngineUnavailableError
 from te_precision_callbacks.transformers import Trainer, TrainingArguments
 

@@ -80,13 +80,6 @@ def agree(own: Find | Failure | None, group: dist.ProcessGroup | None) -> Find |
     return found
 
 
-def pooled(own: list[str], group: dist.ProcessGroup | None) -> list[str]:
-    """What all ranks of the group have, in their order. All ranks must call it."""
-    lists: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(lists, own, group=group)
-    return [entry for of_rank in lists for entry in of_rank]
-
-
 def rank() -> int:
     """This process's among all; 0 where there is one alone."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

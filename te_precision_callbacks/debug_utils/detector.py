@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import TypedDict, Unpack
 
 from te_precision_callbacks.debug_utils import report as text
-from te_precision_callbacks.debug_utils.agreement import Failure, Find, agree, pooled, rank
+from te_precision_callbacks.debug_utils.agreement import Failure, Find, agree, rank
 from te_precision_callbacks.debug_utils.errors import (
     AbortAfterBatch,
     ActivationOverflowError,
@@ -36,10 +36,10 @@ from te_precision_callbacks.debug_utils.scaling import Listening
 from te_precision_callbacks.debug_utils.slots import Measured, Unmeasured, Values
 from te_precision_callbacks.debug_utils.structure import arguments, tensors_in
 from te_precision_callbacks.debug_utils.verdict import Judge, near_limit
-from te_precision_callbacks.engine.reduction import is_distributed
+from te_precision_callbacks.engine.reduction import is_distributed, pooled
 from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.forwards import NO_BACKWARD, ForwardClassifier, ForwardKind, outside_of_dynamo
 from te_precision_callbacks.naming import named_roots
-from te_precision_callbacks.session.forward import NO_BACKWARD, ForwardClassifier, ForwardKind, outside_of_dynamo
 
 logger = logging.getLogger(__name__)
 
@@ -838,7 +838,7 @@ class DebugActivationOverflow:
             logger.warning("Activation overflow: the parameters could not be looked at (%s).", _text_of(error))
             broken = []
         if together:
-            broken = list(dict.fromkeys(pooled(broken, self._group)))
+            broken = pooled(broken, self._group)
         return text.advice_on_weights(broken, self._steps, self._stepped_by) if broken else None
 
     def _fail(self, error: Exception) -> None:

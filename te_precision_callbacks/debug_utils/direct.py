@@ -11,7 +11,7 @@ from te_precision_callbacks.debug_utils.agreement import rank
 from te_precision_callbacks.debug_utils.detector import running
 from te_precision_callbacks.debug_utils.errors import DetectionFailedError, OverflowOptionError
 from te_precision_callbacks.debug_utils.slots import Slot, Slots
-from te_precision_callbacks.session.forward import outside_of_dynamo
+from te_precision_callbacks.forwards import outside_of_dynamo
 
 logger = logging.getLogger(__name__)
 

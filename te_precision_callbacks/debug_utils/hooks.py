@@ -17,7 +17,7 @@ from te_precision_callbacks.debug_utils.errors import OverflowDetectorError
 from te_precision_callbacks.debug_utils.slots import Slot, Slots
 from te_precision_callbacks.debug_utils.tree import TreeShape, class_name, is_compiled, watched_modules
 from te_precision_callbacks.debug_utils.verdict import what
-from te_precision_callbacks.session.forward import outside_of_dynamo
+from te_precision_callbacks.forwards import outside_of_dynamo
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from te_precision_callbacks.session.forward import outside_of_dynamo
+from te_precision_callbacks.forwards import outside_of_dynamo
 
 
 class Listener(Protocol):

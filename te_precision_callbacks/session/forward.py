@@ -13,98 +13,21 @@ recomputation. Two seams are replaced while a session is live, both read from Tr
 from __future__ import annotations
 
 import copy
-import enum
 import functools
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
-from torch.autograd.function import FunctionCtx
 
+from te_precision_callbacks.forwards import ForwardClassifier, ForwardKind, outside_of_dynamo
 from te_precision_callbacks.session.errors import SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.precision import PrecisionAudit
 from te_precision_callbacks.session.upstream import reset_schedule
 
-NO_BACKWARD = -1
-"""``torch._C._current_graph_task_id()`` outside of a backward pass."""
-
 FORWARD_TENSORS = frozenset({"activation", "weight", "output"})
-
-
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-
-
-def outside_of_dynamo(function: FunctionT) -> FunctionT:
-    """Keeps a function out of a compiled model, which calls it between two graphs.
-
-    Dynamo cannot import features, which were executed by path; and what a hook notes is not for it to trace.
-    """
-    return cast(FunctionT, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
-
-
-class ForwardKind(enum.Enum):
-    """What a session does with a forward pass."""
-
-    OBSERVED = "features act, tensors are observed in it and in its backward"
-    SILENT = "as observed, bit for bit, but nothing is recorded: the other half of a recomputed forward is"
-    EVALUATION = "features that change precision act, nothing is observed"
-    UNTOUCHED = "Transformer Engine's own path"
-
-
-class ForwardClassifier:
-    """Decides the kind of a forward.
-
-    Attributes:
-        paused: set by a front door while it evaluates.
-        eval_mode_counts: whether a module in eval mode is being evaluated. Not so where the front door says when it
-            evaluates: a model may be trained in eval mode, or left in it by a validation that failed.
-        abandoned: whether the loop that started the session has ended without a word, so that nothing is its any more.
-    """
-
-    def __init__(self, *, precision_features_in_eval: bool) -> None:
-        self._evaluation = ForwardKind.EVALUATION if precision_features_in_eval else ForwardKind.UNTOUCHED
-        self.paused = False
-        self.eval_mode_counts = True
-        self.abandoned: Callable[[], bool] | None = None
-
-    def __call__(self, module: torch.nn.Module) -> ForwardKind:
-        """The kind of the forward of ``module`` that is being entered."""
-        if self.abandoned is not None and self.abandoned():
-            return ForwardKind.UNTOUCHED
-        if self.paused or (self.eval_mode_counts and not module.training):
-            return self._evaluation
-        if torch._C._current_graph_task_id() != NO_BACKWARD:
-            # Inside a backward pass, so recomputed for an activation checkpoint. A reentrant one (an autograd Function)
-            # ran the first forward without gradients: this is the one to observe. Any other kind recomputes from a hook
-            # of a saved tensor, and its first forward was observed.
-            reentrant = _innermost_autograd_frame() == "backward"
-            return ForwardKind.OBSERVED if reentrant else ForwardKind.SILENT
-        if torch.is_grad_enabled():
-            return ForwardKind.OBSERVED
-        # Without gradients, but inside of a Function's forward: a reentrant checkpoint, which recomputes it later.
-        return ForwardKind.SILENT if _innermost_autograd_frame() == "forward" else self._evaluation
-
-
-def _innermost_autograd_frame() -> str | None:
-    """``forward`` or ``backward`` of the innermost autograd Function on the stack, or ``unpack_hook``; else None.
-
-    ``unpack_hook`` is where torch 2.13's and Transformer Engine 2.20's non-reentrant checkpoints recompute.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_name
-        if name == "unpack_hook":
-            return name
-        # The cheap look at the names first: f_locals of every frame would cost more than the forward pass.
-        is_function = name in ("forward", "backward") and frame.f_code.co_varnames[:1] == ("ctx",)
-        if is_function and isinstance(frame.f_locals.get("ctx"), FunctionCtx):
-            return name
-        frame = frame.f_back
-    return None
 
 
 class ForwardHooks:

@@ -20,9 +20,9 @@ from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.engine.engine import Placement
 from te_precision_callbacks.engine.reduction import by_rank, in_words, is_distributed, pooled
 from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.forwards import outside_of_dynamo
 from te_precision_callbacks.naming import NamedModule
 from te_precision_callbacks.session.errors import SessionError
-from te_precision_callbacks.session.forward import outside_of_dynamo
 
 Entry = TypeVar("Entry", bound=Hashable)
 Result = TypeVar("Result")

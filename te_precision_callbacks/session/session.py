@@ -25,13 +25,14 @@ from te_precision_callbacks.dumps.files import SAFETENSORS
 from te_precision_callbacks.dumps.recording import RECORDER
 from te_precision_callbacks.engine.engine import Measurement
 from te_precision_callbacks.engine.reduction import is_distributed
+from te_precision_callbacks.forwards import ForwardClassifier
 from te_precision_callbacks.naming import Layer, NamedModule, named_te_modules
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.records.model import LayerInfo, Row, RunInfo, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
 from te_precision_callbacks.session.errors import ObservationError, SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
-from te_precision_callbacks.session.forward import ForwardClassifier, ForwardHooks
+from te_precision_callbacks.session.forward import ForwardHooks
 from te_precision_callbacks.session.parallel import OptimizerSteps, Ranks, placements
 from te_precision_callbacks.session.precision import GemmPrecision, PrecisionAudit
 from te_precision_callbacks.session.upstream import (
