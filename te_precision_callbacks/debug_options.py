@@ -103,8 +103,8 @@ class DebugRun(Protocol):
 
     @property
     def overflow(self) -> DebugActivationOverflow | None:
-        """Inside of the block, with ``activation_overflow``: what looks for inf and nan. A loop with a GradScaler sets
-        its ``loss_scaled``."""
+        """Inside of the block, with ``activation_overflow``: what looks for inf and nan. A loop that scales its loss
+        without torch's GradScaler sets its ``loss_scaled``."""
 
     def __enter__(self) -> Any:
         """Begin."""
