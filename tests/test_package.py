@@ -87,7 +87,7 @@ def test_overflow_detection_needs_no_transformer_engine(tmp_path: Path) -> None:
     """Each of its front doors stops on an inf; what needs Transformer Engine says which extra to install."""
     code = """
 import argparse, sys
-sys.modules["transformer_engine"] = None  # as where it is not installed
+sys.modules["transformer_engine"] = sys.modules["nvdlfw_inspect"] = None  # as where they are not installed
 import torch
 from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow
 loaded = {name.split(".")[1] for name in sys.modules if name.startswith("te_precision_callbacks.")}

@@ -19,6 +19,7 @@ from te_precision_callbacks.debug_options import (
     parse_debug,
 )
 from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.transformers.unwatched import warn_where_unwatched
 
 
 class PrecisionDebugOption(ExplicitEnum):
@@ -51,7 +52,11 @@ def parse_options(value: Any) -> list[DebugOption | PrecisionDebugOption]:
 class TrainingArguments(transformers.TrainingArguments):
     """``transformers.TrainingArguments`` whose ``debug`` also takes ``activation_overflow`` and ``te_precision``.
 
-    They do something in :class:`te_precision_callbacks.transformers.Trainer`; another Trainer does not know them.
+    They do something in :class:`te_precision_callbacks.transformers.Trainer` and classes that inherit from it. Any
+    other Trainer warns at train begin that nothing is watched. Beside another trainer's arguments, in any order::
+
+        @dataclass
+        class Arguments(TrainingArguments, Seq2SeqTrainingArguments): ...
 
     Args:
         debug: names separated by spaces, or a list of names: ``activation_overflow``, ``te_precision``, and all that
@@ -94,3 +99,5 @@ class TrainingArguments(transformers.TrainingArguments):
         self.debug = [option for option in options if isinstance(option, DebugOption)]
         super().__post_init__()  # type: ignore[no-untyped-call]
         self.debug = list(options)
+        if any(isinstance(option, PrecisionDebugOption) for option in options):
+            warn_where_unwatched()

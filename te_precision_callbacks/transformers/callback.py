@@ -15,6 +15,7 @@ from typing_extensions import Unpack
 
 from te_precision_callbacks.accelerate import scales_loss, warn_of_unconverted
 from te_precision_callbacks.config.loading import ConfigSource
+from te_precision_callbacks.debug_options import TE_PRECISION
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.records import MetricSelection
@@ -95,6 +96,11 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         if self._training is None:
             raise SessionError("The callback has no session yet: it starts one when trainer.train() begins.")
         return self._training.session
+
+    @property
+    def watches(self) -> tuple[str, ...]:
+        """The debug options that the callback acts on."""
+        return TE_PRECISION, *self._options.debug
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: a hyperparameter search pickles the trainer."""

@@ -25,6 +25,11 @@ class DataParallelError(OptionError, ValueError):
 class DebugCallback(TrainerCallback, ABC):
     """A callback that opens something at train begin, and closes it at train end or where the training fails."""
 
+    @property
+    @abstractmethod
+    def watches(self) -> tuple[str, ...]:
+        """The debug options that it acts on."""
+
     @abstractmethod
     def close(self, error: BaseException | None = None) -> None:
         """Close what is open after the training has just failed with ``error``; does nothing where nothing is."""

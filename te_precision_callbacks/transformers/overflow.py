@@ -8,6 +8,7 @@ import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from te_precision_callbacks.accelerate import scales_loss
+from te_precision_callbacks.debug_options import ACTIVATION_OVERFLOW
 from te_precision_callbacks.transformers.closing import DebugCallback, refuse_data_parallel
 from te_precision_callbacks.transformers.loop import find_handler, find_loop
 
@@ -20,6 +21,11 @@ class ActivationOverflowCallback(DebugCallback):
 
     def __init__(self) -> None:
         self._watch: DebugActivationOverflow | None = None
+
+    @property
+    def watches(self) -> tuple[str, ...]:
+        """The debug options that the callback acts on."""
+        return (ACTIVATION_OVERFLOW,)
 
     def on_train_begin(  # type: ignore[override]  # the events of a Trainer have model=
         self,

@@ -20,6 +20,9 @@ from te_precision_callbacks.transformers.overflow import ActivationOverflowCallb
 class Trainer(transformers.Trainer):
     """``transformers.Trainer`` that acts on ``--debug activation_overflow`` and ``--debug te_precision``.
 
+    It is a mixin as well, in any order: ``class MyTrainer(Trainer, Seq2SeqTrainer)``. Where the other class comes
+    first, its constructor does not take the two keywords below: give ``args`` the options.
+
     Whatever ends a training, a KeyboardInterrupt as well, also ends the debugging at once; so it does for a
     :class:`PrecisionDebugTrainerCallback` among ``callbacks``.
 

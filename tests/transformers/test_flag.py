@@ -26,7 +26,6 @@ from te_precision_callbacks.transformers import PrecisionDebugOption, Trainer, T
 from te_precision_callbacks.transformers.closing import DataParallelError
 from tests.conftest import statistics
 from tests.lightning.models import logged_lines
-from tests.reference.processes import python
 from tests.transformers.models import Net, arguments, llama, trainer
 
 OVERFLOW, PRECISION = PrecisionDebugOption
@@ -277,21 +276,41 @@ def test_the_callback_alone_takes_the_option_too(tmp_path: Path) -> None:
         PrecisionDebugTrainerCallback(debug="underflow_overflow")
 
 
-@dataclasses.dataclass
-class Seq2SeqArguments(TrainingArguments, transformers.Seq2SeqTrainingArguments):
-    """A user's arguments, of both."""
-
-
-class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
-    """A user's trainer, of both."""
-
-
-def test_another_trainer_can_be_derived_from_the_pair(tmp_path: Path) -> None:
-    args = arguments(tmp_path, Seq2SeqArguments, debug="te_precision", predict_with_generate=False, eval_on_start=True)
-    made = trainer(args, model=llama(), kind=Seq2SeqTrainer)
+@pytest.mark.parametrize("ours", ["first", "last"])
+def test_another_trainer_and_its_arguments_in_any_order(tmp_path: Path, ours: str) -> None:
+    order = slice(None, None, 1 if ours == "first" else -1)
+    bases = (TrainingArguments, transformers.Seq2SeqTrainingArguments)[order]
+    args_class = dataclasses.dataclass(type("Seq2SeqArguments", bases, {}))
+    trainer_class: Any = type("Seq2SeqTrainer", (Trainer, transformers.Seq2SeqTrainer)[order], {})
+    flags = ["--output_dir", str(tmp_path), "--debug", "te_precision", "activation_overflow", "--use_cpu"]
+    (parsed_args,) = HfArgumentParser(args_class).parse_args_into_dataclasses([*flags, "--predict_with_generate"])
+    assert parsed_args.debug == [PRECISION, OVERFLOW]
+    assert parsed_args.predict_with_generate
+    args = arguments(tmp_path, args_class, debug=parsed_args.debug, eval_on_start=True)
+    made = trainer(args, model=llama(), kind=trainer_class)
     made.train()
-    assert len(made.debug_session.layers) == 8  # type: ignore[attr-defined]
-    assert not made.debug_session.running  # type: ignore[attr-defined]
+    assert len(made.debug_session.layers) == 8
+    with pytest.raises(ActivationOverflowError):
+        trainer(args, model=Overflows(at=1), kind=trainer_class).train()
+    assert not made.debug_session.running
+
+
+def test_a_trainer_that_knows_nothing_of_the_flag_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where the callback is there and watches for a part of it; once a training."""
+    args = arguments(tmp_path, TrainingArguments, debug="te_precision activation_overflow", max_steps=1)
+    covered = PrecisionDebugTrainerCallback(statistics(), debug="activation_overflow")
+    for callbacks, kind, unwatched in (
+        ([], transformers.Trainer, "'te_precision' and 'activation_overflow'"),
+        ([PrecisionDebugTrainerCallback(statistics())], transformers.Trainer, "'activation_overflow'"),
+        ([covered], transformers.Trainer, None),
+        ([], Trainer, None),
+    ):
+        caplog.clear()
+        trainer(args, *callbacks, model=Net(), kind=kind).train()
+        said = [record.message for record in caplog.records if "nothing is watched" in record.message]
+        assert [message.split(", and nothing")[0] for message in said] == (
+            [] if unwatched is None else [f"args.debug has {unwatched}"]
+        )
 
 
 def test_upstreams_own_detection_still_works(tmp_path: Path) -> None:
@@ -333,34 +352,3 @@ def test_data_parallel_is_refused_as_upstream_does(tmp_path: Path, debug: str) -
     args._n_gpu = 2
     with pytest.raises(DataParallelError, match="torchrun"):
         trainer(args, kind=Trainer)
-
-
-def test_activation_overflow_alone_needs_no_transformer_engine(tmp_path: Path) -> None:
-    """Any model, in a process in which Transformer Engine and nvidia-dlfw-inspect cannot be imported."""
-    code = f"""
-import sys
-sys.modules["transformer_engine"] = sys.modules["nvdlfw_inspect"] = None
-import torch
-from te_precision_callbacks.debug_utils import ActivationOverflowError
-from te_precision_callbacks.transformers import Trainer, TrainingArguments
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc1, self.fc2 = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-        self.count = 0
-    def forward(self, inputs, labels=None):
-        self.count += 1
-        return {{"loss": self.fc2(self.fc1(inputs).abs() / (self.count < 3)).sum()}}
-
-data = [{{"inputs": torch.ones(4), "labels": torch.ones(1)}}] * 64
-args = TrainingArguments({str(tmp_path)!r}, debug="activation_overflow", use_cpu=True, report_to="none", max_steps=8)
-trainer = Trainer(Net(), args, train_dataset=data)
-try:
-    trainer.train()
-except ActivationOverflowError as error:
-    print(trainer.state.global_step, str(error).partition(",")[0])
-"""
-    result = python(code)
-    assert result.returncode == 0, result.stderr
-    assert "2 > [2] fc2: Linear: input[0] has infs" in result.stdout

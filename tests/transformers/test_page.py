@@ -44,14 +44,23 @@ def run(code: str) -> dict[str, Any]:
 
 
 def test_the_page_has_these_blocks() -> None:
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6
     assert len(COMMANDS) == 3
 
 
-@pytest.mark.parametrize("index", [0, 2, 4])
+@pytest.mark.parametrize("index", [0, 2, 5])
 def test_the_scripts(index: int) -> None:
     trainer = run(BLOCKS[index])["trainer"]
     assert trainer.state.global_step == 2
+    assert len(logged_lines(Path("run"))) == 2 * 8 * 2
+
+
+def test_the_pair_beside_another_trainer() -> None:
+    """The classes of one block in the script of the one before, which saves none of them: they are in no module."""
+    _, _, script = BLOCKS[2].partition("\n\n")
+    script = script.replace("TrainingArguments(", "MyArguments(save_strategy='no', output_dir=")
+    trainer = run(BLOCKS[3] + script.replace("Trainer(", "MyTrainer("))
+    assert trainer["trainer"].state.global_step == 2
     assert len(logged_lines(Path("run"))) == 2 * 8 * 2
 
 
@@ -68,7 +77,7 @@ def test_the_script_with_the_flag(command: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("flags", ["", "--debug activation_overflow te_precision --te_precision_config config.yaml"])
 def test_the_loop_with_argparse(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", *flags.split()])
-    run(BLOCKS[3])
+    run(BLOCKS[4])
     written = sorted({step for _, step in logged_lines(Path("run"))}) if flags else []
     assert written == (list(range(4)) if flags else [])
 
