@@ -10,6 +10,7 @@ Each command is a function here that imports what it needs when it is called, so
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -29,8 +30,18 @@ app = typer.Typer(
 app.add_typer(dumps)
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"te-precision-callbacks {version('te-precision-callbacks')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _commands() -> None:
+def _commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """Precision debugging for NVIDIA Transformer Engine."""
 
 

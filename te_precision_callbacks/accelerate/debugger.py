@@ -277,7 +277,8 @@ class PrecisionDebugger:
             logger.warning(
                 "The optimizer has stepped before, but the debug iteration begins at 0, and so does the step at which"
                 " statistics are logged. To continue those of a checkpoint, make the PrecisionDebugger before"
-                " accelerator.load_state(); or give it start_step=."
+                " accelerator.load_state(); to continue those of an earlier block, use one PrecisionDebugger for both;"
+                " or give it start_step=."
             )
 
     def _own_optimizers(self) -> list[Any]:

@@ -8,8 +8,10 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import tomllib
 
-from tests.reference.processes import answers, run, te_precision
+from te_precision_callbacks.cli import main
+from tests.reference.processes import REPOSITORY, answers, run, te_precision
 
 SCRIPT = """
 import json, sys
@@ -174,6 +176,15 @@ def test_without_transformer_engine(script: Path) -> None:
     assert done.returncode == 2
     assert "No Transformer Engine is installed" in done.stderr
     assert 'pip install "te-precision-callbacks[reference]"' in done.stderr
+
+
+def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["te-precision", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    pyproject = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"te-precision-callbacks {pyproject['project']['version']}\n"
 
 
 def test_help_is_quick() -> None:
