@@ -2,7 +2,7 @@
 
 Usage, in the process that has it::
 
-    install_in_children(pretend_cuda=True, capability=(9, 0))
+    install_in_children(pretend_cuda=True, capability=(9, 0), always=False)
 
 and in a process that it starts, by :mod:`te_precision_callbacks.reference.startup.sitecustomize`::
 
@@ -13,6 +13,9 @@ runs a line of this package before it imports torch and Transformer Engine. What
 module ``sitecustomize``, so its folder goes into PYTHONPATH, and the arguments into an environment variable. Both stay
 in the environment of the parent for as long as it runs, for it may start a child at any time.
 
+A child may also run on another machine, where a job scheduler has taken the environment. Where there is a GPU and a
+compiled Transformer Engine, it uses that, and says so, unless the parent asked for the backend in all children.
+
 The child's start costs nothing but a look at the environment: the backend is installed when torch or Transformer Engine
 is first imported, and never in a child that does neither.
 """
@@ -20,6 +23,7 @@ is first imported, and never in a child that does neither.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -27,7 +31,11 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+
+from te_precision_callbacks.reference.errors import InstallError
+
+logger = logging.getLogger(__name__)
 
 ENVIRONMENT_VARIABLE = "TE_PRECISION_REFERENCE_INSTALL"
 """Holds the arguments of ``install`` as JSON, in the environment of child processes."""
@@ -35,25 +43,88 @@ ENVIRONMENT_VARIABLE = "TE_PRECISION_REFERENCE_INSTALL"
 _STARTUP_FOLDER = str(Path(__file__).with_name("startup"))
 
 
-def install_in_children(*, pretend_cuda: bool, capability: tuple[int, int]) -> None:
-    """Have the processes that are started from now on install the backend with these arguments."""
-    os.environ.update(environment(pretend_cuda=pretend_cuda, capability=capability))
+class Inherited(NamedTuple):
+    """What a child is told.
+
+    Attributes:
+        pretend_cuda: whether "cuda" means the CPU in the parent.
+        capability: the compute capability that the parent's backend stands for.
+        always: install the backend also where a GPU and a compiled Transformer Engine are.
+    """
+
+    pretend_cuda: bool
+    capability: tuple[int, int]
+    always: bool
 
 
-def environment(*, pretend_cuda: bool, capability: tuple[int, int]) -> dict[str, str]:
+def install_in_children(*, pretend_cuda: bool, capability: tuple[int, int], always: bool) -> None:
+    """Have the processes that are started from now on install the backend, see :class:`Inherited`."""
+    os.environ.update(environment(pretend_cuda=pretend_cuda, capability=capability, always=always))
+
+
+def environment(*, pretend_cuda: bool, capability: tuple[int, int], always: bool) -> dict[str, str]:
     """The environment variables with which a Python process installs the backend by itself."""
-    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    before = os.environ.get("PYTHONPATH")
+    folders = before.split(os.pathsep) if before else []  # an empty entry is the current folder
     if _STARTUP_FOLDER not in folders:
         folders.insert(0, _STARTUP_FOLDER)
     return {
-        ENVIRONMENT_VARIABLE: json.dumps({"pretend_cuda": pretend_cuda, "capability": capability}),
+        ENVIRONMENT_VARIABLE: json.dumps(Inherited(pretend_cuda, capability, always)._asdict()),
         "PYTHONPATH": os.pathsep.join(folders),
+    }
+
+
+def inherited() -> Inherited | None:
+    """What the environment tells this process; None where it tells nothing.
+
+    Raises:
+        InstallError: the variable holds something else.
+    """
+    text = os.environ.get(ENVIRONMENT_VARIABLE)
+    if not text:
+        return None
+    try:
+        told = json.loads(text)
+        major, minor = told["capability"]
+        return Inherited(bool(told["pretend_cuda"]), (major, minor), bool(told.get("always", False)))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise InstallError(
+            f"{ENVIRONMENT_VARIABLE}={text!r} in the environment: a process with the reference backend sets this"
+            " variable for those that it starts. Unset it, and call reference.install()."
+        ) from None
+
+
+def arguments_here(told: Inherited, *, has_gpu: bool) -> dict[str, Any] | None:
+    """The arguments of ``install`` in a child; None where it uses the compiled Transformer Engine.
+
+    Args:
+        told: by the parent.
+        has_gpu: whether torch sees a GPU here.
+    """
+    from te_precision_callbacks.reference import compiled
+
+    if has_gpu and not told.always and compiled.why_unavailable() is None:
+        logger.warning(
+            "The process that started this one has the reference backend. This one uses the compiled Transformer"
+            " Engine, since there are a GPU and a compiled build. reference.install(always_in_children=True) in the"
+            " other, or te-precision run --backend reference, gives it the reference backend."
+        )
+        return None
+    if has_gpu:
+        logger.warning(
+            "Transformer Engine runs on the reference backend, which is slow, although there is a GPU: as in the"
+            " process that started this one."
+        )
+    return {
+        "pretend_cuda": told.pretend_cuda and not has_gpu,
+        "capability": told.capability,
+        "always_in_children": told.always,
     }
 
 
 def install_when_needed() -> None:
     """Install the backend, as the environment says, when torch or Transformer Engine is imported."""
-    if ENVIRONMENT_VARIABLE in os.environ:
+    if os.environ.get(ENVIRONMENT_VARIABLE):
         sys.meta_path.insert(0, _Trigger())
 
 
@@ -108,5 +179,11 @@ class _InstallingLoader(Loader):
 def _install_from_environment() -> None:
     from te_precision_callbacks.reference.install import install
 
-    arguments = json.loads(os.environ[ENVIRONMENT_VARIABLE])
-    install(pretend_cuda=arguments["pretend_cuda"], capability=tuple(arguments["capability"]))
+    told = inherited()
+    if told is None:
+        return
+    import torch
+
+    arguments = arguments_here(told, has_gpu=torch.cuda.is_available())
+    if arguments is not None:
+        install(**arguments)

@@ -53,12 +53,15 @@ def is_installed() -> bool:
     return installed() is not None
 
 
-def install(pretend_cuda: bool = False, capability: tuple[int, int] | None = None) -> Installation:
+def install(
+    pretend_cuda: bool = False, capability: tuple[int, int] | None = None, *, always_in_children: bool = False
+) -> Installation:
     """Let Transformer Engine run without its compiled extension.
 
     Call it before the first import of ``transformer_engine``. It holds for the rest of the process, and processes that
-    this one starts do the same when they import torch or Transformer Engine. Where it is installed already, a call
-    that asks for nothing else does nothing: so a script that calls it runs under ``te-precision run`` as well.
+    this one starts do the same when they import torch or Transformer Engine, unless there are a GPU and a compiled
+    Transformer Engine: then they use those, with a warning. Where it is installed already, a call that asks for nothing
+    else does nothing: so a script that calls it runs under ``te-precision run`` as well.
 
     Args:
         pretend_cuda: False, the default: only Transformer Engine's own modules and the debug features see a GPU; your
@@ -67,6 +70,7 @@ def install(pretend_cuda: bool = False, capability: tuple[int, int] | None = Non
             were written for a GPU.
         capability: the compute capability to stand for: (9, 0), the default, or (10, 0). None takes it from the
             environment variable ``TE_PRECISION_REFERENCE_CAPABILITY``, if it is set.
+        always_in_children: processes that this one starts install the backend in any case.
 
     Raises:
         TransformerEngineVersionError: no Transformer Engine is installed, or not 2.20.x.
@@ -76,6 +80,8 @@ def install(pretend_cuda: bool = False, capability: tuple[int, int] | None = Non
     global _installed
     if (before := installed()) is not None:
         _require_same(before, pretend_cuda, capability)
+        if always_in_children:
+            children.install_in_children(pretend_cuda=before.pretend_cuda, capability=before.capability, always=True)
         return before
     chosen = target.capability() if capability is None else target.checked(capability)
 
@@ -99,7 +105,7 @@ def install(pretend_cuda: bool = False, capability: tuple[int, int] | None = Non
         from te_precision_callbacks.reference import pretend
 
         pretend.make_cuda_mean_cpu()
-    children.install_in_children(pretend_cuda=pretend_cuda, capability=chosen)
+    children.install_in_children(pretend_cuda=pretend_cuda, capability=chosen, always=always_in_children)
     _installed = Installation(chosen, pretend_cuda, "cuda" if has_gpu else "cpu")
     logger.info(
         "Transformer Engine %s runs on the reference backend of te-precision-callbacks, not on its compiled extension: "

@@ -78,7 +78,8 @@ def plan_launch(backend: Backend) -> Launch:
     description = "Transformer Engine {} on the reference backend: {}, compute capability {}.{}".format(
         version, "the real GPU" if has_gpu else "the CPU as a pretended GPU", *capability
     )
-    return Launch(description, children.environment(pretend_cuda=not has_gpu, capability=capability))
+    always = backend is Backend.REFERENCE
+    return Launch(description, children.environment(pretend_cuda=not has_gpu, capability=capability, always=always))
 
 
 def launch(plan: Launch, script: Path, arguments: Sequence[str]) -> NoReturn:

@@ -8,6 +8,7 @@ from textwrap import dedent
 
 import pytest
 
+from te_precision_callbacks.reference import InstallError, children
 from tests.reference.processes import answers, python, run
 
 WORKER = """
@@ -119,3 +120,87 @@ def test_a_child_knows_before_it_imports_torch() -> None:
         """
     )
     assert done.stdout.split("\n")[:2] == ["(10, 0)", "True"], done.stderr
+
+
+# ---------------------------------------------------------------------- what a child makes of what it is told
+
+
+TOLD = children.Inherited(pretend_cuda=True, capability=(10, 0), always=False)
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Transformer Engine that can be imported, for the processes that are started."""
+    (tmp_path / "transformer_engine").mkdir()
+    for name in ("__init__", "pytorch"):
+        (tmp_path / "transformer_engine" / f"{name}.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_child_with_a_gpu_and_a_compiled_build_uses_them(caplog: pytest.LogCaptureFixture) -> None:
+    assert children.arguments_here(TOLD, has_gpu=True) is None
+    (said,) = caplog.records
+    assert said.levelname == "WARNING"
+    assert "uses the compiled Transformer Engine" in said.message
+    assert "always_in_children=True" in said.message
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_child_that_is_told_to_has_the_backend_in_any_case(caplog: pytest.LogCaptureFixture) -> None:
+    arguments = children.arguments_here(TOLD._replace(always=True), has_gpu=True)
+    assert arguments == {"pretend_cuda": False, "capability": (10, 0), "always_in_children": True}
+    (said,) = caplog.records
+    assert said.levelname == "WARNING"
+    assert "reference backend, which is slow, although there is a GPU" in said.message
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_a_child_without_a_compiled_build_has_the_backend(has_gpu: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """On a real GPU, CUDA is not pretended."""
+    arguments = children.arguments_here(TOLD, has_gpu=has_gpu)
+    assert arguments == {"pretend_cuda": not has_gpu, "capability": (10, 0), "always_in_children": False}
+    assert len(caplog.records) == has_gpu
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_child_without_a_gpu_has_the_backend() -> None:
+    assert children.arguments_here(TOLD, has_gpu=False) is not None
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_what_is_told_arrives(always: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = TOLD._replace(always=always)
+    for name, value in children.environment(**told._asdict()).items():
+        monkeypatch.setenv(name, value)
+    assert children.inherited() == told
+
+
+def test_an_empty_variable_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(children.ENVIRONMENT_VARIABLE, "")
+    before = list(sys.meta_path)
+    children.install_when_needed()
+    assert sys.meta_path == before
+    assert children.inherited() is None
+
+
+@pytest.mark.parametrize("text", ["1", "true", "{}", "[", '{"pretend_cuda": true, "capability": [9]}'])
+def test_a_variable_that_this_package_did_not_set_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(children.ENVIRONMENT_VARIABLE, text)
+    with pytest.raises(InstallError, match=r"TE_PRECISION_REFERENCE_INSTALL=.*Unset it"):
+        children.inherited()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(None, []), ("", []), ("a", ["a"]), (":a", ["", "a"]), ("a::b:", ["a", "", "b", ""])]
+)
+def test_the_other_folders_of_the_path_stay(
+    before: str | None, after: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty entry is the current folder, an empty variable is none."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if before is not None:
+        monkeypatch.setenv("PYTHONPATH", before)
+    startup, *others = children.environment(**TOLD._asdict())["PYTHONPATH"].split(":")
+    assert Path(startup, "sitecustomize.py").is_file()
+    assert others == after
