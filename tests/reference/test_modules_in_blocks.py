@@ -23,10 +23,9 @@ from transformer_engine.common.recipe import (
     MXFP8BlockScaling,
     QParams,
 )
-from transformer_engine.pytorch import quantization, utils
 
-from te_precision_callbacks.reference import target
 from te_precision_callbacks.reference.extension import float8_block, mxfp8
+from tests.capability import any_capability, stand_for
 from tests.reference import block_formats as spec
 
 ROWS = 320  # unlike any dimension of a weight
@@ -116,21 +115,10 @@ def assert_bytes(write: Write) -> None:
         assert np.array_equal(stored.numpy(), wanted)
 
 
-@pytest.fixture
-def stand_for() -> Iterator[Callable[[tuple[int, int]], None]]:
-    """Changes the GPU that the backend stands for, under a Transformer Engine that has asked for it before."""
-    before = target.capability()
-
-    def change(capability: tuple[int, int]) -> None:
-        target.choose(capability)
-        utils._get_device_compute_capability.cache_clear()
-        utils.is_non_tn_fp8_gemm_supported.cache_clear()
-        for support in ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_NVFP4_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"):
-            setattr(quantization, support, None)
-        quantization.FP8GlobalStateManager.reset()
-
-    yield change
-    change(before)
+@pytest.fixture(name="stand_for")
+def changing() -> Iterator[Callable[[tuple[int, int]], None]]:
+    with any_capability():
+        yield stand_for
 
 
 @pytest.fixture

@@ -1,0 +1,30 @@
+"""The reference backend as another GPU, in a process whose Transformer Engine has asked for it before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformer_engine.pytorch import quantization, utils
+
+from te_precision_callbacks.reference import target
+
+
+@contextmanager
+def any_capability() -> Iterator[None]:
+    """Within it :func:`stand_for` may be called; after it the GPU is the one of before."""
+    before = target.capability()
+    try:
+        yield
+    finally:
+        stand_for(before)
+
+
+def stand_for(capability: tuple[int, int]) -> None:
+    """What Transformer Engine remembers of the GPU is forgotten. Read from TE 2.20.2."""
+    target.choose(capability)
+    utils._get_device_compute_capability.cache_clear()
+    utils.is_non_tn_fp8_gemm_supported.cache_clear()
+    for support in ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_NVFP4_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"):
+        setattr(quantization, support, None)
+    quantization.FP8GlobalStateManager.reset()

@@ -1,0 +1,48 @@
+"""What observing changes of training: the table of docs/observing.md, and that nothing of it is of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.session import observing
+from tests.session.observing import MODULES, changed, head, nobody, ours, row, theirs, train
+
+PAGE = (Path(__file__).parents[2] / "docs" / "observing.md").read_text()
+
+
+@pytest.fixture(autouse=True)
+def prepared() -> Iterator[None]:
+    with observing.prepared():
+        yield
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_page_says_what_observing_changes(name: str) -> None:
+    """Made anew by: python -m tests.session.observing"""
+    assert f"{row(name)}\n" in PAGE
+
+
+def test_the_page_has_a_row_for_every_module() -> None:
+    lines = PAGE.split(head())[1].splitlines()
+    assert [line.split(" | ")[0] for line in lines if line.startswith("| ")] == [f"| {name}" for name in MODULES]
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "dtype"),
+    [
+        ("LayerNormLinear", "delayed", "bfloat16"),
+        ("LayerNormMLP, gelu", "none", "float32"),
+        ("LayerNormMLP, srelu", "MXFP8", "bfloat16"),
+        ("TransformerLayer", "current", "bfloat16"),
+    ],
+)
+def test_what_is_changed_transformer_engines_own_features_change_alike(name: str, recipe: str, dtype: str) -> None:
+    """Bit for bit; and in steps in which nothing is due nothing is changed."""
+    alone, observed = train(name, recipe, dtype, nobody), train(name, recipe, dtype, ours)
+    assert changed(alone, observed)
+    assert not changed(observed, train(name, recipe, dtype, theirs))
+    assert not changed(alone, train(name, recipe, dtype, partial(ours, start_step=100)))
