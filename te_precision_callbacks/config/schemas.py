@@ -122,6 +122,9 @@ class DisableQuantizationGEMM(GemmChoice[DisableQuantizationGemmItem], FeatureSc
     """Runs the listed GEMMs in high precision, whatever the recipe says. It acts in every step.
 
     A feature that quantizes tensors of such a GEMM, PerTensorScaling, cannot stand beside it.
+
+    The bias is not always spared: in a float32 layer under autocast it stays rounded to bfloat16, as for an FP8 GEMM,
+    in a GroupedLinear, and in fc2 of a LayerNormMLP whose fc1 runs in FP8. That is Transformer Engine's.
     """
 
     example = """
@@ -163,6 +166,9 @@ class DisableQuantizationLayer(FeatureSchema):
     """Runs all GEMMs of the layer in high precision, whatever the recipe says. It acts in every step.
 
     A feature that quantizes tensors of the layer, PerTensorScaling, cannot stand beside it.
+
+    The bias is not always spared: in a float32 layer under autocast it stays rounded to bfloat16, as for an FP8 GEMM,
+    in a GroupedLinear, and in fc2 of a LayerNormMLP whose fc1 runs in FP8. That is Transformer Engine's.
     """
 
     example = """
@@ -241,6 +247,10 @@ class FakeQuant(Quantization, ModifyingFeature[Tensor, FakeQuantTensorItem, Fake
     So each tensor's part in the loss of precision can be seen alone, and formats can be tried that the GPU does not
     have. It acts in every step. Only one feature can change a tensor of a GEMM, and none beside it can quantize another
     tensor of it.
+
+    FP8 is what Transformer Engine's FakeQuant makes of a tensor, bit for bit. Its scale is a product with the
+    reciprocal of the amax, where current scaling divides: for a quarter of all amaxes that is one unit in the last
+    place off, and single elements may land on the neighbouring number. MXFP8 is the recipe's, bit for bit.
     """
 
     example = """
