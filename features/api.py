@@ -338,8 +338,9 @@ class TransformerEngineAPI(UpstreamAPI):
         stamp = Stamp(iteration, fingerprint(self._schedules()), self.optimizer_steps()) if reduce else NO_STAMP
         if reduce or ENGINE.has_news:
             iteration = ENGINE.iteration if ENGINE.has_news else iteration
-            found = ENGINE.flush(reduce=reduce, group=group, stamp=stamp)
-            self._hand_over(found, iteration)
+            found = ENGINE.collect(reduce=reduce, group=group, stamp=stamp)
+            self._hand_over(found, iteration)  # Ctrl-C may come in each line: until here the engine has them
+            ENGINE.forget()
         return found, iteration, type(STATS_BUFFERS).log_stats(STATS_BUFFERS)
 
     def _log_statistics_by_name(self) -> dict[tuple[str, str, str, int], torch.Tensor]:
@@ -350,8 +351,8 @@ class TransformerEngineAPI(UpstreamAPI):
     def log_local_statistics(self) -> None:
         """Hand over what this rank has gathered since the last step, without a collective."""
         if ENGINE.has_news:
-            iteration = ENGINE.iteration
-            self._hand_over(ENGINE.flush(reduce=False), iteration)
+            self._hand_over(ENGINE.collect(reduce=False), ENGINE.iteration)
+            ENGINE.forget()
         buffer: Any
         for buffer in STATS_BUFFERS.buffers.values():  # of features that use Transformer Engine's own
             if buffer.modified[0]:
@@ -368,9 +369,10 @@ class TransformerEngineAPI(UpstreamAPI):
         vars(STATS_BUFFERS).pop("log_stats", None)
 
     def _hand_over(self, measurements: Sequence[Measurement], iteration: int) -> None:
-        RECORDER.learn(measurements)
         if self.receiver is not None:
             self.receiver(measurements)
+        RECORDER.learn(measurements)
+        if self.receiver is not None:
             return
         for measurement in measurements:
             if isinstance(measurement.value, float):  # a histogram is no scalar

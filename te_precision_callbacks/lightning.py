@@ -116,6 +116,7 @@ class PrecisionDebugCallback(Callback):
         self._session.start(
             log_dir=self._options.log_dir or _log_dir_of(trainer),
             sinks=[_LoggerSink(receiver, select) for receiver in trainer.loggers if trainer.is_global_zero],
+            stop_at_sigterm=False,  # the trainer takes it, and calls on_exception
         )
         self._session.eval_mode_counts = False  # the trainer says when it evaluates
 

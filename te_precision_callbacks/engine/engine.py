@@ -213,7 +213,15 @@ class StatisticsEngine:
     def flush(
         self, *, reduce: bool, group: dist.ProcessGroup | None = None, stamp: Stamp = NO_STAMP
     ) -> list[Measurement]:
-        """The statistics since the last flush, and a fresh start.
+        """The statistics since the last flush, and a fresh start: :meth:`collect` and :meth:`forget`."""
+        found = self.collect(reduce=reduce, group=group, stamp=stamp)
+        self.forget()
+        return found
+
+    def collect(
+        self, *, reduce: bool, group: dist.ProcessGroup | None = None, stamp: Stamp = NO_STAMP
+    ) -> list[Measurement]:
+        """The statistics since the last :meth:`forget`.
 
         Args:
             reduce: whether over the ranks of ``group``, all of which must call it alike.
@@ -227,11 +235,15 @@ class StatisticsEngine:
         if reduce and self._reduction.group is not group:
             self._reduction = Reduction(group)
         with torch.inference_mode(False), torch.no_grad():
-            tables = self._reduction.collect(self._slots, reduce=reduce, stamp=stamp)  # where it fails, all stays
+            tables = self._reduction.collect(self._slots, reduce=reduce, stamp=stamp)
+        return [measurement for table in tables for measurement in _measurements(table)]
+
+    def forget(self) -> None:
+        """Begin afresh: what was collected is in good hands."""
+        with torch.inference_mode(False), torch.no_grad():
             self._slots.reset()
         self.has_news = False
         self._weights_seen.clear()
-        return [measurement for table in tables for measurement in _measurements(table)]
 
 
 def _log_failure_once() -> Callable[[str, str, Exception], None]:

@@ -134,7 +134,7 @@ class Sink(Protocol):
         """Called once, when the layers are known and before the first step."""
 
     def write(self, records: StepRecords) -> None:
-        """Called at the end of each step that has records, on every rank."""
+        """Called at the end of each step that has records, on every rank; again with the same ones if interrupted."""
 
     def close(self, error: BaseException | None) -> None:
         """Called once at the end; ``error`` is what ended the run, None after a normal end."""

@@ -103,6 +103,8 @@ class StatisticsLog:
         self._path: Path | None = None
         self._file: TextIO | None = None
         self._mark = ""
+        self._begun: StepRecords | None = None
+        self._position = 0
 
     def start(self, run: RunInfo) -> None:
         """Keep the file of an earlier run."""
@@ -123,7 +125,7 @@ class StatisticsLog:
         now = datetime.now()
         time = f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03d}"
         mark = self._mark if records.local else ""
-        self._file.writelines(
+        text = "".join(
             _LINE.format(
                 time=time,
                 name=statistic_label(row),
@@ -133,7 +135,16 @@ class StatisticsLog:
             )
             for row in rows
         )
+        if records is self._begun:  # Ctrl-C came when it was written
+            self._file.seek(self._position)
+            self._file.truncate()
+        else:
+            self._position = self._file.tell()
+            self._begun = records
+        self._file.write(text)
         self._file.flush()
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise FileNotFoundError(f"{self._path} was deleted while it was written")
 
     def close(self, error: BaseException | None) -> None:
         """Close the file."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import math
+import os
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +38,8 @@ from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.forward import ForwardHooks
 from te_precision_callbacks.session.parallel import OptimizerSteps, Ranks, placements
 from te_precision_callbacks.session.precision import GemmPrecision, PrecisionAudit
+from te_precision_callbacks.session.signals import Termination, Uninterrupted
+from te_precision_callbacks.session.sinks import Sinks
 from te_precision_callbacks.session.upstream import (
     Inspector,
     import_transformer_engine,
@@ -122,16 +127,15 @@ class InspectSession:
         self._inspector: Inspector | None = None
         self._modules: tuple[NamedModule, ...] = ()
         self._layer_names: frozenset[str] = frozenset()
-        self._sinks: list[Sink] = []
+        self._sinks = Sinks((), self._failures)
         self._at_exit: Finalize | None = None
         self._overflow: DebugActivationOverflow | None = None
         self._overflow_reports = 0
         self._watched_model: object = None
         self._optimizer_steps: OptimizerSteps | None = None
         self._attached = False
-        self._sinks_started = False
-        self._scalars: list[tuple[str, Any]] = []
-        self._measurements: list[Measurement] = []
+        self._gathered = _Gathered()
+        self._ending: _Ending | None = None
         self._layers: tuple[LayerInfo, ...] = ()
         self._last: dict[tuple[str, str, str], Row] = {}
         self._final_iteration = options.start_step or 0
@@ -139,6 +143,9 @@ class InspectSession:
         self._owner_has_left: Callable[[], bool] | None = None
         self._said_ended = False
         self._started_at = ""
+        self._process = os.getpid()
+        self._said_forked = False
+        self._termination: Termination | None = None
         self._classify.abandoned = self._is_abandoned
 
     # ------------------------------------------------------------------ what a session is, for those who look at it
@@ -192,7 +199,7 @@ class InspectSession:
 
     def _is_abandoned(self) -> bool:
         inspector, has_left = self._inspector, self._owner_has_left
-        return inspector is None or inspector.ended or (has_left is not None and has_left())
+        return inspector is None or inspector.ended or self._is_forked or (has_left is not None and has_left())
 
     @property
     def overflow(self) -> DebugActivationOverflow | None:
@@ -221,15 +228,18 @@ class InspectSession:
 
     # ------------------------------------------------------------------ the life of a session
 
-    def start(self, *, log_dir: Path | None = None, sinks: Iterable[Sink] = ()) -> InspectSession:
+    def start(
+        self, *, log_dir: Path | None = None, sinks: Iterable[Sink] = (), stop_at_sigterm: bool = True
+    ) -> InspectSession:
         """Start nvidia-dlfw-inspect with all features; nothing is observed before :meth:`attach`.
 
         Args:
             log_dir: where logs go, where the options name no folder.
             sinks: receivers of records, before those of the options.
+            stop_at_sigterm: stop before SIGTERM ends the process, where the script has set no handler for it.
 
         Raises:
-            SessionError: a session is running already in this process.
+            SessionError: a session is running already in this process, or nothing can be written to the log folder.
             TransformerEngineUnavailableError: Transformer Engine cannot be imported.
             FeatureLoadError: a feature could not be loaded.
         """
@@ -261,7 +271,7 @@ class InspectSession:
         _last_started = weakref.ref(self)
         self._started_at = _place_in_script()
         self._inspector = inspector
-        self._sinks = [*self._statistics_logs(), *sinks, *self._options.sinks]
+        self._sinks = Sinks([*self._statistics_logs(), *sinks, *self._options.sinks], self._failures)
         try:
             inspector.start(self._rank)
             self._hooks.install()
@@ -273,6 +283,8 @@ class InspectSession:
             )
             # Runs also at the end of a spawned process, which calls no atexit function, and whose trainer no hook.
             self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=100)
+            if stop_at_sigterm:
+                self._termination = Termination(self._stop_terminated)
             inspector.iteration = self._options.start_step or 0
             if model is not None:
                 self.attach(model)
@@ -328,6 +340,9 @@ class InspectSession:
     def step(self, logging_step: int | None = None) -> StepRecords | None:
         """End a debug iteration: after the optimizer's step, on all ranks. Statistics are reduced and handed to sinks.
 
+        A step that is interrupted, by Ctrl-C, is completed by the next one or by :meth:`stop`, with the numbers of this
+        rank where it had not reduced them. In a process that was forked from the session's it does nothing.
+
         Args:
             logging_step: the step under which the records are logged; the debug iteration where None.
 
@@ -344,22 +359,36 @@ class InspectSession:
             raise SessionError("step(): the session has no model. Call attach(model) first, or give it model=.")
         if self._overflow is not None:
             self._overflow.look()
-        iteration = inspector.iteration
+        if self._is_forked:
+            self._say_forked()
+            return None
         if inspector.ended:
             self._say_ended()
             return None
-        self._start_sinks()
-        local = False
+        if self._ending is not None:
+            self._hand_over(self._ending)
+        iteration = inspector.iteration
+        self._ending = ending = _Ending(iteration, iteration if logging_step is None else logging_step)
+        try:
+            return self._end(inspector, ending)
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C: the step counts, and the sinks get what is left of it in the next call
+            inspector.iteration = ending.iteration + 1
+            self._hooks.arm()
+            self._take(inspector, ending)
+            raise
+
+    def _end(self, inspector: Inspector, ending: _Ending) -> StepRecords | None:
+        self._start_sinks()  # with the iteration at which the run begins
         try:
             inspector.step()
         except Exception as error:
-            self._failures.report("gathering the statistics of", f"iteration {iteration}", error)
-            local = self._reduces
-            self._gather_local(inspector)
+            self._failures.report("gathering the statistics of", f"iteration {ending.iteration}", error)
+            self._gather_local(inspector, ending)
         self._hooks.begin(inspector.iteration)
-        self._last_logging_step = iteration if logging_step is None else logging_step
         try:
-            return self._hand_over(iteration, self._last_logging_step, local=local)
+            return self._hand_over(ending)
         finally:
             self._note_overflow(self._overflow)
             RECORDER.end_step()
@@ -373,31 +402,30 @@ class InspectSession:
             logging_step: the step under which that is logged. None: the one after the last, or the debug iteration.
         """
         inspector = self._inspector
-        if inspector is None:
+        if inspector is None or self._is_forked:
             return
-        try:
+        with Uninterrupted(self._termination) as guard, ExitStack() as then:
+            # What is in the stack runs from its end, whatever fails.
+            then.callback(self._failures.summarize)
+            then.callback(self._close_dumps, self._overflow, error, guard)
+            then.callback(self._put_back, inspector)
+            then.callback(self._close_sinks, error, guard)
             if self._attached:
-                self._write_remainder(inspector, logging_step)
-                self._final_iteration = inspector.iteration
-        finally:
-            try:
-                self._close_sinks(error)
-            finally:
-                if self._at_exit is not None:
-                    self._at_exit.cancel()
-                if self._optimizer_steps is not None:
-                    self._optimizer_steps.remove()
-                self._hooks.remove()
-                overflow, self._overflow, self._watched_model = self._overflow, None, None
-                self._inspector = None
-                self._modules = ()
-                try:
-                    inspector.stop()
-                finally:
-                    try:
-                        self._close_dumps(overflow, error)
-                    finally:
-                        self._failures.summarize()
+                self._write_remainder(inspector, logging_step, guard)
+
+    def _put_back(self, inspector: Inspector) -> None:
+        """Everything that the session changed in the process."""
+        with ExitStack() as then:
+            then.callback(inspector.stop)
+            then.callback(self._hooks.remove)
+            if self._optimizer_steps is not None:
+                then.callback(self._optimizer_steps.remove)
+            if self._at_exit is not None:
+                then.callback(self._at_exit.cancel)
+            self._final_iteration = self._completed(inspector)
+            self._overflow = self._watched_model = None
+            self._modules = ()
+            self._inspector = None
 
     def __enter__(self) -> InspectSession:
         return self.start()
@@ -417,17 +445,48 @@ class InspectSession:
         another_writes = which == "rank0" and self._reduces and torch.distributed.get_rank(group) != 0
         return [StatisticsLog(own_only=another_writes)]
 
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this is another process than the one that the session was started in, whose files are that one's."""
+        return os.getpid() != self._process
+
+    def _say_forked(self) -> None:
+        if not self._said_forked:
+            self._said_forked = True
+            logger.warning(
+                "step(): this process was forked from the one that the session was started in. Nothing is observed"
+                " here: its logs are that process's. Start a session of its own after the fork."
+            )
+
+    def _stop_terminated(self) -> None:
+        try:
+            self.stop(SessionError("The process was ended by SIGTERM while the session was running."))
+        except Exception as error:
+            logger.error("The session could not be stopped before SIGTERM ended the process.", exc_info=error)
+
     def _stop_at_exit(self) -> None:
         self.stop(SessionError("The process ended while the session was running."))
 
-    def _close_dumps(self, overflow: DebugActivationOverflow | None, error: BaseException | None) -> None:
+    def _close_sinks(self, error: BaseException | None, guard: Uninterrupted) -> None:
+        try:
+            with guard.interruptible():
+                self._sinks.close(error)
+        except KeyboardInterrupt:  # once more for those that are left, so that it takes two to leave a file open
+            with guard.interruptible():
+                self._sinks.close(error)
+            raise
+
+    def _close_dumps(
+        self, overflow: DebugActivationOverflow | None, error: BaseException | None, guard: Uninterrupted
+    ) -> None:
         """Take the detector's last look, which may find one more overflow and raise it, and have all dumps written."""
         try:
             if overflow is not None:
                 overflow.close(error)
         finally:
             self._note_overflow(overflow)
-            RECORDER.close()
+            with guard.interruptible():
+                RECORDER.close()
 
     def _note_overflow(self, overflow: DebugActivationOverflow | None) -> None:
         """Tell the recorder of dumps whether the detector has reported since it was told last."""
@@ -490,37 +549,56 @@ class InspectSession:
 
     def _receive(self, name: str, value: Any) -> None:
         if isinstance(value, torch.Tensor) and value.numel() == 1:
-            self._scalars.append((name, value))
+            self._gathered.scalars.append((name, value))
             return
         try:
-            self._scalars.append((name, float(value)))
+            self._gathered.scalars.append((name, float(value)))
         except (TypeError, ValueError, RuntimeError):
             what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             self._failures.report("taking", f"the scalar {name!r}", TypeError(f"it is one number, not {what}"))
 
     def _receive_statistics(self, measurements: Sequence[Measurement]) -> None:
-        self._measurements.extend(measurements)
+        self._gathered.measurements = [*self._gathered.measurements, *measurements]
 
-    def _hand_over(self, iteration: int, logging_step: int, *, local: bool = False) -> StepRecords | None:
-        """Turn what was received into records, and give them to the sinks."""
-        scalars, self._scalars = self._scalars, []
-        measurements, self._measurements = self._measurements, []
+    def _hand_over(self, ending: _Ending) -> StepRecords | None:
+        """Turn what was received into records, and give them to the sinks. It may be repeated after an interruption."""
+        self._start_sinks()
+        if not ending.is_read:
+            ending.records = self._read(ending)
+            ending.is_read = True
+        self._gathered = _Gathered()
+        try:
+            if ending.records is not None:
+                self._sinks.write(ending.records)
+        except Exception:  # with strict=True
+            self._last_logging_step, self._ending = ending.logging_step, None
+            raise
+        self._last_logging_step, self._ending = ending.logging_step, None
+        return ending.records
+
+    def _read(self, ending: _Ending) -> StepRecords | None:
+        scalars, measurements = self._gathered.scalars, self._gathered.measurements
         if not scalars and not measurements:
             return None
         try:
             values = _to_floats([value for _, value in scalars])
             rows = [Row(m.layer, m.tensor, None, m.statistic, m.value) for m in measurements if type(m.value) is float]
+            reduced = len(rows) if self._reduces and not ending.local else 0
             rows += [self._row(name, value) for (name, _), value in zip(scalars, values, strict=True)]
             vectors = {(m.layer, m.tensor, m.statistic): m.value for m in measurements if isinstance(m.value, tuple)}
         except Exception as error:
-            self._failures.report("reading the statistics of", f"iteration {iteration}", error)
+            self._gathered = _Gathered()
+            self._failures.report("reading the statistics of", f"iteration {ending.iteration}", error)
             return None
         self._last.update(((row.layer, row.tensor, row.statistic), row) for row in rows)
-        reduced = self._reduces and not local
-        own = (not (reduced and number < len(rows) - len(scalars)) for number in range(len(rows)))
-        records = StepRecords.from_rows(iteration, logging_step, rows, vectors=vectors, local=local, own=own)
-        self._each_sink("writing records to", lambda sink: sink.write(records))
-        return records
+        return StepRecords.from_rows(
+            ending.iteration,
+            ending.logging_step,
+            rows,
+            vectors=vectors,
+            local=ending.local,
+            own=(number >= reduced for number in range(len(rows))),
+        )
 
     def _row(self, name: str, value: float) -> Row:
         """Take ``<layer>_<tensor>_<statistic>`` apart; a name of another form is a user's own."""
@@ -534,22 +612,48 @@ class InspectSession:
                 layer = f"{layer}_{tensor}_{more}"
         return best or Row("", "", None, name, value)
 
-    def _gather_local(self, inspector: Inspector) -> None:
+    def _gather_local(self, inspector: Inspector, ending: _Ending) -> None:
+        """Take what this rank has, unless the step's statistics were handed over already."""
+        received = self._gathered.measurements
         try:
             inspector.log_local_statistics()
         except Exception as error:
             logger.error("What was gathered since the last step cannot be had.", exc_info=error)
+        if received:
+            self._gathered.measurements = received
+        else:
+            ending.local = self._reduces
 
-    def _write_remainder(self, inspector: Inspector, logging_step: int | None) -> None:
-        self._gather_local(inspector)
-        iteration = inspector.iteration
+    def _take(self, inspector: Inspector, ending: _Ending) -> None:
+        """Have the records of a step without the other ranks, where it has none yet."""
+        if not ending.is_read:
+            self._gather_local(inspector, ending)
+            with suppress(ObservationError):  # something else has ended the step already
+                ending.records = self._read(ending)
+            ending.is_read = True
+        self._gathered = _Gathered()
+
+    def _write_remainder(self, inspector: Inspector, logging_step: int | None, guard: Uninterrupted) -> None:
+        """Hand over what an interrupted step has left, and what was gathered since the last step."""
         try:
-            self._start_sinks()
+            if self._ending is not None:
+                self._take(inspector, self._ending)
+                with guard.interruptible():
+                    self._hand_over(self._ending)
+            iteration = inspector.iteration
             if logging_step is None:
                 logging_step = iteration if self._last_logging_step is None else self._last_logging_step + 1
-            self._hand_over(iteration, logging_step, local=self._reduces)
+            self._ending = ending = _Ending(iteration, logging_step, is_remainder=True)
+            self._take(inspector, ending)
+            with guard.interruptible():
+                self._hand_over(ending)
         except ObservationError as error:
             logger.error("What was gathered since the last step could not be written.", exc_info=error)
+
+    def _completed(self, inspector: Inspector) -> int:
+        """The first iteration that was not run to its end."""
+        ending = self._ending
+        return inspector.iteration if ending is None or ending.is_remainder else ending.iteration + 1
 
     @property
     def _config_source(self) -> str:
@@ -558,9 +662,8 @@ class InspectSession:
 
     def _start_sinks(self) -> None:
         """Before the first step, when also a resumed run knows its iteration."""
-        if self._sinks_started:
+        if self._sinks.started:
             return
-        self._sinks_started = True
         run = RunInfo(
             log_dir=self._log_dir,
             rank=self._rank,
@@ -570,24 +673,35 @@ class InspectSession:
             versions={name: importlib.metadata.version(name) for name in _VERSIONED},
             config=self._config_source,
         )
-        self._each_sink("starting", lambda sink: sink.start(run))
+        self._sinks.start(run)
 
-    def _close_sinks(self, error: BaseException | None) -> None:
-        if self._sinks_started:
-            self._each_sink("closing", lambda sink: sink.close(error))
-        self._sinks = []
 
-    def _each_sink(self, doing: str, call: Callable[[Sink], None]) -> None:
-        """Call every sink; one that fails is dropped, and does not keep the others from being called."""
-        failed: list[tuple[Sink, Exception]] = []
-        for sink in list(self._sinks):
-            try:
-                call(sink)
-            except Exception as error:
-                self._sinks.remove(sink)
-                failed.append((sink, error))
-        for sink, failure in failed:
-            self._failures.report(doing, type(sink).__name__, failure)
+@dataclass
+class _Gathered:
+    """What was received since the last step."""
+
+    scalars: list[tuple[str, Any]] = field(default_factory=list)
+    measurements: Sequence[Measurement] = ()
+
+
+@dataclass
+class _Ending:
+    """A step from its begin to the moment in which all sinks have its records.
+
+    Attributes:
+        iteration, logging_step: its numbers.
+        is_remainder: whether it is what was gathered when the session was stopped, and no step.
+        local: whether its numbers are this rank's alone although statistics are reduced.
+        records: what the sinks get; None where there is nothing.
+        is_read: whether ``records`` is known.
+    """
+
+    iteration: int
+    logging_step: int
+    is_remainder: bool = False
+    local: bool = False
+    records: StepRecords | None = None
+    is_read: bool = False
 
 
 def _place_in_script() -> str:

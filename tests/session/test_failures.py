@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,57 @@ def test_a_broken_sink_is_dropped_and_the_others_go_on(
     assert keeper.iterations == [0, 1, 2]
     assert len(reports(caplog)) == 1
     assert "writing records to BrokenSink: OSError: the disk is full" in reports(caplog)[0]
+
+
+def test_a_sink_that_fails_is_closed(tmp_path: Path) -> None:
+    net, broken = te.Linear(32, 32), BrokenSink()
+    with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[broken]) as session:
+        train(session, net, 1)
+        (error,) = broken.closed
+        assert str(error) == "the disk is full"
+        train(session, net, 1)
+    assert len(broken.closed) == 1
+
+
+class SlowSink(Keeper):
+    def write(self, records: StepRecords) -> None:
+        super().write(records)
+        time.sleep(0.11)
+
+
+def test_a_slow_sink_is_named_once(tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture) -> None:
+    net = te.Linear(32, 32)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper, SlowSink()]) as session:
+        train(session, net, 10)
+        assert "takes" not in caplog.text, "the first write, and nine others, are not enough to judge it by"
+        train(session, net, 10)
+    (said,) = [record.message for record in caplog.records if "of the training's time" in record.message]
+    assert re.match(r"The sink SlowSink takes \d\d % of the training's time: 11\d ms", said)
+
+
+def test_a_log_folder_in_which_nothing_can_be_made_is_refused(tmp_path: Path) -> None:
+    """A file stands where a folder must be: the superuser may write to a folder that is read-only."""
+    (tmp_path / "nvdlfw_inspect_logs").touch()
+    with pytest.raises(SessionError, match=r"log_dir='.*' cannot be written to: .*File exists"):
+        InspectSession(statistics(), log_dir=tmp_path).start()
+
+
+@pytest.mark.parametrize("deleted", [True, False])
+def test_a_log_folder_that_fails_later_is_reported_once(
+    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, deleted: bool
+) -> None:
+    net = te.Linear(32, 32)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path / "run", sinks=[keeper]) as session:
+        if deleted:
+            train(session, net, 1)
+            shutil.rmtree(tmp_path / "run")
+        else:
+            (tmp_path / "run" / "nvdlfw_inspect_statistics_logs").touch()
+        train(session, net, 3)
+    assert keeper.iterations == list(range(4 if deleted else 3))
+    assert len(reports(caplog)) == 1
+    assert "writing records to StatisticsLog" in reports(caplog)[0]
+    assert "nvdlfw_inspect_statistics_logs" in reports(caplog)[0]
 
 
 def test_a_broken_sink_ends_a_strict_run(tmp_path: Path) -> None:

@@ -1,0 +1,128 @@
+"""The receivers of a session's records: called in turn, closed where they fail, named where they are slow."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from te_precision_callbacks.records.model import RunInfo, Sink, StepRecords
+from te_precision_callbacks.session.failures import ObservationFailures
+
+logger = logging.getLogger(__name__)
+
+SLOW_SHARE = 0.1
+"""The share of the time of training above which a sink is called slow."""
+
+_LEAST_WRITES, _LEAST_SECONDS = 10, 1.0
+"""How many writes a sink is judged by, and how long they must have taken, so that it is no accident."""
+
+
+@dataclass
+class _Time:
+    writes: int = 0
+    seconds: float = 0.0
+
+
+class Sinks:
+    """The sinks of a run. One that fails is reported, closed and dropped; the others are called all the same.
+
+    Args:
+        sinks: in the order in which they are called.
+        failures: told of those that fail.
+    """
+
+    def __init__(self, sinks: Iterable[Sink], failures: ObservationFailures) -> None:
+        self._sinks = list(sinks)
+        self._failures = failures
+        self._begun = False
+        self._to_start = list(self._sinks)
+        self._to_close: list[Sink] | None = None
+        self._times: dict[int, _Time] = {}
+        self._since: float | None = None
+        self._said_slow = False
+        self._records: StepRecords | None = None
+        self._left: list[Sink] = []
+
+    @property
+    def started(self) -> bool:
+        """Whether all of them were told of the run."""
+        return not self._to_start
+
+    def start(self, run: RunInfo) -> None:
+        """Tell all of them of the run; after an interruption, those that were not told."""
+        self._begun = True
+        self._each("starting", self._to_start, lambda sink: sink.start(run))
+
+    def write(self, records: StepRecords) -> None:
+        """Hand a step's records to all of them; after an interruption, to those that have not finished with them."""
+        if self._records is not records:
+            self._left = list(self._sinks)
+            self._records = records
+        self._each("writing records to", self._left, lambda sink: self._write(sink, records))
+        self._name_slow()
+
+    def close(self, error: BaseException | None) -> None:
+        """Close all that were started; after an interruption, those that have not finished with it."""
+        if self._to_close is None:
+            self._to_close = list(self._sinks) if self._begun else []
+        self._each("closing", self._to_close, lambda sink: sink.close(error))
+
+    def _each(self, doing: str, left: list[Sink], call: Callable[[Sink], None]) -> None:
+        """Call those that are left, each of which leaves the list when its call has ended."""
+        failed: list[tuple[Sink, Exception]] = []
+        while left:
+            sink = left[0]
+            try:
+                call(sink)
+            except Exception as error:
+                self._drop(sink, error if doing != "closing" else None)
+                failed.append((sink, error))
+            left.pop(0)
+        for sink, failure in failed:
+            self._failures.report(doing, type(sink).__name__, failure)
+
+    def _drop(self, sink: Sink, error: Exception | None) -> None:
+        self._sinks = [other for other in self._sinks if other is not sink]
+        if error is not None:
+            with contextlib.suppress(Exception):  # it is known not to work
+                sink.close(error)
+
+    # ------------------------------------------------------------------ how long they take
+
+    def _write(self, sink: Sink, records: StepRecords) -> None:
+        with self._timed(sink):
+            sink.write(records)
+
+    @contextlib.contextmanager
+    def _timed(self, sink: Sink) -> Iterator[None]:
+        spent = self._times.get(id(sink))
+        begun = time.perf_counter()
+        yield
+        if spent is None:  # the first write opens files and connections
+            self._times[id(sink)] = _Time()
+            self._since = time.perf_counter() if self._since is None else self._since
+        else:
+            spent.writes += 1
+            spent.seconds += time.perf_counter() - begun
+
+    def _name_slow(self) -> None:
+        if self._said_slow or self._since is None:
+            return
+        elapsed = time.perf_counter() - self._since
+        for sink in self._sinks:
+            spent = self._times.get(id(sink), _Time())
+            enough = spent.writes >= _LEAST_WRITES and spent.seconds >= _LEAST_SECONDS
+            if enough and spent.seconds > SLOW_SHARE * elapsed:
+                self._said_slow = True
+                logger.warning(
+                    "The sink %s takes %.0f %% of the training's time: %.0f ms for the records of a step, which it is"
+                    " given in the training's thread. Let it do its work in a thread of its own, have statistics less"
+                    " often (freq), or fewer metrics (log_filter=).",
+                    type(sink).__name__,
+                    100 * spent.seconds / elapsed,
+                    1000 * spent.seconds / spent.writes,
+                )
+                return
