@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from te_precision_callbacks import PrecisionDebugError
-from te_precision_callbacks.config import Config, ConfigError, LayerSelector, Plan, load_config
+from te_precision_callbacks.config import Config, ConfigError, LayerSelector, Plan, load_config, selection
+from te_precision_callbacks.config.problems import Vocabulary
 from te_precision_callbacks.config.selection import LayerIndex
 from tests.conftest import feature
 
@@ -54,6 +59,18 @@ def selected(**layers: Any) -> list[int]:
         ("- a\n- b", r"holds a list"),
         ("a: 3", r"line 1 \(section 'a'\).*a section is a mapping"),
         ("\na:\n  enabled: True\n", r"line 2 \(section 'a'\).*'layers' is missing"),
+        (
+            "a:\n  enabled: True\n  layers:\n    layer_types:\n",
+            r"line 4.*'layer_types' must be a list of names, not None",
+        ),
+        (
+            "a:\n  enabled: True\n  layers:\n    layer_numbers:\n    layer_types: [x]",
+            r"line 4.*'layer_numbers' takes.*None",
+        ),
+        ("a:\n  enabled: True\n  layers:\n    layer_types:\n    - fc1\n    - 3", r"line 6.*list of names, and has 3"),
+        ("a:\n  enabled: True\n  layers: {layer_numbers: ['0-99999999999']}", r"up to 999999, .* not '0-99999999999'"),
+        ("a:\n  enabled: True\n  layers: {layer_numbers: [-1]}", r"takes numbers.* not -1"),
+        ("a:\n  enabled: 2026-02-31\n", r"(?s)not valid YAML: '2026-02-31': day is out of range.*line 2"),
         ("a:\n  enable: True\n  layers: {layer_types: [x]}", r"'enabled' is missing. Is 'enable' meant"),
         ("a:\n  enabled: maybe\n  layers: {layer_types: [x]}", r"line 2.*'enabled' is True or False, not 'maybe'"),
         ("a:\n  enabled: True\n  layers: {layer_type: [x]}", r"line 3.*'layer_type'.*Did you mean 'layer_types'"),
@@ -154,6 +171,112 @@ def test_a_section_without_a_layer_is_refused_with_near_names(caplog: pytest.Log
     assert "matches none" in caplog.text
     off = {**feature("DisableFP8Layer", ["zzzzz"]), "enabled": False}
     assert load_config({"off": off}).plan(LAYERS, REGISTERED).unmatched == ()
+    for body in ({}, {"layers": None}, {"Own": 3}):
+        assert load_config({"off": {"enabled": False, **body}}).enabled_sections == ()
+
+
+@pytest.mark.parametrize(
+    ("block", "told"),
+    [
+        ({"layer_types": ["fc1", "nope"]}, r"no layer's name or class has 'nope' in it"),
+        ({"layer_types": ["fc1", "layernorm_kqv"]}, r"'layernorm_kqv' in it\. Near it: 'layernorm_qkv'"),
+        ({"layer_numbers": [0, 7]}, r"no layer has the number 7\. The numbers go from 0 to 10"),
+        ({"layer_numbers": [0, "11-20"]}, r"no layer has a number from 11 to 20\."),
+        ({"layer_numbers": ["0-20"]}, r"'0-20' goes beyond the layers\. The numbers go from 0 to 10"),
+        ({"layer_numbers": ["0-9"]}, None),
+        ({"layer_numbers": ["all"], "layer_types": ["fc1"]}, None),
+    ],
+)
+def test_what_a_selector_asks_for_in_vain_is_warned_about(
+    caplog: pytest.LogCaptureFixture, block: dict[str, Any], told: str | None
+) -> None:
+    """One config may be for several models, so that it is not refused."""
+    assert plan(block).layers
+    messages = [record.getMessage() for record in caplog.records]
+    if told is None:
+        assert not messages
+    else:
+        assert len(messages) == 1
+        assert re.search(rf"^the config mapping \(section 'section'\): .*{told}", messages[0])
+
+
+def test_the_line_of_an_entry_that_no_layer_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "config.yaml"
+    lines = ["s:", "  enabled: True", "  layers:", "    exact_layer_names:", "    - model.head", "    - model.hed"]
+    path.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=r"config\.yaml, line 6 .*no layer 'model\.hed'\. Did you mean 'model\.head'"):
+        load_config(path).plan(LAYERS, REGISTERED)
+    load_config(path).plan(LAYERS, REGISTERED, allow_unmatched=True)
+    path.write_text("\n".join([*lines[:3], "    layer_types:", "    - fc1", "    - fc9"]))
+    load_config(path).plan(LAYERS, REGISTERED)
+    said = [record.getMessage() for record in caplog.records]
+    assert [message.split(":")[0].rpartition(", ")[2] for message in said] == ["line 6 (section 's')"] * 2
+
+
+def test_a_selector_that_another_one_leaves_without_effect_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    assert selected(exact_layer_names=["model.head"], layer_types=["fc1"], layer_numbers=[3]) == [4]
+    assert selected(layer_name_regex_pattern="head", layer_types=["fc1"]) == [4]
+    said = [re.search(r"'(\w+)' has no effect beside '(\w+)'", record.getMessage()) for record in caplog.records]
+    assert [found and found.groups() for found in said] == [
+        ("layer_numbers", "exact_layer_names"),
+        ("layer_types", "exact_layer_names"),
+        ("layer_types", "layer_name_regex_pattern"),
+    ]
+    caplog.clear()
+    assert selected(layer_numbers=[10], layer_types=["fc1"]) == [2], "these two hold together"
+    assert not caplog.records
+
+
+CATASTROPHIC = [r"([\w.]|[\w.])*!", r".*.*.*.*.*.*.*.*!", r"([a-z_.0-9]+)*!"]
+
+
+@pytest.mark.parametrize("pattern", CATASTROPHIC)
+def test_a_search_that_would_not_end_is_refused(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
+    monkeypatch.setattr(selection, "LIMIT", 0.05)
+    before = signal.getsignal(signal.SIGVTALRM)
+    layers = [Layer(f"model.layers.{number}.self_attention.layernorm_qkv.and_more_of_it") for number in range(3)]
+    section = {"enabled": True, "layers": {"layer_name_regex_pattern": pattern}}
+    with pytest.raises(ConfigError, match=r"'layer_name_regex_pattern' .* was still being searched in the names of"):
+        load_config({"s": section}).plan(layers, REGISTERED)
+    assert signal.getsignal(signal.SIGVTALRM) is before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+def test_names_are_looked_up_and_not_searched_section_by_section() -> None:
+    """Planning grows with the sections and the layers, and not with their product."""
+
+    class Counted(Layer):
+        looks = 0
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "name":
+                Counted.looks += 1
+            return super().__getattribute__(name)
+
+    number = 2000
+    layers = [Counted(f"model.layers.{each}.fc1") for each in range(number)]
+    config = load_config(
+        {
+            f"s{each}": {**feature("DisableFP8Layer", []), "layers": layers_block}
+            for each in range(number)
+            for layers_block in [
+                {"exact_layer_names": [f"model.layers.{each}.fc1"]} if each % 2 else {"layer_numbers": [each]}
+            ]
+        }
+    )
+    planned = config.plan(layers, REGISTERED)
+    assert [entry.sections for entry in planned.layers] == [(f"s{each}",) for each in range(number)]
+    assert Counted.looks < 20 * number
+
+
+def test_near_names_are_sought_among_few() -> None:
+    compared: list[int] = []
+    vocabulary = Vocabulary(f"model.layers.{number}.self_attention.proj" for number in range(20_000))
+    with mock.patch.object(difflib, "get_close_matches", wraps=difflib.get_close_matches) as spy:
+        assert vocabulary.nearest("model.layers.777.self_atention.proj")[0] == "model.layers.777.self_attention.proj"
+        assert vocabulary.nearest("odel.layers.4242.self_attention.proj")[0] == "model.layers.4242.self_attention.proj"
+        compared += [len(call.args[1]) for call in spy.call_args_list]
+    assert max(compared) <= 200
 
 
 def test_unknown_features_are_refused_with_near_names() -> None:

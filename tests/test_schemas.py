@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -396,6 +398,24 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
             8,
             "'end_step' of N is 4, which is before 'start_step', 5",
         ),
+        (
+            "LogTensorStats",
+            LOGGED + "start_step: 11\nend_step: 19\nfreq: 10",
+            11,
+            "'freq' of N leaves no step to act in: there are no steps 11 to 19 that are multiples of 10",
+        ),
+        (
+            "DumpTensors",
+            DUMPED + "start_end_list: [[1, 3], [5, 7]]\nfreq: 4",
+            10,
+            "'freq' .*no steps 1 to 3 and 5 to 7",
+        ),
+        (
+            "LogTensorStats",
+            f"{STATS}freq: 7\ntensors_struct: [{{tensor: weight, start_step: 15, end_step: 20}}]",
+            8,
+            "'freq' of N leaves no step",
+        ),
         *[
             ("LogTensorStats", f"{LOGGED}start_end_list: {text}", 9, f"'start_end_list' of N {message}")
             for text, message in [
@@ -446,9 +466,7 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
             10,
             "'tensor' in item 2 of 'tensors_struct' of N is 'weight' a second time",
         ),
-        # more than one thing at once: the first in the file
-        ("LogTensorStats", "freq: 0\n" + LOGGED + "end_step: soon", 7, "'freq' of N"),
-        ("LogTensorStats", "end_step: soon\n" + LOGGED + "freq: 0", 7, "'end_step' of N"),
+        ("LogTensorStats", TENSORS + f"stats: [{', '.join(['max'] * 1001)}]", 8, "'stats' of N has 1,001 entries"),
     ],
 )
 def test_what_a_schema_does_not_take_is_refused_with_its_place(
@@ -461,6 +479,89 @@ def test_what_a_schema_does_not_take_is_refused_with_its_place(
     assert repr(name) in text
     assert "Input should" not in text, "pydantic's own words"
     assert "pydantic" not in text
+
+
+SEVERAL = """
+early:
+  enabled: True
+  layers:
+    layer_typs: [fc1]
+    layer_numbers:
+      - 3
+      - many
+      - 5-2
+  transformer_engine:
+    LogTensorStats:
+      enabled: True
+      freq: 0
+      tensors: [weight]
+      stats:
+        - max
+        - maxx
+        - min
+        - minn
+      end_step: soon
+    LogTensorStatz:
+      enabled: True
+    FakeQuant:
+      enabled: yes please
+fine:
+  enabled: True
+  layers: {layer_types: [fc1]}
+  transformer_engine:
+    DisableFP8Layer:
+      enabled: True
+late:
+  enabled: True
+  transformer_engin:
+    DisableFP8Layer:
+      enabled: True
+  transformer_engine:
+    LogTensorStats:
+      enabled: True
+      stats: [max]
+      tensors_struct:
+        - tensor: weight
+        - tensr: weight
+"""
+
+PROBLEMS = [
+    (5, "unknown layer selector 'layer_typs'"),
+    (8, "takes numbers up to .*, not 'many'"),
+    (9, "the range '5-2' in 'layer_numbers' ends before"),
+    (21, "there is no feature 'LogTensorStatz'.*Did you mean 'LogTensorStats'"),
+    (13, "'freq' of 'LogTensorStats' is an integer"),
+    (17, "has 'maxx'"),
+    (19, "has 'minn'"),
+    (20, "'end_step' of 'LogTensorStats' is an integer"),
+    (24, "'enabled' of 'FakeQuant' is True or False"),
+    (31, "the key 'layers' is missing"),
+    (33, "'transformer_engin' is neither"),
+    (42, "item 2 of 'tensors_struct' of 'LogTensorStats' has no 'tensor'"),
+    (42, "has no key 'tensr'"),
+]
+
+
+def test_all_problems_of_a_file_are_told_at_once_each_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(SEVERAL)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(f"The config has {len(PROBLEMS)} problems:\n- {path}, line ")
+    found = list(caught.value.problems)
+    for line, text in PROBLEMS:
+        told = [problem for problem in found if re.search(rf"config\.yaml, line {line} .*{text}", problem)]
+        assert len(told) == 1, (line, text, found)
+        found.remove(told[0])
+    assert not found
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert (str(copied), copied.problems) == (str(caught.value), caught.value.problems), "as between processes"
+
+
+def test_of_very_many_problems_some_are_told_and_all_are_counted() -> None:
+    many = {f"s{number}": feature("LogTensorStats", ["fc1"], stats=["maxx"]) for number in range(100)}
+    with pytest.raises(ConfigError, match=r"The config has 100 problems:\n(- .*\n){20}- \.\.\. and 80 more$"):
+        load_config(many)
 
 
 def test_a_mapping_is_checked_like_a_file_and_merge_keys_have_a_line(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from pydantic.fields import FieldInfo
 from te_precision_callbacks.config.effects import Effect
 from te_precision_callbacks.config.fields import Refused, item_of, names, words
 from te_precision_callbacks.config.levels import FeatureSchema, Misfit, levels
-from te_precision_callbacks.config.planning import feature_options
 from te_precision_callbacks.config.problems import KeyPath, Problems, meant_for, shown, suggestion
 from te_precision_callbacks.config.schemas import schema_of
 
@@ -46,7 +45,8 @@ def check_features(features: Mapping[str, Any], place: Place) -> CheckedFeatures
     """Check the features of one section.
 
     Args:
-        features: feature -> options. A feature without a schema is a user's own, and is not looked at.
+        features: feature -> options. What has no schema is a user's own, and is not looked at; nor is what is not
+            enabled.
         place: where a key stands.
 
     Raises:
@@ -59,12 +59,12 @@ def check_features(features: Mapping[str, Any], place: Place) -> CheckedFeatures
         schema = schema_of(name)
         if schema is None:
             continue
+        if not isinstance(written, Mapping) or written.get("enabled") is not True:
+            continue
         with problems.noted():
-            given = feature_options(name, written, place(name))
-            if given["enabled"]:
-                model = _validated(schema, name, given, place)
-                options[name] = model.model_dump(exclude_unset=True)
-                effects[name] = model.effect()
+            model = _validated(schema, name, written, place)
+            options[name] = model.model_dump(exclude_unset=True)
+            effects[name] = model.effect()
     problems.raise_any()
     return CheckedFeatures(options, effects)
 

@@ -374,15 +374,15 @@ def missing_statistic(condition: Condition, names: Iterable[str], layer: str, te
 
 
 def _never_due(condition: Condition, dumped: Schedule, schedules: Iterable[Schedule], layer: str, tensor: str) -> str:
-    due = " and ".join(dict.fromkeys(map(_in_words, schedules)))
+    due = " and ".join(dict.fromkeys(map(in_words, schedules)))
     return (
         f"the condition {condition.text!r} of DumpTensors would never hold of {tensor!r} in the layer {layer!r}: no"
-        f" step is in both schedules. DumpTensors looks at the tensor in {_in_words(dumped)}; the statistic is"
+        f" step is in both schedules. DumpTensors looks at the tensor in {in_words(dumped)}; the statistic is"
         f" collected in {due}. Make 'freq', 'start_step', 'end_step' or 'start_end_list' of the two meet."
     )
 
 
-def _in_words(schedule: Schedule) -> str:
+def in_words(schedule: Schedule) -> str:
     """``steps 0 to 10 that are multiples of 2``."""
     parts = [
         f"{start} on" if math.isinf(end) else str(start) if start == end else f"{start} to {end:.0f}"

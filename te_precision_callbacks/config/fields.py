@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Strict
 from pydantic.fields import FieldInfo
 
-from te_precision_callbacks.config.problems import nearest, shown, suggestion
+from te_precision_callbacks.config.problems import nearest, shortened, shown, suggestion
 from te_precision_callbacks.engine.statistics import (
     BLOCKWISE,
     OWN_RECIPE,
@@ -44,16 +44,6 @@ class Words:
     text: str
 
 
-def _listed(value: Any) -> Any:
-    """One bare name is a list of one: upstream compares letters with it, or parts of it."""
-    if isinstance(value, str):
-        return [value]
-    return list(value) if isinstance(value, tuple) else value
-
-
-ListOf = Annotated[list[T], Strict(), BeforeValidator(_listed), Field(min_length=1)]
-
-
 class Refused(ValueError):
     """A value that a field does not take.
 
@@ -67,13 +57,34 @@ class Refused(ValueError):
         self.describe = describe
 
 
+MOST_LISTED = 1000
+"""Entries of a list of names or items; there are not that many statistics."""
+
+
+def _listed(value: Any) -> Any:
+    """One bare name is a list of one: upstream compares letters with it, or parts of it."""
+    if isinstance(value, str):
+        return [value]
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _listed_briefly(value: Any) -> Any:
+    entries = _listed(value)
+    if isinstance(entries, list) and len(entries) > MOST_LISTED:
+        raise Refused(lambda: f"has {len(entries):,} entries, which is more than {MOST_LISTED:,}.")
+    return entries
+
+
+ListOf = Annotated[list[T], Strict(), BeforeValidator(_listed_briefly), Field(min_length=1)]
+
+
 def _refused(
     entry: object, error: UnknownStatisticError, names: Callable[[], Sequence[str]], known: Sequence[str]
 ) -> Refused:
     """The error about an entry of ``stats``, with the nearest of ``names``, else with all that is ``known``."""
 
     def describe() -> str:
-        reason = str(error).removeprefix(f"{entry!r}: ")
+        reason = shortened(str(error).removeprefix(f"{entry!r}: "))
         near = isinstance(entry, str) and nearest(entry, names())
         hint = suggestion(str(entry), names() if near else known, known_as="The statistics are")
         return f"has {shown(entry)}: {reason}.{'' if isinstance(entry, Mapping) else hint}"

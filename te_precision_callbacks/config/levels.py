@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
 from typing_extensions import Self
 
-from te_precision_callbacks.config.dumping import ConditionText, Size
+from te_precision_callbacks.config.dumping import ConditionText, Size, in_words
 from te_precision_callbacks.config.effects import Effect, Pair
 from te_precision_callbacks.config.fields import (
     Fp8Statistic,
@@ -29,6 +29,7 @@ from te_precision_callbacks.config.fields import (
     words,
 )
 from te_precision_callbacks.config.problems import KeyPath
+from te_precision_callbacks.engine.schedule import Schedule as Steps
 
 TAKES_PART: Mapping[str, tuple[str, ...]] = {
     "fprop": ("activation", "weight", "output"),
@@ -235,10 +236,17 @@ class Schedule(Level):
     )
 
 
+_SCHEDULE_KEYS = ("freq", "start_step", "end_step", "start_end_list")
+
+
 def _check_schedule(scope: Scope) -> None:
+    """Refuse a schedule in which no step is."""
     start, end = scope.get("start_step") or 0, scope.get("end_step")
     if not scope.get("start_end_list") and end is not None and -1 < end < start:
         raise Misfit(scope.path("end_step"), f"is {end}, which is before 'start_step', {start}. -1 is no end.")
+    schedule = Steps.of({key: scope.get(key) for key in _SCHEDULE_KEYS})
+    if schedule.at(-1)[1] is None:
+        raise Misfit(scope.path("freq"), f"leaves no step to act in: there are no {in_words(schedule)}.")
 
 
 class TensorStatistics(Level):

@@ -36,6 +36,19 @@ _SECTION_KEYS = ("enabled", "layers")
 
 
 @dataclass(frozen=True)
+class _Known:
+    """What can be told of features before any is imported.
+
+    Attributes:
+        features: those that there are.
+        others: whether there may be more.
+    """
+
+    features: RegisteredFeatures
+    others: bool
+
+
+@dataclass(frozen=True)
 class Config:
     """A loaded config.
 
@@ -85,7 +98,7 @@ def load_config(
     """
     if isinstance(source, Config):
         return source
-    known = None if feature_dirs else known_features(feature.__name__ for feature in features)
+    known = _Known(known_features(feature.__name__ for feature in features), others=bool(feature_dirs))
     if source is None:
         return _checked(DEFAULT_CONFIG, Places("the default config"), known, None)
     if isinstance(source, Mapping):
@@ -98,7 +111,7 @@ def load_config(
     return _checked(data, places, known, path)
 
 
-def _checked(data: Any, places: Places, known: RegisteredFeatures | None, source: Path | None) -> Config:
+def _checked(data: Any, places: Places, known: _Known, source: Path | None) -> Config:
     if not isinstance(data, Mapping):
         what = "is empty" if data is None else f"holds a {type(data).__name__}"
         raise ConfigError(
@@ -114,7 +127,7 @@ def _checked(data: Any, places: Places, known: RegisteredFeatures | None, source
     return Config(tuple(sections), source)
 
 
-def _section(name: str, body: Any, places: Places, known: RegisteredFeatures | None) -> Section:
+def _section(name: str, body: Any, places: Places, known: _Known) -> Section:
     if not isinstance(body, Mapping):
         raise ConfigError(
             f"{places(name)}: a section is a mapping with 'enabled', 'layers' and features, not {shown(body)}."
@@ -142,9 +155,8 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures | N
         else:
             problems.add(f"{places(name, str(key))}: {shown(key)} must be a mapping of features, not {shown(value)}.")
     section = Section(name, True, selector, features, places)
-    if known is not None:
-        with problems.noted():
-            resolve_features(section, known)
+    with problems.noted():
+        resolve_features(section, known.features, others=known.others)
     if NAMESPACE in features:
         with problems.noted():
             section = _with_checked_features(section)

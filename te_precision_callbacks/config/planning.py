@@ -177,11 +177,16 @@ def plan(
     return Plan(tuple(planned), tuple(section.name for section in unmatched))
 
 
-def resolve_features(section: Section, registered: RegisteredFeatures) -> NamespacedFeatures:
+def resolve_features(section: Section, registered: RegisteredFeatures, *, others: bool = False) -> NamespacedFeatures:
     """The enabled features of a section by namespace, under the names that they are registered with.
 
     Case does not matter: Transformer Engine's documentation writes ``DisableFp8Gemm`` where its code has
     ``DisableFP8GEMM``.
+
+    Args:
+        section: the section.
+        registered: the features that exist.
+        others: whether there may be more, which are left out.
 
     Raises:
         ConfigError: a feature or namespace that does not exist, or a feature without ``enabled``.
@@ -192,14 +197,18 @@ def resolve_features(section: Section, registered: RegisteredFeatures) -> Namesp
         named = {key: body} if key not in registered else body
         namespace = BASE if key not in registered else key
         for name, options in named.items():
-            with problems.noted():
-                place = section.place(key) if namespace == BASE else section.place(key, name)
-                feature = _registered_name(name, namespace, registered, place)
-                if feature in resolved.setdefault(namespace, {}):
-                    raise ConfigError(
-                        f"{place}: {shown(feature)} stands here twice, in two spellings. Keep one of them."
-                    )
-                resolved[namespace][feature] = feature_options(name, options, place)
+            path = (key,) if namespace == BASE else (key, name)
+            feature = _registered_name(name, registered.get(namespace, ()))
+            if feature is None:
+                if not others:
+                    problems.add(functools.partial(_unknown_feature, name, namespace, registered, section.place(*path)))
+            elif feature in resolved.setdefault(namespace, {}):
+                problems.add(
+                    f"{section.place(*path)}: {shown(feature)} stands here twice, in two spellings. Keep one of them."
+                )
+            else:
+                with problems.noted():
+                    resolved[namespace][feature] = _feature_options(section, path, options)
     problems.raise_any()
     return {
         namespace: {feature: options for feature, options in features.items() if options["enabled"]}
@@ -207,36 +216,37 @@ def resolve_features(section: Section, registered: RegisteredFeatures) -> Namesp
     }
 
 
-def _registered_name(name: str, namespace: str, registered: RegisteredFeatures, place: str) -> str:
-    known = registered.get(namespace, ())
-    for candidate in known:
-        if candidate.casefold() == name.casefold():
-            return candidate
+def _registered_name(name: str, known: Iterable[str]) -> str | None:
+    return next((candidate for candidate in known if candidate.casefold() == name.casefold()), None)
+
+
+def _unknown_feature(name: str, namespace: str, registered: RegisteredFeatures, place: str) -> str:
     others = [space for space in registered if space != namespace]
     for other in others:
-        if any(candidate.casefold() == name.casefold() for candidate in registered[other]):
-            raise ConfigError(f"{place}: {shown(name)} is a feature of {other!r}; indent it below '{other}:'.")
-    what = f"there is no feature {shown(name)} in {namespace!r}"
+        if _registered_name(name, registered[other]) is not None:
+            return f"{place}: {shown(name)} is a feature of {other!r}; indent it below '{other}:'."
+    what, known = f"there is no feature {shown(name)} in {namespace!r}", [*registered.get(namespace, ())]
     if namespace == BASE:
         what = f"{shown(name)} is neither a namespace ({', '.join(others)}) nor a feature of nvidia-dlfw-inspect itself"
         known = [*others, *known]
-    raise ConfigError(f"{place}: {what}.{suggestion(name, known)}")
+    return (
+        f"{place}: {what}.{suggestion(name, known)} One of your own is given as a class in features=, or in a folder in"
+        " feature_dirs=."
+    )
 
 
-def feature_options(name: str, options: Any, place: str) -> FeatureOptions:
-    """A feature's options, which say whether it is enabled.
-
-    Raises:
-        ConfigError: they are not a mapping, or do not say it.
-    """
+def _feature_options(section: Section, path: tuple[str, ...], options: Any) -> FeatureOptions:
+    """A feature's options, which say whether it is enabled."""
+    name, here = shown(path[-1]), section.place(*path)
     if not isinstance(options, Mapping):
-        raise ConfigError(f"{place}: the options of {shown(name)} must be a mapping, not {shown(options)}.")
+        raise ConfigError(f"{here}: the options of {name} must be a mapping, not {shown(options)}.")
     if "enabled" not in options:
         raise ConfigError(
-            f"{place}: {shown(name)} has no 'enabled'. Add 'enabled: True' below it.{meant_for('enabled', options)}"
+            f"{here}: {name} has no 'enabled'. Add 'enabled: True' below it.{meant_for('enabled', options)}"
         )
     if not isinstance(options["enabled"], bool):
-        raise ConfigError(f"{place}: 'enabled' of {shown(name)} is True or False, not {shown(options['enabled'])}.")
+        here = section.place(*path, "enabled")
+        raise ConfigError(f"{here}: 'enabled' of {name} is True or False, not {shown(options['enabled'])}.")
     return dict(options)
 
 

@@ -39,7 +39,7 @@ class ConfigError(PrecisionDebugError, ValueError):
     """
 
     def __init__(self, *problems: str, more: int = 0) -> None:
-        self.problems = tuple(map(_shortened, problems))
+        self.problems = tuple(shortened(problem, _LONGEST_PROBLEM) for problem in problems)
         self.more = more
         super().__init__(*self.problems)
 
@@ -51,10 +51,9 @@ class ConfigError(PrecisionDebugError, ValueError):
         return "\n".join([*lines, f"- ... and {self.more} more"] if self.more else lines)
 
 
-def _shortened(problem: str) -> str:
-    if len(problem) <= _LONGEST_PROBLEM:
-        return problem
-    return f"{problem[: _LONGEST_PROBLEM - 500]} ... {problem[-500:]}"
+def shortened(text: str, most: int = 500) -> str:
+    """A text of someone else's for a message: of a long one, how it begins and how it ends."""
+    return text if len(text) <= most else f"{text[: most - most // 4]} ... {text[-(most // 4) :]}"
 
 
 class Problems:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from te_precision_callbacks.config.problems import ConfigError, KeyPath, Problems, shown, suggestion
+from te_precision_callbacks.config.problems import ConfigError, KeyPath, Problems, shortened, shown, suggestion
 
 MOST_BYTES = 4 * 1024 * 1024
 """Of a file, and of all texts in a mapping."""
@@ -81,7 +81,7 @@ def read_yaml(path: Path) -> tuple[Any, Places]:
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
-        raise ConfigError(f"The config file {shown(str(path))} is not valid YAML: {_shortened(error)}") from error
+        raise ConfigError(f"The config file {shown(str(path))} is not valid YAML: {shortened(str(error))}") from error
 
 
 def check_extent(data: object, name: str) -> None:
@@ -127,17 +127,12 @@ def _text_of(path: Path) -> str:
             + _similar_files(path)
         ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"The config file {shown(str(path))} cannot be read: {_shortened(error)}.") from error
+        raise ConfigError(f"The config file {shown(str(path))} cannot be read: {shortened(str(error))}.") from error
     if text is None:
         raise ConfigError(
             f"The config file {shown(str(path))} has more than {MOST_BYTES:,} bytes. Is it the right one?"
         )
     return text
-
-
-def _shortened(error: Exception) -> str:
-    text = str(error)
-    return text if len(text) <= 1000 else f"{text[:1000]} ..."
 
 
 def _similar_files(path: Path) -> str:

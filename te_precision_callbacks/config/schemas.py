@@ -409,8 +409,38 @@ def _section(name: str, model: type[FeatureSchema]) -> str:
 _INTRODUCTION = """\
 # Features
 
-What stands below `transformer_engine:` in a section of a config. This page is made from the schemas that configs are
-checked with: `python -m te_precision_callbacks.config.schemas > docs/features.md`.
+What stands in a section of a config, and below its `transformer_engine:`. This page is made from the schemas that
+configs are checked with: `python -m te_precision_callbacks.config.schemas > docs/features.md`.
+
+## Sections and their layers
+
+A config is a mapping of sections. Each has `enabled`, `layers`, and features below `transformer_engine:`. In a section
+that is not enabled nothing else is read, and `layers` may be missing. A layer may be in several sections, as long as
+each of them brings other features. The keys of `layers` select:
+
+- `exact_layer_names`: layers with one of these names.
+- `layer_name_regex_pattern`: layers in whose name this regular expression is found, wherever in it.
+- `layer_numbers`: layers with one of these numbers: `[0, '4-7']`, both ends included, or `all`. The number of a layer
+  is the first part of its name that is one: 12 in `model.layers.12.layernorm_mlp.fc1`.
+- `layer_types`: layers with one of these words in their name, or of one of these classes (`LayerNormLinear`,
+  `layernorm_linear`); `all`: every layer.
+
+Where a section has several of these keys, the rule is that of nvidia-dlfw-inspect:
+
+- `exact_layer_names` decides alone. Without it `layer_name_regex_pattern` decides alone. The keys beside one that
+  decides alone have no effect, which is warned about.
+- `layer_numbers` and `layer_types` hold together: a layer must meet both. Inside of each list one entry is enough.
+
+A section that selects no layer of the model, and an exact name that no layer has, are refused at the start;
+`allow_unmatched=True` makes warnings of both. A type and a number that no layer has, in a list with others that some
+layer has, are warned about, since one config may be for several models. A regular expression whose search in the names
+takes more than half a second is refused.
+
+All that is wrong with a config is told by one error, each problem with its line. A feature that does not exist is
+refused when the config is loaded. Your own features count where they are given as classes (`features=`); with folders
+(`feature_dirs=`), which are executed when a session starts, an unknown name is refused there.
+
+## Keys
 
 - The case of a feature's name does not matter: `DisableFp8Gemm` is `DisableFP8GEMM`.
 - A key that may stand at the feature and in its items may stand at both: an item's value wins. The item of a tensor
@@ -419,6 +449,9 @@ checked with: `python -m te_precision_callbacks.config.schemas > docs/features.m
   `dgrad`; `wgrad` multiplies `activation` and `gradient` to `wgrad`.
 - Where a feature has schedules, a tensor may stand in several items of `tensors_struct`, and all of them act. Where it
   has GEMMs, a GEMM stands in one item, and a tensor in one item of that.
+- A GEMM multiplies two quantized tensors, or two in high precision. So a feature that quantizes a tensor of a GEMM
+  (PerTensorScaling) and one that runs the GEMM in high precision (the Disable features, FakeQuant) are refused beside
+  one another, whether they stand in one section or in two that meet in a layer.
 - Features of your own, registered by folder or class, take what they like: their keys are not checked.
 """
 

@@ -27,11 +27,14 @@ SELECTOR_KEYS = (EXACT, PATTERN, NUMBERS, TYPES)
 LONGEST_PATTERN = 100_000
 """Characters of a regular expression."""
 
+LARGEST_NUMBER = 999_999
+"""Of a layer."""
+
 _NUMBER = re.compile(r"(?<!\d)(?<!fc)(?<!gemm_)\d+")
-_SPAN = re.compile(r"\s*(\d{1,18})\s*(?:-\s*(\d{1,18})\s*)?")
+_SPAN = re.compile(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?")
 _NEGATIVE = re.compile(r"\(\?<?!")
 
-_WITHOUT_END = 10**18
+_WITHOUT_END = LARGEST_NUMBER + 1
 
 Place = Callable[..., str]
 """Says where a key of the ``layers`` block stands, or the block itself where it is given no key."""
@@ -77,6 +80,19 @@ class LayerIndex:
         self.numbers = sorted(self._by_number)
         self._whole = Vocabulary(layer.name for layer in layers)
         self._parts = Vocabulary(part for layer in layers for part in (*layer.name.split("."), *layer.types))
+        self._text = "\n".join(name for names in self._names for name in names)
+        self._position_at: list[int] = []  # of each name in the text, where it ends, and whose it is
+        self._ends: list[int] = []
+        end = 0
+        for position, names in enumerate(self._names):
+            for name in names:
+                end += len(name) + 1
+                self._ends.append(end)
+                self._position_at.append(position)
+        self._of_class: dict[str, list[int]] = {}
+        for position, layer in enumerate(layers):
+            for kind in layer.types:
+                self._of_class.setdefault(kind, []).append(position)
         self._by_type: dict[str, list[int]] = {}
         self._by_pattern: dict[str, list[int]] = {}
 
@@ -96,12 +112,17 @@ class LayerIndex:
     def of_type(self, word: str) -> Sequence[int]:
         """The layers of a class, or with a name that has the word in it; ``all``: every layer."""
         if word not in self._by_type:
-            self._by_type[word] = [
-                position
-                for position, (layer, names) in enumerate(zip(self.layers, self._names, strict=True))
-                if word == "all" or word in layer.types or any(word in name for name in names)
-            ]
+            found = range(len(self.layers)) if word == "all" else {*self._of_class.get(word, ()), *self._having(word)}
+            self._by_type[word] = sorted(found)
         return self._by_type[word]
+
+    def _having(self, word: str) -> Iterator[int]:
+        """The layers that have a word in a name. All names are one text, in which a search takes little for each."""
+        start = self._text.find(word)
+        while start >= 0:
+            name = bisect_right(self._ends, start)
+            yield self._position_at[name]
+            start = self._text.find(word, self._ends[name])
 
     def matching(self, pattern: re.Pattern[str]) -> Sequence[int]:
         """The layers in whose name a pattern is found.
@@ -158,8 +179,7 @@ class LayerSelector:
         problems = Problems()
         for key in block:
             if key not in SELECTOR_KEYS:
-                known = suggestion(str(key), SELECTOR_KEYS)
-                problems.add(f"{place(str(key))}: unknown layer selector {shown(key)}.{known}")
+                problems.add(functools.partial(_unknown_key, str(key), place))
         if not block:
             raise ConfigError(f"{place()}: 'layers' is empty; it needs one of {_listed(SELECTOR_KEYS)}.")
         parsed: dict[str, Any] = dict.fromkeys(SELECTOR_KEYS)
@@ -218,7 +238,7 @@ class LayerSelector:
 def _number_of(name: str) -> int | None:
     """The first part of a name that is a number, else the first number in it that is not of fc or gemm_."""
     found = [part for part in name.split(".") if part.isdecimal()] or _NUMBER.findall(name)
-    return int(found[0]) if found and len(found[0]) <= 18 else None
+    return int(found[0]) if found and len(found[0]) <= 6 else None
 
 
 def _no_name(name: str, index: LayerIndex) -> str:
@@ -241,6 +261,10 @@ def _no_number(first: int, last: int, index: LayerIndex) -> str:
     if not index.numbered(first, last):
         return f"no layer has a number from {first} to {last}. {there}"
     return f"'{first}-{last}' goes beyond the layers. {there}"
+
+
+def _unknown_key(key: str, place: Place) -> str:
+    return f"{place(key)}: unknown layer selector {shown(key)}.{suggestion(key, SELECTOR_KEYS)}"
 
 
 def _warn_of_what_is_ignored(given: Sequence[str], place: Place) -> None:
@@ -297,11 +321,12 @@ def _numbers(key: str, value: Any, place: Place) -> tuple[tuple[int, int], ...]:
         if entry == "all":
             spans.append((0, _WITHOUT_END))
             continue
-        plain = type(entry) is int and 0 <= entry < _WITHOUT_END
+        plain = type(entry) is int and 0 <= entry <= LARGEST_NUMBER
         span = _SPAN.fullmatch(str(entry)) if plain or isinstance(entry, str) else None
         if span is None:
             problems.add(
-                f"{place(key, number)}: {key!r} takes numbers, ranges such as '0-3', and 'all', not {shown(entry)}."
+                f"{place(key, number)}: {key!r} takes numbers up to {LARGEST_NUMBER}, ranges such as '0-3', and 'all',"
+                f" not {shown(entry)}."
             )
             continue
         first, last = int(span[1]), int(span[2] or span[1])

@@ -1,0 +1,110 @@
+"""A config with an unknown feature is refused by every front door where it is made, in the same words."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_precision_callbacks import PrecisionDebugCallback, PrecisionDebugger, PrecisionDebugTrainerCallback
+from te_precision_callbacks.config import ConfigError, load_config
+from te_precision_callbacks.debug_options import add_debug_options, debugging
+from te_precision_callbacks.session import InspectSession
+
+CONFIG = """
+s:
+  enabled: True
+  layers: {layer_types: [all]}
+  transformer_engine:
+    LogTensorStats:
+      enabled: True
+      stats: [maxx]
+      tensors: [weight]
+    Mine:
+      enabled: True
+  elsewhere:
+    Other:
+      enabled: True
+"""
+
+
+class Mine:
+    """A user's own feature."""
+
+
+def by_arguments(path: Path, **keywords: Any) -> Any:
+    parser = argparse.ArgumentParser()
+    add_debug_options(parser)
+    arguments = parser.parse_args(["--debug", "te_precision", "--te_precision_config", str(path)])
+    return debugging(arguments, torch.nn.Linear(2, 2), **keywords)
+
+
+def by_accelerate(path: Path, **keywords: Any) -> Any:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    return PrecisionDebugger(accelerator, accelerator.prepare(torch.nn.Linear(2, 2)), path, **keywords)
+
+
+def by_trainer_arguments(path: Path, **keywords: Any) -> Any:
+    from te_precision_callbacks.transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(path.parent), debug="te_precision", te_precision_config=str(path), use_cpu=True, report_to=[]
+    )
+    return Trainer(torch.nn.Linear(2, 2), arguments)
+
+
+FRONT_DOORS: dict[str, Callable[..., Any]] = {
+    "load_config": load_config,
+    "InspectSession": InspectSession,
+    "Lightning": PrecisionDebugCallback,
+    "Accelerate": by_accelerate,
+    "Transformers": PrecisionDebugTrainerCallback,
+    "debug_options": by_arguments,
+}
+
+
+@pytest.mark.parametrize("front_door", [*FRONT_DOORS.values(), by_trainer_arguments], ids=[*FRONT_DOORS, "Trainer"])
+def test_all_that_is_wrong_is_told_where_the_front_door_is_made(tmp_path: Path, front_door: Any) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    with pytest.raises(ConfigError) as caught:
+        front_door(path)
+    assert [problem.removeprefix(f"{path}, ").split(" (")[0] for problem in caught.value.problems] == [
+        "line 10",
+        "line 12",
+        "line 8",
+    ]
+    assert "there is no feature 'Mine'" in str(caught.value)
+    assert "features=" in str(caught.value)
+
+
+@pytest.mark.parametrize("front_door", FRONT_DOORS.values(), ids=FRONT_DOORS)
+def test_ones_own_feature_is_known_by_its_class_and_what_is_in_a_folder_later(tmp_path: Path, front_door: Any) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.replace("[maxx]", "[max]"))
+    with pytest.raises(ConfigError, match=r"line 12 .*'elsewhere' is neither a namespace") as caught:
+        front_door(path, features=[Mine])
+    assert len(caught.value.problems) == 1
+    assert front_door(path, feature_dirs=[tmp_path])
+    path.write_text(CONFIG)
+    with pytest.raises(ConfigError, match="has 'maxx'"):
+        front_door(path, feature_dirs=[tmp_path])
+
+
+def test_what_the_script_has_registered_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nvdlfw_inspect.registry import NamespaceData, Registry
+
+    monkeypatch.setitem(Registry.data, "mine", NamespaceData("mine", None, {"Other": object()}, {}, [Mine]))
+    body = {"enabled": True, "layers": {"layer_types": ["all"]}, "mine": {"other": {"enabled": True}}}
+    assert load_config({"s": body}).enabled_sections
+    body["mine"] = {"Mine": {"enabled": True}}
+    assert load_config({"s": body}).enabled_sections
+    body["mine"] = {"Nobodys": {"enabled": True}}
+    with pytest.raises(ConfigError, match="there is no feature 'Nobodys' in 'mine'"):
+        load_config({"s": body})

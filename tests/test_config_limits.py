@@ -1,0 +1,109 @@
+"""Configs that a few lines make too much of: refused at once, with a short message and nothing made of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from te_precision_callbacks.config import ConfigError, load_config, reading
+from te_precision_callbacks.config.reading import DEEPEST, MOST_BYTES
+
+SECTION = "s:\n  enabled: True\n  layers: {layer_types: [all]}\n  transformer_engine:\n    LogTensorStats:\n"
+OPTIONS = "      enabled: True\n      tensors: [weight]\n"
+LONG = "x" * 3_000_000
+
+# Each anchor stands for ten of the one before: 10^11 entries.
+ALIASES = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
+MERGED = "a0: &a0 {k: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 12))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (ALIASES, r"more than 200,000 keys and values, with what its anchors stand for"),
+        (MERGED, r"more than 200,000 keys and values, with what its anchors stand for"),
+        ("a: &a\n  - *a\n", r"line 2: the anchor 'a' contains itself"),
+        ("a:\n  " + "[" * 200_000, rf"line 2: nested more than {DEEPEST} levels deep"),
+        ("{a: " * 200_000, rf"line 1: nested more than {DEEPEST} levels deep"),
+        (SECTION + OPTIONS + f"      stats: [{'x' * 10_000_000}]\n", rf"more than {MOST_BYTES:,} bytes"),
+        (SECTION + OPTIONS + f"      stats: [{LONG}]\n", r"line 8 .*'stats' of 'LogTensorStats' has 'xxx.*there is no"),
+        (SECTION + OPTIONS + f"      stats: [{', '.join(['z'] * 50_000)}]\n", r"line 8 .* has 50,000 entries"),
+        (SECTION + f"      enabled: {LONG}\n", r"line 6 .*'enabled' of 'LogTensorStats' is True or False"),
+        (
+            SECTION.replace("LogTensorStats:", f"? {LONG}\n    : 1"),
+            r"there is no feature 'xxx.*xxx' in",
+        ),
+        (SECTION.replace("all", LONG), r"line 5 .*the options of 'LogTensorStats' must be a mapping, not None"),
+        (f"? {LONG}\n: 3", r"line 1 \(section 'xxx.*\.\.\.x*'\): a section is a mapping"),
+        (f"s:\n  enabled: True\n  layers: {{layer_name_regex_pattern: {LONG}}}", r"line 3 .*has 3,000,000 characters"),
+        (f"s:\n  enabled: True\n  layers: {{layer_name_regex_pattern: '{'(' * 9000}'}}", r"line 3 .*nested too deeply"),
+        ("s:\n  enabled: True\n  layers: {layer_name_regex_pattern: 'a{99999999999}'}", r"line 3 .*repetition number"),
+        (f"s:\n  enabled: True\n  layers: {{layer_numbers: {'9' * 5000}}}", r"(?s)not valid YAML: '999.*line 3"),
+        (f"s: *{LONG}", r"not valid YAML: .*undefined alias"),
+    ],
+    ids=range(17),
+)
+def test_a_file_that_stands_for_too_much_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(tmp_path / "config.yaml")
+    assert len(str(caught.value)) < 2000
+
+
+def test_of_a_bomb_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither nodes nor data: the text is read once, as events."""
+
+    class Made(reading._Loader):
+        def __init__(self, *args: Any) -> None:
+            raise AssertionError("something is made of it")
+
+    monkeypatch.setattr(reading, "_Loader", Made)
+    for text in (ALIASES, MERGED, "[" * 200_000):
+        (tmp_path / "config.yaml").write_text(text)
+        with pytest.raises(ConfigError, match="more than"):
+            load_config(tmp_path / "config.yaml")
+
+
+def test_a_file_without_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match=rf"'/dev/zero' has more than {MOST_BYTES:,} bytes"):
+        load_config("/dev/zero")
+
+
+def test_a_mapping_that_stands_for_too_much_is_refused() -> None:
+    itself: dict[str, Any] = {}
+    itself["s"] = itself
+    doubled: Any = ["z"]
+    for _ in range(30):
+        doubled = [doubled, doubled]
+    for source, message in (
+        (itself, rf"nested more than {DEEPEST} levels deep, or holds itself"),
+        ({"s": doubled}, "more than 200,000 keys and values"),
+        ({"s": {"enabled": "x" * 10_000_000}}, rf"more than {MOST_BYTES:,} characters"),
+        ({"s": {"enabled": 1 << 100_000}}, "not an integer of 100001 bits"),
+        ({"s": {"enabled": True, "layers": {"layer_numbers": [1 << 100_000]}}}, "not an integer of 100001 bits"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            load_config(source)
+        assert len(str(caught.value)) < 1000
+
+
+def test_anchors_that_are_used_as_meant_load(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "base:\n  enabled: False\n  transformer_engine: &features\n    LogTensorStats: &stats\n      enabled: True\n"
+        "      stats: [max]\n      tensors: [weight]\n      freq: 3\n"
+        "one:\n  enabled: True\n  layers: {layer_types: [fc1]}\n  transformer_engine: *features\n"
+        "two:\n  enabled: True\n  layers: {layer_types: [fc2]}\n  transformer_engine:\n    LogTensorStats:\n"
+        "      <<: *stats\n      freq: 5\n"
+    )
+    options = [
+        section.features["transformer_engine"]["LogTensorStats"] for section in load_config(path).enabled_sections
+    ]
+    assert options[0] == {"enabled": True, "stats": ["max"], "tensors": ["weight"], "freq": 3}
+    assert options[1] == {**options[0], "freq": 5}
+    path.write_text(path.read_text().replace("stats: [max]", "stats: [maxx]"))
+    with pytest.raises(ConfigError, match="has 2 problems") as caught:
+        load_config(path)
+    assert all("line 6 " in problem for problem in caught.value.problems), "where it is written"
