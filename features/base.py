@@ -13,7 +13,7 @@ from nvdlfw_inspect.registry import api_method
 
 from te_precision_callbacks.engine.engine import ENGINE, Watched
 from te_precision_callbacks.engine.schedule import Schedule
-from te_precision_callbacks.engine.statistics import Request
+from te_precision_callbacks.engine.statistics import OWN_RECIPE, Request
 
 Options = dict[str, Any]
 
@@ -155,4 +155,8 @@ class StatisticsFeature(Feature):
             quantizer=quantizer,
             tp_group=tp_group if tp_size > 1 else None,
         )
-        ENGINE.note(watched, config["requests"])
+        requests = config["requests"]
+        if config.get("only_quantized") and watched.quantized() is None:
+            requests = tuple(request for request in requests if request.recipe != OWN_RECIPE)
+        if requests:
+            ENGINE.note(watched, requests)

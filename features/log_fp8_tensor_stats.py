@@ -14,7 +14,7 @@ class LogFp8TensorStats(StatisticsFeature):
     A statistic is ``[<recipe>_]<name>[_columnwise]``. With a recipe that the layer does not run, also where it runs
     none, it is what that recipe would give; without one it is of the layer's own.
 
-    Keys: as LogTensorStats.
+    Keys: as LogTensorStats, and ``only_quantized``: no statistic without a recipe of a tensor that is not quantized.
     """
 
     def request(self, entry: object, tensor_name: str) -> Request:

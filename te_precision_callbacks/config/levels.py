@@ -268,6 +268,11 @@ class Fp8Statistics(Level):
         " runs. With another one: what that recipe would give. `_columnwise`: of the transposed data, where the recipe"
         " scales blocks. Formulas and units: [statistics.md](statistics.md).",
     )
+    only_quantized: StrictBool = Field(
+        False,
+        description="Leave statistics without a recipe out where the tensor is not quantized, rather than log what a"
+        " recipe would give.",
+    )
 
 
 class Nvfp4Statistics(Level):

@@ -24,13 +24,21 @@ DEFAULT_CONFIG: dict[str, Any] = {
             "LogTensorStats": {
                 "enabled": True,
                 "tensors": ["activation", "weight", "gradient"],
-                "stats": ["min", "max", "mean", "std", "cur_amax"],
+                "stats": ["min", "max", "mean", "std", "cur_amax", "nonfinite_num"],
                 "freq": 10,
-            }
+            },
+            "LogFp8TensorStats": {
+                "enabled": True,
+                "tensors": ["activation", "weight", "gradient"],
+                "stats": ["underflows%", "overflows%"],
+                "only_quantized": True,
+                "freq": 10,
+            },
         },
     }
 }
-"""What ``config=None`` means: five statistics of the GEMM operands of every TE layer, in every tenth step."""
+"""What ``config=None`` means: statistics of the GEMM operands of every TE layer, and of what quantization loses of
+those that are quantized, in every tenth step."""
 
 _SECTION_KEYS = ("enabled", "layers")
 
