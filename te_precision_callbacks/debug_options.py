@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from te_precision_callbacks.errors import OptionError
 
 if TYPE_CHECKING:
-    import torch
     from typing_extensions import Self, Unpack
 
     from te_precision_callbacks.debug_utils import DebugActivationOverflow
+    from te_precision_callbacks.naming import Model
     from te_precision_callbacks.options import SessionKeywords, SessionOptions
 
 ACTIVATION_OVERFLOW = "activation_overflow"
@@ -157,7 +157,7 @@ class _AddNames(argparse.Action):
         setattr(namespace, self.dest, names)
 
 
-def debugging(arguments: argparse.Namespace, model: torch.nn.Module, **keywords: Unpack[SessionKeywords]) -> DebugRun:
+def debugging(arguments: argparse.Namespace, model: Model, **keywords: Unpack[SessionKeywords]) -> DebugRun:
     """What the parsed options of :func:`add_debug_options` ask for, as a context manager around a training loop.
 
     With ``te_precision`` it is an :class:`te_precision_callbacks.InspectSession`, whose ``step`` ends a debug iteration
@@ -199,7 +199,7 @@ def debugging(arguments: argparse.Namespace, model: torch.nn.Module, **keywords:
 class _WithoutSession:
     """The watch for inf and nan alone, or nothing."""
 
-    def __init__(self, model: torch.nn.Module, options: SessionOptions) -> None:
+    def __init__(self, model: Model, options: SessionOptions) -> None:
         self._model = model
         self._options = options
         self.overflow: DebugActivationOverflow | None = None

@@ -11,10 +11,13 @@ GEMMs their parts, ``<module>.fc1`` and ``<module>.fc2`` or ``<module>.gemm_0``,
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+Model = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module]
+"""A model; or several, such as the chunks of one as a list, or a generator and a discriminator under their names."""
 
 WRAPPER_CHILDREN = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"})
 """Attributes under which FSDP, torch.compile, torch's checkpoint wrapper and Lightning Fabric keep what they wrap."""
@@ -71,21 +74,19 @@ def snake_case(class_name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", words).lower()
 
 
-def named_te_modules(model: torch.nn.Module | Sequence[torch.nn.Module]) -> tuple[NamedModule, ...]:
+def named_te_modules(model: Model) -> tuple[NamedModule, ...]:
     """Find and name the Transformer Engine modules of a model, in the order of the module tree.
 
     The name is the path in the tree without the parts that wrappers add (DDP, FSDP, torch.compile, checkpoint
     wrappers); the first path, where a module is shared. The modules of a list of models get ``chunk0.``, ``chunk1.``
-    and so on. A root that is a Transformer Engine module itself lends its class: ``transformer_layer.layernorm_mlp``.
-
-    Args:
-        model: a model, or a list of the chunks of one.
+    and so on, those of a mapping its keys. A root that is a Transformer Engine module itself lends its class:
+    ``transformer_layer.layernorm_mlp``.
     """
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
     found: dict[int, NamedModule] = {}
     taken: set[str] = set()
-    for prefix, root in named_roots(model):
+    for prefix, root in named_roots(model) or ():
         is_lightning = any(base.__name__ == "LightningModule" for base in type(root).__mro__)
         for path, module in module_paths(root, prefix):
             if not isinstance(module, TransformerEngineBaseModule) or id(module) in found:
@@ -99,11 +100,21 @@ def named_te_modules(model: torch.nn.Module | Sequence[torch.nn.Module]) -> tupl
     return tuple(found.values())
 
 
-def named_roots(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
-    """A model, or the chunks of one, each with what the names in it begin with: nothing, or ``chunk0`` and so on."""
+def named_roots(model: object) -> list[tuple[str, torch.nn.Module]] | None:
+    """A model, or several, each with what the names in it begin with: nothing, ``chunk0`` and so on, or its key.
+
+    None where it is not a :data:`Model`.
+    """
     if isinstance(model, torch.nn.Module):
         return [("", model)]
-    return [(f"chunk{index}", chunk) for index, chunk in enumerate(model)]
+    if isinstance(model, Mapping):
+        roots = list(model.items())
+    elif isinstance(model, (list, tuple)):
+        roots = [(f"chunk{index}", chunk) for index, chunk in enumerate(model)]
+    else:
+        return None
+    fits = all(isinstance(key, str) and key and isinstance(root, torch.nn.Module) for key, root in roots)
+    return roots if fits else None
 
 
 def _unique(path: str, taken: set[str]) -> str:

@@ -203,7 +203,7 @@ def _sequence(key: str, value: Any) -> tuple[Any, ...]:
 def _path(key: str, value: Any) -> Path:
     if not isinstance(value, (str, os.PathLike)):
         raise OptionError(f"{key}= is a path, not {value!r}.")
-    return Path(value)
+    return Path(value).expanduser()
 
 
 def _folder(directory: Any) -> Path:

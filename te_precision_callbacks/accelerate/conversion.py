@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 from torch.nn.modules.conv import _ConvNd
 
 from te_precision_callbacks.errors import OptionError
-from te_precision_callbacks.naming import is_wrapper_part, named_roots
+from te_precision_callbacks.naming import Model, is_wrapper_part, named_roots
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class _Unconverted(NamedTuple):
     """Of the weight."""
 
 
-def warn_of_unconverted(accelerator: Accelerator, model: torch.nn.Module | Sequence[torch.nn.Module]) -> dict[str, str]:
+def warn_of_unconverted(accelerator: Accelerator, model: Model) -> dict[str, str]:
     """Say on the main process which layers ``accelerator.prepare`` left without Transformer Engine, why, and how much
     of the model they are.
 
@@ -56,7 +56,7 @@ def warn_of_unconverted(accelerator: Accelerator, model: torch.nn.Module | Seque
     return {layer: found.why for layer, found in unconverted.items()}
 
 
-def unconverted_layers(model: torch.nn.Module | Sequence[torch.nn.Module]) -> dict[str, str]:
+def unconverted_layers(model: Model) -> dict[str, str]:
     """The layers that ``accelerator.prepare`` with Transformer Engine's FP8 left as they were: name -> why.
 
     These are ``torch.nn.Linear``, and weights of other classes that are multiplied as its weight is: ``Conv1D`` of
@@ -75,7 +75,7 @@ def unconverted_layers(model: torch.nn.Module | Sequence[torch.nn.Module]) -> di
     return {layer: found.why for layer, found in _find(model).items()}
 
 
-def _find(model: torch.nn.Module | Sequence[torch.nn.Module]) -> dict[str, _Unconverted]:
+def _find(model: Model) -> dict[str, _Unconverted]:
     found: dict[str, _Unconverted] = {}
 
     def visit(module: torch.nn.Module, path: str, why: str | None) -> str | None:
@@ -128,7 +128,7 @@ def _multiplied(module: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]]
             yield name, shape
 
 
-def _converted_elements(model: torch.nn.Module | Sequence[torch.nn.Module]) -> int:
+def _converted_elements(model: Model) -> int:
     """The elements of the weights of Transformer Engine's layers."""
     modules = {id(module): module for _, root in roots_of(model) for module in root.modules()}
     return sum(
@@ -150,10 +150,9 @@ def roots_of(model: Any) -> list[tuple[str, torch.nn.Module]]:
     Raises:
         OptionError: something else.
     """
-    chunks = [model] if isinstance(model, torch.nn.Module) else model
-    if isinstance(chunks, (list, tuple)) and chunks and all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
-        return named_roots(model)
+    if roots := named_roots(model):
+        return roots
     raise OptionError(
-        f"model= is the torch.nn.Module that accelerator.prepare() gave back, or a list of them, not a"
+        f"model= is the torch.nn.Module that accelerator.prepare() gave back, or a list or mapping of them, not a"
         f" {type(model).__name__}."
     )

@@ -6,7 +6,7 @@ import json
 import logging
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -20,6 +20,7 @@ from te_precision_callbacks.accelerate.conversion import roots_of, warn_of_uncon
 from te_precision_callbacks.accelerate.tracking import TrackerSink
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.naming import Model
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, check_step_on
 from te_precision_callbacks.records import MetricSelection, StepRecords
 from te_precision_callbacks.session import InspectSession, SessionError
@@ -58,7 +59,8 @@ class PrecisionDebugger:
 
     Args:
         accelerator: the :class:`accelerate.Accelerator` that has prepared the model.
-        model: what ``accelerator.prepare`` gave back, or a list of such models.
+        model: what ``accelerator.prepare`` gave back, or a list of such models, or a mapping whose keys the names of
+            their layers begin with.
         config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
         step_on: what a debug iteration is: ``"optimizer_step"`` (:meth:`step` counts where gradients were synchronized,
             so that the batches of an accumulation are one), ``"batch"`` (every call counts).
@@ -75,7 +77,7 @@ class PrecisionDebugger:
     def __init__(
         self,
         accelerator: Accelerator,
-        model: torch.nn.Module | Sequence[torch.nn.Module],
+        model: Model,
         config: ConfigSource = None,
         *,
         step_on: StepOn = "optimizer_step",

@@ -114,7 +114,7 @@ def load_config(
         return _checked(source, Places("the config mapping"), known, None)
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"A config is a path, a mapping or None, not {type(source).__name__} {shown(source)}.")
-    path = Path(source)
+    path = Path(source).expanduser()
     data, places = read_yaml(path)
     return _checked(data, places, known, path)
 

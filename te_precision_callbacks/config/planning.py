@@ -90,7 +90,7 @@ class Plan:
         """The plan as a config of nvidia-dlfw-inspect: one section for each set of layers with the same features.
 
         Its layers are given as one anchored pattern of exact names, so that no layer is in two sections and none is hit
-        by chance. With no layer at all it holds one section that hits nothing, since an empty config is refused there.
+        by chance.
         """
         groups: dict[tuple[str, ...], list[LayerPlan]] = {}
         for entry in self.layers:
@@ -105,7 +105,7 @@ class Plan:
                 "layers": {"layer_name_regex_pattern": exact_pattern(entry.layer.name for entry in entries)},
                 **entries[0].features,
             }
-        return config or {"no layer": {"enabled": True, "layers": {"layer_name_regex_pattern": exact_pattern(())}}}
+        return config
 
 
 def exact_pattern(names: Iterable[str]) -> str:

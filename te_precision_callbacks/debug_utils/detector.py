@@ -39,7 +39,7 @@ from te_precision_callbacks.debug_utils.verdict import Judge, near_limit
 from te_precision_callbacks.engine.reduction import is_distributed, pooled
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.forwards import NO_BACKWARD, ForwardClassifier, ForwardKind, outside_of_dynamo
-from te_precision_callbacks.naming import named_roots
+from te_precision_callbacks.naming import Model, named_roots
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,8 @@ class DebugActivationOverflow:
     optimizer of the model steps or in :meth:`look`; without gradients, at the end of the outermost forward.
 
     Args:
-        model: the model, or a list of the chunks of one, on any device and in any wrapper.
+        model: the model; or several, as a list or as a mapping whose keys their paths begin with. On any device and in
+            any wrapper.
         max_frames: how many frames a report has at most.
         mode: ``deferred``, or ``immediate``: looks at the end of each module's forward, and raises from there.
         gradients: whether gradients are watched, of activations and parameters.
@@ -186,7 +187,7 @@ class DebugActivationOverflow:
 
     def __init__(
         self,
-        model: torch.nn.Module | Sequence[torch.nn.Module],
+        model: Model,
         max_frames: int = 40,
         *,
         mode: Mode = "deferred",
@@ -916,12 +917,9 @@ def _text_of(error: Exception) -> str:
 
 
 def _roots(model: object) -> list[tuple[str, torch.nn.Module]]:
-    if isinstance(model, torch.nn.Module):
-        return named_roots(model)
-    chunks = list(model) if isinstance(model, Iterable) else []
-    if not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
-        raise OverflowDetectorError(f"The model is a torch.nn.Module or a list of them, not {model!r}.")
-    return named_roots(chunks)
+    if roots := named_roots(model):
+        return roots
+    raise OverflowDetectorError(f"The model is a torch.nn.Module, or a list or mapping of them, not {model!r}.")
 
 
 def _from_transformers(

@@ -29,7 +29,7 @@ from te_precision_callbacks.dumps.recording import RECORDER
 from te_precision_callbacks.engine.engine import Measurement
 from te_precision_callbacks.engine.reduction import is_distributed
 from te_precision_callbacks.forwards import ForwardClassifier
-from te_precision_callbacks.naming import Layer, NamedModule, named_te_modules
+from te_precision_callbacks.naming import Layer, Model, NamedModule, named_roots, named_te_modules
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.records.model import LayerInfo, Row, RunInfo, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
@@ -86,7 +86,8 @@ class InspectSession:
 
     Args:
         config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
-        model: the model, or a list of the chunks of one. None: give it to :meth:`attach` later.
+        model: the model; or several, as a list or as a mapping whose keys their layers' names begin with. None: give it
+            to :meth:`attach` later.
         **keywords: see :class:`te_precision_callbacks.options.SessionOptions`.
 
     Raises:
@@ -98,21 +99,19 @@ class InspectSession:
         self,
         config: ConfigSource = None,
         *,
-        model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
+        model: Model | None = None,
         **keywords: Unpack[SessionKeywords],
     ) -> None:
         self._setup(SessionOptions.from_keywords(config, **keywords), model)
 
     @classmethod
-    def from_options(
-        cls, options: SessionOptions, model: torch.nn.Module | Sequence[torch.nn.Module] | None = None
-    ) -> InspectSession:
+    def from_options(cls, options: SessionOptions, model: Model | None = None) -> InspectSession:
         """A session with options that were checked before."""
         session = cls.__new__(cls)
         session._setup(options, model)
         return session
 
-    def _setup(self, options: SessionOptions, model: torch.nn.Module | Sequence[torch.nn.Module] | None) -> None:
+    def _setup(self, options: SessionOptions, model: Model | None) -> None:
         self._options = options
         self._model = model
         self._log_dir = options.log_dir or Path()
@@ -149,6 +148,11 @@ class InspectSession:
         self._classify.abandoned = self._is_abandoned
 
     # ------------------------------------------------------------------ what a session is, for those who look at it
+
+    def __repr__(self) -> str:
+        state = "running" if self.running else "stopped" if self._started_at else "not started"
+        at = f"{self.iteration}, {len(self._layers)} layers, log_dir={str(self._log_dir)!r}"
+        return f"<{type(self).__name__}: {state}, iteration {at}>"
 
     @property
     def running(self) -> bool:
@@ -293,7 +297,7 @@ class InspectSession:
             raise
         return self
 
-    def attach(self, model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
+    def attach(self, model: Model) -> None:
         """Name the Transformer Engine modules of ``model`` and begin to observe them.
 
         Call it when the model is complete, and again if modules were replaced since; where statistics are reduced, on
@@ -509,7 +513,7 @@ class InspectSession:
             )
         return self._inspector
 
-    def _watch_for_overflow(self, model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
+    def _watch_for_overflow(self, model: Model) -> None:
         if ACTIVATION_OVERFLOW not in self._options.debug:
             return
         from te_precision_callbacks.debug_utils import DebugActivationOverflow
@@ -526,10 +530,9 @@ class InspectSession:
         if former is not None:
             self._overflow.loss_scaled = former.loss_scaled
 
-    def _find_layers(self, inspector: Inspector, model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[Layer]:
-        chunks = [model] if isinstance(model, torch.nn.Module) else model
-        if not isinstance(chunks, (list, tuple)) or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
-            raise SessionError(f"The model is a torch.nn.Module or a list of them, not {model!r}.")
+    def _find_layers(self, inspector: Inspector, model: Model) -> list[Layer]:
+        if named_roots(model) is None:
+            raise SessionError(f"The model is a torch.nn.Module, or a list or mapping of them, not {model!r}.")
         inspector.forget_names()
         self._modules = named_te_modules(model)
         layers = [layer for module in self._modules for layer in module.layers]
@@ -714,9 +717,9 @@ def _place_in_script() -> str:
 
 
 def _same(a: object, b: object) -> bool:
-    """Whether both are the same model, or lists of the same chunks."""
-    first, second = (list(model) if isinstance(model, (list, tuple)) else [model] for model in (a, b))
-    return len(first) == len(second) and all(one is other for one, other in zip(first, second, strict=True))
+    """Whether both are the same model, or the same several under the same names."""
+    first, second = ([(name, id(root)) for name, root in named_roots(model) or ()] for model in (a, b))
+    return first == second
 
 
 def _warn_if_idle(section: Section, features: NamespacedFeatures) -> None:

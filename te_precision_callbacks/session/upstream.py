@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 import torch
 
-from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, RegisteredFeatures
+from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
 from te_precision_callbacks.engine.engine import ENGINE, Measurement, Placement
 from te_precision_callbacks.records.statistics_log import OVERWRITE_VARIABLE, claim, is_overwritten, log_file_name
 from te_precision_callbacks.session.errors import FeatureLoadError, SessionError, TransformerEngineUnavailableError
@@ -282,6 +282,8 @@ class Inspector:
     def _initialize(self, debug_api: Any, events: TextIO) -> None:
         """Start upstream, with its log of events in a file that no other process has."""
         import transformer_engine.debug.features as te_features
+        from nvdlfw_inspect.debug_manager import DebugManager
+        from nvdlfw_inspect.logging import initialize_logger
 
         import te_precision_callbacks.features as own_features
         from te_precision_callbacks.features import registration
@@ -299,8 +301,10 @@ class Inspector:
         overwritten = is_overwritten()
         os.environ.setdefault(OVERWRITE_VARIABLE, "0")  # what is at the name may be another process's by now
         try:
-            debug_api.initialize(
-                config_file=Plan((), ()).as_inspect_config(),
+            # As debug_api.initialize() does, but for the config: there is none yet, and upstream refuses an empty one.
+            initialize_logger(str(self._log_dir))
+            debug_api.DEBUG_MANAGER = DebugManager(
+                None,
                 feature_dirs=[*map(str, self._feature_dirs), *own, *upstream],
                 statistics_logger=_make_receiver(self._receive),
                 log_dir=str(self._log_dir),
@@ -349,7 +353,8 @@ class Inspector:
         from nvdlfw_inspect.registry import Registry
 
         ConfigManager.reset()
-        ConfigManager._load_config(dict(config), Registry.data)
+        if config:  # upstream refuses an empty one
+            ConfigManager._load_config(dict(config), Registry.data)
         for data in Registry.data.values():
             data.api._api_cache.clear()
         self._api.schedules = self._api.schedules_of(section.get(self._api.name, {}) for section in sections)

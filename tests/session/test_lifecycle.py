@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import nvdlfw_inspect.api as debug_api
+import nvdlfw_inspect.logging as inspect_logging
 import pytest
 import torch
 import transformer_engine.pytorch as te
+import yaml
 from transformer_engine.common.recipe import Float8CurrentScaling
 
+from te_precision_callbacks.debug_utils import ActivationOverflowError
 from te_precision_callbacks.records.statistics_log import claim
 from te_precision_callbacks.session import FeatureLoadError, InspectSession, SessionError, running_session
 from te_precision_callbacks.session.upstream import Snapshot
@@ -156,7 +159,7 @@ def test_processes_that_start_together_in_one_folder_lose_no_log(tmp_path: Path)
     """Another process takes the name after ours has made the file, and before upstream opens it."""
     events = tmp_path / "nvdlfw_inspect_logs" / "nvdlfw_inspect_globalrank-0.log"
     net = model()
-    begun = debug_api.initialize
+    begun = inspect_logging.initialize_logger
 
     def interrupted(*args: Any, **keywords: Any) -> None:
         with pytest.MonkeyPatch.context() as of_the_other:
@@ -166,7 +169,7 @@ def test_processes_that_start_together_in_one_folder_lose_no_log(tmp_path: Path)
         begun(*args, **keywords)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(debug_api, "initialize", interrupted)
+        patch.setattr(inspect_logging, "initialize_logger", interrupted)
         keeper = run(net, statistics(), 1, tmp_path)
     assert keeper.iterations == [0]
     assert events.read_text().startswith("of another process\n")
@@ -439,3 +442,56 @@ def test_a_compiled_model(tmp_path: Path, keeper: Keeper) -> None:
             session.step()
     assert torch.equal(out, plain)
     assert keeper.values("max", "0") == {0: x.max().item(), 1: x.max().item()}
+
+
+def test_several_models_are_named_by_their_keys(tmp_path: Path, keeper: Keeper) -> None:
+    models = {"gen": torch.nn.Sequential(te.Linear(32, 32)), "disc": torch.nn.Sequential(te.Linear(32, 32))}
+    config = statistics(layers=["gen"])
+    keywords: dict[str, Any] = {"debug": "activation_overflow", "sinks": [keeper]}
+    with InspectSession(config, model=models, log_dir=tmp_path, **keywords) as session:
+        assert [layer.name for layer in session.layers] == ["gen.0", "disc.0"]
+        train_step(models["gen"])
+        session.step()
+        models["disc"][0].weight.data.fill_(float("inf"))
+        with pytest.raises(ActivationOverflowError, match=r"disc\.0"):
+            models["disc"](torch.ones(16, 32))
+            session.step()
+    assert {row.layer for row in keeper.steps[0]} == {"gen.0"}
+
+
+@pytest.mark.parametrize("given", [{"gen": "no module"}, {1: torch.nn.Linear(2, 2)}, "model", [1]])
+def test_what_is_no_model_is_refused(tmp_path: Path, given: Any) -> None:
+    with pytest.raises(SessionError, match="list or mapping"):
+        InspectSession(statistics(), model=given, log_dir=tmp_path).start()
+
+
+def test_a_session_says_what_it_is(tmp_path: Path) -> None:
+    net = model()
+    session = InspectSession(statistics(), model=net, log_dir=tmp_path)
+    assert repr(session) == f"<InspectSession: not started, iteration 0, 0 layers, log_dir={str(tmp_path)!r}>"
+    with session:
+        train_step(net)
+        session.step()
+        assert repr(session).startswith("<InspectSession: running, iteration 1, 3 layers")
+    assert repr(session).startswith("<InspectSession: stopped, iteration 1, 3 layers")
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "features").mkdir()
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(statistics()))
+    session = InspectSession("~/config.yaml", model=model(), log_dir="~/run", feature_dirs="~/features")
+    with session:
+        pass
+    assert session.log_dir == tmp_path / "run"
+    assert (tmp_path / "run").is_dir()
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize("config", [statistics(), {**statistics(layers=["nothing"])}])
+def test_the_event_log_tells_of_no_config_but_the_users(tmp_path: Path, config: Any) -> None:
+    run(model(), config, 1, tmp_path, allow_unmatched=True)
+    (log,) = (tmp_path / "nvdlfw_inspect_logs").iterdir()
+    assert "no layer" not in log.read_text()
+    assert ("Loaded configs for ['stats']" in log.read_text()) is ("all" in config["stats"]["layers"]["layer_types"])
