@@ -119,6 +119,7 @@ class PrecisionDebugCallback(Callback):
             stop_at_sigterm=False,  # the trainer takes it, and calls on_exception
         )
         self._session.eval_mode_counts = False  # the trainer says when it evaluates
+        self._session.trainer_steps = True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Name the layers: here the model is complete, with what a precision plugin has replaced."""

@@ -44,7 +44,8 @@ class Layer:
     Attributes:
         name: its name in logs, records and metric names.
         aliases: other names that select it: the one that the user gave to the constructor, the path without a
-            LightningModule's own attribute, and the spellings of TE's documentation.
+            LightningModule's own attribute, the other paths of a shared module, and the spellings of TE's
+            documentation.
         types: its class and TE base classes, as ``LayerNormLinear`` and ``layernorm_linear``.
     """
 
@@ -84,20 +85,38 @@ def named_te_modules(model: Model) -> tuple[NamedModule, ...]:
     """
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-    found: dict[int, NamedModule] = {}
+    found: dict[int, tuple[torch.nn.Module, str, tuple[str, ...], bool]] = {}
     taken: set[str] = set()
+    others: list[tuple[str, str]] = []
     for prefix, root in named_roots(model) or ():
         is_lightning = any(base.__name__ == "LightningModule" for base in type(root).__mro__)
-        for path, module in module_paths(root, prefix):
-            if not isinstance(module, TransformerEngineBaseModule) or id(module) in found:
+        for path, module in module_paths(root, prefix, others=others):
+            if not isinstance(module, TransformerEngineBaseModule):
+                continue
+            if id(module) in found:
+                others.append((found[id(module)][1], path))
                 continue
             parts = _gemm_parts(module)
             if parts is None:
                 continue
-            name = _unique(path, taken)
-            layers = tuple(_layer(module, name, part, is_lightning) for part in parts)
-            found[id(module)] = NamedModule(module, name, layers)
-    return tuple(found.values())
+            found[id(module)] = module, _unique(path, taken), parts, is_lightning
+    named = []
+    for module, name, parts, is_lightning in found.values():
+        also = [again + name[len(first) :] for first, again in others if f"{name}.".startswith(f"{first}.")]
+        named.append(NamedModule(module, name, tuple(_layer(module, name, part, is_lightning, also) for part in parts)))
+    return tuple(named)
+
+
+class ModuleTree:
+    """Which modules are the children of which, to see cheaply whether it still is so."""
+
+    def __init__(self, model: Model) -> None:
+        modules = dict.fromkeys(module for _, root in named_roots(model) or () for module in root.modules())
+        self._children = [(module._modules, dict(module._modules)) for module in modules]
+
+    def changed(self) -> bool:
+        """Whether a module was added, replaced, moved or taken out since."""
+        return any(now != before for now, before in self._children)
 
 
 def named_roots(model: object) -> list[tuple[str, torch.nn.Module]] | None:
@@ -128,7 +147,11 @@ def _unique(path: str, taken: set[str]) -> str:
 
 
 def module_paths(
-    root: torch.nn.Module, prefix: str = "", *, opaque: Callable[[torch.nn.Module], bool] = lambda module: False
+    root: torch.nn.Module,
+    prefix: str = "",
+    *,
+    opaque: Callable[[torch.nn.Module], bool] = lambda module: False,
+    others: list[tuple[str, str]] | None = None,
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     """Each module below ``root`` once, parents first, with its path without wrapper parts.
 
@@ -136,8 +159,9 @@ def module_paths(
         root: the model; where wrappers are around it, what they wrap comes first.
         prefix: what the paths begin with. A root of Transformer Engine adds its class.
         opaque: says of a module that nothing below it is wanted.
+        others: takes, for each further path of a module, its first path and that one.
     """
-    seen: set[int] = set()
+    seen: dict[int, str] = {}
     root = _unwrapped(root, opaque)
     if any(base.__module__.startswith("transformer_engine.") for base in type(root).__mro__):
         # fully_shard puts a class of torch before the module's own.
@@ -148,13 +172,17 @@ def module_paths(
     while stack:
         path, module = stack.pop()
         if id(module) in seen:
+            if others is not None and path != seen[id(module)]:
+                others.append((seen[id(module)], path))
             continue
-        seen.add(id(module))
+        seen[id(module)] = path
         yield path, module
         if opaque(module):
             continue
         children = []
-        for child_name, child in module.named_children():
+        for child_name, child in module._modules.items():  # named_children() leaves a second path out
+            if child is None:
+                continue
             transparent = is_wrapper_part(module, child_name)
             children.append((path if transparent else f"{path}.{child_name}" if path else child_name, child))
         stack.extend(reversed(children))
@@ -192,12 +220,12 @@ def _gemm_parts(module: torch.nn.Module) -> tuple[str, ...] | None:
     return ("",) if classes & {"Linear", "LayerNormLinear"} else None
 
 
-def _layer(module: torch.nn.Module, name: str, part: str, is_lightning: bool) -> Layer:
+def _layer(module: torch.nn.Module, name: str, part: str, is_lightning: bool, also: Sequence[str]) -> Layer:
     bases = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformer_engine.pytorch")]
     classes = dict.fromkeys([type(module).__name__, *(base for base in bases if base != "TransformerEngineBaseModule")])
     given = _AUTOMATIC_NAME.sub("", str(getattr(module, "name", None) or ""))
     without_attribute = name.partition(".")[2] if is_lightning else ""
-    candidates = [alias + part for alias in (given, without_attribute) if alias]
+    candidates = [alias + part for alias in (given, without_attribute, *also) if alias]
     for old, new in _OLD_SPELLINGS:
         candidates += [
             alias.replace(old, new) for alias in [name + part, *candidates] if re.search(rf"\b{old}\b", alias)

@@ -173,6 +173,7 @@ class PrecisionDebugger:
             self._refuse_step()
             return None
         if self._step_on == "optimizer_step" and not self._accelerator.sync_gradients:
+            self._session.in_accumulation()
             return None
         self._last_logging_step = self._session.iteration + 1 if step is None else step
         return self._session.step(self._last_logging_step)

@@ -16,6 +16,7 @@ import copy
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,9 @@ from te_precision_callbacks.session.errors import SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.precision import PrecisionAudit
 from te_precision_callbacks.session.upstream import reset_schedule
+
+MOST_FORWARDS = 100
+"""Training forwards of a module in one debug iteration at which the loop may have forgotten to step."""
 
 FORWARD_TENSORS = frozenset({"activation", "weight", "output"})
 
@@ -41,9 +45,16 @@ class ForwardHooks:
         classify: decides the kind of a forward.
         failures: receives what goes wrong in observation.
         audit: receives the precision that each GEMM operand really had.
+
+    Attributes:
+        on_many_forwards: called in the :data:`MOST_FORWARDS`-th training forward of a module without a step in between.
+        unwatched: the modules that are not watched, and ran a forward with gradients in training.
     """
 
     def __init__(self, classify: ForwardClassifier, failures: ObservationFailures, audit: PrecisionAudit) -> None:
+        self.on_many_forwards: Callable[[torch.nn.Module], None] | None = None
+        self.unwatched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._forwards: dict[int, int] = {}
         self._classify = classify
         self._failures = failures
         self._audit = audit
@@ -60,6 +71,7 @@ class ForwardHooks:
     def watch(self, modules: dict[int, torch.nn.Module]) -> None:
         """Set the modules (by ``id``) that the session acts on; any other module runs as without a session."""
         self._release()
+        self.unwatched.clear()
         self._modules = modules
         self._idle_in_evaluation.clear()
         self._idle_under.clear()
@@ -75,6 +87,7 @@ class ForwardHooks:
 
     def begin(self, iteration: int) -> None:
         """Arm the modules on which a feature may act in an iteration, and let the others rest."""
+        self.forget_forwards()
         for module in list(self._armed.values()):
             upcoming = module.__dict__["next_iter_when_debug_should_be_run"]
             if upcoming is None:
@@ -92,6 +105,10 @@ class ForwardHooks:
                 reset_schedule(module)
                 self._arm(module)
 
+    def forget_forwards(self) -> None:
+        """Count the forwards of each module anew."""
+        self._forwards.clear()
+
     def install(self) -> None:
         """Replace the seams.
 
@@ -106,7 +123,7 @@ class ForwardHooks:
         _require(debug_quantization, "DebugQuantizer", "API_CALL_MODIFY", "HIGH_PRECISION", "STANDARD_QUANTIZE")
         _require(debug_quantization.DebugQuantizer, *_OVERRIDDEN)
         self._own_is_debug_iter = module_class.is_debug_iter
-        self._replace(module_class, "is_debug_iter", lambda module: False)  # for modules that are not watched
+        self._replace(module_class, "is_debug_iter", self._make_is_debug_iter_of_unwatched())
         self._replace(
             module_class,
             "no_debug_features_active",
@@ -126,6 +143,7 @@ class ForwardHooks:
             owner, name, value = self._saved.pop()
             setattr(owner, name, value)
         self._modules = {}
+        self.unwatched.clear()
         self._current = threading.local()
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
@@ -157,9 +175,24 @@ class ForwardHooks:
         self._current.module = module
         if kind is ForwardKind.UNTOUCHED:
             return False
+        if kind is ForwardKind.OBSERVED and self.on_many_forwards is not None:
+            count = self._forwards[id(module)] = self._forwards.get(id(module), 0) + 1
+            if count == MOST_FORWARDS:
+                self.on_many_forwards(module)
         if kind is ForwardKind.EVALUATION:
             return self._idle_in_evaluation.get(id(module)) != int(TEDebugState.get_iteration())
         return bool(self._own_is_debug_iter(module))
+
+    def _make_is_debug_iter_of_unwatched(self) -> Callable[[Any], bool]:
+        unwatched, classify = self.unwatched, self._classify
+
+        @outside_of_dynamo
+        def is_debug_iter(module: Any) -> bool:
+            if module.training and torch.is_grad_enabled() and not classify.paused:
+                unwatched.add(module)
+            return False
+
+        return is_debug_iter
 
     def _make_no_debug_features_active(self, upstream: Any) -> Any:
         from transformer_engine.debug.pytorch.debug_state import TEDebugState

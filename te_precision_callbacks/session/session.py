@@ -29,13 +29,13 @@ from te_precision_callbacks.dumps.recording import RECORDER
 from te_precision_callbacks.engine.engine import Measurement
 from te_precision_callbacks.engine.reduction import is_distributed
 from te_precision_callbacks.forwards import ForwardClassifier
-from te_precision_callbacks.naming import Layer, Model, NamedModule, named_roots, named_te_modules
+from te_precision_callbacks.naming import Layer, Model, ModuleTree, NamedModule, named_roots, named_te_modules
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.records.model import LayerInfo, Row, RunInfo, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
 from te_precision_callbacks.session.errors import ObservationError, SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
-from te_precision_callbacks.session.forward import ForwardHooks
+from te_precision_callbacks.session.forward import MOST_FORWARDS, ForwardHooks
 from te_precision_callbacks.session.parallel import OptimizerSteps, Ranks, placements
 from te_precision_callbacks.session.precision import GemmPrecision, PrecisionAudit
 from te_precision_callbacks.session.signals import Termination, Uninterrupted
@@ -131,6 +131,11 @@ class InspectSession:
         self._overflow: DebugActivationOverflow | None = None
         self._overflow_reports = 0
         self._watched_model: object = None
+        self._model_attached: Model = ()
+        self._tree: ModuleTree | None = None
+        self._layers_of_all: tuple[Layer, ...] = ()
+        self._trainer_steps = False
+        self._said: set[str] = set()
         self._optimizer_steps: OptimizerSteps | None = None
         self._attached = False
         self._gathered = _Gathered()
@@ -140,12 +145,12 @@ class InspectSession:
         self._final_iteration = options.start_step or 0
         self._last_logging_step: int | None = None
         self._owner_has_left: Callable[[], bool] | None = None
-        self._said_ended = False
         self._started_at = ""
         self._process = os.getpid()
         self._said_forked = False
         self._termination: Termination | None = None
         self._classify.abandoned = self._is_abandoned
+        self._hooks.on_many_forwards = self._say_forgotten
 
     # ------------------------------------------------------------------ what a session is, for those who look at it
 
@@ -188,6 +193,16 @@ class InspectSession:
     @eval_mode_counts.setter
     def eval_mode_counts(self, value: bool) -> None:
         self._classify.eval_mode_counts = value
+
+    @property
+    def trainer_steps(self) -> bool:
+        """Whether a trainer calls :meth:`step`, so that nobody can forget it. Where a loop calls it, 100 training
+        forwards of one module without a step get one warning."""
+        return self._trainer_steps
+
+    @trainer_steps.setter
+    def trainer_steps(self, value: bool) -> None:
+        self._trainer_steps = value
 
     @property
     def abandoned(self) -> Callable[[], bool] | None:
@@ -317,12 +332,10 @@ class InspectSession:
         layers_of_all = ranks.pool(layers)
         plan, sections = ranks.together(lambda: self._plan(inspector, layers, layers_of_all))
         ranks.require_alike(flat_config(options.config.enabled_sections, sections), inspector.iteration)
-        self._layers = _layer_infos(layers, plan)
-        inspector.configure(plan.as_inspect_config(), self._config_source, sections)
+        self._layers_of_all = tuple(layers_of_all)
         if ranks.several and self._optimizer_steps is None:
             self._optimizer_steps = OptimizerSteps()
             inspector.count_optimizer_steps(self._optimizer_steps)
-        inspector.place(placements(self._modules, options.process_group), self._failures.report)
         if not options.config.enabled_sections:
             logger.warning("The config (%s) has no enabled section, so nothing is done.", self._config_source)
         for section, features in zip(options.config.enabled_sections, sections, strict=True):
@@ -334,10 +347,8 @@ class InspectSession:
                 " GroupedLinear), so there are no statistics. Training goes on %s.",
                 "with activation overflow detection alone" if watched else "without precision debugging",
             )
-        for module in self._modules:
-            inspector.name_module(module.module, module.name)
-            inspector.log(f"Assigned layer name: {module.name}")
-        self._hooks.watch({id(module.module): module.module for module in self._modules})
+        self._observe(inspector, layers, plan, sections)
+        self._model_attached, self._tree = model, ModuleTree(model)
         self._attached = True
         self._watch_for_overflow(model)
 
@@ -391,6 +402,7 @@ class InspectSession:
             self._failures.report("gathering the statistics of", f"iteration {ending.iteration}", error)
             self._gather_local(inspector, ending)
         self._hooks.begin(inspector.iteration)
+        self._follow_model(inspector)
         try:
             return self._hand_over(ending)
         finally:
@@ -429,6 +441,7 @@ class InspectSession:
             self._final_iteration = self._completed(inspector)
             self._overflow = self._watched_model = None
             self._modules = ()
+            self._model_attached, self._tree = (), None
             self._inspector = None
 
     def __enter__(self) -> InspectSession:
@@ -499,11 +512,81 @@ class InspectSession:
             self._overflow_reports = overflow.reports
 
     def _say_ended(self) -> None:
-        if not self._said_ended:
-            self._said_ended = True
+        if self._first_time("ended"):
             logger.error(
                 "The script has called debug_api.end_debug() while the session was running, so nothing is observed any"
                 " more. Training goes on. Leave initialize, step and end_debug to the session."
+            )
+
+    def _first_time(self, what: str) -> bool:
+        """Whether something has not been said yet in this run."""
+        first = what not in self._said
+        self._said.add(what)
+        return first
+
+    def _say_forgotten(self, module: torch.nn.Module) -> None:
+        if not self._trainer_steps and self._rank == 0 and self._first_time("forgotten"):
+            logger.warning(
+                "%s has run %d forwards in training without a step(). A debug iteration lasts from step() to step(),"
+                " called after each step of the optimizer: without it every forward belongs to iteration %d, and no"
+                " statistics are logged. Where so many micro-batches are accumulated for one step of the optimizer,"
+                " nothing is wrong.",
+                module.name,
+                MOST_FORWARDS,
+                self.iteration,
+            )
+
+    def in_accumulation(self) -> None:
+        """Say that a batch has ended which is no step of its own, for a loop that will call :meth:`step` later."""
+        self._hooks.forget_forwards()
+
+    def _observe(
+        self, inspector: Inspector, layers: Sequence[Layer], plan: Plan, sections: Sequence[NamespacedFeatures]
+    ) -> None:
+        """Name and watch this rank's modules; without a collective."""
+        self._layers = _layer_infos(layers, plan)
+        inspector.configure(plan.as_inspect_config(), self._config_source, sections)
+        inspector.place(placements(self._modules, self._options.process_group), self._failures.report)
+        for module in self._modules:
+            inspector.name_module(module.module, module.name)
+            inspector.log(f"Assigned layer name: {module.name}")
+        self._hooks.watch({id(module.module): module.module for module in self._modules})
+
+    def _follow_model(self, inspector: Inspector) -> None:
+        """Watch what has come into the model since the last step, and say what trains outside of it.
+
+        Without a collective, since other ranks may have nothing new: a section matches if it did when all attached.
+        """
+        if self._tree is not None and self._tree.changed():
+            before = {id(module.module): module.name for module in self._modules}
+            try:
+                layers = self._find_layers(inspector, self._model_attached)
+                plan, sections = self._plan(inspector, layers, [*dict.fromkeys([*self._layers_of_all, *layers])])
+                self._observe(inspector, layers, plan, sections)
+            except Exception as error:
+                self._failures.report("following", "the changed model", error)
+            self._tree = ModuleTree(self._model_attached)
+            self._say_changed(before, inspector.iteration)
+        elif self._hooks.unwatched and self._first_time("unwatched"):
+            logger.warning(
+                "%s trains outside of the model that the session was given, so nothing watches it. A module is found"
+                " as an attribute of another one or in a torch.nn.ModuleList or ModuleDict, not in a plain list or"
+                " dict. model= also takes several models.",
+                ", ".join(sorted(f"{type(module).__name__} {module.name!r}" for module in self._hooks.unwatched)),
+            )
+
+    def _say_changed(self, before: dict[int, str], iteration: int) -> None:
+        now = {id(module.module): module.name for module in self._modules}
+        news = [f"{name} is new" for key, name in now.items() if key not in before]
+        news += [f"{before[key]} is now {name}" for key, name in now.items() if before.get(key, name) != name]
+        news += [f"{name} has left" for key, name in before.items() if key not in now and name not in now.values()]
+        if news:
+            logger.log(
+                logging.WARNING if self._first_time("changed") else logging.INFO,
+                "The model has changed: %s. The session follows from iteration %d on; what ran before is not observed"
+                " under these names.",
+                ", ".join(news),
+                iteration,
             )
 
     def _running(self, what: str) -> Inspector:

@@ -25,6 +25,7 @@ from te_precision_callbacks.config.planning import NamespacedFeatures, Registere
 from te_precision_callbacks.engine.engine import ENGINE, Measurement, Placement
 from te_precision_callbacks.records.statistics_log import OVERWRITE_VARIABLE, claim, is_overwritten, log_file_name
 from te_precision_callbacks.session.errors import FeatureLoadError, SessionError, TransformerEngineUnavailableError
+from te_precision_callbacks.session.stray_calls import StrayCalls
 
 logger = logging.getLogger(__name__)
 
@@ -225,6 +226,7 @@ class Inspector:
         self._snapshot: Snapshot | None = None
         self._initialized = False
         self._manager: Any = None
+        self._stray_calls: StrayCalls | None = None
         self._last_iteration = 0
 
     def start(self, rank: int) -> None:
@@ -257,6 +259,7 @@ class Inspector:
         self._initialized = True
         manager: Any = debug_api.DEBUG_MANAGER
         self._manager = manager
+        self._stray_calls = StrayCalls(manager)
         manager._tensor_reduction_group = self._process_group
         self._api.reduce = self._reduce
         self._api.receiver = self._receive_statistics
@@ -404,15 +407,11 @@ class Inspector:
 
     @iteration.setter
     def iteration(self, value: int) -> None:
-        import nvdlfw_inspect.api as debug_api
-
-        debug_api.initialize_training_step(value)
+        type(self._manager).initialize_training_step(self._manager, value)  # see stray_calls.py
 
     def step(self) -> None:
         """Count the iteration and have the gathered statistics logged; with collectives, unless ``reduce=False``."""
-        import nvdlfw_inspect.api as debug_api
-
-        debug_api.step()
+        type(self._manager).step(self._manager)  # see stray_calls.py
 
     def log_local_statistics(self) -> None:
         """Have the gathered statistics of this rank logged, without a collective. Nothing, if it never started."""
@@ -432,6 +431,9 @@ class Inspector:
                 debug_api.end_debug()
         finally:
             debug_api.DEBUG_MANAGER = self._manager = None
+            if self._stray_calls is not None:
+                self._stray_calls.remove()
+                self._stray_calls = None
             # A start that failed has no manager to end, and may have got as far as the namespace's features.
             vars(STATS_BUFFERS).pop("log_stats", None)
             ENGINE.reset()

@@ -146,6 +146,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
                 session.iteration = state.global_step
             session.attach(model)
             session.observing = False
+            session.trainer_steps = True
             loop = find_loop(handler, state) if handler is not None else None
             if loop is not None and loop.accelerator is not None:
                 warn_of_unconverted(loop.accelerator, model)

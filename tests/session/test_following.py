@@ -1,0 +1,168 @@
+"""What a script forgets, leaves in from upstream, or changes in the model while a session runs."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import nvdlfw_inspect.api as debug_api
+import pytest
+import torch
+import transformer_engine.pytorch as te
+
+from te_precision_callbacks.config import ConfigError
+from te_precision_callbacks.session import InspectSession
+from tests.conftest import Keeper, feature, statistics
+
+
+def train(net: Any) -> None:
+    net(torch.randn(16, 32)).sum().backward()
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [found.getMessage() for found in caplog.records if found.levelno >= logging.WARNING]
+
+
+class Net(torch.nn.Module):
+    """Two layers under a path each; what ``extra`` holds runs after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = te.Linear(32, 32)
+        self.second = te.Linear(32, 32)
+        self.extra: list[torch.nn.Module] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in (self.first, self.second, *self.extra):
+            x = part(x)
+        return x
+
+
+# ------------------------------------------------------------------ a step that is forgotten
+
+
+@pytest.mark.parametrize("freq", [1, 10])
+def test_a_forgotten_step_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, freq: int) -> None:
+    net = te.Linear(32, 32)
+    with InspectSession(statistics(freq=freq), model=net, log_dir=tmp_path):
+        for _ in range(99):
+            train(net)
+        assert said(caplog) == []
+        for _ in range(201):
+            train(net)
+    (text,) = said(caplog)
+    assert "linear has run 100 forwards in training without a step()" in text
+    assert "accumulated" in text, "an accumulation of more batches is nothing wrong"
+
+
+def test_a_loop_that_steps_and_evaluates_is_told_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net = te.Linear(32, 32)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        for _ in range(3):
+            for _ in range(60):
+                train(net)
+            with torch.no_grad():
+                for _ in range(120):
+                    net(torch.randn(16, 32))
+            session.step()
+    assert said(caplog) == []
+
+
+# ------------------------------------------------------------------ calls of upstream that were left in
+
+
+def test_upstreams_calls_that_were_left_in_do_nothing_and_are_said(
+    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept_before = debug_api.step
+    functions = {name: getattr(debug_api, name) for name in ("initialize", "infer_and_assign_layer_names")}
+    net = Net()
+    with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+        debug_api.initialize("upstream.yaml", log_dir=str(tmp_path / "theirs"))
+        debug_api.infer_and_assign_layer_names(net)
+        debug_api.set_tensor_reduction_group(None)
+        debug_api.initialize_training_step(40)
+        for _ in range(3):
+            train(net)
+            session.step()
+            debug_api.step()
+            kept_before()
+    assert keeper.iterations == [0, 1, 2], "each step is counted once"
+    assert {row.layer for row in keeper.steps[2]} == {"first", "second"}
+    assert not (tmp_path / "theirs").exists()
+    calls = ("initialize", "infer_and_assign_layer_names", "set_tensor_reduction_group", "initialize_training_step")
+    for name, text in zip((*calls, "step"), said(caplog), strict=True):
+        assert f"calls debug_api.{name}() while the session is running. The call is ignored." in text
+    assert {name: getattr(debug_api, name) for name in functions} == functions
+
+
+# ------------------------------------------------------------------ a model that changes
+
+
+def test_a_shared_module_is_selected_by_each_of_its_paths(tmp_path: Path, keeper: Keeper) -> None:
+    net = torch.nn.Module()
+    net.body = torch.nn.Sequential(te.Linear(32, 32), te.LayerNormMLP(32, 64))
+    net.tied = net.body
+    net.head = net.body[0]
+    for names in (["body.0"], ["tied.0"], ["head"]):
+        exact = statistics()
+        exact["stats"]["layers"] = {"exact_layer_names": names}
+        with InspectSession(exact, model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+            assert [layer.name for layer in session.layers] == ["body.0", "body.1.fc1", "body.1.fc2"]
+            train(net.body)
+            session.step()
+        assert {row.layer for row in keeper.steps[-1]} == {"body.0"}
+    with pytest.raises(ConfigError, match="matches none"):
+        InspectSession(statistics(layers=["tied.2"]), model=net, log_dir=tmp_path).start()
+
+
+def test_what_comes_into_the_model_is_watched(tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture) -> None:
+    """Built, replaced and moved after the start; a feature that changes precision acts on it, too."""
+    net = Net()
+    config = {**statistics(), "high": feature("DisableFP8Layer", ["third"])}
+    with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper], allow_unmatched=True) as session:
+        caplog.clear()
+        train(net)
+        session.step()
+        net.third = te.Linear(32, 32)  # built
+        net.extra = [net.third]
+        net.first = te.Linear(32, 32)  # replaced
+        net.moved = net.second
+        del net.second
+        net.second = lambda x: net.moved(x)  # type: ignore[assignment]
+        train(net)
+        session.step()  # here the change is seen
+        with te.autocast(enabled=True):
+            train(net)
+        session.step()
+        ran = {entry.layer: entry.operands["weight"] for entry in session.precision if entry.gemm == "fprop"}
+    assert {row.layer for row in keeper.steps[-1]} == {"first", "moved", "third"}
+    assert ran["third"] == "FP32"
+    assert "FP8 E4M3" in ran["moved"]
+    (text,) = said(caplog)
+    assert "first is new" in text
+    assert "third is new" in text
+    assert "second is now moved" in text
+
+
+def test_a_module_outside_of_the_tree_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net = Net()
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        net.extra = [te.Linear(32, 32, name="in_a_list")]
+        for _ in range(3):
+            train(net)
+            session.step()
+    (text,) = said(caplog)
+    assert "Linear 'in_a_list' trains outside of the model" in text
+
+
+def test_a_teacher_that_only_evaluates_is_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net, teacher = Net(), te.Linear(32, 32)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        for _ in range(2):
+            train(net)
+            with torch.no_grad():
+                teacher(torch.randn(16, 32))
+            session.step()
+    assert said(caplog) == []
