@@ -40,6 +40,7 @@ class ForwardClassifier:
 
     Attributes:
         paused: set by a front door while it evaluates.
+        kept: whether the session has ended and left the features that change precision: every forward is an evaluation.
         eval_mode_counts: whether a module in eval mode is being evaluated. Not so where the front door says when it
             evaluates: a model may be trained in eval mode, or left in it by a validation that failed.
         abandoned: whether the loop that started the session has ended without a word, so that nothing is its any more.
@@ -48,6 +49,7 @@ class ForwardClassifier:
     def __init__(self, *, precision_features_in_eval: bool) -> None:
         self._evaluation = ForwardKind.EVALUATION if precision_features_in_eval else ForwardKind.UNTOUCHED
         self.paused = False
+        self.kept = False
         self.eval_mode_counts = True
         self.abandoned: Callable[[], bool] | None = None
 
@@ -55,6 +57,8 @@ class ForwardClassifier:
         """The kind of the forward of ``module`` that is being entered."""
         if self.abandoned is not None and self.abandoned():
             return ForwardKind.UNTOUCHED
+        if self.kept:
+            return self._evaluation
         if self.paused or (self.eval_mode_counts and not module.training):
             return self._evaluation
         if torch._C._current_graph_task_id() != NO_BACKWARD:

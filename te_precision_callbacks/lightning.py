@@ -21,7 +21,8 @@ from te_precision_callbacks.errors import MissingExtraError
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, check_step_on, spelled_out
 from te_precision_callbacks.records import MetricSelection, RunInfo, StepRecords
 from te_precision_callbacks.records.loggers import add_to_tensorboard, names_for_mlflow, wandb_histogram
-from te_precision_callbacks.session import InspectSession, SessionError
+from te_precision_callbacks.session import InspectSession, SessionError, SessionOutcome
+from te_precision_callbacks.session.outcome import Mailbox
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -46,7 +47,8 @@ class PrecisionDebugCallback(Callback):
     ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
 
     Sanity checks, validation, test and predict are not observed; features that change precision act in validation as in
-    training. After an exception or Ctrl-C the session is closed, and what was gathered since the last step is written.
+    training, and with ``keep_precision=True`` also after the fit, until :meth:`release` or the next fit. After an
+    exception or Ctrl-C the session is closed, and what was gathered since the last step is written.
 
     With ``debug="activation_overflow"`` the fit ends with an ``ActivationOverflowError`` where an activation or a
     gradient becomes inf or nan; see docs/activation-overflow.md.
@@ -81,26 +83,46 @@ class PrecisionDebugCallback(Callback):
         self._options = SessionOptions.from_keywords(config, **keywords)
         self._step_on = step_on
         self._session: InspectSession | None = None
+        self._outcome: SessionOutcome | None = None
+        self._mailbox = Mailbox()
         self._restored_iteration: int | None = None
         self._last_global_step = 0
         self._step_of_batch: int | None = None
 
     @property
-    def session(self) -> InspectSession:
-        """The session of the current or last fit in this process; where processes are spawned, it is theirs.
+    def session(self) -> InspectSession | SessionOutcome:
+        """The session of the current or last fit; where the fit was in other processes, what that of rank 0 has found.
 
         Raises:
-            SessionError: nothing was fitted yet.
+            SessionError: nothing was fitted yet, or the session of rank 0 has left nothing here.
         """
+        self._outcome = self._mailbox.take() or self._outcome
+        if self._outcome is not None:
+            return self._outcome
         if self._session is None:
-            raise SessionError("The callback has no session yet: it starts one when trainer.fit() begins.")
+            raise SessionError(
+                "The callback has no session yet: it starts one when trainer.fit() begins. Where a strategy such as"
+                " ddp_spawn fits in other processes, the session is theirs, and what that of rank 0 has found comes"
+                " here when it ends, on the machine of rank 0. Its logs are in log_dir."
+            )
         return self._session
+
+    @property
+    def _live(self) -> InspectSession:
+        if self._session is None:
+            raise SessionError("trainer.fit() has not called setup() of PrecisionDebugCallback.")
+        return self._session
+
+    def release(self) -> None:
+        """End what ``keep_precision=True`` has left acting on the model after the fit."""
+        if self._session is not None:
+            self._session.release()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the session, and without the methods of the model that a trainer hangs on a callback: both belong to
         this process, and a trainer that spawns others pickles the callback."""
         kept = {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
-        return {**kept, "_session": None}
+        return {**kept, "_session": None, "_outcome": None}
 
     # ------------------------------------------------------------------ start
 
@@ -108,7 +130,8 @@ class PrecisionDebugCallback(Callback):
         """Start the session, before configure_model or a precision plugin builds modules."""
         if stage != "fit":
             return
-        self._stop(None)  # of an earlier fit, whose on_exception another callback has cut short
+        self._stop(trainer, None)  # of an earlier fit, whose on_exception another callback has cut short
+        self._outcome = None
         self._restored_iteration = None
         self._step_of_batch = None
         select = MetricSelection(self._options.prefix, self._options.log_filter)
@@ -123,7 +146,7 @@ class PrecisionDebugCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Name the layers: here the model is complete, with what a precision plugin has replaced."""
-        session = self.session
+        session = self._live
         if self._restored_iteration is not None:
             session.iteration = self._restored_iteration
         session.attach(pl_module)
@@ -132,17 +155,17 @@ class PrecisionDebugCallback(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Take the step of a resumed fit: before its first batch the trainer has not restored all of its own."""
-        if self.session.overflow is not None:
-            self.session.overflow.begin_batch()
+        if self._live.overflow is not None:
+            self._live.overflow.begin_batch()
         first = self._step_of_batch is None
         self._step_of_batch = self._logging_step(trainer)
         if not first:
             return
         if self._restored_iteration is None and self._options.start_step is None:
-            self.session.iteration = self._step_of_batch
+            self._live.iteration = self._step_of_batch
         elif self._restored_iteration is not None and trainer.global_step > self._last_global_step:
             # The checkpoint was written after the optimizer's step, and before this callback had counted it.
-            self.session.iteration = self._restored_iteration + 1
+            self._live.iteration = self._restored_iteration + 1
         self._last_global_step = trainer.global_step
 
     # ------------------------------------------------------------------ step
@@ -155,7 +178,7 @@ class PrecisionDebugCallback(Callback):
         stepped = trainer.global_step != self._last_global_step
         self._last_global_step = trainer.global_step
         if stepped or self._step_on == "batch":
-            self.session.step(self._step_of_batch)
+            self._live.step(self._step_of_batch)
 
     def _logging_step(self, trainer: Trainer) -> int:
         """The step at which the trainer logs the metrics of the current batch, or the count of batches before it."""
@@ -165,8 +188,21 @@ class PrecisionDebugCallback(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Observe nothing during validation and sanity checks, whatever the module does there."""
+        self._tell_of_evaluation(trainer)
         if self._session is not None:
             self._session.observing = False
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say where the features that changed precision in the fit do not act any more."""
+        self._tell_of_evaluation(trainer)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say where the features that changed precision in the fit do not act any more."""
+        self._tell_of_evaluation(trainer)
+
+    def _tell_of_evaluation(self, trainer: Trainer) -> None:
+        if self._session is not None and trainer.state.fn is not None:
+            self._session.tell_of_evaluation(f"trainer.{trainer.state.fn.value}()")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Observe again."""
@@ -195,15 +231,21 @@ class PrecisionDebugCallback(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """End the session."""
-        self._stop(None)
+        self._stop(trainer, None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """End the session: after an exception the trainer calls no teardown hook."""
-        self._stop(exception)
+        self._stop(trainer, exception)
 
-    def _stop(self, error: BaseException | None) -> None:
-        if self._session is not None:
+    def _stop(self, trainer: Trainer, error: BaseException | None) -> None:
+        if self._session is None:
+            return
+        was_running = self._session.running
+        try:
             self._session.stop(error, self._step_of_batch)
+        finally:
+            if was_running and trainer.is_global_zero and self._mailbox.in_child:
+                self._mailbox.put(SessionOutcome.of(self._session))
 
 
 def _log_dir_of(trainer: Trainer) -> Path:

@@ -45,6 +45,7 @@ class SessionKeywords(TypedDict, total=False):
     log_filter: LogFilter
     debug: DebugValue
     precision_features_in_eval: bool
+    keep_precision: bool
     allow_unmatched: bool
     strict: bool
 
@@ -69,6 +70,8 @@ class SessionOptions:
         debug: ``"activation_overflow"`` stops where an activation or a gradient becomes inf or nan; ``"te_precision"``
             is what a session does anyway. See :mod:`te_precision_callbacks.debug_options`.
         precision_features_in_eval: whether features that change precision act in evaluation as they do in training.
+        keep_precision: whether features that change precision go on acting on the model after a normal end, as they do
+            in evaluation, until ``release()``, the next session, or the end of the process.
         allow_unmatched: a section that matches no layer warns instead of raising.
         strict: a failure in observation raises instead of being reported once.
     """
@@ -86,6 +89,7 @@ class SessionOptions:
     log_filter: LogFilter = None
     debug: tuple[str, ...] = ()
     precision_features_in_eval: bool = True
+    keep_precision: bool = False
     allow_unmatched: bool = False
     strict: bool = False
 
@@ -103,9 +107,14 @@ class SessionOptions:
                 raise OptionError("step_on= is an option of PrecisionDebugCallback and PrecisionDebugger alone.")
             if key not in known:
                 raise OptionError(f"There is no option {key!r}.{suggestion(key, known)}")
-        for key in ("reduce", "precision_features_in_eval", "allow_unmatched", "strict"):
+        for key in ("reduce", "precision_features_in_eval", "keep_precision", "allow_unmatched", "strict"):
             if not isinstance(keywords.get(key, True), bool):
                 raise OptionError(f"{key}= is True or False, not {keywords[key]!r}.")
+        if keywords.get("keep_precision") and keywords.get("precision_features_in_eval") is False:
+            raise OptionError(
+                "keep_precision=True keeps what acts in evaluation, and precision_features_in_eval=False says that"
+                " nothing does. Leave one of the two away."
+            )
         start_step = keywords.get("start_step")
         if start_step is not None and (type(start_step) is not int or start_step < 0):
             raise OptionError(f"start_step= is a step from 0 on, not {start_step!r}.")

@@ -14,12 +14,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from te_precision_callbacks.records.statistics_log import STATISTICS_FOLDER
-from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session import InspectSession, SessionOutcome
 from te_precision_callbacks.session.precision import GEMMS, GemmPrecision
 from te_precision_callbacks.session.upstream import EVENTS_FOLDER
 
 
-def summary(session: InspectSession, *, unconverted: Mapping[str, str] | None = None) -> RenderableType:
+def summary(
+    session: InspectSession | SessionOutcome, *, unconverted: Mapping[str, str] | None = None
+) -> RenderableType:
     """The precision of each GEMM, the last statistics of each watched tensor, and where the logs are.
 
     Args:
@@ -33,7 +35,7 @@ def summary(session: InspectSession, *, unconverted: Mapping[str, str] | None = 
     return Group(*(table for table in tables if table.row_count), *logs)
 
 
-def precision_table(session: InspectSession) -> Table:
+def precision_table(session: InspectSession | SessionOutcome) -> Table:
     """A row a layer, a column a GEMM: the formats of its two operands, as in ``session.precision``."""
     table = Table(title="Precision that really ran", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("layer", no_wrap=True)
@@ -61,7 +63,7 @@ def unconverted_table(unconverted: Mapping[str, str]) -> Table:
     return table
 
 
-def statistics_table(session: InspectSession) -> Table:
+def statistics_table(session: InspectSession | SessionOutcome) -> Table:
     """A row a watched tensor below the name of its layer, a column a statistic: its last value."""
     table = Table(title="Last statistics", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     rows = [row for row in session.last_statistics if row.layer]

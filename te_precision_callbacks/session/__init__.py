@@ -14,6 +14,7 @@ from te_precision_callbacks.session.errors import (
     SessionError,
     TransformerEngineUnavailableError,
 )
+from te_precision_callbacks.session.outcome import SessionOutcome
 from te_precision_callbacks.session.session import InspectSession, running_session
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "InspectSession",
     "ObservationError",
     "SessionError",
+    "SessionOutcome",
     "TransformerEngineUnavailableError",
     "running_session",
 ]

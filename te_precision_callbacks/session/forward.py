@@ -105,6 +105,11 @@ class ForwardHooks:
                 reset_schedule(module)
                 self._arm(module)
 
+    def keep(self) -> None:
+        """End observation, and leave the features that change precision, until :meth:`remove`."""
+        self._classify.kept = True
+        self.arm()
+
     def forget_forwards(self) -> None:
         """Count the forwards of each module anew."""
         self._forwards.clear()
@@ -179,6 +184,8 @@ class ForwardHooks:
             count = self._forwards[id(module)] = self._forwards.get(id(module), 0) + 1
             if count == MOST_FORWARDS:
                 self.on_many_forwards(module)
+        if self._classify.kept:
+            return True  # the iteration does not change any more, and what was idle in it may have become otherwise
         if kind is ForwardKind.EVALUATION:
             return self._idle_in_evaluation.get(id(module)) != int(TEDebugState.get_iteration())
         return bool(self._own_is_debug_iter(module))
@@ -188,7 +195,7 @@ class ForwardHooks:
 
         @outside_of_dynamo
         def is_debug_iter(module: Any) -> bool:
-            if module.training and torch.is_grad_enabled() and not classify.paused:
+            if module.training and torch.is_grad_enabled() and not (classify.paused or classify.kept):
                 unwatched.add(module)
             return False
 

@@ -57,6 +57,8 @@ _VERSIONED = ("torch", "transformer_engine", "nvdlfw_inspect", "te-precision-cal
 
 
 _last_started: weakref.ref[InspectSession] | None = None
+_kept: InspectSession | None = None
+"""The session that has ended and left its features that change precision in place; there is one at a time."""
 
 
 def running_session() -> InspectSession | None:
@@ -124,6 +126,8 @@ class InspectSession:
         self._classify = ForwardClassifier(precision_features_in_eval=options.precision_features_in_eval)
         self._hooks = ForwardHooks(self._classify, self._failures, self._audit)
         self._inspector: Inspector | None = None
+        self._left_in_place: Inspector | None = None
+        self._changed_precision = False
         self._modules: tuple[NamedModule, ...] = ()
         self._layer_names: frozenset[str] = frozenset()
         self._sinks = Sinks((), self._failures)
@@ -155,7 +159,8 @@ class InspectSession:
     # ------------------------------------------------------------------ what a session is, for those who look at it
 
     def __repr__(self) -> str:
-        state = "running" if self.running else "stopped" if self._started_at else "not started"
+        ended = "stopped" if self._left_in_place is None else "stopped with its precision kept"
+        state = "running" if self.running else ended if self._started_at else "not started"
         at = f"{self.iteration}, {len(self._layers)} layers, log_dir={str(self._log_dir)!r}"
         return f"<{type(self).__name__}: {state}, iteration {at}>"
 
@@ -217,6 +222,8 @@ class InspectSession:
             self._overflow.abandoned = value
 
     def _is_abandoned(self) -> bool:
+        if self._left_in_place is not None:
+            return self._left_in_place.ended
         inspector, has_left = self._inspector, self._owner_has_left
         return inspector is None or inspector.ended or self._is_forked or (has_left is not None and has_left())
 
@@ -264,6 +271,8 @@ class InspectSession:
         """
         if self._inspector is not None:
             raise SessionError("This session is running already. Call stop() before start(), or make another one.")
+        if _kept is not None:
+            _kept.release()
         other = running_session()
         if other is not None:
             raise SessionError(
@@ -412,6 +421,8 @@ class InspectSession:
     def stop(self, error: BaseException | None = None, logging_step: int | None = None) -> None:
         """End the session and put back everything that it changed. Does nothing where it is not running.
 
+        With ``keep_precision=True`` and no error the features that change precision stay: see :meth:`release`.
+
         Args:
             error: what ended the run. What was gathered since the last step is written from this rank's own data in
                 any case, without a collective.
@@ -420,29 +431,71 @@ class InspectSession:
         inspector = self._inspector
         if inspector is None or self._is_forked:
             return
+        keeps = self._options.keep_precision and error is None and self._changed_precision and not inspector.ended
         with Uninterrupted(self._termination) as guard, ExitStack() as then:
             # What is in the stack runs from its end, whatever fails.
             then.callback(self._failures.summarize)
             then.callback(self._close_dumps, self._overflow, error, guard)
-            then.callback(self._put_back, inspector)
+            then.callback(self._put_back, inspector, keeps=keeps)
             then.callback(self._close_sinks, error, guard)
             if self._attached:
                 self._write_remainder(inspector, logging_step, guard)
 
-    def _put_back(self, inspector: Inspector) -> None:
-        """Everything that the session changed in the process."""
+    def _put_back(self, inspector: Inspector, *, keeps: bool) -> None:
+        """Everything that the session changed in the process; with ``keeps``, but for the features that stay."""
         with ExitStack() as then:
-            then.callback(inspector.stop)
-            then.callback(self._hooks.remove)
+            if keeps:
+                then.callback(self._keep, inspector)
+            else:
+                then.callback(inspector.stop)
+                then.callback(self._hooks.remove)
+                if self._at_exit is not None:
+                    then.callback(self._at_exit.cancel)
             if self._optimizer_steps is not None:
                 then.callback(self._optimizer_steps.remove)
-            if self._at_exit is not None:
-                then.callback(self._at_exit.cancel)
             self._final_iteration = self._completed(inspector)
             self._overflow = self._watched_model = None
             self._modules = ()
             self._model_attached, self._tree = (), None
             self._inspector = None
+
+    def release(self) -> None:
+        """End what ``keep_precision=True`` has left in place after :meth:`stop`: the model runs as without a session.
+
+        Does nothing where nothing was left. The next session, of whatever front door, does it when it starts, and so
+        does the end of the process.
+        """
+        global _kept
+        inspector, self._left_in_place = self._left_in_place, None
+        if inspector is None:
+            return
+        if _kept is self:
+            _kept = None
+        try:
+            if self._at_exit is not None:
+                self._at_exit.cancel()
+            self._hooks.remove()
+        finally:
+            inspector.stop()
+
+    def _keep(self, inspector: Inspector) -> None:
+        global _kept
+        _kept, self._left_in_place = self, inspector
+        self._hooks.keep()
+
+    def tell_of_evaluation(self, what: str) -> None:
+        """Say once, where the session has ended, that the features that changed precision do not act any more.
+
+        Args:
+            what: the evaluation that begins now.
+        """
+        ended = not self.running and self._left_in_place is None
+        if ended and self._changed_precision and self._rank == 0 and self._first_time("evaluation"):
+            logger.warning(
+                "%s runs without the features that changed precision in training: they ended with its session, so that"
+                " an evaluation during training gives something else. keep_precision=True keeps them until release().",
+                what,
+            )
 
     def __enter__(self) -> InspectSession:
         return self.start()
@@ -482,6 +535,7 @@ class InspectSession:
             logger.error("The session could not be stopped before SIGTERM ended the process.", exc_info=error)
 
     def _stop_at_exit(self) -> None:
+        self.release()
         self.stop(SessionError("The process ended while the session was running."))
 
     def _close_sinks(self, error: BaseException | None, guard: Uninterrupted) -> None:
@@ -546,6 +600,7 @@ class InspectSession:
         """Name and watch this rank's modules; without a collective."""
         self._layers = _layer_infos(layers, plan)
         inspector.configure(plan.as_inspect_config(), self._config_source, sections)
+        self._changed_precision |= any(inspector.changes_precision(entry.features) for entry in plan.layers)
         inspector.place(placements(self._modules, self._options.process_group), self._failures.report)
         for module in self._modules:
             inspector.name_module(module.module, module.name)

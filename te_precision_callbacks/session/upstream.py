@@ -343,6 +343,17 @@ class Inspector:
         manager: Any = debug_api.DEBUG_MANAGER
         return manager._namespace_apis[registration.NAMESPACE]
 
+    def changes_precision(self, features: NamespacedFeatures) -> bool:
+        """Whether a feature among those of a layer can change what a GEMM gets."""
+        from nvdlfw_inspect.registry import Registry
+
+        return any(
+            hasattr(Registry.data[namespace].features[name], method)
+            for namespace, named in features.items()
+            for name in named
+            for method in ("fp8_gemm_enabled", "modify_tensor_enabled")
+        )
+
     def configure(self, config: Mapping[str, Any], source: str, sections: Sequence[NamespacedFeatures]) -> None:
         """Replace the config.
 

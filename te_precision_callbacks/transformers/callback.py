@@ -102,6 +102,11 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         """The debug options that the callback acts on."""
         return TE_PRECISION, *self._options.debug
 
+    def release(self) -> None:
+        """End what ``keep_precision=True`` has left acting on the model after the training."""
+        if self._training is not None:
+            self._training.session.release()
+
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: a hyperparameter search pickles the trainer."""
         return {**self.__dict__, "_training": None, "_finalizer": None, "_trainer": None}
@@ -195,6 +200,13 @@ class PrecisionDebugTrainerCallback(DebugCallback):
     def _pause(self) -> None:
         if self._training is not None and self._training.running:
             self._training.pause()
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
+    ) -> None:
+        """Say where the features that changed precision in training do not act any more."""
+        if self._training is not None:
+            self._training.session.tell_of_evaluation("An evaluation after the training")
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any) -> None:
         """Add the summary to the entry that the trainer has just appended to its history."""

@@ -10,14 +10,18 @@ from te_precision_callbacks import reference
 
 reference.install()
 
+import rich
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, DistributedSampler
 
-from te_precision_callbacks import PrecisionDebugCallback
+from te_precision_callbacks import InspectSession, PrecisionDebugCallback
+from te_precision_callbacks.summary import summary
 from tests.conftest import statistics
 from tests.lightning.models import Batches, Plain, trainer
+
+FIRST = ("activation", "max")
 
 
 class FailsOnOneRank(Plain):
@@ -44,7 +48,7 @@ class FailsOnOneRank(Plain):
 
 
 def main(strategy: str, folder: Path, failing_rank: int | None) -> None:
-    start_method = {"ddp": "popen", "ddp_spawn": "spawn"}[strategy]
+    start_method = {"ddp": "popen", "ddp_spawn": "spawn", "ddp_fork": "fork"}[strategy]
     callback = PrecisionDebugCallback(statistics(tensors=["activation", "gradient"]), log_dir=folder / "debug")
     trainer(
         folder,
@@ -54,6 +58,11 @@ def main(strategy: str, folder: Path, failing_rank: int | None) -> None:
         callbacks=[callback],
         use_distributed_sampler=False,
     ).fit(FailsOnOneRank(failing_rank))
+    found = callback.session
+    if not isinstance(found, InspectSession):  # of rank 0, in another process
+        rich.print(summary(found))
+    largest = {row.layer: row.value for row in found.last_statistics if (row.tensor, row.statistic) == FIRST}
+    print("FOUND", found.iteration, found.running, {entry.layer for entry in found.precision}, largest["net.0"])
 
 
 if __name__ == "__main__":

@@ -181,6 +181,31 @@ def test_precision_features_act_in_validation(tmp_path: Path) -> None:
     assert max(value for (name, _), value in logged_lines(tmp_path / "debug").items() if name.endswith("max")) < 10
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_validation_after_a_fit_is_that_of_the_fit_or_says_why_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: bool
+) -> None:
+    config = {"fake": feature("FakeQuant", ["net.0"], gemms=["fprop"], tensors=["activation"], quant_format="FP8E5M2")}
+    before, model = global_state(), Plain(lr=0.0)
+    callback = PrecisionDebugCallback(config, log_dir=tmp_path / "debug", keep_precision=keep)
+    fitted = trainer(tmp_path, callbacks=[callback], num_sanity_val_steps=0)
+    fitted.fit(model, loader(2), loader(1))
+    for _ in range(2):
+        fitted.validate(model, loader(1), verbose=False)
+    fitted.test(model, loader(1), verbose=False)
+    in_fit, *after = model.validation_outputs
+    assert [torch.equal(in_fit, output) for output in after] == [keep] * 3
+    said = [found.getMessage() for found in caplog.records if "changed precision" in found.getMessage()]
+    assert len(said) == (0 if keep else 1), "once, and only where it is so"
+    assert keep or said[0].startswith("trainer.validate() runs without the features")
+    fitted.fit_loop.max_epochs = 2
+    fitted.fit(model, loader(2))  # which releases first, and keeps again
+    callback.release()
+    fitted.validate(model, loader(1), verbose=False)
+    assert not torch.equal(in_fit, model.validation_outputs[-1])
+    assert {**global_state(), "te state": None} == {**before, "te state": None}
+
+
 def test_resuming_continues_the_iteration(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=7, save_top_k=-1)
     config = statistics()

@@ -97,6 +97,7 @@ def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
         "log_filter": ["*/net.0/*"],
         "debug": ["activation_overflow"],
         "precision_features_in_eval": False,
+        "keep_precision": False,
         "allow_unmatched": True,
         "strict": True,
     }

@@ -24,7 +24,7 @@ def run(strategy: str, folder: Path, *arguments: str) -> tuple[subprocess.Comple
     return result, time.monotonic() - begin
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
 def test_two_ranks_log_one_set_of_numbers(tmp_path: Path, strategy: str) -> None:
     result, _ = run(strategy, tmp_path)
     assert result.returncode == 0, result.stderr
@@ -37,6 +37,11 @@ def test_two_ranks_log_one_set_of_numbers(tmp_path: Path, strategy: str) -> None
         assert lines["net.0_activation_l1_norm", step] == pytest.approx(seen.abs().sum().item(), rel=1e-6)
         assert metrics["te/net.0/activation/max"][step] == seen.max().item()
     assert sorted(metrics["te/net.0/activation/max"]) == [0, 1, 2, 3]
+    told = next(line for line in result.stdout.splitlines() if line.startswith("FOUND"))
+    assert told.startswith("FOUND 4 False {'net."), "where the fit was called, whichever process it ran in"
+    assert float(told.split()[-1]) == metrics["te/net.0/activation/max"][3]
+    if strategy != "ddp":
+        assert "Precision that really ran" in result.stdout
     for rank in (0, 1):
         events = tmp_path / "debug" / "nvdlfw_inspect_logs" / f"nvdlfw_inspect_globalrank-{rank}.log"
         assert "LAYER=net.0" in events.read_text()

@@ -492,7 +492,7 @@ def test_bad_options(keywords: dict[str, Any], text: str) -> None:
 
 @pytest.mark.parametrize("model", [None, [], [3], torch.ones(2), "model"])
 def test_no_model(model: Any) -> None:
-    with pytest.raises(OverflowDetectorError, match=r"The model is a torch\.nn\.Module or a list of them"):
+    with pytest.raises(OverflowDetectorError, match=r"The model is a torch\.nn\.Module, or a list or mapping of them"):
         DebugActivationOverflow(model)
 
 
