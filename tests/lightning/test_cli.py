@@ -92,6 +92,7 @@ def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
         "sinks": [{"class_path": f"{__name__}.Named", "init_args": {"name": "of the YAML"}}],
         "process_group": None,
         "reduce": False,
+        "statistics_log": "all",
         "start_step": 5,
         "prefix": "precision",
         "log_filter": ["*/net.0/*"],
