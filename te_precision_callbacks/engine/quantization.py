@@ -332,8 +332,11 @@ def default_settings(recipe: str, *, e5m2: bool = False, weight: bool = False) -
         recipe: a key of :data:`SIMULATED`.
         e5m2: whether an FP8 recipe casts to E5M2.
         weight: whether it is of a weight, whose blocks are squares under FP8 block scaling and NVFP4.
+
+    Raises:
+        QuantizationError: delayed scaling, which is not simulated.
     """
-    simulated = SIMULATED[recipe]
+    simulated = _simulated(recipe)
     return Settings(e5m2, weight and simulated.square_weights, power_of_two=recipe == "fp8_block_scaling")
 
 
@@ -443,6 +446,14 @@ SIMULATED: dict[str, _Simulated] = {
 }
 
 
+def _simulated(recipe: str) -> _Simulated:
+    if recipe not in SIMULATED:
+        raise QuantizationError(
+            f"{recipe} cannot be had of a layer that does not run it: its scale comes from the amaxes of earlier steps"
+        )
+    return SIMULATED[recipe]
+
+
 def simulate(
     recipe: str,
     values: torch.Tensor,
@@ -466,11 +477,7 @@ def simulate(
         QuantizationError: delayed scaling, whose scale comes from the amaxes of earlier steps; statistics of blocks are
             wanted of a recipe that has none.
     """
-    if recipe not in SIMULATED:
-        raise QuantizationError(
-            f"{recipe} cannot be had of a layer that does not run it: its scale comes from the amaxes of earlier steps"
-        )
-    simulated = SIMULATED[recipe]
+    simulated = _simulated(recipe)
     block = simulated.block(settings)
     if block is None and not OF_BLOCKS.isdisjoint(wanted):
         raise QuantizationError(no_blocks(recipe))

@@ -266,6 +266,7 @@ def test_a_layer_in_high_precision_is_told_what_recipes_would_give() -> None:
         rel=1e-12,
     )
     assert {what for what, _ in failures} == {"fp8_delayed_scaling_mse of layer gradient"}
+    assert all("its scale comes from the amaxes of earlier steps" in error for _, error in failures)
 
 
 # --- rounding to a format ---------------------------------------------------------------------------------------------
