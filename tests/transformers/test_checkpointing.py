@@ -1,0 +1,73 @@
+"""Gradient checkpointing through the Trainer under Accelerate's FP8: what docs/transformers.md says of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch.module.linear as te_linear
+import transformers
+from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+
+from te_precision_callbacks.transformers import Trainer, TrainingArguments
+from tests.transformers.models import Tokens, arguments
+
+
+def trainer(folder: Path, *, reentrant: bool) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    args = arguments(
+        folder,
+        TrainingArguments,
+        debug="te_precision",
+        max_steps=1,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": reentrant},
+    )
+    return Trainer(model=transformers.LlamaForCausalLM(config), args=args, train_dataset=Tokens())
+
+
+@pytest.fixture(autouse=True)
+def fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
+
+
+def test_a_reentrant_checkpoint_trains_and_recomputes_without_fp8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the products of the seven checkpointed layers only the first forward's are FP8, and so it is told."""
+    run: list[tuple[str, bool]] = []
+    multiply = te_linear.general_gemm
+
+    def spy(first: Any, second: Any, *arguments: Any, **options: Any) -> Any:
+        parts = [getattr(first, f"{way}_gemm_tensor", first) for way in ("rowwise", "columnwise")]  # of a debug tensor
+        run.append((options.get("layout", "TN"), any(isinstance(part, Float8TensorStorage) for part in parts)))
+        return multiply(first, second, *arguments, **options)
+
+    monkeypatch.setattr(te_linear, "general_gemm", spy)
+    made = trainer(tmp_path, reentrant=True)
+    made.train()
+    assert made.state.global_step == 1
+    head = [("TN", True), ("NN", True), ("NT", True)]
+    for kind, in_fp8, count in (
+        ("TN", True, 7),
+        ("TN", False, 7),
+        ("NN", True, 0),
+        ("NN", False, 7),
+        ("NT", True, 0),
+        ("NT", False, 7),
+    ):
+        assert run.count((kind, in_fp8)) - head.count((kind, in_fp8)) == count, (kind, in_fp8)
+    for entry in made.debug_session.precision:
+        formats = {operand.split()[0] for operand in entry.operands.values()}
+        assert formats == ({"FP8"} if entry.layer == "lm_head" else {"BF16"}), entry
+
+
+def test_another_checkpoint_fails(tmp_path: Path) -> None:
+    with pytest.raises(torch.utils.checkpoint.CheckpointError):
+        trainer(tmp_path, reentrant=False).train()
