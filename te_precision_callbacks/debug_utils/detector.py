@@ -271,7 +271,7 @@ class DebugActivationOverflow:
             if not self._hooks.matches(pattern):
                 logger.warning("allow_neg_inf=: no module of the model has a path like %r.", pattern)
         self._step_hook = register_optimizer_step_pre_hook(_before_step_of(weakref.ref(self)))
-        weakref.finalize(self, self._step_hook.remove)
+        # A collected detector leaves it, and it does nothing: torch may be running such hooks just then.
         self._scaler_hook = Listening(self)
         weakref.finalize(self, self._scaler_hook.remove)
 
