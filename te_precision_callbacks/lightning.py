@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,14 @@ from typing_extensions import Unpack
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.errors import MissingExtraError
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, check_step_on, spelled_out
-from te_precision_callbacks.records import MetricSelection, RunInfo, StepRecords
-from te_precision_callbacks.records.loggers import add_to_tensorboard, names_for_mlflow, wandb_histogram
+from te_precision_callbacks.records import MetricSelection
+from te_precision_callbacks.records.loggers import (
+    Histogram,
+    LoggerSink,
+    add_to_tensorboard,
+    names_for_mlflow,
+    wandb_histogram,
+)
 from te_precision_callbacks.session import InspectSession, SessionError, SessionOutcome
 from te_precision_callbacks.session.outcome import Mailbox
 
@@ -39,9 +45,11 @@ class PrecisionDebugCallback(Callback):
 
     Logged to every logger of the trainer, on rank 0, at the step of the batch's own metrics:
 
-    - ``te/<layer>/<tensor>/<statistic>`` for each statistic that the config asks for, such as
-      ``te/model.layers.0.layernorm_mlp.fc1/activation/max``. Units are those of the tensor; a statistic whose name ends
+    - ``te.<layer>/<tensor>/<statistic>`` for each statistic that the config asks for, such as
+      ``te.model.layers.0.layernorm_mlp.fc1/activation/max``. Units are those of the tensor; a statistic whose name ends
       in ``%`` is in percent (for MLflow, whose names have no ``%``, it ends in ``_pct``).
+    - ``te/worst_underflows%`` and its kin, ``te/all/<tensor>/<statistic>/max`` and its kin: of the whole model, see
+      :mod:`te_precision_callbacks.records.metrics`.
 
     Written below ``log_dir``: ``nvdlfw_inspect_logs`` (which features acted where, a file a rank) and
     ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
@@ -274,25 +282,19 @@ def _scales_loss(trainer: Trainer) -> bool:
     return isinstance(plugin, DeepSpeedPrecision) and plugin.precision.startswith("16")
 
 
-class _LoggerSink:
+class _LoggerSink(LoggerSink):
     """The sink that hands a step's metrics to one of the trainer's loggers, in one call."""
 
     def __init__(self, receiver: Logger, select: MetricSelection) -> None:
+        super().__init__(select)
         self._receiver = receiver
-        self._select = select
 
-    def start(self, run: RunInfo) -> None:
-        """Nothing to prepare: the trainer has set its loggers up."""
-
-    def write(self, records: StepRecords) -> None:
+    def log(self, metrics: dict[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
         """Log, at the step of the batch's own metrics."""
-        if metrics := self._select(records):
-            self._receiver.log_metrics(_named_for(self._receiver, metrics), step=records.logging_step)
-        for name, counts in self._select.histograms(records).items():
-            _log_histogram(self._receiver, name, counts, records.logging_step)
-
-    def close(self, error: BaseException | None) -> None:
-        """Nothing to close: the trainer finalizes its loggers."""
+        if metrics:
+            self._receiver.log_metrics(_named_for(self._receiver, metrics), step=step)
+        for name, counts in histograms.items():
+            _log_histogram(self._receiver, name, counts, step)
 
 
 def _log_histogram(receiver: Logger, name: str, counts: Sequence[float], step: int) -> None:

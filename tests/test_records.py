@@ -1,4 +1,4 @@
-"""Records, the statistics log, and what of a step goes to a trainer's loggers."""
+"""Records, the sink protocol, and the statistics log."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from te_precision_callbacks import PrecisionDebugError
-from te_precision_callbacks.records import MetricSelection, Row, RunInfo, StatisticsLog, StepRecords, metric_name
-from te_precision_callbacks.records.metrics import MOST_METRICS
+from te_precision_callbacks.records import MetricSelection, Row, RunInfo, Sink, StatisticsLog, StepRecords
 from te_precision_callbacks.records.statistics_log import claim
 
 
@@ -90,9 +88,9 @@ def test_numbers_of_one_rank_are_no_points_of_the_reduced_series() -> None:
         local=True,
     )
     select = MetricSelection("te")
-    assert list(select(local)) == ["te/local/a/activation/max"]
-    assert list(select.histograms(local)) == ["te/local/a/activation/exponent_histogram"]
-    assert list(MetricSelection("")(local)) == ["local/a/activation/max"]
+    assert list(select(local)) == ["te.local.a/activation/max"]
+    assert list(select.histograms(local)) == ["te.local.a/activation/exponent_histogram"]
+    assert list(MetricSelection("")(local)) == ["local.a/activation/max"]
 
 
 def test_processes_that_start_together_lose_no_file(tmp_path: Path) -> None:
@@ -117,45 +115,15 @@ def test_processes_that_start_together_lose_no_file(tmp_path: Path) -> None:
         assert found == [*map(str, range(8)), "earlier"]
 
 
-def test_metric_names() -> None:
-    assert metric_name("te", Row("net.fc1", "weight", None, "max", 0.0)) == "te/net.fc1/weight/max"
-    assert metric_name("te", Row("net.fc1", "weight", "dgrad", "max", 0.0)) == "te/net.fc1/weight/dgrad/max"
-    assert metric_name("debug", Row("", "", None, "my_number", 0.0)) == "debug/my_number"
+def test_a_sink_defines_what_it_needs(tmp_path: Path) -> None:
+    class Counts(Sink):
+        numbers = 0
 
+        def write(self, records: StepRecords) -> None:
+            self.numbers += len(records)
 
-def test_up_to_the_limit_everything_is_logged() -> None:
-    rows = [Row(f"layer.{index}", "activation", None, "max", float(index)) for index in range(MOST_METRICS)]
-    assert len(MetricSelection()(records(*rows))) == MOST_METRICS
-
-
-def test_above_the_limit_the_worst_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    rows = [
-        Row(f"layer.{index}", "activation", None, statistic, sign * float(index))
-        for index in range(1500)
-        for statistic, sign in (("underflows%", 1.0), ("min", -1.0), ("sqnr", 1.0))
-    ]
-    rows[0] = rows[0]._replace(value=math.nan)
-    select = MetricSelection()
-    metrics = select(records(*rows))
-    assert len(metrics) == 3 * (50 + 3)
-    assert "te/layer.0/activation/underflows%" in metrics, "what is not finite is the worst"
-    assert "te/layer.1499/activation/underflows%" in metrics
-    assert "te/layer.1450/activation/underflows%" not in metrics, "49 others beside the one that is not finite"
-    assert "te/layer.1499/activation/min" in metrics, "the lowest minimum"
-    assert "te/layer.0/activation/sqnr" in metrics, "the lowest ratio of signal to noise"
-    assert metrics["te/all/activation/min/min"] == -1499.0
-    assert metrics["te/all/activation/min/median"] == -749.5
-    assert metrics["te/all/activation/underflows%/max"] == 1499.0
-    select(records(*rows))
-    assert caplog.text.count("log_filter") == 1, "said once"
-
-
-def test_a_filter_decides_instead_of_the_limit() -> None:
-    rows = [Row(f"layer.{index}", "activation", None, "max", 1.0) for index in range(3 * MOST_METRICS)]
-    assert len(MetricSelection(log_filter="*")(records(*rows))) == 3 * MOST_METRICS
-    assert list(MetricSelection(log_filter=["*/layer.7/*", "nothing"])(records(*rows))) == ["te/layer.7/activation/max"]
-    assert list(MetricSelection(log_filter=lambda name: "layer.8/" in name)(records(*rows))) == [
-        "te/layer.8/activation/max"
-    ]
-    with pytest.raises(PrecisionDebugError, match="log_filter takes patterns"):
-        MetricSelection(log_filter=3)  # type: ignore[arg-type]
+    sink = Counts()
+    sink.start(run_info(tmp_path))
+    sink.write(records(Row("a", "activation", None, "max", 1.0)))
+    sink.close(None)
+    assert sink.numbers == 1

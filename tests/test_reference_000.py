@@ -371,11 +371,11 @@ def test_every_feature_at_once(tmp_path: Path, keeper: Keeper) -> None:
 
     accumulator = EventAccumulator(board.log_dir, size_guidance={"histograms": 0, "scalars": 0})
     accumulator.Reload()
-    tag = f"te/{qkv}/activation/exponent_histogram"
+    tag = f"te.{qkv}/activation/exponent_histogram"
     histogram = accumulator.Histograms(tag)[-1].histogram_value
     assert histogram.num == sum(counts)
     assert not any("exponent_histogram" in name for name in accumulator.Tags()["scalars"])
-    assert f"te/{qkv}/activation/mse" in accumulator.Tags()["scalars"]
+    assert f"te.{qkv}/activation/mse" in accumulator.Tags()["scalars"]
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,11 @@ class PrecisionDebugger:
 
     Logged on the main process, in one ``accelerator.log`` call a step, to every tracker:
 
-    - ``te/<layer>/<tensor>/<statistic>`` for each statistic that the config asks for, such as
-      ``te/model.layers.0.mlp.up_proj/activation/max``. Units are those of the tensor; a statistic whose name ends in
+    - ``te.<layer>/<tensor>/<statistic>`` for each statistic that the config asks for, such as
+      ``te.model.layers.0.mlp.up_proj/activation/max``. Units are those of the tensor; a statistic whose name ends in
       ``%`` is in percent. With an MLflow tracker, whose names have no ``%``, it ends in ``_pct`` in all trackers.
+    - ``te/worst_underflows%`` and its kin, ``te/all/<tensor>/<statistic>/max`` and its kin: of the whole model, see
+      :mod:`te_precision_callbacks.records.metrics`.
     - exponent histograms, as histograms, to the TensorBoard and W&B trackers.
 
     Written below ``log_dir``: ``nvdlfw_inspect_logs`` (which features acted where, a file a rank) and

@@ -8,44 +8,43 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from te_precision_callbacks.records import MetricSelection, RunInfo, StepRecords
-from te_precision_callbacks.records.loggers import add_to_tensorboard, names_for_mlflow, wandb_histogram
+from te_precision_callbacks.records import MetricSelection, StepRecords
+from te_precision_callbacks.records.loggers import (
+    Histogram,
+    LoggerSink,
+    add_to_tensorboard,
+    names_for_mlflow,
+    wandb_histogram,
+)
 
 logger = logging.getLogger(__name__)
 
 
-class TrackerSink:
-    """The sink that hands a step's metrics to all trackers, in one call."""
+class TrackerSink(LoggerSink):
+    """The sink that hands a step's metrics to all trackers, in one call, on the main process."""
 
     def __init__(self, accelerator: Accelerator, select: MetricSelection) -> None:
+        super().__init__(select)
         self._accelerator = accelerator
-        self._select = select
         self._said = False
 
-    def start(self, run: RunInfo) -> None:
-        """Nothing to prepare: the script initializes its trackers."""
-
     def write(self, records: StepRecords) -> None:
-        """Log on the main process, at the records' logging step."""
-        if not self._accelerator.is_main_process:
-            return
-        metrics = self._select(records)
-        histograms = self._select.histograms(records)
+        """Log on the main process alone."""
+        if self._accelerator.is_main_process:
+            super().write(records)
+
+    def log(self, metrics: dict[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
+        """Log at the script's own step."""
         trackers = self._accelerator.trackers
         if not trackers:
-            if metrics or histograms:
-                self._warn()
+            self._warn()
             return
-        step = records.logging_step
         if metrics:
             for_mlflow = any(tracker.name == "mlflow" for tracker in trackers)
             self._accelerator.log(names_for_mlflow(metrics) if for_mlflow else metrics, step=step)
         if histograms:
             for tracker in trackers:
                 _log_histograms(tracker, histograms, step)
-
-    def close(self, error: BaseException | None) -> None:
-        """Nothing to close: ``accelerator.end_training`` does."""
 
     def _warn(self) -> None:
         if self._said:
@@ -64,7 +63,7 @@ class TrackerSink:
         )
 
 
-def _log_histograms(tracker: Any, histograms: Mapping[str, tuple[float, ...]], step: int) -> None:
+def _log_histograms(tracker: Any, histograms: Mapping[str, Histogram], step: int) -> None:
     """Log exponent histograms to a tracker that takes histograms."""
     if tracker.name == "tensorboard":
         for name, counts in histograms.items():

@@ -11,10 +11,12 @@ te_precision_callbacks.engine.statistics``). Upstream's names and formulas: Tran
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +61,15 @@ class Of(Enum):
     RANGE_BINS = "the tensor, by block of the quantized form, binned"
     BLOCKS = "blocks of the tensor"
     EXPONENTS = "the exponents of the tensor"
+
+
+class Worse(Enum):
+    """In which direction a value of a statistic gets worse, as the table of docs/statistics.md says it."""
+
+    HIGH = "high"
+    LOW = "low"
+    AWAY_FROM_ZERO = "far from 0"
+    NEITHER = ""
 
 
 OF_BLOCKS = frozenset({Of.SCALE_BINS, Of.SCALE_LIMITS, Of.LOSSES, Of.RANGES, Of.RANGE_BINS})
@@ -134,6 +145,9 @@ class Statistic:
         upstream: whether Transformer Engine 2.20 has it.
         value: the value, from merged columns. None for a histogram, which is the columns of its bins.
         bins: of a histogram.
+        worse: the direction in which a value is worse: what lists of the worst layers go by.
+        misses: statistics of the same quantized tensor that show losses which this one does not: a list of the worst
+            layers goes by them too.
     """
 
     name: str
@@ -144,6 +158,8 @@ class Statistic:
     upstream: bool
     value: Callable[[Columns], Values] | None
     bins: Bins | None = None
+    worse: Worse = Worse.HIGH
+    misses: tuple[str, ...] = ()
 
 
 def _or_zero(condition: npt.NDArray[np.bool_], values: Values) -> Values:
@@ -234,22 +250,41 @@ _BINNED = "the counts of bins added"
 
 def _statistics() -> Iterable[Statistic]:
     def tensor(
-        name: str, formula: str, merge: str, unit: str, value: Callable[[Columns], Values], upstream: bool = True
+        name: str,
+        formula: str,
+        merge: str,
+        unit: str,
+        value: Callable[[Columns], Values],
+        upstream: bool = True,
+        worse: Worse = Worse.HIGH,
     ) -> Statistic:
-        return Statistic(name, Of.TENSOR, formula, merge, unit, upstream, value)
+        return Statistic(name, Of.TENSOR, formula, merge, unit, upstream, value, worse=worse)
 
     def quantized(
-        name: str, formula: str, unit: str, value: Callable[[Columns], Values], upstream: bool = True
+        name: str,
+        formula: str,
+        unit: str,
+        value: Callable[[Columns], Values],
+        upstream: bool = True,
+        worse: Worse = Worse.HIGH,
+        misses: tuple[str, ...] = (),
     ) -> Statistic:
-        return Statistic(name, Of.QUANTIZED, formula, _ADD, unit, upstream, value)
+        return Statistic(name, Of.QUANTIZED, formula, _ADD, unit, upstream, value, worse=worse, misses=misses)
 
-    def scales(name: str, formula: str, merge: str, value: Callable[[Columns], Values], upstream: bool) -> Statistic:
-        return Statistic(name, Of.SCALES, formula, merge, "of the tensor", upstream, value)
+    def scales(
+        name: str,
+        formula: str,
+        merge: str,
+        value: Callable[[Columns], Values],
+        upstream: bool,
+        worse: Worse = Worse.HIGH,
+    ) -> Statistic:
+        return Statistic(name, Of.SCALES, formula, merge, "of the tensor", upstream, value, worse=worse)
 
-    element, count = "of the tensor", "elements"
-    yield tensor("min", "min(x)", _EXTREME, element, lambda c: _or_zero(c["finite"] > 0, -c["negated_min"]))
+    element, count, low = "of the tensor", "elements", Worse.LOW
+    yield tensor("min", "min(x)", _EXTREME, element, lambda c: _or_zero(c["finite"] > 0, -c["negated_min"]), worse=low)
     yield tensor("max", "max(x)", _EXTREME, element, lambda c: _or_zero(c["finite"] > 0, c["max"]))
-    yield tensor("mean", "sum(x) / n", _ADD, element, _mean)
+    yield tensor("mean", "sum(x) / n", _ADD, element, _mean, worse=Worse.AWAY_FROM_ZERO)
     yield tensor(
         "std",
         "sqrt((sum(x^2) - sum(x)^2 / n) / (n - 1)); 0 where max(x) = min(x), and for one element",
@@ -264,7 +299,13 @@ def _statistics() -> Iterable[Statistic]:
         "dynamic_range", "log2(max(|x|)) - log2(min(|x|) over x != 0)", _EXTREME, "powers of two", _dynamic_range
     )
     yield tensor(
-        "numel", "number of elements, finite or not", _ADD, count, lambda c: c["finite"] + c["nonfinite"], False
+        "numel",
+        "number of elements, finite or not",
+        _ADD,
+        count,
+        lambda c: c["finite"] + c["nonfinite"],
+        False,
+        Worse.NEITHER,
     )
     yield tensor(
         "zeros%", "100 * (number of x = 0) / n", _ADD, "%", lambda c: 100 * _ratio(c["zeros"], c["finite"]), False
@@ -291,6 +332,7 @@ def _statistics() -> Iterable[Statistic]:
         False,
         None,
         EXPONENTS,
+        Worse.NEITHER,
     )
 
     def share(column: str) -> Callable[[Columns], Values]:
@@ -298,8 +340,13 @@ def _statistics() -> Iterable[Statistic]:
 
     yield quantized("underflows%", "100 * (number of x != 0 with y = 0) / n", "%", share("underflows"))
     yield quantized("overflows%", "100 * (number of |x| > largest code * its factor) / n", "%", share("overflows"))
+    losses = ("underflows%", "overflows%")
     yield quantized(
-        "mse", "sum((x - y)^2) / n", "square of the tensor's", lambda c: _ratio(c["error_square_sum"], c["compared"])
+        "mse",
+        "sum((x - y)^2) / n",
+        "square of the tensor's",
+        lambda c: _ratio(c["error_square_sum"], c["compared"]),
+        misses=losses,
     )
     yield quantized(
         "sqnr_db",
@@ -307,8 +354,10 @@ def _statistics() -> Iterable[Statistic]:
         "dB",
         _sqnr,
         upstream=False,
+        worse=low,
+        misses=losses,
     )
-    yield scales("scale_inv_min", "smallest factor", _EXTREME, _least_scale, True)
+    yield scales("scale_inv_min", "smallest factor", _EXTREME, _least_scale, True, low)
     yield scales("scale_inv_max", "largest factor", _EXTREME, _largest_scale, True)
     yield scales(
         "scale_inv_std",
@@ -332,6 +381,7 @@ def _of_blocks() -> Iterable[Statistic]:
             "of the tensor",
             False,
             _scale_percentile(percent),
+            worse=Worse.LOW if percent < 50 else Worse.HIGH,
         )
     yield Statistic(
         "scale_inv_histogram",
@@ -343,6 +393,7 @@ def _of_blocks() -> Iterable[Statistic]:
         False,
         None,
         SCALES,
+        Worse.NEITHER,
     )
     for name, where, column in (
         ("saturated_scales%", "scale is at a limit of its format", "saturated"),
@@ -400,6 +451,7 @@ def _of_blocks() -> Iterable[Statistic]:
         False,
         None,
         RANGES,
+        Worse.NEITHER,
     )
 
 
@@ -419,21 +471,6 @@ QUANTIZED_STATISTICS = tuple(
 
 BLOCK_STATISTICS = tuple(name for name, s in STATISTICS.items() if s.of in OF_BLOCKS)
 """Those of them that recipes with one scale for a tensor have not."""
-
-_BINS = {name: s.bins for name, s in STATISTICS.items() if s.bins is not None}
-
-
-def histogram_bins(label: str) -> Bins:
-    """The bins of a histogram, from its name in logs, such as ``mxfp8_scale_inv_histogram_columnwise``.
-
-    Raises:
-        UnknownStatisticError: it is not the name of a histogram.
-    """
-    found = (bins for name, bins in _BINS.items() if label.removesuffix(_COLUMNWISE).endswith(name))
-    bins = next(found, None)
-    if bins is None:
-        raise UnknownStatisticError(f"there is no histogram {label!r}")
-    return bins
 
 
 @dataclass(frozen=True)
@@ -469,6 +506,11 @@ class Request:
     recipe: str | None = None
     columnwise: bool = False
     blocks: Blocks | None = None
+
+    def beside(self, name: str) -> str:
+        """The label of another statistic of the same quantized tensor: of the same recipe and direction."""
+        statistic = f"{self.statistic.name}{_COLUMNWISE}" if self.columnwise else self.statistic.name
+        return f"{self.label.removesuffix(statistic)}{name}{_COLUMNWISE if self.columnwise else ''}"
 
     def under(self, recipe: str) -> Request:
         """This request of a layer that runs no recipe: what ``recipe`` would give, and called that."""
@@ -526,14 +568,8 @@ def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Reques
     """
     if not isinstance(entry, str):
         raise UnknownStatisticError(f"a statistic of a quantized tensor is a name, not {entry!r}")
-    columnwise = entry.endswith(_COLUMNWISE)
-    name = entry.removesuffix(_COLUMNWISE)
-    recipe = default_recipe
-    prefixes = sorted([*RECIPES, *_ALIASES], key=len, reverse=True)
-    prefix = next((prefix for prefix in prefixes if name.startswith(f"{prefix}_")), None)
-    if prefix is not None:
-        name = name.removeprefix(f"{prefix}_")
-        recipe = _ALIASES.get(prefix, prefix)
+    prefix, name, columnwise = _QuantizedName.parse(entry)
+    recipe = default_recipe if prefix is None else prefix
     if name not in QUANTIZED_STATISTICS:
         raise UnknownStatisticError(f"there is no statistic {name!r} of a quantized tensor")
     if STATISTICS[name].of in OF_BLOCKS and recipe in _PER_TENSOR:
@@ -547,6 +583,60 @@ def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Reques
     return Request(label, STATISTICS[name], recipe, columnwise)
 
 
+class _QuantizedName(NamedTuple):
+    """The parts of ``[<recipe>_]<statistic>[_columnwise]``; whether they go together is not checked."""
+
+    recipe: str | None
+    statistic: str
+    columnwise: bool
+
+    @classmethod
+    def parse(cls, name: str) -> _QuantizedName:
+        """The longest recipe that the name starts with is its recipe."""
+        columnwise = name.endswith(_COLUMNWISE)
+        name = name.removesuffix(_COLUMNWISE)
+        prefixes = sorted([*RECIPES, *_ALIASES], key=len, reverse=True)
+        prefix = next((prefix for prefix in prefixes if name.startswith(f"{prefix}_")), None)
+        if prefix is None:
+            return cls(None, name, columnwise)
+        return cls(_ALIASES.get(prefix, prefix), name.removeprefix(f"{prefix}_"), columnwise)
+
+
+_BLOCKWISE_LABEL = re.compile(rf"{BLOCKWISE}_block_size_(\d+)_dims_([12])(_max_over_orientations)?")
+
+
+@lru_cache(maxsize=4096)
+def logged_request(label: str) -> Request | None:
+    """What a name in logs and records was asked for by; None for a number that is not of the table, a user's own.
+
+    Args:
+        label: a :attr:`Request.label`, such as ``mxfp8_underflows%_columnwise``.
+    """
+    if label in TENSOR_STATISTICS:
+        return Request(label, STATISTICS[label])
+    blocks = _BLOCKWISE_LABEL.fullmatch(label)
+    if blocks:
+        return Request(
+            label, STATISTICS[BLOCKWISE], blocks=Blocks(int(blocks[1]), int(blocks[2]), blocks[3] is not None)
+        )
+    recipe, name, columnwise = _QuantizedName.parse(label)
+    if name not in QUANTIZED_STATISTICS:
+        return None
+    return Request(label, STATISTICS[name], OWN_RECIPE if recipe is None else recipe, columnwise)
+
+
+def histogram_bins(label: str) -> Bins:
+    """The bins of a histogram, from its name in logs, such as ``mxfp8_scale_inv_histogram_columnwise``.
+
+    Raises:
+        UnknownStatisticError: it is not the name of a histogram.
+    """
+    request = logged_request(label)
+    if request is None or request.statistic.bins is None:
+        raise UnknownStatisticError(f"there is no histogram {label!r}")
+    return request.statistic.bins
+
+
 def no_blocks(recipe: str) -> str:
     """Why a recipe that scales per tensor has no statistics of blocks, and what has."""
     return (
@@ -557,11 +647,19 @@ def no_blocks(recipe: str) -> str:
 
 def table() -> str:
     """The table of docs/statistics.md, in Markdown."""
-    lines = ["| statistic | of | formula | merged by | unit | in TE 2.20 |", "|---|---|---|---|---|---|"]
+    lines = ["| statistic | of | formula | merged by | unit | worse | in TE 2.20 |", "|---|---|---|---|---|---|---|"]
     lines += [
         "| "
         + " | ".join(
-            (f"`{s.name}`", s.of.value, s.formula.replace("|", "\\|"), s.merge, s.unit, "yes" if s.upstream else "")
+            (
+                f"`{s.name}`",
+                s.of.value,
+                s.formula.replace("|", "\\|"),
+                s.merge,
+                s.unit,
+                s.worse.value,
+                "yes" if s.upstream else "",
+            )
         )
         + " |"
         for s in STATISTICS.values()

@@ -1,20 +1,37 @@
-"""What loggers want otherwise than as a name and a number: histograms, and MLflow's names."""
+"""Loggers: the one sink that hands a step's metrics to them, and what they want otherwise than as a name and a number.
+
+class Board(LoggerSink):                       # a loop of one's own: sinks=[Board(MetricSelection())]
+    def log(self, metrics, histograms, step):
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        for name, histogram in histograms.items():
+            add_to_tensorboard(writer, name, histogram, step)
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import Self
 
 from te_precision_callbacks.engine.statistics import EXPONENTS, Bins
+from te_precision_callbacks.records.model import Sink, StepRecords
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.records.metrics import MetricSelection
 
 ValueT = TypeVar("ValueT")
 
 
 def names_for_mlflow(metrics: Mapping[str, ValueT]) -> dict[str, ValueT]:
-    """The metrics under names that MLflow takes, which has no ``%`` in them."""
-    return {name.replace("%", "_pct"): value for name, value in metrics.items()}
+    """The metrics under names that MLflow takes, which has no ``%`` in them, nor what a layer's name rarely has."""
+    return {_NOT_IN_MLFLOW.sub("_", name.replace("%", "_pct")): value for name, value in metrics.items()}
+
+
+_NOT_IN_MLFLOW = re.compile(r"[^/\w.\- ]")
+"""As in MLflow 3.17, ``utils/validation.py``."""
 
 
 _MOST_WANDB_BINS = 512
@@ -83,3 +100,30 @@ def wandb_histogram(counts: Sequence[float]) -> Any:
 
     filled, edges = _filled(counts, _MOST_WANDB_BINS)
     return wandb.Histogram(np_histogram=(numpy.array(filled), numpy.array(edges)))
+
+
+class LoggerSink(Sink):
+    """The sink of every front door: hands the metrics of a step, and its histograms, to :meth:`log`, in one call.
+
+    Args:
+        select: which of the numbers, and their names; one object for all sinks of a run.
+    """
+
+    def __init__(self, select: MetricSelection) -> None:
+        self._select = select
+
+    def write(self, records: StepRecords) -> None:
+        """Log, at the records' logging step; not at all where there is nothing to log."""
+        metrics, histograms = self._select(records), self._select.histograms(records)
+        if metrics or histograms:
+            self.log(metrics, histograms, records.logging_step)
+
+    def log(self, metrics: dict[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
+        """Log the metrics of a step.
+
+        Args:
+            metrics: name -> value; empty where the step has histograms alone.
+            histograms: name -> counts over powers of two, for :func:`add_to_tensorboard` and :func:`wandb_histogram`.
+            step: the step at which the trainer's own metrics of the same batch are logged.
+        """
+        raise NotImplementedError

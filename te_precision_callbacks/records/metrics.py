@@ -1,13 +1,22 @@
-"""Which of a step's numbers go to a trainer's loggers, and under which names.
+"""What of a step's numbers goes to a trainer's loggers, and under which names.
 
     selection = MetricSelection(prefix="te", log_filter=["*/activation/*", "*underflows%"])
     logger.log_metrics(selection(records), step=records.logging_step)
 
-The name is ``<prefix>/<layer>/<tensor>/<statistic>``. Up to :data:`MOST_METRICS` numbers a step all of them go to the
-loggers; above that the :data:`WORST_LAYERS` worst layers of each statistic of a tensor, and its minimum, median and
-maximum over the layers (``<prefix>/all/<tensor>/<statistic>/min``). The statistics log always has all. Numbers of one
-rank alone, where statistics are reduced over ranks, stand under ``<prefix>/local/``: they are no points of the same
-series.
+=====================================  ================================================================================
+``te.<layer>/<tensor>/<statistic>``    a series of one layer
+``te/worst_underflows%``               the worst of the step, of any layer and tensor; also ``worst_overflows%``,
+                                       ``worst_sqnr_db`` and ``nonfinite_num``
+``te/all/<tensor>/<statistic>/max``    over the layers, in steps in which the statistic is due in all that have it; also
+                                       ``min`` and ``median``
+=====================================  ================================================================================
+
+TensorBoard and W&B put metrics into a group by what stands before the first slash. So each layer is a group, behind a
+dot after the prefix, and the prefix alone is the group of the whole model, which comes first; with a slash there, the
+7,500 charts of 500 layers were one group. :mod:`te_precision_callbacks.records.choice` says which layers go to the
+loggers of a large model. The statistics log always has all. Numbers of
+one rank alone, where statistics are reduced over ranks, are no points of the same series: ``te.local.<layer>/...``,
+``te.local/...``.
 """
 
 from __future__ import annotations
@@ -15,46 +24,48 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 
 from te_precision_callbacks.engine.statistics import histogram_bins
 from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.records.choice import LATER_PLACES, MOST_SERIES, PLACES, SeriesChoice
 from te_precision_callbacks.records.loggers import Histogram
 from te_precision_callbacks.records.model import Row, StepRecords
+from te_precision_callbacks.records.worst import Family, Values, by_family, judged, worst_of_all
 
 logger = logging.getLogger(__name__)
-
-MOST_METRICS = 2_000
-WORST_LAYERS = 50
 
 LogFilter = str | Sequence[str] | Callable[[str], bool] | None
 """Patterns with ``*`` and ``?`` of which a metric name must match one, or a function of the name, or None."""
 
-_LOW_IS_WORSE = ("sqnr", "min_nonzero")
-_SIGNED_LOW = "min"
-
 
 def metric_name(prefix: str, row: Row) -> str:
-    """``te/<layer>/<tensor>/<statistic>``; the GEMM stands before the statistic where the number belongs to one."""
-    return "/".join(part for part in (prefix, row.layer, row.tensor, row.gemm, row.statistic) if part)
+    """``te.<layer>/<tensor>/<statistic>``; the GEMM stands before the statistic where the number belongs to one.
+
+    A number without a layer, of a user's own feature, is of the whole model: ``te/<name>``.
+    """
+    group = f"{prefix}.{row.layer}" if prefix and row.layer else prefix or row.layer
+    return "/".join(part for part in (group, row.tensor, row.gemm, row.statistic) if part)
 
 
-def badness(statistic: str, value: float) -> float:
-    """A key that grows as a value gets worse: not finite first, then by size; for a few statistics a low one is bad."""
-    if not math.isfinite(value):
-        return math.inf
-    if statistic == _SIGNED_LOW or any(low in statistic for low in _LOW_IS_WORSE):
-        return -value
-    return abs(value)
+def overall_name(prefix: str, name: str) -> str:
+    """``te/<name>``: a metric of the whole model."""
+    return f"{prefix}/{name}" if prefix else name
+
+
+def prefix_of(prefix: str, *, local: bool) -> str:
+    """The first part of the names of a step's metrics; ``te.local`` for numbers of one rank alone."""
+    return ".".join(part for part in (prefix, "local" if local else "") if part)
 
 
 class MetricSelection:
-    """Turns the records of a step into the metrics of a logger.
+    """Turns the records of a step into the metrics of a logger; one object for a run.
 
     Args:
         prefix: first part of every name.
-        log_filter: which names go to the loggers. None: all, within the limit.
+        log_filter: which names go to the loggers. None: all, up to the number of series that
+            :mod:`te_precision_callbacks.records.choice` allows.
 
     Raises:
         OptionError: ``log_filter`` is neither patterns nor a function.
@@ -63,59 +74,88 @@ class MetricSelection:
     def __init__(self, prefix: str = "te", log_filter: LogFilter = None) -> None:
         self._prefix = prefix
         self._wanted = _predicate(log_filter)
+        self._says_if_idle = log_filter not in ([], ())
+        self._series = SeriesChoice()
         self._said = False
+        self._layers_of: dict[Family, int] = {}
         self._last: tuple[StepRecords | None, dict[str, float]] = (None, {})
 
     def __call__(self, records: StepRecords) -> dict[str, float]:
         """The metrics of a step: name -> value. Chosen once, however many loggers ask for them."""
-        if self._last[0] is not records:
-            self._last = (records, self._choose(records))
-        return dict(self._last[1])
-
-    def _choose(self, records: StepRecords) -> dict[str, float]:
-        prefix = self._prefix_of(records)
-        named = [(metric_name(prefix, row), row) for row in records]
-        if self._wanted is not None:
-            return {name: row.value for name, row in named if self._wanted(name)}
-        if len(named) <= MOST_METRICS:
-            return {name: row.value for name, row in named}
-        if not self._said:
-            self._said = True
-            logger.warning(
-                "A step has %d statistics; the trainer's loggers get the %d worst layers of each, and min, median and"
-                " max over the layers. The statistics log has all. log_filter= chooses otherwise.",
-                len(named),
-                WORST_LAYERS,
-            )
-        return self._worst(named, prefix)
-
-    def _prefix_of(self, records: StepRecords) -> str:
-        return "/".join(part for part in (self._prefix, "local" if records.local else "") if part)
+        return dict(self._chosen(records))
 
     def histograms(self, records: StepRecords) -> dict[str, Histogram]:
         """The histograms of a step that go to the loggers: name -> counts with their bins."""
+        self._chosen(records)
+        prefix = prefix_of(self._prefix, local=records.local)
         named = {
-            metric_name(self._prefix_of(records), Row(layer, tensor, None, statistic, 0.0)): Histogram(
-                counts, histogram_bins(statistic)
-            )
+            metric_name(prefix, Row(layer, tensor, None, statistic, 0.0)): Histogram(counts, histogram_bins(statistic))
             for (layer, tensor, statistic), counts in records.vectors.items()
+            if self._wanted is not None or layer in self._series.logged(Family(tensor, None, statistic))
         }
         return {name: counts for name, counts in named.items() if self._wanted is None or self._wanted(name)}
 
-    def _worst(self, named: Iterable[tuple[str, Row]], prefix: str) -> dict[str, float]:
-        groups: dict[tuple[str, str | None, str], list[tuple[str, Row]]] = {}
-        for name, row in named:
-            groups.setdefault((row.tensor, row.gemm, row.statistic), []).append((name, row))
-        chosen: dict[str, float] = {}
-        for (tensor, gemm, statistic), entries in groups.items():
-            entries.sort(key=lambda entry: badness(statistic, entry[1].value), reverse=True)
-            chosen.update((name, row.value) for name, row in entries[:WORST_LAYERS])
-            values = [row.value for _, row in entries if not math.isnan(row.value)] or [math.nan]
-            over_all = metric_name(prefix, Row("all", tensor, gemm, statistic, 0.0))
-            chosen[f"{over_all}/min"] = min(values)
-            chosen[f"{over_all}/median"] = statistics.median(values)
-            chosen[f"{over_all}/max"] = max(values)
-        return chosen
+    def _chosen(self, records: StepRecords) -> dict[str, float]:
+        if self._last[0] is not records:
+            self._last = (records, self._choose(records))
+        return self._last[1]
+
+    def _choose(self, records: StepRecords) -> dict[str, float]:
+        families = by_family(records)
+        prefix = prefix_of(self._prefix, local=records.local)
+        overall = dict(self._overall(families, records.unscaled, prefix))
+        if self._wanted is not None:
+            named = {metric_name(prefix, row): row.value for row in records}
+            chosen = {name: value for name, value in {**overall, **named}.items() if self._wanted(name)}
+            if named and not self._said and self._says_if_idle:
+                self._said = True
+                if not chosen:
+                    logger.warning(
+                        "log_filter= lets none of the %d metrics of iteration %d through to the loggers, such as %r."
+                        " log_filter=[] sends none without this warning.",
+                        len(named),
+                        records.iteration,
+                        next(iter(named)),
+                    )
+            return chosen
+        of_histograms: dict[Family, dict[str, float]] = {}
+        for layer, tensor, statistic in records.vectors:
+            of_histograms.setdefault(Family(tensor, None, statistic), {})[layer] = 0.0
+        self._series.take({**families, **of_histograms}, records.unscaled)
+        if self._series.crowded and not self._said:
+            self._said = True
+            logger.warning(
+                "More than %d series of statistics: of each statistic of a tensor, the trainer's loggers get the %d"
+                " layers that are worst now and up to %d that get worse later, besides what they had before, and min,"
+                " median and max over all layers. The statistics log has all. log_filter= chooses otherwise.",
+                MOST_SERIES,
+                PLACES,
+                LATER_PLACES,
+            )
+        return overall | {
+            metric_name(prefix, Row(layer, *family, value)): value
+            for family, values in families.items()
+            for layer, value in values.items()
+            if layer in self._series.logged(family)
+        }
+
+    def _overall(
+        self, families: Mapping[Family, Values], unscaled: Set[str], prefix: str
+    ) -> Iterator[tuple[str, float]]:
+        """The metrics of the whole model."""
+        for key, row in worst_of_all(judged(families, unscaled)).items():
+            yield overall_name(prefix, key), row.value
+        for family, of_layers in families.items():
+            values = [value for layer, value in of_layers.items() if layer]
+            # With several freq, a step in which only some of the layers are due would be another "all".
+            self._layers_of[family] = max(self._layers_of.get(family, 2), len(values))
+            if len(values) < self._layers_of[family]:
+                continue
+            known = [value for value in values if not math.isnan(value)] or [math.nan]
+            name = overall_name(prefix, metric_name("all", Row("", *family, 0.0)))
+            yield f"{name}/min", min(known)
+            yield f"{name}/median", statistics.median(known)
+            yield f"{name}/max", max(known)
 
 
 def _predicate(log_filter: LogFilter) -> Callable[[str], bool] | None:

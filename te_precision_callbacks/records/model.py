@@ -41,6 +41,9 @@ class StepRecords:
             gathered but not yet stepped when the run ended, and all that comes after a reduction that failed.
         own: for each number whether it is this rank's alone. False where it is reduced over ranks, so that all of them
             have the same one; what a user's own feature logs is not.
+        unscaled: the layers that ran delayed scaling in this step with the scale 1, before it has an amax of an earlier
+            step. What quantization did to their tensors (66 to 89 % of a gradient may underflow) tells nothing of the
+            steps after it, and is left out where the worst of several steps is looked for.
     """
 
     iteration: int
@@ -53,6 +56,7 @@ class StepRecords:
     vectors: Mapping[tuple[str, str, str], tuple[float, ...]] = field(default_factory=dict)
     local: bool = False
     own: tuple[bool, ...] = ()
+    unscaled: frozenset[str] = frozenset()
 
     @classmethod
     def from_rows(
@@ -64,6 +68,7 @@ class StepRecords:
         vectors: Mapping[tuple[str, str, str], tuple[float, ...]] | None = None,
         local: bool = False,
         own: Iterable[bool] | None = None,
+        unscaled: frozenset[str] = frozenset(),
     ) -> StepRecords:
         """Put rows into columns, in their order. Without ``own`` all of them are this rank's alone."""
         rows = list(rows)
@@ -78,6 +83,7 @@ class StepRecords:
             vectors=vectors or {},
             local=local,
             own=(True,) * len(rows) if own is None else tuple(own),
+            unscaled=unscaled,
         )
 
     def __len__(self) -> int:
@@ -128,13 +134,23 @@ class RunInfo:
 
 @runtime_checkable
 class Sink(Protocol):
-    """A receiver of records. A sink that raises is reported once and dropped; with ``strict=True`` it ends the run."""
+    """A receiver of records. A sink that raises is reported once and dropped; with ``strict=True`` it ends the run.
+
+    As a base class it does nothing, so that a sink defines what it needs::
+
+        class Printer(Sink):
+            def write(self, records: StepRecords) -> None:
+                print(records.iteration, len(records))
+    """
 
     def start(self, run: RunInfo) -> None:
         """Called once, when the layers are known and before the first step."""
+        return
 
     def write(self, records: StepRecords) -> None:
         """Called at the end of each step that has records, on every rank; again with the same ones if interrupted."""
+        return
 
     def close(self, error: BaseException | None) -> None:
         """Called once at the end; ``error`` is what ended the run, None after a normal end."""
+        return

@@ -33,11 +33,13 @@ from te_precision_callbacks.naming import Layer, Model, ModuleTree, NamedModule,
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.records.model import LayerInfo, Row, RunInfo, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
+from te_precision_callbacks.records.worst import Worst, WorstOfRun
 from te_precision_callbacks.session.errors import ObservationError, SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.forward import MOST_FORWARDS, ForwardHooks
 from te_precision_callbacks.session.parallel import OptimizerSteps, Ranks, placements
 from te_precision_callbacks.session.precision import GemmPrecision, PrecisionAudit
+from te_precision_callbacks.session.scaling import DelayedScalingLayers
 from te_precision_callbacks.session.signals import Termination, Uninterrupted
 from te_precision_callbacks.session.sinks import Sinks
 from te_precision_callbacks.session.upstream import (
@@ -146,6 +148,8 @@ class InspectSession:
         self._ending: _Ending | None = None
         self._layers: tuple[LayerInfo, ...] = ()
         self._last: dict[tuple[str, str, str], Row] = {}
+        self._worst = WorstOfRun()
+        self._delayed_scaling = DelayedScalingLayers()
         self._final_iteration = options.start_step or 0
         self._last_logging_step: int | None = None
         self._owner_has_left: Callable[[], bool] | None = None
@@ -251,6 +255,12 @@ class InspectSession:
     def last_statistics(self) -> tuple[Row, ...]:
         """The last value of each statistic."""
         return tuple(self._last.values())
+
+    @property
+    def worst_statistics(self) -> tuple[Worst, ...]:
+        """The worst value of each statistic so far, and the iteration in which it was: of those with a worse direction
+        in the table of docs/statistics.md. Delayed scaling's first step is left out, see ``StepRecords.unscaled``."""
+        return tuple(self._worst)
 
     # ------------------------------------------------------------------ the life of a session
 
@@ -732,14 +742,17 @@ class InspectSession:
             self._failures.report("reading the statistics of", f"iteration {ending.iteration}", error)
             return None
         self._last.update(((row.layer, row.tensor, row.statistic), row) for row in rows)
-        return StepRecords.from_rows(
+        records = StepRecords.from_rows(
             ending.iteration,
             ending.logging_step,
             rows,
             vectors=vectors,
             local=ending.local,
             own=(number >= reduced for number in range(len(rows))),
+            unscaled=self._delayed_scaling.unscaled(ending.iteration, self._modules, {row.layer for row in rows}),
         )
+        self._worst.add(records)
+        return records
 
     def _row(self, name: str, value: float) -> Row:
         """Take ``<layer>_<tensor>_<statistic>`` apart; a name of another form is a user's own."""

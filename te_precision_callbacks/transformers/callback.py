@@ -35,12 +35,14 @@ class PrecisionDebugTrainerCallback(DebugCallback):
     Logged to the reporting integrations of ``report_to``, on the main process, at ``state.global_step``:
 
     - ``train/te/<layer>/<tensor>/<statistic>`` for each statistic that the config asks for, such as
-      ``train/te/model.layers.0.self_attn.q_proj/activation/max`` (in MLflow ``te/...``, and ``_pct`` for ``%``).
+      ``te.model.layers.0.self_attn.q_proj/activation/max`` (in MLflow with ``_pct`` for ``%``).
       Units are those of the tensor; a statistic whose name ends in ``%`` is in percent.
+    - ``te/worst_underflows%`` and its kin, ``te/all/<tensor>/<statistic>/max`` and its kin: of the whole model, see
+      :mod:`te_precision_callbacks.records.metrics`.
 
     Added to the entries of ``state.log_history`` that have the training's loss, of what was collected since the last of
-    them, at most nine keys: ``te/worst_underflows%``, ``te/worst_sqnr_db``, ``te/nonfinite_num``, each with ``_layer``
-    and ``_tensor``.
+    them, at most twelve keys: ``te/worst_underflows%``, ``te/worst_overflows%``, ``te/worst_sqnr_db``,
+    ``te/nonfinite_num``, each with ``_layer`` and ``_tensor``.
 
     Written below ``log_dir``, by default ``args.output_dir``: ``nvdlfw_inspect_logs`` (which features acted where, a
     file a rank) and ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).

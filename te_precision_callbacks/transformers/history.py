@@ -6,41 +6,35 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from te_precision_callbacks.records import Row, StepRecords
-from te_precision_callbacks.records.metrics import badness
-
-_SUMMARIES = {"worst_underflows%": "underflows%", "worst_sqnr_db": "sqnr_db", "nonfinite_num": "nonfinite_num"}
-"""Key, and a part of the statistic's name, which also has a recipe and a direction."""
+from te_precision_callbacks.records.metrics import overall_name, prefix_of
+from te_precision_callbacks.records.worst import badness, by_family, judged, worst_of_all
 
 _TRAINING_METRICS = ("loss", "train_loss")
 
 
 class HistorySummary:
-    """The worst values since the last logging event; at most nine keys.
+    """The worst values since the last logging event; at most twelve keys.
 
     Args:
         prefix: first part of every key.
     """
 
     def __init__(self, prefix: str) -> None:
-        self._prefix = f"{prefix}/" if prefix else ""
-        self._worst: dict[str, tuple[float, Row]] = {}
+        self._prefix = prefix
+        self._worst: dict[str, Row] = {}
         self._local = False
 
     def add(self, records: StepRecords) -> None:
         """Take the statistics of a step."""
         self._local |= records.local
-        for row in records:
-            for key, part in _SUMMARIES.items():
-                if part not in row.statistic or row.value == math.inf:
-                    continue  # an SQNR of inf: the quantized tensor is exact
-                bad = badness(row.statistic, row.value)
-                if key not in self._worst or bad > self._worst[key][0]:
-                    self._worst[key] = (bad, row)
+        for key, row in worst_of_all(judged(by_family(records), records.unscaled)).items():
+            known = self._worst.get(key)
+            if known is None or badness(*row[3:]) > badness(*known[3:]):
+                self._worst[key] = row
 
     def update(self, entry: dict[str, Any]) -> None:
         """Put the summary into the entry of a logging event of the training, and begin anew.
@@ -54,10 +48,10 @@ class HistorySummary:
 
     def _keys(self) -> Mapping[str, float | str]:
         keys: dict[str, float | str] = {}
-        prefix = f"{self._prefix}local/" if self._local else self._prefix  # of one rank alone
-        for name, (_, row) in self._worst.items():
-            keys[f"{prefix}{name}"] = row.value
+        for name, row in self._worst.items():
+            key = overall_name(prefix_of(self._prefix, local=self._local), name)
+            keys[key] = row.value
             if row.value:  # no tensor is the worst where all have no underflow, or no inf and nan
-                keys[f"{prefix}{name}_layer"] = row.layer
-                keys[f"{prefix}{name}_tensor"] = row.tensor
+                keys[f"{key}_layer"] = row.layer
+                keys[f"{key}_tensor"] = row.tensor
         return keys

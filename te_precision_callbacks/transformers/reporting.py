@@ -1,8 +1,8 @@
 """A step's statistics to the trainer's reporting integrations, those of ``report_to``, and to nobody else.
 
 An integration is a callback of one of the classes in transformers' ``INTEGRATION_TO_CALLBACK``. Its own ``on_log`` is
-called, so that names, steps and processes are as for the trainer's own metrics: ``train/te/...`` in TensorBoard and
-W&B, ``te/...`` in MLflow.
+called, so that steps and processes are as for the trainer's own metrics. Most integrations put ``train/`` in front of
+every name, which would add thousands of charts to the group of the loss; ours keep their names: ``te.<layer>/...``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,14 @@ from transformers.integrations.integration_utils import (
 from transformers.trainer_callback import CallbackHandler
 
 from te_precision_callbacks.errors import PrecisionDebugError
-from te_precision_callbacks.records import MetricSelection, RunInfo, StepRecords
-from te_precision_callbacks.records.loggers import add_to_tensorboard, names_for_mlflow, wandb_histogram
+from te_precision_callbacks.records import MetricSelection
+from te_precision_callbacks.records.loggers import (
+    Histogram,
+    LoggerSink,
+    add_to_tensorboard,
+    names_for_mlflow,
+    wandb_histogram,
+)
 
 
 class ReportingError(PrecisionDebugError, RuntimeError):
@@ -48,51 +54,57 @@ class Reporting:
     def __init__(self, handler: CallbackHandler, select: MetricSelection) -> None:
         classes: tuple[type[TrainerCallback], ...] = tuple(INTEGRATION_TO_CALLBACK.values())  # those registered by now
         integrations = [callback for callback in handler.callbacks if isinstance(callback, classes)]
-        self.sinks = [_IntegrationSink(integration, self) for integration in integrations]
         self.event: TrainerEvent | None = None
         self.select = select
+        self.sinks = [_IntegrationSink(integration, self) for integration in integrations]
 
 
-class _IntegrationSink:
+class _OwnName(str):
+    """A metric's name that stays as it is where an integration puts ``train/`` in front of it.
+
+    transformers 5.23.0, ``integrations/integration_utils.py: rewrite_logs`` has ``"train/" + name``: the reflected
+    addition of a subclass of str comes before str's own. An integration that renames in another way still may.
+    """
+
+    def __radd__(self, other: str) -> str:
+        return str(self)
+
+
+class _IntegrationSink(LoggerSink):
     """The sink that hands a step's metrics to one integration, in one call."""
 
     def __init__(self, integration: TrainerCallback, reporting: Reporting) -> None:
+        super().__init__(reporting.select)
         self._integration = integration
         self._reporting = reporting
         self._known: set[str] = set()
 
-    def start(self, run: RunInfo) -> None:
-        """Nothing to prepare: the integration set itself up at train begin, or does it when it logs."""
-
-    def write(self, records: StepRecords) -> None:
-        """Log, at the step of the trainer's own metrics."""
+    def log(self, metrics: dict[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
+        """Log, at the step of the trainer's own metrics; not at all where the training is over."""
         event = self._reporting.event
         if event is None:
             return
         try:
-            self._log(event, records)
+            self._log(event, metrics, step)
+            for name, counts in histograms.items():
+                _log_histogram(self._integration, name, counts, step)
         except Exception as error:
             name = type(self._integration).__name__
             raise ReportingError(f"{name} could not log statistics: {type(error).__name__}: {error}") from error
 
-    def close(self, error: BaseException | None) -> None:
-        """Nothing to close: the trainer does."""
-
-    def _log(self, event: TrainerEvent, records: StepRecords) -> None:
-        integration, step = self._integration, records.logging_step
-        metrics = self._reporting.select(records)
+    def _log(self, event: TrainerEvent, metrics: dict[str, float], step: int) -> None:
+        integration = self._integration
         if isinstance(integration, MLflowCallback):
             metrics = names_for_mlflow(metrics)
         if metrics:
             state = _at_step(event.state, step)
-            integration.on_log(event.args, state, event.control, logs=metrics, **event.keywords)
+            named = {_OwnName(name): value for name, value in metrics.items()}
+            integration.on_log(event.args, state, event.control, logs=named, **event.keywords)
         if isinstance(integration, MLflowCallback) and not metrics.keys() <= self._known:
             # The integration logs from other threads. In a store of local files each makes the folders of the names;
             # where two make the same one, MLflow 3.17 loses the step of one of them.
             self._known |= metrics.keys()
             integration._ml_flow.flush_async_logging()
-        for name, counts in self._reporting.select.histograms(records).items():
-            _log_histogram(integration, f"train/{name}", counts, step)
 
 
 def _at_step(state: TrainerState, step: int) -> TrainerState:

@@ -76,11 +76,11 @@ def test_two_processes_log_one_set_of_numbers(tmp_path: Path) -> None:
         expected = alone.step([batch_of(index) for index in range(first, first + 4)])
         assert set(expected) == {"fc1_activation", "fc1_gradient", "fc2_activation", "fc2_gradient"}
         for name, (largest, l1_norm) in expected.items():
-            metric = f"te/{name.replace('_', '/')}"
+            metric = f"te.{name.replace('_', '/')}"
             assert lines[f"{name}_max", step] == pytest.approx(largest, rel=1e-4)
             assert lines[f"{name}_l1_norm", step] == pytest.approx(l1_norm, rel=1e-4)
             assert board[f"{metric}/max"][step + 1] == pytest.approx(largest, rel=1e-4)
-    assert sorted(board["te/fc1/gradient/l1_norm"]) == sorted(board["loss"]) == [1, 2, 3, 4, 5, 6]
+    assert sorted(board["te.fc1/gradient/l1_norm"]) == sorted(board["loss"]) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("failing_rank", ["0", "1"])

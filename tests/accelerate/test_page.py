@@ -39,8 +39,8 @@ def test_every_block_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     names: dict[str, Any] = {"resume": False}
     exec(script, names)
     board = board_scalars(folder / "run" / "board")
-    assert sorted(board["te/0/activation/max"]) == list(range(1, 9))
-    assert set(board) >= {"te/2/weight/underflows%", "te/2/gradient/std"}
+    assert sorted(board["te.0/activation/max"]) == list(range(1, 9))
+    assert set(board) >= {"te.2/weight/underflows%", "te.2/gradient/std"}
     seen = {"starts": 0, "saves": 0, "shows": 0, "detects": 0}
     for block in others:
         exec(block, names)
@@ -71,7 +71,7 @@ def test_the_command_runs_the_script_in_two_processes(folder: Path) -> None:
     assert logged_lines(folder / "run")
     assert not log_of(folder / "run", 1).exists(), "the statistics are reduced, and rank 0 writes them"
     board = board_scalars(folder / "run" / "board")
-    assert sorted(board["te/0/activation/max"]) == [1, 2, 3, 4], "16 batches, two to a rank in each of its steps"
+    assert sorted(board["te.0/activation/max"]) == [1, 2, 3, 4], "16 batches, two to a rank in each of its steps"
 
 
 def test_the_example_runs_and_shows_what_came_out(
@@ -90,4 +90,4 @@ def test_the_example_runs_and_shows_what_came_out(
     assert len(lines) == 3 * 2 * 4 * 4, "layers, tensors, statistics, and every second of the eight steps"
     for (name, iteration), value in lines.items():
         layer, tensor, statistic = re.fullmatch(r"(.*)_(activation|gradient)_(.*)", name).groups()  # type: ignore[union-attr]
-        assert board[f"te/{layer}/{tensor}/{statistic}"][iteration + 1] == pytest.approx(value)
+        assert board[f"te.{layer}/{tensor}/{statistic}"][iteration + 1] == pytest.approx(value)

@@ -102,7 +102,7 @@ def test_every_tracker_has_the_numbers_of_the_log(
     assert {step for _, step in first} == {0, 1, 2}
     assert {step for _, step in second} == {3, 4, 5}
     expected = {
-        (f"te/{layer}/{tensor}/{statistic}".replace("%", "_pct"), iteration + 1): value
+        (f"te.{layer}/{tensor}/{statistic}".replace("%", "_pct"), iteration + 1): value
         for (name, iteration), value in {**first, **second}.items()
         for layer, tensor, statistic in [name.split("_", 2)]
     }
@@ -121,7 +121,8 @@ def test_every_tracker_has_the_numbers_of_the_log(
     assert sorted(history) == [1, 2, 3, 4, 5, 6], "W&B drops what comes at an earlier step than the last one"
     assert history[6]["end"] == 1.0
     for calls in (board, store):
-        assert {step for name in calls if name.startswith("te/") for step in calls[name]} == {1, 2, 3, 4, 5, 6}
+        assert {"te/worst_underflows_pct", "te/all/activation/max/median"} <= set(calls)
+        assert {step for name in calls if name.startswith("te.") for step in calls[name]} == {1, 2, 3, 4, 5, 6}
     steps = [step for values, step in kept.calls if "loss" not in values and "end" not in values]
     assert steps == [1, 2, 3, 4, 5, 6], "one call a step"
     check_histograms(tmp_path, history)
@@ -137,13 +138,13 @@ def check_histograms(tmp_path: Path, history: dict[int, dict[str, Any]]) -> None
 
     accumulator = EventAccumulator(str(tmp_path / "run" / "project"), size_guidance={"histograms": 0})
     accumulator.Reload()
-    events = accumulator.Histograms("te/fc1/activation/exponent_histogram")
+    events = accumulator.Histograms("te.fc1/activation/exponent_histogram")
     assert [event.step for event in events] == [1, 2, 3, 4, 5, 6]
     values = events[0].histogram_value
     found = dict(zip(values.bucket_limit, values.bucket, strict=True))
     assert {limit - 1: count for limit, count in found.items() if count} == drawn
 
-    parts = {part: history[1][f"te/fc1/activation/exponent_histogram/{part}"] for part in ("_type", "bins", "values")}
+    parts = {part: history[1][f"te.fc1/activation/exponent_histogram/{part}"] for part in ("_type", "bins", "values")}
     assert parts["_type"] == "histogram"
     found = dict(zip(parts["bins"], parts["values"], strict=False))
     assert {edge: count for edge, count in found.items() if count} == drawn
@@ -162,9 +163,10 @@ def test_more_metrics_than_mlflow_takes_in_a_request(offline_trackers: Path, tmp
     accelerator.end_training()
     lines = logged_lines(tmp_path / "debug")
     store = mlflow_metrics(tmp_path / "mlruns")
-    assert len(store) == len(lines) == (24 * 6 - 1) * 8, "nothing asks for the gradient of the first layer's input"
+    of_layers = [name for name in store if name.startswith("te.")]
+    assert len(of_layers) == len(lines) == (24 * 6 - 1) * 8, "nothing asks for the gradient of the first layer's input"
     for layer in (1, 23):
-        assert store[f"te/{layer}/dgrad/l2_norm"] == {1: lines[f"{layer}_dgrad_l2_norm", 0]}
+        assert store[f"te.{layer}/dgrad/l2_norm"] == {1: lines[f"{layer}_dgrad_l2_norm", 0]}
 
 
 def test_the_scripts_own_step(tmp_path: Path) -> None:
@@ -186,11 +188,11 @@ def test_prefix_and_filter(tmp_path: Path) -> None:
     accelerator = Accelerator(log_with=[kept])
     accelerator.init_trackers("project")
     model, optimizer, loader = prepared(accelerator, Plain(), batches=1)
-    options: dict[str, Any] = {"prefix": "fp8", "log_filter": "*/fc1/*/max", "log_dir": tmp_path}
+    options: dict[str, Any] = {"prefix": "fp8", "log_filter": "*.fc1/*/max", "log_dir": tmp_path}
     with PrecisionDebugger(accelerator, model, statistics(), **options) as debugger:
         run(accelerator, debugger, model, optimizer, loader)
     ((values, step),) = kept.calls
-    assert (list(values), step) == (["fp8/fc1/activation/max"], 1)
+    assert (list(values), step) == (["fp8.fc1/activation/max"], 1)
     assert len(logged_lines(tmp_path)) == 4
 
 

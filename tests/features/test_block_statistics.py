@@ -134,7 +134,7 @@ def test_a_histogram_of_scales_in_tensorboard(tmp_path: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     ((name, counts),) = histograms().items()
-    assert name == "te/fc/weight/mxfp8_scale_inv_histogram_columnwise"
+    assert name == "te.fc/weight/mxfp8_scale_inv_histogram_columnwise"
     assert counts.bins == histogram_bins("scale_inv_histogram")
     with SummaryWriter(str(tmp_path)) as writer:  # type: ignore[no-untyped-call]
         add_to_tensorboard(writer, name, counts, step=4)

@@ -68,7 +68,7 @@ def test_every_batch_may_be_an_iteration(tmp_path: Path) -> None:
     lines = logged_lines(tmp_path / "debug")
     expected = {step: largest(step) for step in range(6)}
     assert {step: value for (name, step), value in lines.items() if name == FIRST} == pytest.approx(expected)
-    assert board_scalars(tmp_path / "board")["te/net.0/activation/max"] == pytest.approx(expected)
+    assert board_scalars(tmp_path / "board")["te.net.0/activation/max"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_numbers_stand_at_the_step_of_the_batchs_own_metrics(tmp_path: Path, mod
         own = scalars["batch_idx"]
         for (name, iteration), value in lines.items():
             layer, tensor, statistic = name.split("_", 2)
-            metrics = scalars[f"te/{layer}/{tensor}/{statistic}"]
+            metrics = scalars[f"te.{layer}/{tensor}/{statistic}"]
             closing_batch = (iteration + 1) * every - 1
             step = next(step for step, batch in own.items() if batch == closing_batch)
             assert exact(metrics[step]) == exact(value), (name, iteration)
@@ -132,8 +132,8 @@ def test_layers_that_lightning_replaced_are_found(tmp_path: Path) -> None:
         for tensor in ("activation", "weight", "gradient"):
             for step in range(3):
                 value = lines[f"{layer}_{tensor}_max", step]
-                assert table[f"te/{layer}/{tensor}/max"][step] == value
-                assert np.float32(board[f"te/{layer}/{tensor}/max"][step]) == np.float32(value)
+                assert table[f"te.{layer}/{tensor}/max"][step] == value
+                assert np.float32(board[f"te.{layer}/{tensor}/max"][step]) == np.float32(value)
 
 
 def test_modules_of_configure_model_are_built_inside_the_session(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_resuming_continues_the_iteration(tmp_path: Path) -> None:
         first = 100 if name == "told" else 7
         lines = logged_lines(tmp_path / name)
         assert sorted({step for _, step in lines}) == list(range(first, first + 7)), name
-        assert sorted(board_scalars(tmp_path / name / "board")["te/net.0/activation/max"]) == list(range(7, 14)), name
+        assert sorted(board_scalars(tmp_path / name / "board")["te.net.0/activation/max"]) == list(range(7, 14)), name
 
 
 def test_resuming_a_checkpoint_that_knows_nothing_of_the_callback(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_without_a_logger_the_files_are_below_the_root(tmp_path: Path) -> None:
 def test_a_broken_logger_does_not_end_the_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(CSVLogger):
         def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-            if any(name.startswith("te/") for name in metrics):
+            if any(name.startswith("te.") for name in metrics):
                 raise OSError("disk is full")
 
     fitted = trainer(
@@ -340,13 +340,13 @@ def test_a_broken_logger_does_not_end_the_fit(tmp_path: Path, caplog: pytest.Log
 def test_a_broken_logger_does_not_silence_the_others(tmp_path: Path) -> None:
     class Broken(CSVLogger):
         def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-            if any(name.startswith("te/") for name in metrics):
+            if any(name.startswith("te.") for name in metrics):
                 raise OSError("disk is full")
 
     loggers = [Broken(tmp_path, name="broken"), CSVLogger(tmp_path, name="csv", version="")]
     callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path)
     trainer(tmp_path, callbacks=[callback], logger=loggers).fit(Plain(), loader(3))
-    assert sorted(csv_scalars(tmp_path / "csv")["te/net.0/activation/max"]) == [0, 1, 2]
+    assert sorted(csv_scalars(tmp_path / "csv")["te.net.0/activation/max"]) == [0, 1, 2]
 
 
 @pytest.mark.filterwarnings("ignore:Found 4 module")
@@ -361,7 +361,7 @@ def test_what_is_left_at_the_end_stands_at_the_step_of_its_batch(tmp_path: Path)
     table = CSVLogger(tmp_path, name="csv", version="")
     callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path)
     trainer(tmp_path, callbacks=[callback], logger=table).fit(TwoOptimizers(every=3), loader(8))
-    metrics = csv_scalars(tmp_path / "csv")["te/net.0/activation/max"]
+    metrics = csv_scalars(tmp_path / "csv")["te.net.0/activation/max"]
     assert metrics == pytest.approx({2: largest(0, 1, 2), 5: largest(3, 4, 5), 7: largest(6, 7)})
 
 

@@ -35,11 +35,11 @@ def test_two_ranks_log_one_set_of_numbers(tmp_path: Path, strategy: str) -> None
         seen = torch.stack([sample(index) for index in range(16 * step, 16 * step + 16)]).double()
         assert lines["net.0_activation_max", step] == seen.max().item()
         assert lines["net.0_activation_l1_norm", step] == pytest.approx(seen.abs().sum().item(), rel=1e-6)
-        assert metrics["te/net.0/activation/max"][step] == seen.max().item()
-    assert sorted(metrics["te/net.0/activation/max"]) == [0, 1, 2, 3]
+        assert metrics["te.net.0/activation/max"][step] == seen.max().item()
+    assert sorted(metrics["te.net.0/activation/max"]) == [0, 1, 2, 3]
     told = next(line for line in result.stdout.splitlines() if line.startswith("FOUND"))
     assert told.startswith("FOUND 4 False {'net."), "where the fit was called, whichever process it ran in"
-    assert float(told.split()[-1]) == metrics["te/net.0/activation/max"][3]
+    assert float(told.split()[-1]) == metrics["te.net.0/activation/max"][3]
     if strategy != "ddp":
         assert "Precision that really ran" in result.stdout
     for rank in (0, 1):

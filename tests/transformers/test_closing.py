@@ -67,7 +67,7 @@ def test_what_the_failed_step_had_gathered_reaches_the_integrations(tmp_path: Pa
     with pytest.raises(ValueError, match="a bad batch"):
         made.train()
     (events,) = tmp_path.rglob("events.out.tfevents*")
-    found = board_scalars(events.parent)["train/te/net.0/activation/max"]
+    found = board_scalars(events.parent)["te.net.0/activation/max"]
     assert found == {step + 1: model.largest(step) for step in range(3)}
 
 
@@ -215,7 +215,7 @@ def test_late_closing_tells_the_integrations_nothing(tmp_path: Path) -> None:
         made.train()
     evaluation(model)
     (events,) = tmp_path.rglob("events.out.tfevents*")
-    assert sorted(board_scalars(events.parent)["train/te/net.0/activation/max"]) == [1, 2]
+    assert sorted(board_scalars(events.parent)["te.net.0/activation/max"]) == [1, 2]
     assert sorted(first_layer(tmp_path)) == [0, 1, 2]
 
 

@@ -42,7 +42,7 @@ def test_the_example_trains_in_fp8_under_accelerate_launch(tmp_path: Path) -> No
     board = board_scalars(events)
     for (name, step), value in lines.items():
         metric = re.sub("_(activation|weight|gradient)_", r"/\1/", name)
-        assert np.float32(board[f"train/te/{metric}"][step + 1]) == np.float32(value)
+        assert np.float32(board[f"te.{metric}"][step + 1]) == np.float32(value)
     assert sorted(board["train/loss"]) == [2, 4, 6, 8, 10, 12]
     assert sorted(board["eval/loss"]) == [6, 12]
     assert board["train/loss"][12] < board["train/loss"][2]

@@ -43,8 +43,8 @@ def test_two_ranks_have_one_set_of_statistics(tmp_path: Path) -> None:
         seen = torch.stack([sample(index) for index in indices]).double()
         assert lines["net.0_activation_max", step] == seen.max().item()
         assert lines["net.0_activation_l1_norm", step] == pytest.approx(seen.abs().sum().item(), rel=1e-6)
-        assert board["train/te/net.0/activation/max"][step + 1] == seen.max().item()
-    assert sorted(board["train/te/net.0/activation/max"]) == sorted(board["train/loss"]) == [1, 2, 3, 4]
+        assert board["te.net.0/activation/max"][step + 1] == seen.max().item()
+    assert sorted(board["te.net.0/activation/max"]) == sorted(board["train/loss"]) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("what", "rank"), [("unmodified", 1), ("ours", 0)])

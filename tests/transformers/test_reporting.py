@@ -81,7 +81,7 @@ def test_every_integration_has_the_numbers_of_the_log_at_the_trainers_steps(
         of_the_trainer |= {entry["step"]: entry["loss"] for entry in made.state.log_history if "loss" in entry}
         for (name, iteration), value in logged_lines(tmp_path / part).items():
             layer, tensor, statistic = name.split("_", 2)
-            expected[f"te/{layer}/{tensor}/{statistic}", iteration + 1] = value
+            expected[f"te.{layer}/{tensor}/{statistic}", iteration + 1] = value
     mlflow.end_run()
     wandb.finish()
     assert {step for _, step in expected} == set(range(1, 7))
@@ -103,14 +103,18 @@ def test_every_integration_has_the_numbers_of_the_log_at_the_trainers_steps(
         for entry in client.get_metric_history(first_run.info.run_id, name.replace("%", "_pct"))
     }
     for (name, step), value in expected.items():
-        assert np.float32(metrics[f"train/{name}"][step]) == np.float32(value)
-        assert history[f"train/{name}", step] == value == store[name, step]
+        assert np.float32(metrics[name][step]) == np.float32(value)
+        assert history[name, step] == value == store[name, step]
     for step, loss in of_the_trainer.items():
         assert np.float32(metrics["train/loss"][step]) == np.float32(loss)
         assert history["train/loss", step] == loss == store["loss", step]
-    histograms = {step for name, step in history if name.startswith("train/te/net.0/activation/exponent_histogram")}
+    histograms = {step for name, step in history if name.startswith("te.net.0/activation/exponent_histogram")}
     assert histograms == set(range(1, 7))
-    assert not any(name.startswith("te/") for logs in printed.logs for name in logs), "never to the printer"
+    of_the_model = {"te/worst_underflows%", "te/all/activation/max/min"}
+    for names in (metrics, {name for name, _ in history}):
+        assert of_the_model <= set(names)
+        assert not [name for name in names if name.startswith("train/te")], "not in the group of the loss"
+    assert not any(name.startswith(("te/", "te.")) for logs in printed.logs for name in logs), "never to the printer"
 
 
 def test_a_histogram_is_a_histogram(tmp_path: Path) -> None:
@@ -121,7 +125,7 @@ def test_a_histogram_is_a_histogram(tmp_path: Path) -> None:
     (events,) = tmp_path.rglob("events.out.tfevents*")
     board = EventAccumulator(str(events), size_guidance={"histograms": 0})  # type: ignore[no-untyped-call]
     board.Reload()  # type: ignore[no-untyped-call]
-    found = board.Histograms("train/te/net.0/activation/exponent_histogram")  # type: ignore[no-untyped-call]
+    found = board.Histograms("te.net.0/activation/exponent_histogram")  # type: ignore[no-untyped-call]
     assert [event.step for event in found] == [1, 2]
     assert found[0].histogram_value.num == 8 * 32
     assert not [tag for tag in board.Tags()["scalars"] if "histogram" in tag]  # type: ignore[no-untyped-call]
@@ -134,7 +138,7 @@ def test_an_integration_that_raises_is_reported_once_and_dropped(
         calls = 0
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if any(name.startswith("te/") for name in logs):
+            if any(name.startswith("te.") for name in logs):
                 self.calls += 1
                 raise OSError("disk full")
 
@@ -148,7 +152,7 @@ def test_an_integration_that_raises_is_reported_once_and_dropped(
     assert "Broken could not log statistics: OSError: disk full" in record.getMessage()
     assert keeper.iterations == [0, 1, 2, 3]
     events = [path for path in tmp_path.rglob("events.out.tfevents*") if "train/loss" in board_scalars(path)]
-    assert sorted(board_scalars(events[0])["train/te/net.0/activation/max"]) == [1, 2, 3, 4], "the other one goes on"
+    assert sorted(board_scalars(events[0])["te.net.0/activation/max"]) == [1, 2, 3, 4], "the other one goes on"
 
 
 class Custom(transformers.TrainerCallback):
@@ -168,20 +172,20 @@ def test_a_custom_callback_gets_statistics_once_it_is_registered(
     alone, registered = Custom(), Custom()
     trainer(arguments(tmp_path, max_steps=2), alone, PrecisionDebugTrainerCallback(statistics())).train()
     assert sorted(alone.logs) == [1, 2]
-    assert not any(name.startswith("te/") for names in alone.logs.values() for name in names)
+    assert not any(name.startswith(("te/", "te.")) for names in alone.logs.values() for name in names)
     monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "custom", Custom)
     trainer(arguments(tmp_path, max_steps=2), registered, PrecisionDebugTrainerCallback(statistics())).train()
-    assert all("te/net.0/activation/max" in names for names in registered.logs.values())
+    assert all("te.net.0/activation/max" in names for names in registered.logs.values())
     assert all("loss" in names for names in registered.logs.values())
 
 
 def test_prefix_and_log_filter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "custom", Custom)
     custom = Custom()
-    callback = PrecisionDebugTrainerCallback(statistics(), prefix="fp8", log_filter="*/net.1/*/max")
+    callback = PrecisionDebugTrainerCallback(statistics(), prefix="fp8", log_filter="*.net.1/*/max")
     made = trainer(arguments(tmp_path, max_steps=1), custom, callback)
     made.train()
-    assert [name for name in custom.logs[1] if "net" in name] == ["fp8/net.1/activation/max"]
+    assert [name for name in custom.logs[1] if "net" in name] == ["fp8.net.1/activation/max"]
 
 
 def test_values_that_are_not_finite_reach_the_integrations(tmp_path: Path) -> None:
@@ -197,5 +201,5 @@ def test_values_that_are_not_finite_reach_the_integrations(tmp_path: Path) -> No
     made.train()
     (events,) = tmp_path.rglob("events.out.tfevents*")
     board = board_scalars(events)
-    assert board[f"train/te/net.0/weight/{statistic}"] == {1: math.inf}
+    assert board[f"te.net.0/weight/{statistic}"] == {1: math.inf}
     assert "te/worst_sqnr_db" not in made.state.log_history[0], "an exact tensor is nobody's worst"

@@ -1,0 +1,116 @@
+"""Which series go to a trainer's loggers over a whole run, so that a logger's series are few and have no gaps.
+
+A *series* is one statistic of one tensor of one layer; those of the same tensor and statistic are a *family*, with a
+value from each layer.
+
+- Until :data:`MOST_SERIES` series were seen in the run, all of them go to the loggers, whatever is due in a step.
+- In the first step with more, each family gets up to :data:`PLACES` layers, those that are worst by the table of
+  statistics; what was logged before stays.
+- A layer that gets worse later takes one of :data:`LATER_PLACES` more: at once where its value is not finite; else when
+  it was in :data:`PATIENCE` steps in a row among the worst of its family, and the worst of those not logged.
+- A series that goes to the loggers does so to the end. None is replaced.
+
+So there are never more than MOST_SERIES + (PLACES + LATER_PLACES) * families of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Set
+
+from te_precision_callbacks.engine.statistics import Worse
+from te_precision_callbacks.records.worst import Family, Values, badness, direction, judged, worst_layers
+
+MOST_SERIES = 2_000
+PLACES = 50
+LATER_PLACES = 50
+PATIENCE = 3
+
+
+class _Logged:
+    """The layers of one family that go to the loggers."""
+
+    def __init__(self) -> None:
+        self.layers: set[str] = set()
+        self._later = 0
+        self._waiting: str | None = None
+        self._steps = 0
+
+    def fill(self, ranked: Iterable[str]) -> None:
+        """Give the places that are free to the worst layers."""
+        for layer in ranked:
+            if len(self.layers) >= PLACES:
+                return
+            self.layers.add(layer)
+
+    def join(self, ranked: Iterable[str], values: Values, statistic: str) -> None:
+        """Give a later place to layers that have become worse than those that are logged."""
+        others = [layer for layer in ranked if layer not in self.layers]
+        candidate = others[0] if others else None
+        self._steps = self._steps + 1 if candidate == self._waiting else 1
+        self._waiting = candidate
+        for layer in others:
+            is_lost = badness(statistic, values[layer]) == math.inf
+            is_worst = layer == candidate and self._steps >= PATIENCE
+            if (is_lost or is_worst) and self._later < LATER_PLACES:
+                self.layers.add(layer)
+                self._later += 1
+
+
+class SeriesChoice:
+    """The series that go to loggers; one object for a run.
+
+    Attributes:
+        crowded: whether more than :data:`MOST_SERIES` series were seen.
+    """
+
+    def __init__(self) -> None:
+        self.crowded = False
+        self._families: dict[Family, _Logged] = {}
+        self._count = 0
+
+    def take(self, families: Mapping[Family, Values], unscaled: Set[str]) -> None:
+        """Take the series of a step.
+
+        Args:
+            families: the numbers of the step, and its histograms with any value.
+            unscaled: its :attr:`~te_precision_callbacks.records.StepRecords.unscaled`.
+        """
+        new = {family: values.keys() - self.logged(family) for family, values in families.items()}
+        if not self.crowded:
+            self._count += sum(map(len, new.values()))
+            self.crowded = self._count > MOST_SERIES
+        if self.crowded:
+            self._take_worst([family for family in families if new[family]], judged(families, unscaled))
+        else:
+            for family, layers in new.items():
+                self._families.setdefault(family, _Logged()).layers.update(layers)
+
+    def logged(self, family: Family) -> Set[str]:
+        """The layers whose series of a family go to the loggers."""
+        known = self._families.get(family)
+        return frozenset() if known is None else known.layers
+
+    def _take_worst(self, families: Iterable[Family], found: Mapping[Family, Values]) -> None:
+        without_order = []
+        for family in families:
+            if direction(family.statistic) is Worse.NEITHER:
+                without_order.append(family)
+                continue
+            beside = {other.statistic: values for other, values in found.items() if other[:2] == family[:2]}
+            ranked = worst_layers(PLACES, family.statistic, found[family], beside)
+            logged = self._families.setdefault(family, _Logged())
+            if len(logged.layers) < PLACES:
+                logged.fill(ranked)
+            else:
+                logged.join(ranked, found[family], family.statistic)
+        for family in without_order:
+            self._families.setdefault(family, _Logged()).fill(self._most_logged(family.tensor, found[family]))
+
+    def _most_logged(self, tensor: str, layers: Iterable[str]) -> list[str]:
+        """Those first whose other statistics of the tensor are logged: of a count or a histogram none is the worst."""
+        logged = Counter(
+            layer for family, known in self._families.items() if family.tensor == tensor for layer in known.layers
+        )
+        return sorted(layers, key=lambda layer: -logged[layer])

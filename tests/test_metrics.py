@@ -1,0 +1,335 @@
+"""What of a run's numbers goes to a trainer's loggers, under which names, and which of them are the worst."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+import yaml
+
+from te_precision_callbacks import InspectSession, PrecisionDebugError
+from te_precision_callbacks.config.loading import DEFAULT_CONFIG
+from te_precision_callbacks.engine.kernels import compiled
+from te_precision_callbacks.engine.statistics import (
+    BLOCKWISE,
+    QUANTIZED_STATISTICS,
+    RECIPES,
+    STATISTICS,
+    TENSOR_STATISTICS,
+    logged_request,
+    tensor_request,
+)
+from te_precision_callbacks.records import LoggerSink, MetricSelection, Row, StepRecords, metric_name
+from te_precision_callbacks.records.choice import LATER_PLACES, MOST_SERIES, PATIENCE, PLACES
+from te_precision_callbacks.records.loggers import Histogram, names_for_mlflow
+from te_precision_callbacks.records.worst import badness, by_family, worst_of_all
+from tests.conftest import Keeper, feature
+
+INF, NAN = math.inf, math.nan
+
+
+def step(iteration: int, rows: Iterable[tuple[str, str, float]], tensor: str = "activation") -> StepRecords:
+    """Layer, statistic and value."""
+    made = [Row(layer, tensor, None, statistic, value) for layer, statistic, value in rows]
+    return StepRecords.from_rows(iteration, iteration + 100, made)
+
+
+def of_layers(metrics: Iterable[str]) -> set[str]:
+    """The names of the series of layers."""
+    return {name for name in metrics if name.startswith("te.")}
+
+
+# ---------------------------------------------------------------------- names
+
+
+def test_metric_names() -> None:
+    assert metric_name("te", Row("net.fc1", "weight", None, "max", 0.0)) == "te.net.fc1/weight/max"
+    assert metric_name("te", Row("net.fc1", "weight", "dgrad", "max", 0.0)) == "te.net.fc1/weight/dgrad/max"
+    assert metric_name("debug", Row("", "", None, "my_number", 0.0)) == "debug/my_number"
+    assert metric_name("", Row("net.fc1", "weight", None, "max", 0.0)) == "net.fc1/weight/max"
+
+
+def test_each_layer_is_a_group_and_the_whole_model_is_one() -> None:
+    """TensorBoard and W&B group by what stands before the first slash."""
+    names = MetricSelection()(step(0, [(f"layers.{n}.fc1", "underflows%", n / 7) for n in range(500)]))
+    groups = {name.split("/")[0] for name in names}
+    assert groups == {"te", *(f"te.layers.{n}.fc1" for n in range(500))}
+    assert {name for name in names if name.startswith("te/")} == {
+        "te/worst_underflows%",
+        "te/all/activation/underflows%/min",
+        "te/all/activation/underflows%/median",
+        "te/all/activation/underflows%/max",
+    }
+
+
+def test_names_that_mlflow_takes() -> None:
+    assert names_for_mlflow({"te.net[0]:a/activation/underflows%": 1.0}) == {
+        "te.net_0__a/activation/underflows_pct": 1.0
+    }
+
+
+@pytest.mark.parametrize("end", ["", "_columnwise"])
+@pytest.mark.parametrize("recipe", ["", *RECIPES])
+def test_a_name_in_logs_leads_to_its_row_of_the_table(recipe: str, end: str) -> None:
+    for name in QUANTIZED_STATISTICS:
+        request = logged_request(f"{recipe}_{name}{end}" if recipe else f"{name}{end}")
+        assert request is not None
+        assert (request.statistic, request.recipe, request.columnwise) == (STATISTICS[name], recipe, bool(end))
+
+
+def test_names_of_tensors_and_names_of_a_users_own() -> None:
+    for entry in (*TENSOR_STATISTICS, {BLOCKWISE: {"block_size": 16, "dims": 2}}):
+        request = tensor_request(entry, "weight")
+        assert logged_request(request.label) == request
+    for own in ("my_underflows%", "mxfp8_min", "underflows", "sqnr", "", "max_columnwise"):
+        assert logged_request(own) is None
+
+
+# ---------------------------------------------------------------------- worst
+
+
+@pytest.mark.parametrize(
+    ("statistic", "values"),
+    [
+        ("underflows%", [0.0, 0.1, 99.0, INF]),
+        ("min", [3.0, 0.0, -2.0, -INF]),
+        ("mean", [0.0, 0.1, -0.2, 3.0, -INF]),
+        ("mxfp8_sqnr_db_columnwise", [INF, 60.0, 20.0, -3.0, -INF]),
+        ("nvfp4_scale_inv_p1", [2.0, 1.0, 0.0]),
+        ("nvfp4_scale_inv_p99", [0.0, 1.0, 2.0]),
+        ("block_dynamic_range_min", [0.0, 4.0]),
+        ("a_users_own", [0.0, 1.0, -2.0, INF]),
+    ],
+)
+def test_values_from_the_best_to_the_worst(statistic: str, values: list[float]) -> None:
+    bad = [badness(statistic, value) for value in values]
+    assert bad == sorted(set(bad))
+    assert badness(statistic, NAN) == INF
+
+
+def test_the_worst_is_of_the_statistic_that_it_is_named_for() -> None:
+    """Not of one whose name has it as a part: of the block that lost most, of the share of blocks."""
+    rows = [
+        ("a", "mxfp8_block_underflows%_max", 90.0),
+        ("b", "underflows%", 1.0),
+        ("c", "nvfp4_underflows%_columnwise", 2.0),
+        ("d", "my_underflows%", 50.0),
+        ("e", "overflows%", 3.0),
+        ("f", "sqnr_db", INF),
+    ]
+    worst = worst_of_all(by_family(step(0, rows)))
+    assert {key: (row.layer, row.value) for key, row in worst.items()} == {
+        "worst_underflows%": ("c", 2.0),
+        "worst_overflows%": ("e", 3.0),
+    }
+    assert "te/worst_sqnr_db" not in MetricSelection()(step(0, rows)), "an exact tensor is nobody's worst"
+
+
+def test_a_layer_that_lost_elements_is_listed_beside_a_good_sqnr() -> None:
+    """72.8 dB with 18.5 % lost: of 600 layers the one with the best SQNR is in the list of the worst."""
+    normal = [(f"layer.{n}", s, v) for n in range(1000) for s, v in (("sqnr_db", 31.0 - n / 1e3), ("underflows%", 0.0))]
+    cut = [("cut", "sqnr_db", 90.0), ("cut", "overflows%", 1.0)]
+    metrics = MetricSelection()(step(0, [*normal, ("lost", "sqnr_db", 72.8), ("lost", "underflows%", 18.5), *cut]))
+    names = {name for name in of_layers(metrics) if name.endswith("/sqnr_db")}
+    assert {"te.lost/activation/sqnr_db", "te.cut/activation/sqnr_db", "te.layer.999/activation/sqnr_db"} <= names
+    assert len(names) == PLACES
+    assert metrics["te/worst_underflows%"] == 18.5
+    assert metrics["te/worst_overflows%"] == 1.0
+
+
+def test_sqnr_does_not_tell_of_elements_that_are_lost_beside_an_outlier(
+    tmp_path: Path, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example of docs/statistics.md."""
+    monkeypatch.setattr(compiled, "SMALLEST", sys.maxsize)  # compiling takes longer than all of these steps
+    weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+    layer = te.Linear(256, 128, bias=False)
+    config = {
+        "s": feature(
+            "LogFp8TensorStats", ["all"], tensors=["weight"], stats=[f"fp8_current_scaling_{s}" for s in LOSSES], freq=1
+        )
+    }
+    with InspectSession(config, model=layer, log_dir=tmp_path, sinks=[keeper]) as session:
+        for outlier in (0.0, 107_000.0):
+            with torch.no_grad():
+                layer.weight.copy_(weight)
+                if outlier:
+                    layer.weight[3, 5] = outlier
+            layer(torch.randn(16, 256)).sum().backward()
+            session.step()
+    (sqnr, lost), (sqnr_with, lost_with) = (
+        [next(row.value for row in rows if row.statistic.endswith(s)) for s in LOSSES] for rows in keeper.steps
+    )
+    assert (round(sqnr), lost < 0.1) == (32, True)
+    assert (round(sqnr_with), round(lost_with)) == (73, 18)
+
+
+LOSSES = ("sqnr_db", "underflows%")
+
+
+# ---------------------------------------------------------------------- which series
+
+
+def test_up_to_the_limit_everything_is_logged() -> None:
+    rows = [(f"layer.{index}", "max", float(index)) for index in range(MOST_SERIES)]
+    assert len(of_layers(MetricSelection()(step(0, rows)))) == MOST_SERIES
+
+
+def test_above_the_limit_the_worst_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [
+        (f"layer.{index}", statistic, sign * float(index))
+        for index in range(1500)
+        for statistic, sign in (("underflows%", 1.0), ("min", -1.0), ("sqnr_db", 1.0))
+    ]
+    rows[0] = (*rows[0][:2], NAN)
+    select = MetricSelection()
+    metrics = select(step(0, rows))
+    assert len(of_layers(metrics)) == 3 * PLACES
+    assert "te.layer.0/activation/underflows%" in metrics, "what is not finite is the worst"
+    assert "te.layer.1499/activation/underflows%" in metrics
+    assert "te.layer.1450/activation/underflows%" not in metrics, "49 others beside the one that is not finite"
+    assert "te.layer.1499/activation/min" in metrics, "the lowest minimum"
+    assert "te.layer.0/activation/sqnr_db" in metrics, "the lowest ratio of signal to noise"
+    assert metrics["te/all/activation/min/min"] == -1499.0
+    assert metrics["te/all/activation/min/median"] == -749.5
+    assert metrics["te/all/activation/underflows%/max"] == 1499.0
+    select(step(1, rows))
+    assert caplog.text.count("log_filter") == 1, "said once"
+
+
+def test_a_series_has_no_gap_and_a_run_few_series() -> None:
+    """600 layers whose ranks change in every step; the worst 50 of each step were 600 different ones soon."""
+    noise = random.Random(0)
+    select = MetricSelection()
+    steps = [
+        of_layers(
+            select(
+                step(n, [(f"l.{k}", s, noise.gauss(5, 1)) for k in range(600) for s in ("max", "std", "mean", "mse")])
+            )
+        )
+        for n in range(100)
+    ]
+    assert all(before <= after for before, after in itertools.pairwise(steps)), "what is logged stays"
+    assert len(steps[0]) == 4 * PLACES
+    assert len(steps[-1]) <= 4 * PLACES + 4, "noise is no reason for another layer"
+
+
+def test_a_layer_that_gets_worse_joins() -> None:
+    select = MetricSelection()
+
+    def names(n: int, **worse: float) -> set[str]:
+        layers = {f"l{k}": 1.0 + k / 1e4 for k in range(MOST_SERIES + 1)} | worse
+        return of_layers(select(step(n, [(layer, "max", value) for layer, value in layers.items()])))
+
+    first = names(0)
+    assert len(first) == PLACES
+    for n in range(1, PATIENCE):
+        assert names(n, l3=9.0) == first, "not yet"
+    assert names(PATIENCE, l3=9.0) == first | {"te.l3/activation/max"}
+    assert names(PATIENCE + 1) == first | {"te.l3/activation/max"}, "also when it is well again"
+    assert "te.l7/activation/max" in names(PATIENCE + 2, l7=NAN), "what is not finite joins at once"
+    everything = names(PATIENCE + 3, **{f"l{k}": INF for k in range(1000)})
+    assert len(everything) == PLACES + LATER_PLACES, "which bounds them over a run"
+
+
+def test_schedules_of_several_frequencies_make_no_gaps() -> None:
+    """1,900 series in each step, and 200 more in every tenth."""
+
+    def rows(n: int) -> Iterator[tuple[str, str, float]]:
+        yield from ((f"often.{k}", "max", k / 7 + n) for k in range(1900))
+        if n % 10 == 5:
+            yield from ((f"rare.{k}", "std", k / 7 + n) for k in range(200))
+
+    select = MetricSelection()
+    steps = [of_layers(select(step(n, rows(n)))) for n in range(1, 31)]
+    often = {f"te.often.{k}/activation/max" for k in range(1900)}
+    assert all(often <= names for names in steps)
+    rare = [names - often for names in steps if names - often]
+    assert [len(names) for names in rare] == [PLACES] * 3
+    assert rare[0] == rare[1] == rare[2]
+
+
+def test_over_all_is_over_all_layers() -> None:
+    """In a step in which only some are due, the median of those would be another number under the same name."""
+    select = MetricSelection()
+    median = "te/all/activation/max/median"
+    assert select(step(0, [(f"l{k}", "max", float(k)) for k in range(5)]))[median] == 2.0
+    assert median not in select(step(1, [("l3", "max", 3.0), ("l4", "max", 4.0)]))
+    assert select(step(2, [(f"l{k}", "max", float(k)) for k in range(5)]))[median] == 2.0
+    assert not [name for name in select(step(3, [("l0", "std", 1.0)])) if "/all/" in name], "one layer is not all"
+
+
+def test_histograms_are_bounded_too() -> None:
+    layers = [f"l{k}" for k in range(MOST_SERIES)]
+    rows = [Row(layer, "weight", None, "max", float(k)) for k, layer in enumerate(layers)]
+    vectors = {(layer, "weight", "exponent_histogram"): (1.0,) * 256 for layer in layers}
+    select = MetricSelection()
+    logged = [select.histograms(StepRecords.from_rows(n, n, rows, vectors=vectors)) for n in range(2)]
+    assert list(logged[0]) == list(logged[1])
+    assert set(logged[0]) == {f"te.l{k}/weight/exponent_histogram" for k in range(MOST_SERIES - PLACES, MOST_SERIES)}
+
+
+def test_a_filter_decides_instead_of_the_limit() -> None:
+    rows = [(f"layer.{index}", "max", 1.0) for index in range(3 * MOST_SERIES)]
+    assert len(of_layers(MetricSelection(log_filter="*")(step(0, rows)))) == 3 * MOST_SERIES
+    assert list(MetricSelection(log_filter=["*.layer.7/*", "nothing"])(step(0, rows))) == ["te.layer.7/activation/max"]
+    assert list(MetricSelection(log_filter=lambda name: "layer.8/" in name)(step(0, rows))) == [
+        "te.layer.8/activation/max"
+    ]
+    assert len(MetricSelection(log_filter="te/*")(step(0, rows))) == 3, "the whole model alone"
+    with pytest.raises(PrecisionDebugError, match="log_filter takes patterns"):
+        MetricSelection(log_filter=3)  # type: ignore[arg-type]
+
+
+def test_a_filter_that_lets_nothing_through_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, with a name that it might have been meant for; of none at all nothing is said."""
+    for log_filter in ([], "*/fc1/*"):
+        select = MetricSelection(log_filter=log_filter)
+        assert [select(step(n, [("fc1", "max", 1.0)])) for n in range(2)] == [{}, {}]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "none of the 1 metrics of iteration 0 through to the loggers, such as 'te.fc1/activation/max'" in said
+
+
+def test_a_loop_of_ones_own_has_the_same_metrics(tmp_path: Path) -> None:
+    """The sink of every front door, in a plain session."""
+
+    class Board(LoggerSink):
+        def __init__(self) -> None:
+            super().__init__(MetricSelection())
+            self.logged: dict[int, set[str]] = {}
+
+        def log(self, metrics: dict[str, float], histograms: object, step: int) -> None:
+            assert isinstance(histograms, dict)
+            self.logged[step] = {*metrics, *histograms}
+            assert all(isinstance(histogram, Histogram) for histogram in histograms.values())
+
+    board = Board()
+    stats = ["nonfinite_num", "exponent_histogram"]
+    config = {"s": feature("LogTensorStats", ["all"], tensors=["activation"], stats=stats, freq=2)}
+    model = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+    with InspectSession(config, model=model, log_dir=tmp_path, sinks=[board]) as session:
+        for _ in range(3):
+            model(torch.randn(16, 32)).sum().backward()
+            session.step()
+    assert sorted(board.logged) == [0, 2]
+    assert board.logged[2] == {
+        *(f"te.{layer}/activation/{statistic}" for layer in (0, 1) for statistic in stats),
+        *(f"te/all/activation/nonfinite_num/{part}" for part in ("min", "median", "max")),
+        "te/nonfinite_num",
+    }
+
+
+def test_the_page_has_the_default_config_and_the_numbers_of_the_rule() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "statistics.md").read_text()
+    block = next(block for block in page.split("```yaml\n")[1:] if block.startswith("default_statistics"))
+    assert yaml.safe_load(block.split("```")[0]) == DEFAULT_CONFIG
+    assert (MOST_SERIES, PLACES, LATER_PLACES, PATIENCE) == (2000, 50, 50, 3)
+    for words in ("at most 2,000 series", "gets 50 layers", "in three steps in a row", "at most 50 more layers"):
+        assert words in page
