@@ -1,38 +1,50 @@
 """What a session found out, for the terminal.
 
-from rich import box
 from rich.console import Console
 Console().print(summary(session))
+
+Names come from a user's model and config: they are shown as text, not as markup, and without control characters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from te_precision_callbacks.records.statistics_log import STATISTICS_FOLDER
 from te_precision_callbacks.session import InspectSession, SessionOutcome
 from te_precision_callbacks.session.precision import GEMMS, GemmPrecision
 from te_precision_callbacks.session.upstream import EVENTS_FOLDER
 
+_NAME_WIDTH = 29
+"""Of a layer's name, so that the table of precision fits into 80 columns."""
+
+_HEADER_WIDTH = 20
+
 
 def summary(
     session: InspectSession | SessionOutcome, *, unconverted: Mapping[str, str] | None = None
 ) -> RenderableType:
-    """The precision of each GEMM, the last statistics of each watched tensor, and where the logs are.
+    """The precision of each GEMM, the last and the worst statistics of each watched tensor, and where the logs are.
 
     Args:
         session: a session, also one that was stopped.
         unconverted: layers that a trainer left without Transformer Engine: name -> why.
     """
-    tables = [precision_table(session), unconverted_table(unconverted or {}), statistics_table(session)]
+    tables = [precision_table(session), unconverted_table(unconverted or {})]
+    statistics = StatisticsTables(session)
     logs = [f"Logs: {session.log_dir / EVENTS_FOLDER}"]
     if (session.log_dir / STATISTICS_FOLDER).is_dir():  # statistics_log="off"
         logs.append(f"      {session.log_dir / STATISTICS_FOLDER}")
-    return Group(*(table for table in tables if table.row_count), *logs)
+    return Group(
+        *(table for table in tables if table.row_count),
+        *([statistics] if statistics else []),
+        *(Text(_printable(line), overflow="fold") for line in logs),
+    )
 
 
 def precision_table(session: InspectSession | SessionOutcome) -> Table:
@@ -46,7 +58,7 @@ def precision_table(session: InspectSession | SessionOutcome) -> Table:
     for entry in precision:
         by_layer.setdefault(entry.layer, {})[entry.gemm] = entry
     for layer, gemms in by_layer.items():
-        table.add_row(_two_lines(layer), *(_operands(gemms.get(gemm)) for gemm in GEMMS))
+        table.add_row(_name(layer), *(_operands(gemms.get(gemm)) for gemm in GEMMS))
     if not all(entry.seen for entry in precision):
         table.caption = "A layer that no feature acts on runs Transformer Engine's own path: its quantizers' formats."
         table.caption_justify = "left"
@@ -59,34 +71,104 @@ def unconverted_table(unconverted: Mapping[str, str]) -> Table:
     table.add_column("layer", no_wrap=True)
     table.add_column("why")
     for layer, why in unconverted.items():
-        table.add_row(_two_lines(layer), why)
+        table.add_row(_name(layer), Text(_printable(why)))
     return table
 
 
-def statistics_table(session: InspectSession | SessionOutcome) -> Table:
-    """A row a watched tensor below the name of its layer, a column a statistic: its last value."""
-    table = Table(title="Last statistics", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-    rows = [row for row in session.last_statistics if row.layer]
-    statistics = list(dict.fromkeys(row.statistic for row in rows))
-    table.add_column("layer and tensor", no_wrap=True)
-    for statistic in statistics:
-        table.add_column(statistic, justify="right", overflow="fold")
-    values = {(row.layer, row.tensor, row.statistic): row.value for row in rows}
-    tensors: dict[str, dict[str, None]] = {}
-    for row in rows:
-        tensors.setdefault(row.layer, {})[row.tensor] = None
-    for layer, of_layer in tensors.items():
-        table.add_row(_two_lines(layer))
-        for tensor in of_layer:
-            cells = [values.get((layer, tensor, statistic)) for statistic in statistics]
-            table.add_row(f"  {tensor}", *("" if cell is None else f"{cell:.3g}" for cell in cells))
-    return table
+class StatisticsTables:
+    """A row a watched tensor below the name of its layer, a column a statistic: its last value, and in brackets its
+    worst of the run with the iteration; in as many tables as the width asks for, so that no number is broken."""
+
+    def __init__(self, session: InspectSession | SessionOutcome) -> None:
+        worst = {worst.row[:4]: worst for worst in session.worst_statistics}
+        self._cells: dict[str, dict[tuple[str, str], str]] = {}
+        self._tensors: dict[str, dict[str, None]] = {}
+        for row in session.last_statistics:
+            if not row.layer:
+                continue
+            cell = f"{row.value:.3g}"
+            if row[:4] in worst:
+                (*_, value), iteration = worst[row[:4]]
+                cell += f" ({value:.3g} @ {iteration})"
+            self._cells.setdefault(row.statistic, {})[row.layer, row.tensor] = cell
+            self._tensors.setdefault(row.layer, {})[row.tensor] = None
+
+    def __bool__(self) -> bool:
+        return bool(self._cells)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        columns = {statistic: self._width(statistic) for statistic in self._cells}
+        names = max(len(line) for layer in self._tensors for line in _lines(layer))
+        names = max(names, *(len(tensor) + 2 for of_layer in self._tensors.values() for tensor in of_layer))
+        group: list[str] = []
+        # An edge on both sides, a blank on both sides of each column, and one between two of them.
+        used = free = options.max_width - (names + 4)
+        for statistic, width in columns.items():
+            if group and width + 3 > free:
+                yield self._table(group, columns)
+                group, free = [], used
+            group.append(statistic)
+            free -= width + 3
+        yield self._table(group, columns)
+
+    def _width(self, statistic: str) -> int:
+        return max(map(len, [*self._cells[statistic].values(), *_header(statistic)]))
+
+    def _table(self, statistics: Sequence[str], widths: Mapping[str, int]) -> Table:
+        title = "Last statistics (the worst of the run @ its iteration)"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+        table.add_column("layer and tensor", no_wrap=True)
+        for statistic in statistics:
+            header = Text("\n".join(_header(statistic)))
+            table.add_column(header, justify="right", no_wrap=True, min_width=widths[statistic])
+        for layer, tensors in self._tensors.items():
+            shown = [
+                (tensor, cells)
+                for tensor in tensors
+                if any(cells := [self._cells[statistic].get((layer, tensor), "") for statistic in statistics])
+            ]
+            if shown:
+                table.add_row(_name(layer))
+            for tensor, cells in shown:
+                table.add_row(Text(f"  {_printable(tensor)}"), *map(Text, cells))
+        return table
 
 
-def _two_lines(name: str, width: int = 29) -> str:
-    """A long name broken before its last part, so that the table fits into 80 columns."""
-    head, dot, tail = name.rpartition(".")
-    return f"{head}.\n  {tail}" if dot and len(name) > width else name
+def _printable(text: str) -> str:
+    """A text without what moves a terminal's cursor, sets its colours or turns its writing around."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _name(layer: str) -> Text:
+    return Text("\n".join(_lines(layer)))
+
+
+def _lines(layer: str) -> list[str]:
+    """A layer's name; a long one in lines that end after a dot, those after the first one indented."""
+    return _broken(_printable(layer), ".", _NAME_WIDTH, "  ")
+
+
+def _header(statistic: str) -> list[str]:
+    """A statistic's name, in lines that end after an underscore."""
+    return _broken(_printable(statistic), "_", _HEADER_WIDTH, "")
+
+
+def _broken(text: str, after: str, width: int, indent: str) -> list[str]:
+    """A text in lines, broken after a character; a part that is longer than a line is broken anywhere."""
+    if len(text) <= width:
+        return [text]
+    lines, line = [], ""
+    *parts, last = text.split(after)
+    for part in [*(part + after for part in parts), last]:
+        if line.strip() and len(line) + len(part) > width:
+            lines.append(line)
+            line = indent
+        while len(line) + len(part) > width:
+            room = width - len(line)
+            lines.append(line + part[:room])
+            line, part = indent, part[room:]
+        line += part
+    return [*lines, line] if line.strip() else lines
 
 
 def _operands(entry: GemmPrecision | None) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from te_precision_callbacks.records.model import LayerInfo, Row
+from te_precision_callbacks.records.worst import Worst
 from te_precision_callbacks.session.precision import GemmPrecision
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class SessionOutcome:
         layers: every layer of the model that could be observed, and what the config did with it.
         precision: the precision that each GEMM really ran in.
         last_statistics: the last value of each statistic.
+        worst_statistics: the worst value of each statistic, and the iteration in which it was.
         iteration: the first debug iteration that was not run.
         log_dir: where the session wrote.
     """
@@ -41,6 +43,7 @@ class SessionOutcome:
     layers: tuple[LayerInfo, ...]
     precision: tuple[GemmPrecision, ...]
     last_statistics: tuple[Row, ...]
+    worst_statistics: tuple[Worst, ...]
     iteration: int
     log_dir: Path
 
@@ -52,7 +55,14 @@ class SessionOutcome:
     @classmethod
     def of(cls, session: InspectSession) -> SessionOutcome:
         """What a session has found."""
-        return cls(session.layers, session.precision, session.last_statistics, session.iteration, session.log_dir)
+        return cls(
+            layers=session.layers,
+            precision=session.precision,
+            last_statistics=session.last_statistics,
+            worst_statistics=session.worst_statistics,
+            iteration=session.iteration,
+            log_dir=session.log_dir,
+        )
 
 
 class Mailbox:
