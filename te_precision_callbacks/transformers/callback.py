@@ -34,7 +34,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
 
     Logged to the reporting integrations of ``report_to``, on the main process, at ``state.global_step``:
 
-    - ``train/te/<layer>/<tensor>/<statistic>`` for each statistic that the config asks for, such as
+    - ``te.<layer>/<tensor>/<statistic>`` for each statistic that the config asks for, such as
       ``te.model.layers.0.self_attn.q_proj/activation/max`` (in MLflow with ``_pct`` for ``%``).
       Units are those of the tensor; a statistic whose name ends in ``%`` is in percent.
     - ``te/worst_underflows%`` and its kin, ``te/all/<tensor>/<statistic>/max`` and its kin: of the whole model, see
