@@ -14,6 +14,7 @@ from nvdlfw_inspect.registry import api_method
 from te_precision_callbacks.engine.engine import ENGINE, Watched
 from te_precision_callbacks.engine.schedule import Schedule
 from te_precision_callbacks.engine.statistics import OWN_RECIPE, Request
+from te_precision_callbacks.layouts import gemm_operand
 
 Options = dict[str, Any]
 
@@ -150,9 +151,9 @@ class StatisticsFeature(Feature):
             tensor=tensor_name,
             iteration=iteration,
             values=tensor,
-            rowwise=rowwise_quantized_tensor,
-            columnwise=columnwise_quantized_tensor,
-            quantizer=quantizer,
+            rowwise=gemm_operand(rowwise_quantized_tensor, columnwise=False),
+            columnwise=gemm_operand(columnwise_quantized_tensor, columnwise=True),
+            quantizer=getattr(quantizer, "rowwise_quantizer", quantizer),  # of a hybrid one
             tp_group=tp_group if tp_size > 1 else None,
         )
         requests = config["requests"]

@@ -40,6 +40,7 @@ class ForwardClassifier:
 
     Attributes:
         paused: set by a front door while it evaluates.
+        was_paused: whether it was set since this was set to False last.
         kept: whether the session has ended and left the features that change precision: every forward is an evaluation.
         eval_mode_counts: whether a module in eval mode is being evaluated. Not so where the front door says when it
             evaluates: a model may be trained in eval mode, or left in it by a validation that failed.
@@ -48,10 +49,19 @@ class ForwardClassifier:
 
     def __init__(self, *, precision_features_in_eval: bool) -> None:
         self._evaluation = ForwardKind.EVALUATION if precision_features_in_eval else ForwardKind.UNTOUCHED
-        self.paused = False
+        self._paused = self.was_paused = False
         self.kept = False
         self.eval_mode_counts = True
         self.abandoned: Callable[[], bool] | None = None
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    @paused.setter
+    def paused(self, value: bool) -> None:
+        self._paused = value
+        self.was_paused = self.was_paused or value
 
     def __call__(self, module: torch.nn.Module) -> ForwardKind:
         """The kind of the forward of ``module`` that is being entered."""

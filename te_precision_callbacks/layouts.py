@@ -141,6 +141,22 @@ def is_quantized(tensor: Any) -> bool:
     return _mode(tensor) is not None
 
 
+def gemm_operand(tensor: Any, *, columnwise: bool) -> Any:
+    """What a GEMM reads of a tensor that it is handed.
+
+    Of a hybrid tensor that is the part of the direction, of an identity the plain tensor that it holds; of any other
+    one it is itself. As Transformer Engine's GEMM has it (``pytorch/cpp_extensions/gemm.py: _unwrap_tensor``).
+
+    Args:
+        tensor: of any class, or None.
+        columnwise: which of its data the GEMM reads.
+    """
+    if hasattr(tensor, "_rowwise_storage"):
+        part = tensor._columnwise_storage if columnwise else tensor._rowwise_storage
+        return gemm_operand(part, columnwise=columnwise)
+    return tensor._hp_data if hasattr(tensor, "_hp_data") else tensor
+
+
 def stored(tensor: Any, *, columnwise: bool) -> Stored | None:
     """One direction of a quantized tensor; None where it has no data of that direction.
 

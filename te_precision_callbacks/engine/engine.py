@@ -335,6 +335,9 @@ class _Measuring:
         self._watched = watched
         self._quantized = watched.quantized()
         self._recipe = recipe_of(watched.quantizer)
+        kind = type(watched.quantizer).__name__
+        no_quantizer = watched.quantizer is None or kind == "IdentityQuantizer"  # Transformer Engine's for no recipe
+        self._unknown_quantizer = None if no_quantizer or self._recipe is not None else kind
         if watched.values is None and self._quantized is not None:
             self._values = self._quantized.dequantize().detach()
         else:
@@ -348,7 +351,7 @@ class _Measuring:
 
     def resolved(self, request: Request) -> Request:
         """Where the layer runs no recipe, what one would give: its quantizer's if it has one, else current scaling."""
-        if request.recipe != OWN_RECIPE or self._quantized is not None:
+        if request.recipe != OWN_RECIPE or self._quantized is not None or self._unknown_quantizer is not None:
             return request
         return request.under(self._recipe if self._recipe in SIMULATED else "fp8_current_scaling")
 
@@ -400,6 +403,10 @@ class _Measuring:
     def _held(self, recipe: str, columnwise: bool) -> PerTensor | InBlocks | None:
         """What a GEMM of the layer reads of a recipe; None where that must be simulated."""
         quantized = self._watched.quantized(columnwise=columnwise)
+        if quantized is None and recipe == OWN_RECIPE and self._unknown_quantizer is not None:
+            raise QuantizationError(
+                f"the layer's quantizer, {self._unknown_quantizer}, is of no recipe that is known here"
+            )
         if quantized is None:
             return None
         its_recipe = recipe_of(self._quantizer(columnwise))

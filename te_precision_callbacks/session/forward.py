@@ -17,15 +17,28 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from te_precision_callbacks.engine.quantization import QuantizationError
+from te_precision_callbacks.errors import FeatureError
 from te_precision_callbacks.forwards import ForwardClassifier, ForwardKind, outside_of_dynamo
+from te_precision_callbacks.naming import NamedModule
+from te_precision_callbacks.session.accumulation import OwnWgrad
 from te_precision_callbacks.session.errors import SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
-from te_precision_callbacks.session.precision import PrecisionAudit
+from te_precision_callbacks.session.precision import (
+    MODIFIED,
+    UNKNOWN,
+    Operand,
+    PrecisionAudit,
+    format_of,
+    formats_of_fused_path,
+    quantizer_format,
+)
 from te_precision_callbacks.session.upstream import reset_schedule
 
 MOST_FORWARDS = 100
@@ -61,49 +74,116 @@ class ForwardHooks:
         self._current = threading.local()
         self._own_is_debug_iter: Callable[[Any], bool] = bool
         self._modules: dict[int, torch.nn.Module] = {}
+        self._layers: dict[int, tuple[str, ...]] = {}
         self._armed: dict[int, torch.nn.Module] = {}
-        self._waiting: dict[int, list[torch.nn.Module]] = {}
-        self._without_feature: dict[int, torch.nn.Module] = {}
+        self._waiting: dict[int, dict[int, torch.nn.Module]] = {}
         self._idle_in_evaluation: dict[int, int] = {}
-        self._idle_under: dict[int, set[object]] = {}
+        self._last_state: dict[int, tuple[object, ...]] = {}
+        self._suspicions: dict[int, _Suspicion] = {}
+        self._dropped: dict[int, list[Mapping[Operand, str]]] = {}
+        self._own_wgrad = OwnWgrad()
         self._saved: list[tuple[Any, str, Any]] = []
 
-    def watch(self, modules: dict[int, torch.nn.Module]) -> None:
-        """Set the modules (by ``id``) that the session acts on; any other module runs as without a session."""
+    def watch(self, modules: Sequence[NamedModule]) -> None:
+        """Set the modules that the session acts on; any other module runs as without a session."""
         self._release()
         self.unwatched.clear()
-        self._modules = modules
+        self._modules = {id(named.module): named.module for named in modules}
+        self._layers = {id(named.module): tuple(layer.name for layer in named.layers) for named in modules}
         self._idle_in_evaluation.clear()
-        self._idle_under.clear()
+        self._last_state.clear()
+        self._suspicions.clear()
+        self._dropped.clear()
         self.arm()
 
     def arm(self) -> None:
         """Arm every module: all features are asked again in the next forward."""
         self._waiting.clear()
-        self._without_feature.clear()
         for module in self._modules.values():
             reset_schedule(module)
             self._arm(module)
+        self._follow_accumulation()
 
     def begin(self, iteration: int) -> None:
         """Arm the modules on which a feature may act in an iteration, and let the others rest."""
         self.forget_forwards()
+        resting = [module for key, module in self._modules.items() if key not in self._armed]
         for module in list(self._armed.values()):
             upcoming = module.__dict__["next_iter_when_debug_should_be_run"]
-            if upcoming is None:
+            if upcoming is None or upcoming > iteration:
                 self._rest(module)
-                self._without_feature[id(module)] = module
-            elif upcoming > iteration:
-                self._rest(module)
-                self._waiting.setdefault(upcoming, []).append(module)
-        for module in self._waiting.pop(iteration, ()):
+            if upcoming is not None and upcoming > iteration:
+                self._waiting.setdefault(upcoming, {})[id(module)] = module
+        for module in self._waiting.pop(iteration, {}).values():
             self._arm(module)
-        for key, module in list(self._without_feature.items()):
-            if _autocast_of(module) not in self._idle_under.get(key, ()):
-                # No feature acts here, but what the audit says of the layer is out of date.
-                del self._without_feature[key]
-                reset_schedule(module)
-                self._arm(module)
+        try:
+            self._follow_suspicions()
+            for module in resting:
+                self._look_at_state(module)
+        except Exception as error:
+            self._failures.report("looking for changes of the precision of", f"iteration {iteration - 1}", error)
+        self._classify.was_paused = False
+        self._follow_accumulation()
+
+    def _follow_accumulation(self) -> None:
+        self._own_wgrad.follow(any(module.fuse_wgrad_accumulation for module in self._armed.values()))
+
+    def _look_at_state(self, module: torch.nn.Module) -> None:
+        """Notice that a module which rested has run in another precision than the audit knows of.
+
+        What tells is the state in which its last forward has left it. That may have been an evaluation without a word
+        of it, and so is told only where it is known to have trained. Else the layer is asked in the next steps.
+        """
+        key = id(module)
+        state = _state_of(module)
+        last = self._last_state.get(key)
+        if state is None or (last is not None and all(one is other for one, other in zip(state, last, strict=True))):
+            return
+        self._last_state[key] = state
+        formats = formats_of_fused_path(module, self._layers[key], fp8=bool(module.fp8))
+        trained = self._has_trained(module)
+        if self._audit.tells(formats):
+            if module.fp8 or last is None or last[1] is state[1]:
+                return
+            # A forward before the last one has made FP8 quantizers, as that of a reentrant checkpoint does which is
+            # recomputed outside of autocast.
+            formats, trained = _fprop(formats_of_fused_path(module, self._layers[key], fp8=True)), False
+            if self._audit.tells(formats):
+                return
+        if formats in self._dropped.get(key, ()):
+            return
+        if trained:
+            self._audit.plan(formats)
+        else:
+            self._audit.doubt(formats)
+        self._suspicions[key] = _Suspicion(module, formats)
+        self._ask_again(module)
+
+    def _follow_suspicions(self) -> None:
+        """Keep asking the modules in which something was suspected, until it was met in training."""
+        for key, suspicion in list(self._suspicions.items()):
+            suspicion.steps_left -= 1
+            if self._audit.tells(suspicion.formats):
+                del self._suspicions[key]
+                if key not in self._dropped:
+                    self._audit.trust(suspicion.formats)
+            elif suspicion.steps_left == 0:
+                del self._suspicions[key]
+                self._dropped.setdefault(key, []).append(suspicion.formats)
+            else:
+                self._ask_again(suspicion.module)
+
+    def _has_trained(self, module: torch.nn.Module) -> bool:
+        """Whether a module's last forward was one of training, as far as it can be known after it."""
+        if not self._classify.eval_mode_counts and not self._classify.was_paused:
+            return True  # the front door says when it evaluates
+        quantizers: Any = module.quantizers
+        # Transformer Engine asks for columnwise data, which wgrad reads, in forwards with gradients.
+        return bool(module.training and module.fp8 and quantizers["scaling_fwd"][0].columnwise_usage)
+
+    def _ask_again(self, module: torch.nn.Module) -> None:
+        reset_schedule(module)
+        self._arm(module)
 
     def keep(self) -> None:
         """End observation, and leave the features that change precision, until :meth:`remove`."""
@@ -125,8 +205,16 @@ class ForwardHooks:
 
         module_class = base.TransformerEngineBaseModule
         _require(module_class, "is_debug_iter", "no_debug_features_active")
-        _require(debug_quantization, "DebugQuantizer", "API_CALL_MODIFY", "HIGH_PRECISION", "STANDARD_QUANTIZE")
+        _require(
+            debug_quantization,
+            "DebugQuantizer",
+            "DebugQuantizedTensor",
+            "API_CALL_MODIFY",
+            "HIGH_PRECISION",
+            "STANDARD_QUANTIZE",
+        )
         _require(debug_quantization.DebugQuantizer, *_OVERRIDDEN)
+        _require(debug_quantization.DebugQuantizedTensor, "get_tensor")
         self._own_is_debug_iter = module_class.is_debug_iter
         self._replace(module_class, "is_debug_iter", self._make_is_debug_iter_of_unwatched())
         self._replace(
@@ -160,7 +248,7 @@ class ForwardHooks:
             module.__dict__.pop("is_debug_iter", None)
         self._armed.clear()
         self._waiting.clear()
-        self._without_feature.clear()
+        self._own_wgrad.follow(False)
 
     def _arm(self, module: torch.nn.Module) -> None:
         self._armed[id(module)] = module
@@ -206,10 +294,11 @@ class ForwardHooks:
         from transformer_engine.debug.pytorch.utils import any_feature_enabled
 
         def no_debug_features_active(module: Any, quantizers: Any) -> bool:
-            if self._current.kind is not ForwardKind.EVALUATION:
+            kind = self._current.kind
+            if kind is not ForwardKind.EVALUATION:
                 idle = bool(upstream(module, quantizers))
-                if module.next_iter_when_debug_should_be_run is None:
-                    self._idle_under.setdefault(id(module), set()).add(_autocast_of(module))
+                if kind is not ForwardKind.UNTOUCHED:
+                    self._note_plan(module, quantizers, idle, fprop_only=kind is ForwardKind.SILENT)
                 return idle
             # Evaluation must not change the schedule of training: it asks for itself, once an iteration.
             idle = not any_feature_enabled(quantizers)
@@ -218,6 +307,42 @@ class ForwardHooks:
             return idle
 
         return no_debug_features_active
+
+    def _note_plan(self, module: Any, quantizers: Iterable[Any], idle: bool, *, fprop_only: bool) -> None:
+        """Note in which formats the GEMMs of a forward are going to run, and those of its backward where it has one."""
+        try:
+            if idle:
+                formats = formats_of_fused_path(module, self._layers[id(module)], fp8=module.fp8)
+                self._audit.plan(_fprop(formats) if fprop_only else formats)
+                return
+            for quantizer in quantizers:
+                formats = quantizer.planned_formats()
+                self._audit.plan(_fprop(formats) if fprop_only else formats)
+        except Exception as error:
+            self._failures.report("telling the precision of", str(module.name), error)
+        left_out = [quantizer for quantizer in quantizers if quantizer.is_left_out()]
+        if left_out:
+            self._report_left_out(module, left_out)
+
+    def _report_left_out(self, module: Any, quantizers: Sequence[Any]) -> None:
+        tensors = ", ".join(dict.fromkeys(quantizer.tensor_name for quantizer in quantizers))
+        override = _backward_override(module)
+        try:
+            raise QuantizationError(
+                f"the recipe has backward_override={override!r}, with which Transformer Engine runs the backward in"
+                " high precision and outside of its debug path, where no feature is called"
+            )
+        except QuantizationError as error:
+            self._failures.report(f"What features do with {tensors}", f"of {module.name}", error)
+
+
+@dataclass
+class _Suspicion:
+    """Formats in which a module may have run, and in how many more steps it is asked."""
+
+    module: torch.nn.Module
+    formats: Mapping[Operand, str]
+    steps_left: int = 10
 
 
 class _OfOneModule(functools.partial):  # type: ignore[type-arg]
@@ -231,9 +356,23 @@ def _as_its_class(module: Any) -> bool:
     return bool(type(module).is_debug_iter(module))
 
 
-def _autocast_of(module: Any) -> object:
-    """What a module's last forward ran under: the type of the recipe, False without FP8."""
-    return bool(module.fp8) and type(module.fp8_meta.get("recipe"))
+def _state_of(module: Any) -> tuple[object, ...] | None:
+    """What decides the formats of a module's GEMMs, as its last forward has left it; None before the first one."""
+    attributes = module.__dict__
+    if attributes["activation_dtype"] is None:
+        return None
+    recipe = attributes["fp8_meta"].get("recipe")
+    override = None if recipe is None else recipe.backward_override
+    return attributes["fp8"], attributes["quantizers"]["scaling_fwd"], override, attributes["activation_dtype"]
+
+
+def _fprop(formats: Mapping[Operand, str]) -> dict[Operand, str]:
+    return {operand: text for operand, text in formats.items() if operand.gemm == "fprop"}
+
+
+def _backward_override(module: Any) -> str | None:
+    """The high precision that a module's recipe has for the backward: ``high_precision``, ``dequantized`` or None."""
+    return module.fp8_meta["recipe"].backward_override if module.fp8 else None
 
 
 _OVERRIDDEN = (
@@ -242,9 +381,11 @@ _OVERRIDDEN = (
     "get_enabled_look_at_tensors",
     "get_plans_for_output_tensors",
     "get_tensors_plan",
+    "log_messages_about_plans",
     "process_enabled_api_call",
     "process_gemm_output",
     "quantize",
+    "wrap_quantized_tensor",
 )
 
 
@@ -262,6 +403,15 @@ def _session_quantizer(
 ) -> type:
     """Transformer Engine's DebugQuantizer, with the kind of the forward that it was built in."""
 
+    class DebugQuantizedTensor(debug_quantization.DebugQuantizedTensor):  # type: ignore[misc]
+        """Notes what it gives to a GEMM."""
+
+        def get_tensor(self, transpose: bool) -> Any:
+            tensor = super().get_tensor(transpose)
+            if tensor is not None:
+                self.quantizer.note_operand(tensor, transpose)
+            return tensor
+
     class DebugQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
         """Observes if its forward is an observed one; a failure in observation does not reach training."""
 
@@ -272,11 +422,72 @@ def _session_quantizer(
             self._high_precision = current.module.activation_dtype
             self._shown_first: DebugQuantizer | None = None
             self._module = current.module
+            self._override = _backward_override(current.module)
+            self._planned: dict[Operand, str] = {}
+            self._own_wgrad: torch.Tensor | None = None
+            self._accumulates = False
             super().__init__(layer_name, tensor_name, *args, **keywords)
             if tensor_name == "dgrad":
                 self._pair_dgrads_of_mlp()
-            if self._kind is not ForwardKind.EVALUATION and not self.output_tensor:
-                audit.planned(self, self._high_precision)
+
+        def _gemms(self) -> Iterable[tuple[Operand, str, bool]]:
+            """Of the two GEMMs that read the tensor: which operand it is, the plan, and whether of columnwise data."""
+            for gemm, plan, columnwise in (
+                (self.rowwise_gemm_name, self.rowwise_tensor_plan, False),
+                (self.columnwise_gemm_name, self.columnwise_tensor_plan, True),
+            ):
+                if self._override is not None and gemm != "fprop":
+                    plan = debug_quantization.HIGH_PRECISION
+                yield Operand(self.layer_name, gemm, self.tensor_name), plan, columnwise
+
+        def log_messages_about_plans(self) -> None:
+            """As upstream's, for forwards that are observed: each plan once, so that a change of it is in the log."""
+            if self._kind is not ForwardKind.OBSERVED:
+                return
+            import nvdlfw_inspect.api as debug_api
+
+            for operand, plan, _ in self._gemms():
+                debug_api.log_message(
+                    f"Tensor: {operand.tensor}, gemm {operand.gemm} - {plan}",
+                    layer_name=operand.layer,
+                    extra_cachable_args=(operand.gemm, operand.tensor, plan),
+                )
+
+        def planned_formats(self) -> Mapping[Operand, str]:
+            """The formats that the GEMMs are going to be handed; none of the tensors that they make."""
+            if not self.output_tensor:
+                for operand, plan, columnwise in self._gemms():
+                    if plan == debug_quantization.API_CALL_MODIFY:
+                        text = UNKNOWN + MODIFIED
+                    else:
+                        quantizer = self.parent_quantizer if plan == debug_quantization.STANDARD_QUANTIZE else None
+                        text = quantizer_format(quantizer, self._high_precision, columnwise=columnwise)
+                    self._planned[operand] = text
+            return self._planned
+
+        def note_operand(self, tensor: Any, columnwise: bool) -> None:
+            """Note what a GEMM is handed."""
+            if self._kind is ForwardKind.EVALUATION or (self._override is not None and columnwise):
+                return
+            try:
+                operand, plan, _ = tuple(self._gemms())[columnwise]
+                text = format_of(tensor, columnwise=columnwise)
+                text += MODIFIED if plan == debug_quantization.API_CALL_MODIFY else ""
+                audit.see(operand, text, self._planned.get(operand))
+            except Exception as error:
+                failures.report("telling the precision of", f"{self.layer_name} {self.tensor_name}", error)
+
+        def is_left_out(self) -> bool:
+            """Whether a feature wants to act in a backward in which Transformer Engine calls none."""
+            if self._override is None:
+                return False
+            modifies = debug_quantization.API_CALL_MODIFY
+            if self.output_tensor:
+                in_backward = self.tensor_name in ("dgrad", "wgrad")
+                return in_backward and bool(self.inspect_tensor_enabled or self.rowwise_tensor_plan == modifies)
+            if self.tensor_name == "gradient" and (self.inspect_tensor_enabled or self.rowwise_tensor_plan == modifies):
+                return True
+            return bool(self.columnwise_tensor_plan == modifies)
 
         def _pair_dgrads_of_mlp(self) -> None:
             """LayerNormMLP 2.20.2 shows fc2's dgrad, which its backward computes first, as that of fc1.
@@ -294,8 +505,33 @@ def _session_quantizer(
         @outside_of_dynamo
         def process_gemm_output(self, tensor: torch.Tensor) -> torch.Tensor:
             owner, self._shown_first = self._shown_first, None
-            shown = super() if owner is None else owner
-            return shown.process_gemm_output(tensor)  # type: ignore[union-attr]
+            if owner is not None:
+                return owner.process_gemm_output(tensor)
+            if not self._accumulates:
+                return super().process_gemm_output(tensor)  # type: ignore[no-any-return]
+            own, self._own_wgrad, self._accumulates = self._own_wgrad, None, False
+            if own is not None:
+                self._call_inspect_tensor_api(own)
+            return tensor
+
+        def take_own_wgrad(self, compute: Callable[[], torch.Tensor]) -> None:
+            """What the GEMM that runs next is going to add to ``main_grad``; it is computed if a feature wants it."""
+            self._accumulates = True
+            if self._kind is not ForwardKind.OBSERVED:
+                return
+            if self.rowwise_tensor_plan == debug_quantization.API_CALL_MODIFY:
+                try:
+                    raise FeatureError(
+                        "the layer has fuse_wgrad_accumulation=True, with which Transformer Engine adds wgrad to"
+                        " main_grad before a feature gets it"
+                    )
+                except FeatureError as error:
+                    failures.report("modifying", f"{self.layer_name} wgrad", error)
+            if self.inspect_tensor_enabled:
+                try:
+                    self._own_wgrad = compute()
+                except Exception as error:
+                    failures.report("computing once more", f"{self.layer_name} wgrad", error)
 
         def get_enabled_look_at_tensors(self) -> tuple[bool, bool, bool]:
             if self._kind is ForwardKind.EVALUATION:
@@ -345,6 +581,8 @@ def _session_quantizer(
         @outside_of_dynamo
         def quantize(self, tensor: Any, *, out: Any = None, dtype: torch.dtype | None = None) -> Any:
             result = super().quantize(tensor, out=out, dtype=dtype)
+            if isinstance(result, debug_quantization.DebugQuantizedTensor):
+                result.__class__ = DebugQuantizedTensor
             if out is None and dtype is None:
                 # Under torch's autocast the input may have another type than the GEMM's other operand. Upstream casts
                 # it on its own path, and forgets to here.
@@ -352,6 +590,11 @@ def _session_quantizer(
                 result.rowwise_gemm_tensor = self._as_operand(rowwise)
                 same = columnwise is rowwise
                 result.columnwise_gemm_tensor = result.rowwise_gemm_tensor if same else self._as_operand(columnwise)
+            return result
+
+        def wrap_quantized_tensor(self, tensor: Any) -> Any:
+            result = super().wrap_quantized_tensor(tensor)
+            result.__class__ = DebugQuantizedTensor
             return result
 
         def _as_operand(self, tensor: Any) -> Any:
@@ -372,8 +615,6 @@ def _session_quantizer(
                 return
             if self.tensor_name in FORWARD_TENSORS and torch._C._current_graph_task_id() != self._graph_task:
                 return  # LayerNormMLP(checkpoint=True) runs its forward again inside its own backward
-            if not self.output_tensor:
-                audit.ran(self, rowwise, columnwise, self._high_precision)
             try:
                 super()._call_inspect_tensor_api(tensor, rowwise, columnwise)
             except Exception as error:

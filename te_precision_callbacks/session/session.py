@@ -615,7 +615,7 @@ class InspectSession:
         for module in self._modules:
             inspector.name_module(module.module, module.name)
             inspector.log(f"Assigned layer name: {module.name}")
-        self._hooks.watch({id(module.module): module.module for module in self._modules})
+        self._hooks.watch(self._modules)
 
     def _follow_model(self, inspector: Inspector) -> None:
         """Watch what has come into the model since the last step, and say what trains outside of it.

@@ -12,6 +12,7 @@ from rich.console import Console
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 
 from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session.errors import ObservationError
 from te_precision_callbacks.session.precision import GemmPrecision
 from te_precision_callbacks.summary import summary
 from tests.conftest import feature, statistics
@@ -132,3 +133,86 @@ def test_a_layer_stays_in_high_precision_when_autocast_is_switched_on(tmp_path: 
                 net(torch.randn(16, 32)).sum().backward()
             session.step()
     assert {operand for entry in session.precision for operand in entry.operands.values()} == {"FP32"}
+
+
+def events(log_dir: Path) -> list[str]:
+    """The plans in the log of events."""
+    log = log_dir / "nvdlfw_inspect_logs" / "nvdlfw_inspect_globalrank-0.log"
+    return [line.partition("Tensor: ")[2] for line in log.read_text().splitlines() if "Tensor: " in line]
+
+
+@pytest.mark.parametrize("config", [statistics(), statistics(start_step=100)])
+def test_the_log_of_events_has_the_plans_of_training(tmp_path: Path, config: Any) -> None:
+    """Whatever was evaluated before the first step, and however often; a plan that changes is logged again."""
+    net = te.Linear(32, 32)
+    with InspectSession(config, model=net, log_dir=tmp_path) as session:
+        for fp8 in (True, True, False, False):
+            net.eval()
+            with torch.no_grad():
+                net(torch.randn(16, 32))
+            net.train()
+            with te.autocast(enabled=fp8):
+                net(torch.randn(16, 32)).sum().backward()
+            session.step()
+            if fp8:
+                assert not any(line.endswith(" - High Precision") for line in events(tmp_path))
+    for plan in ("Quantize", "High Precision"):
+        assert len([line for line in events(tmp_path) if line.endswith(f" - {plan}")]) == 6
+
+
+OVERRIDES = ("high_precision", "dequantized")
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_a_backward_in_high_precision_is_told_and_what_is_missing_is_said(
+    tmp_path: Path, override: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = Float8CurrentScaling(backward_override=override)
+    config = statistics(tensors=["activation", "gradient", "dgrad", "wgrad"])
+    fp8, high = "FP8 E4M3 FP8 E4M3", "FP32 FP32"
+    assert audit(config, tmp_path, recipe=recipe) == {"fprop": fp8, "dgrad": high, "wgrad": high}
+    assert "What features do with dgrad, wgrad, gradient of linear cannot be had" in caplog.text
+    assert f"backward_override='{override}'" in caplog.text
+    assert "Tensor: gradient, gemm wgrad - High Precision" in " ".join(f"Tensor: {line}" for line in events(tmp_path))
+
+
+def test_what_is_missing_of_a_backward_raises_if_strict(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+    recipe = Float8CurrentScaling(backward_override="dequantized")
+    with InspectSession(statistics(tensors=["gradient"]), model=net, log_dir=tmp_path, strict=True):
+        with te.autocast(enabled=True, recipe=recipe), pytest.raises(ObservationError, match="backward_override"):
+            net(torch.randn(16, 32))
+    with InspectSession(statistics(), model=net, log_dir=tmp_path, strict=True) as session:
+        with te.autocast(enabled=True, recipe=recipe):
+            net(torch.randn(16, 32)).sum().backward()
+        session.step()
+
+
+def test_a_change_in_steps_in_which_nothing_is_due_is_noticed(tmp_path: Path) -> None:
+    """The default config looks in every tenth step. A step in high precision alone is told as a doubt at least."""
+    net = te.Linear(32, 32)
+    with InspectSession(None, model=net, log_dir=tmp_path) as session:
+        shown = []
+        for fp8 in (True, True, False, True, True):
+            with te.autocast(enabled=fp8):
+                net(torch.randn(16, 32)).sum().backward()
+            session.step()
+            shown.append((session.precision[0].operands["weight"], session.precision[0].seen))
+    assert shown == [("FP8 E4M3", True)] * 2 + [("FP8 E4M3", False)] * 3
+    with InspectSession(None, model=net, log_dir=tmp_path) as session:
+        for fp8 in (False, False, True, False, False):
+            with te.autocast(enabled=fp8):
+                net(torch.randn(16, 32)).sum().backward()
+            session.step()
+    assert session.precision[0].operands["weight"] == "FP32 -> FP8 E4M3"
+    assert not session.precision[0].seen
+
+
+def test_what_no_gemm_was_handed_is_not_seen(tmp_path: Path) -> None:
+    """The dgrad of a first layer is never computed."""
+    net = te.Linear(32, 32)
+    with InspectSession(statistics(tensors=["activation", "gradient"]), model=net, log_dir=tmp_path) as session:
+        with te.autocast(enabled=True):
+            net(torch.randn(16, 32)).sum().backward()
+        session.step()
+    assert {entry.gemm: entry.seen for entry in session.precision} == {"fprop": True, "dgrad": False, "wgrad": True}

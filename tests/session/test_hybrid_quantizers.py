@@ -1,0 +1,90 @@
+"""Layers whose quantizers are Transformer Engine's hybrid ones, its reference ones, or a user's own."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import CustomRecipe
+from transformer_engine.pytorch import DType
+from transformer_engine.pytorch.custom_recipes.reference_current_scaling import current_scaling_ref_factory
+from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import nvfp4_ref_rht_2d_factory
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
+from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
+
+from te_precision_callbacks.session import InspectSession
+from tests.conftest import Keeper, feature
+
+STATS = ["mse", "scale_inv_max", "underflows%"]
+
+
+def current(dtype: DType) -> Float8CurrentScalingQuantizer:
+    return Float8CurrentScalingQuantizer(dtype, device="cuda")
+
+
+def hybrid(role: Any) -> Any:
+    """The forward's GEMM reads an activation in E5M2, the backward's one in high precision."""
+    if role is not None and role.tensor_type == "input":
+        return HybridQuantizer(rowwise_quantizer=current(DType.kFloat8E5M2), columnwise_quantizer=IdentityQuantizer())
+    if role is not None and role.tensor_type == "weight":
+        return HybridQuantizer(rowwise_quantizer=current(DType.kFloat8E4M3), columnwise_quantizer=IdentityQuantizer())
+    return IdentityQuantizer()
+
+
+def train(qfactory: Any, log_dir: Path, x: torch.Tensor, **features: Any) -> tuple[InspectSession, Keeper]:
+    keeper = Keeper()
+    net = te.Linear(32, 64, bias=False, params_dtype=x.dtype)
+    config = {"s": feature("LogFp8TensorStats", ["all"], tensors=["activation", "gradient"], stats=STATS)}
+    config["s"]["transformer_engine"].update(features)
+    with InspectSession(config, model=net, log_dir=log_dir, sinks=[keeper]) as session:
+        with te.autocast(enabled=True, recipe=CustomRecipe(qfactory=qfactory)):
+            out = net(x)
+        out.sum().backward()
+        session.step()
+    return session, keeper
+
+
+def test_statistics_are_of_what_the_gemm_reads(tmp_path: Path) -> None:
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) * torch.linspace(-12, 0, 32).exp2()
+    session, keeper = train(hybrid, tmp_path, x.requires_grad_())
+    x = x.detach()
+    scale = torch.finfo(torch.float8_e5m2).max / x.abs().amax()
+    rounded = (x * scale).to(torch.float8_e5m2).float() / scale
+    assert keeper.values("scale_inv_max")[0] == pytest.approx(1 / scale.item(), rel=1e-6)
+    assert keeper.values("mse")[0] == pytest.approx((rounded - x).double().pow(2).mean().item(), rel=1e-5)
+    told = {entry.gemm: entry.operands for entry in session.precision}
+    assert told == {
+        "fprop": {"activation": "FP8 E5M2", "weight": "FP8 E4M3"},
+        "dgrad": {"gradient": "FP32", "weight": "FP32"},
+        "wgrad": {"gradient": "FP32", "activation": "FP32"},
+    }
+    assert all(entry.seen for entry in session.precision)
+
+
+@pytest.mark.parametrize(
+    ("qfactory", "kind"),
+    [(current_scaling_ref_factory, "CurrentScalingTensorRef"), (nvfp4_ref_rht_2d_factory, "NVFP4TensorRef")],
+)
+def test_a_format_that_is_not_known_is_named_and_not_guessed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, qfactory: Any, kind: str
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        session, keeper = train(qfactory, tmp_path, torch.randn(32, 32, dtype=torch.bfloat16, requires_grad=True))
+    assert "known here" in caplog.text
+    assert not keeper.steps
+    assert {text for entry in session.precision for text in entry.operands.values()} == {kind}
+
+
+def test_what_a_layer_in_high_precision_would_run_is_not_guessed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.randn(32, 32, requires_grad=True)
+    with caplog.at_level(logging.WARNING):
+        _, keeper = train(current_scaling_ref_factory, tmp_path, x, DisableFP8Layer={"enabled": True})
+    assert "CurrentScalingQuantizerRef, is of no recipe that is known here" in caplog.text
+    assert not keeper.steps
