@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -78,7 +78,7 @@ class ForwardHooks:
         self._armed: dict[int, torch.nn.Module] = {}
         self._waiting: dict[int, dict[int, torch.nn.Module]] = {}
         self._idle_in_evaluation: dict[int, int] = {}
-        self._last_state: dict[int, tuple[object, ...]] = {}
+        self._last_state: dict[int, _State] = {}
         self._suspicions: dict[int, _Suspicion] = {}
         self._dropped: dict[int, list[Mapping[Operand, str]]] = {}
         self._own_wgrad = OwnWgrad()
@@ -119,7 +119,8 @@ class ForwardHooks:
         try:
             self._follow_suspicions()
             for module in resting:
-                self._look_at_state(module)
+                if not _is_in_state(module.__dict__, self._last_state.get(id(module))):
+                    self._look_at_state(module)
         except Exception as error:
             self._failures.report("looking for changes of the precision of", f"iteration {iteration - 1}", error)
         self._classify.was_paused = False
@@ -135,15 +136,14 @@ class ForwardHooks:
         of it, and so is told only where it is known to have trained. Else the layer is asked in the next steps.
         """
         key = id(module)
-        state = _state_of(module)
-        last = self._last_state.get(key)
-        if state is None or (last is not None and all(one is other for one, other in zip(state, last, strict=True))):
+        last, state = self._last_state.get(key), _state_of(module)
+        if state is None:
             return
         self._last_state[key] = state
         formats = formats_of_fused_path(module, self._layers[key], fp8=bool(module.fp8))
         trained = self._has_trained(module)
         if self._audit.tells(formats):
-            if module.fp8 or last is None or last[1] is state[1]:
+            if module.fp8 or last is None or last.quantizers is state.quantizers:
                 return
             # A forward before the last one has made FP8 quantizers, as that of a reentrant checkpoint does which is
             # recomputed outside of autocast.
@@ -356,14 +356,33 @@ def _as_its_class(module: Any) -> bool:
     return bool(type(module).is_debug_iter(module))
 
 
-def _state_of(module: Any) -> tuple[object, ...] | None:
-    """What decides the formats of a module's GEMMs, as its last forward has left it; None before the first one."""
+class _State(NamedTuple):
+    """What decides the formats of a module's GEMMs, as its last forward has left it."""
+
+    fp8: bool
+    quantizers: Any
+    recipe: Any
+    activation_dtype: torch.dtype
+
+
+def _state_of(module: torch.nn.Module) -> _State | None:
+    """None before the first forward."""
     attributes = module.__dict__
     if attributes["activation_dtype"] is None:
         return None
-    recipe = attributes["fp8_meta"].get("recipe")
-    override = None if recipe is None else recipe.backward_override
-    return attributes["fp8"], attributes["quantizers"]["scaling_fwd"], override, attributes["activation_dtype"]
+    quantizers, recipe = attributes["quantizers"]["scaling_fwd"], attributes["fp8_meta"].get("recipe")
+    return _State(attributes["fp8"], quantizers, recipe, attributes["activation_dtype"])
+
+
+def _is_in_state(attributes: Mapping[str, Any], state: _State | None) -> bool:
+    """Whether a module is in a state still. It is asked of each module in each step, so without a call."""
+    return (
+        state is not None
+        and attributes["fp8"] is state.fp8
+        and attributes["activation_dtype"] is state.activation_dtype
+        and attributes["quantizers"]["scaling_fwd"] is state.quantizers
+        and (not state.fp8 or attributes["fp8_meta"]["recipe"] is state.recipe)
+    )
 
 
 def _fprop(formats: Mapping[Operand, str]) -> dict[Operand, str]:
