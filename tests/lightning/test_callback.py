@@ -416,3 +416,24 @@ def test_a_section_without_a_layer_ends_the_fit_before_the_first_step(tmp_path: 
         fit(tmp_path, statistics(layers=["net.7"]), model=model)
     assert {**global_state(), "te state": None} == {**before, "te state": None}
     assert isinstance(model, L.LightningModule)
+
+
+class InFp8(Plain):
+    """Trains in FP8, and validates without."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        with te.autocast(enabled=True):
+            return super().training_step(batch, batch_idx)
+
+
+def test_the_sanity_check_leaves_the_plans_of_training_in_the_log_of_events(tmp_path: Path) -> None:
+    model = InFp8()
+    callback = PrecisionDebugCallback(statistics(freq=10), log_dir=tmp_path)
+    quick = trainer(tmp_path, callbacks=[callback], num_sanity_val_steps=1, val_check_interval=1)
+    quick.fit(model, loader(3, size=16), loader(1))
+    assert len(model.validation_outputs) == 4
+    log = (tmp_path / "nvdlfw_inspect_logs" / "nvdlfw_inspect_globalrank-0.log").read_text()
+    assert log.count(" - Quantize") == 12
+    assert " - High Precision" not in log
+    told = {text for entry in callback.session.precision for text in entry.operands.values()}
+    assert told == {"FP8 E4M3", "FP8 E5M2"}
