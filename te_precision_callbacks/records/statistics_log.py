@@ -9,9 +9,11 @@ after a reduction that failed.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
+import stat
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
@@ -74,9 +76,11 @@ def claim(path: Path) -> TextIO:
         keep_previous(path)
         try:
             return path.open("x", encoding="utf-8")
-        except FileExistsError:  # another process was first
-            if not path.is_file():
-                raise
+        except FileExistsError:
+            # Another process was first, whose file a third one may have moved aside since; or what is there is no file.
+            with contextlib.suppress(FileNotFoundError):
+                if not stat.S_ISREG(path.lstat().st_mode) and not path.is_file():
+                    raise
 
 
 def format_value(value: float) -> str:
