@@ -19,7 +19,7 @@ from te_precision_callbacks.config.selection import LayerIndex
 from tests.conftest import feature
 
 REGISTERED = {
-    "transformer_engine": ("LogTensorStats", "DisableFP8GEMM", "DisableFP8Layer"),
+    "transformer_engine": ("LogTensorStats", "LogFp8TensorStats", "DisableFP8GEMM", "DisableFP8Layer"),
     "base": ("LogTensorStats",),
 }
 

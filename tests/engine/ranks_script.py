@@ -577,14 +577,16 @@ def attaching(folder: Path) -> dict[str, Any]:
     """Models of which each rank has one layer, and configs that each rank can use, that none can, that one cannot."""
     rank = dist.get_rank()
     model = torch.nn.ModuleDict({f"stage{rank}": te.Linear(16, 16)})
-    wrong = {"wrong": feature("NoSuchFeature", ["all"])}
+    own = folder / "features of rank 1"
+    own.mkdir(parents=True, exist_ok=True)
+    wrong = {"config": {"wrong": feature("NoSuchFeature", ["all"])}, "feature_dirs": own}  # known when it starts
     attempts: dict[str, Callable[[], dict[str, Any]]] = {
         "a section for each stage": lambda: {"config": config(first=["stage0"], second=["stage1"])},
         "exact names": lambda: {"config": exactly("stage0", "stage1")},
         "an exact name that no rank has": lambda: {"config": exactly("stage0", "stage7")},
         "a section for no stage": lambda: {"config": config(first=["stage0"], third=["stage2"])},
         "allowed": lambda: {"config": config(first=["stage0"], third=["stage2"]), "allow_unmatched": True},
-        "one rank's config is wrong": lambda: {"config": wrong if rank == 1 else config()},
+        "one rank's config is wrong": lambda: wrong if rank == 1 else {"config": config()},
         "one rank's model is wrong": lambda: {"config": config(), "model": "no model" if rank == 1 else model},
         "another freq": lambda: {"config": with_freq(2 if rank == 1 else 1)},
         "one more statistic": lambda: {"config": with_more() if rank == 0 else config()},

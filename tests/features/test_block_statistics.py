@@ -167,10 +167,10 @@ def test_a_histogram_of_nothing() -> None:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_config_of_the_page() -> None:
+def test_the_configs_of_the_page() -> None:
     page = (REPOSITORY / "docs" / "statistics.md").read_text()
-    ((section, example),) = [
-        item for block in page.split("```yaml\n")[1:] for item in yaml.safe_load(block.split("```")[0]).items()
-    ]
-    config = load_config({section: example})
-    assert [found.name for found in config.sections] == ["which_format"]
+    examples: dict[str, Any] = {}
+    for block in page.split("```yaml\n")[1:]:
+        examples |= yaml.safe_load(block.split("```")[0])
+    config = load_config(examples)
+    assert [found.name for found in config.sections] == ["which_format", "default_statistics"]
