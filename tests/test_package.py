@@ -84,7 +84,7 @@ except PrecisionDebugError as error:
 
 
 def test_overflow_detection_needs_no_transformer_engine(tmp_path: Path) -> None:
-    """Each of its front doors stops on an inf; what needs Transformer Engine says which extra to install."""
+    """Each of its front doors stops on a +inf; what needs Transformer Engine says which extra to install."""
     code = """
 import argparse, sys
 sys.modules["transformer_engine"] = sys.modules["nvdlfw_inspect"] = None  # as where they are not installed
@@ -104,7 +104,7 @@ class Net(torch.nn.Module):
         self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
 
     def forward(self, x):
-        return {"loss": self.last(self.first(x) * float("inf")).sum()}
+        return {"loss": self.last(self.first(x).abs() * float("inf")).sum()}
 
 def by_hand(model):
     with DebugActivationOverflow(model) as watch:

@@ -69,7 +69,7 @@ def not_stopped(folder: Path) -> None:
 
 
 def forked(folder: Path) -> None:
-    """A child inherits the session, with a writer that is not its own."""
+    """A child inherits the session, with a writer and logs that are its parent's; it runs the model and ends well."""
     net = te.Linear(64, 64)
     with InspectSession(config(), model=net, log_dir=folder) as session:
         net(torch.full((1 << 14, 64), 1.0))
@@ -78,7 +78,8 @@ def forked(folder: Path) -> None:
             net(torch.full((16, 64), 2.0))
             session.stop()
             os._exit(0)
-        os.waitpid(child, 0)
+        _, status = os.waitpid(child, 0)
+        assert status == 0, status
         net(torch.full((16, 64), 3.0))
 
 
