@@ -203,6 +203,7 @@ def test_the_demo_runs_and_shows_what_came_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setenv("COLUMNS", "160")  # all statistics in one table
     model = importlib.import_module("byte_lm").main(["--steps", "12", "--log-dir", str(tmp_path)])
     shown = capsys.readouterr().out
     assert len(model.losses) == 12
