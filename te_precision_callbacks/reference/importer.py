@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType, SimpleNamespace
@@ -73,8 +74,14 @@ class RewritingLoader(SourceFileLoader):
         source = self.get_data(path)
         if not is_concerned(source):
             return super().get_code(fullname)
-        tree = rewrite(ast.parse(source, path), cuda_on_cpu=self.cuda_on_cpu)
-        return compile(tree, path, "exec", dont_inherit=True)
+        return _rewritten(source, path, self.cuda_on_cpu)
+
+
+@lru_cache(maxsize=64)
+def _rewritten(source: bytes, path: str, cuda_on_cpu: bool) -> CodeType:
+    """The code of a module. It is kept: nvdlfw_inspect executes all feature files anew whenever it is initialized."""
+    tree = rewrite(ast.parse(source, path), cuda_on_cpu=cuda_on_cpu)
+    return compile(tree, path, "exec", dont_inherit=True)
 
 
 class _CommonLoader(RewritingLoader):

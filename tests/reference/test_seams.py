@@ -14,6 +14,7 @@ import torch
 
 from te_precision_callbacks.reference import cuda_on_cpu, cuda_on_cuda, no_triton
 from te_precision_callbacks.reference.errors import MissingFunctionError
+from te_precision_callbacks.reference.importer import RewritingLoader
 from te_precision_callbacks.reference.rewrite import is_concerned, rewrite
 from te_precision_callbacks.reference.seams import READ_FROM, SEAMS, Seam, as_markdown
 from tests.reference.processes import REPOSITORY, answers
@@ -50,6 +51,21 @@ def test_the_versions_are_the_installed_ones() -> None:
 def test_a_source_without_any_of_it_keeps_its_bytecode() -> None:
     assert not is_concerned(b"import torch\nx = torch.ones(2)\n")
     assert is_concerned(b"import torch\nx = torch.ones(2).cuda()\n")
+
+
+def test_a_file_that_is_executed_again_is_rewritten_again_only_where_it_has_changed(tmp_path: Path) -> None:
+    """As feature files are: nvidia-dlfw-inspect executes all of them whenever it is initialized."""
+    file = tmp_path / "mine.py"
+    loader = RewritingLoader("mine", str(file), cuda_on_cpu=True)
+    file.write_text("DEVICE = 'cuda'\n")
+    first = loader.get_code("mine")
+    assert loader.get_code("mine") is first
+    file.write_text("DEVICE = 'cuda', 'cuda'\n")
+    changed = loader.get_code("mine")
+    assert changed is not None
+    names: dict[str, Any] = {}
+    exec(changed, names)
+    assert names["DEVICE"] == ("cpu", "cpu")
 
 
 def test_on_a_cpu_cuda_is_the_cpu() -> None:
