@@ -40,7 +40,7 @@ def fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_reentrant_checkpoint_trains_and_recomputes_without_fp8(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the products of the seven checkpointed layers only the first forward's are FP8, and so it is told."""
+    """Of the products of the seven checkpointed layers only the first forward's are FP8, and `precision` tells both."""
     run: list[tuple[str, bool]] = []
     multiply = te_linear.general_gemm
 
@@ -63,9 +63,15 @@ def test_a_reentrant_checkpoint_trains_and_recomputes_without_fp8(
         ("NT", False, 7),
     ):
         assert run.count((kind, in_fp8)) - head.count((kind, in_fp8)) == count, (kind, in_fp8)
-    for entry in made.debug_session.precision:
-        formats = {operand.split()[0] for operand in entry.operands.values()}
-        assert formats == ({"FP8"} if entry.layer == "lm_head" else {"BF16"}), entry
+    told = list(made.debug_session.precision)
+    assert len(told) == 8 * 3
+    for entry in told:
+        checkpointed = "FP8 E4M3 -> BF16" if entry.gemm == "fprop" else "BF16"
+        if entry.layer == "lm_head":
+            assert all(text.startswith("FP8 ") and "BF16" not in text for text in entry.operands.values()), entry
+        else:
+            assert set(entry.operands.values()) == {checkpointed}, entry
+        assert entry.seen, entry
 
 
 def test_another_checkpoint_fails(tmp_path: Path) -> None:
