@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.session import observing
-from tests.session.observing import MODULES, changed, head, nobody, ours, row, theirs, train
+from tests.session.observing import ALIKE, RECIPES, TABLE, cell, changed, head, nobody, ours, row, theirs, train
 
 PAGE = (Path(__file__).parents[2] / "docs" / "observing.md").read_text()
 
@@ -20,7 +20,7 @@ def prepared() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", TABLE)
 def test_the_page_says_what_observing_changes(name: str) -> None:
     """Made anew by: python -m tests.session.observing"""
     assert f"{row(name)}\n" in PAGE
@@ -28,7 +28,22 @@ def test_the_page_says_what_observing_changes(name: str) -> None:
 
 def test_the_page_has_a_row_for_every_module() -> None:
     lines = PAGE.split(head())[1].splitlines()
-    assert [line.split(" | ")[0] for line in lines if line.startswith("| ")] == [f"| {name}" for name in MODULES]
+    assert [line.split(" | ")[0] for line in lines if line.startswith("| ")] == [f"| {name}" for name in TABLE]
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_one_row_holds_for_several_activations(name: str) -> None:
+    """By the recipes under which the rows of the activations differ."""
+    line = next(line for line in PAGE.splitlines() if line.startswith(f"| LayerNormMLP, {ALIKE[name]} |"))
+    of_row = dict(zip(RECIPES, line.strip("| ").split(" | ")[1:], strict=True))
+    for recipe in ("none", "current", "MXFP8"):
+        assert cell(f"LayerNormMLP, {name}", recipe) == of_row[recipe]
+
+
+def test_after_a_checkpoint_that_is_not_reentrant_gelu_in_float32_is_the_same() -> None:
+    assert cell("LayerNormMLP, gelu", "none") == "y, g / y, g"
+    observing.checkpoint(use_reentrant=False)
+    assert cell("LayerNormMLP, gelu", "none") == "= / y, g"
 
 
 @pytest.mark.parametrize(
