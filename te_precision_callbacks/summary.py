@@ -172,12 +172,14 @@ def _broken(text: str, after: str, width: int, indent: str) -> list[str]:
 
 
 def _operands(entry: GemmPrecision | None) -> str:
-    """``FP8 E5M2 * E4M3``; one format where both operands have it."""
+    """``FP8 E5M2 * E4M3``; one format where both operands have it, and those of an operand that changed in brackets."""
     if entry is None:
         return "not run"
     formats = list(entry.operands.values())
     if len(set(formats)) == 1:
         return formats[0]
+    if any("->" in text for text in formats):
+        return " * ".join(f"({text})" if "->" in text else text for text in formats)
     if all(" " in text and text.split()[0] == formats[0].split()[0] for text in formats):
         return " * ".join([formats[0], *(text.split(maxsplit=1)[1] for text in formats[1:])])
     return " * ".join(formats)

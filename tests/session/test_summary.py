@@ -86,3 +86,17 @@ def test_a_session_without_statistics_has_no_table_of_them(tmp_path: Path) -> No
     with InspectSession(model=model, log_dir=tmp_path) as session:
         pass
     assert "Last statistics" not in shown(session, 80)
+
+
+def test_a_precision_that_has_changed_is_told_of_each_operand(tmp_path: Path) -> None:
+    """Abbreviated formats share their first word; what has changed is written out."""
+    model = te.Linear(32, 32)
+    with InspectSession({}, model=torch.nn.ModuleDict({"fc": model}), log_dir=tmp_path) as running:
+        for enabled in (False, True):
+            with te.autocast(enabled=enabled):
+                out = model(torch.randn(16, 32, requires_grad=True))
+            out.sum().backward()
+            running.step()
+    text = shown(running, 200)
+    assert "(FP32 -> FP8 E5M2) * (FP32 -> FP8 E4M3)" in text
+    assert "* ->" not in text
