@@ -1,10 +1,11 @@
-"""One of two gloo processes: python distributed_script.py CASE RANK FOLDER"""
+"""One of two gloo processes, which run all cases, one after the other: python distributed_script.py RANK FOLDER"""
 
 from __future__ import annotations
 
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from te_precision_callbacks import reference
 
@@ -16,22 +17,29 @@ import transformer_engine.pytorch as te
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import statistics
 
+CASES = ("world", "all", "own group", "no reduction", "one fails")
 
-def main(case: str, rank: int, folder: Path) -> None:
+
+def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2, timeout=timedelta(seconds=20)
     )
     groups = [torch.distributed.new_group([index]) for index in range(2)]
-    keywords = {
-        "world": {},
-        "own group": {"process_group": groups[rank]},
-        "no reduction": {"reduce": False},
-        "all": {"statistics_log": "all"},
-        "one fails": {"statistics_log": "all"},
-    }[case]
+    for case in CASES:
+        keywords = {
+            "world": {},
+            "own group": {"process_group": groups[rank]},
+            "no reduction": {"reduce": False},
+            "all": {"statistics_log": "all"},
+            "one fails": {"statistics_log": "all"},
+        }[case]
+        run(case, rank, folder / case, keywords)
+
+
+def run(case: str, rank: int, folder: Path, keywords: dict[str, Any]) -> None:
     net = te.Linear(32, 32)
-    with InspectSession(statistics(), model=net, log_dir=folder / "log", **keywords) as session:
+    with InspectSession(statistics(), model=net, log_dir=folder, **keywords) as session:
         for step in range(3):
             net((rank + 1) * torch.ones(16, 32)).sum().backward()
             if case == "one fails" and rank == 1 and step == 2:
@@ -42,4 +50,4 @@ def main(case: str, rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), Path(sys.argv[2]))

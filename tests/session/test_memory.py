@@ -70,13 +70,13 @@ def growth(net: torch.nn.Module, step: Callable[[], Any], first: int, last: int)
 def test_memory_stays_flat(tmp_path: Path) -> None:
     net = model()
     with InspectSession(CONFIG, model=net, log_dir=tmp_path) as session:
-        traced, caches = growth(net, session.step, first=100, last=500)
-    assert abs(traced) < 60_000
-    assert abs(caches) < 60_000
+        traced, caches = growth(net, session.step, first=100, last=300)
+    assert abs(traced) < 40_000
+    assert abs(caches) < 40_000
 
 
 def test_upstream_alone_grows(tmp_path: Path) -> None:
-    """What the test above is about: in 150 steps upstream gathers far more than it may in 400 there."""
+    """What the test above is about: in 75 steps upstream gathers far more than it may in 200 there."""
     snapshot = Snapshot()
     config = {
         name: {**section, "layers": {"layer_name_regex_pattern": f"^({'|'.join(section['layers']['layer_types'])})$"}}
@@ -87,9 +87,9 @@ def test_upstream_alone_grows(tmp_path: Path) -> None:
             config, feature_dirs=[str(transformer_engine.debug.features.__path__[0])], log_dir=str(tmp_path)
         )
         TEDebugState.debug_enabled = None  # as in a process that built no module before
-        traced, caches = growth(model(), debug_api.step, first=50, last=200)
+        traced, caches = growth(model(), debug_api.step, first=25, last=100)
     finally:
         debug_api.end_debug()
         snapshot.restore()
-    assert traced > 500_000
-    assert caches > 500_000
+    assert traced > 250_000
+    assert caches > 250_000
