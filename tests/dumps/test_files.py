@@ -782,7 +782,7 @@ def test_a_killed_process_leaves_whole_files(tmp_path: Path, file_format: str) -
             cwd=REPOSITORY,
             env=os.environ | {"PYTHONPATH": "."},
         )
-        while process.poll() is None and len(os.listdir(folder)) < after:
+        while process.poll() is None and sum(not name.startswith(".") for name in os.listdir(folder)) < after:
             time.sleep(0.001 * number)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
