@@ -15,11 +15,10 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from transformer_engine.pytorch import quantization, utils
 
-from te_precision_callbacks.reference import target
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension import nvfp4
+from tests.capability import any_capability, stand_for
 from tests.reference import nvfp4_numpy as expected
 
 ROWS = 320  # unlike any dimension of a weight
@@ -135,19 +134,9 @@ def assert_bytes(write: Write) -> None:
 @pytest.fixture(autouse=True)
 def blackwell() -> Iterator[None]:
     """The GPU that the backend stands for, under a Transformer Engine that has asked for it before."""
-    before = target.capability()
-
-    def change(capability: tuple[int, int]) -> None:
-        target.choose(capability)
-        utils._get_device_compute_capability.cache_clear()
-        utils.is_non_tn_fp8_gemm_supported.cache_clear()
-        for support in ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_NVFP4_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"):
-            setattr(quantization, support, None)
-        quantization.FP8GlobalStateManager.reset()
-
-    change((10, 0))
-    yield
-    change(before)
+    with any_capability():
+        stand_for((10, 0))
+        yield
 
 
 @pytest.fixture
