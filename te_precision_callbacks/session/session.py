@@ -34,12 +34,12 @@ from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.records.model import LayerInfo, Row, RunInfo, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
 from te_precision_callbacks.records.worst import Worst, WorstOfRun
+from te_precision_callbacks.session.delayed_scaling import DelayedScalingLayers
 from te_precision_callbacks.session.errors import ObservationError, SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.forward import MOST_FORWARDS, ForwardHooks
 from te_precision_callbacks.session.parallel import OptimizerSteps, Ranks, placements
 from te_precision_callbacks.session.precision import GemmPrecision, PrecisionAudit
-from te_precision_callbacks.session.scaling import DelayedScalingLayers
 from te_precision_callbacks.session.signals import Termination, Uninterrupted
 from te_precision_callbacks.session.sinks import Sinks
 from te_precision_callbacks.session.upstream import (
@@ -155,7 +155,6 @@ class InspectSession:
         self._owner_has_left: Callable[[], bool] | None = None
         self._started_at = ""
         self._process = os.getpid()
-        self._said_forked = False
         self._termination: Termination | None = None
         self._classify.abandoned = self._is_abandoned
         self._hooks.on_many_forwards = self._say_forgotten
@@ -531,8 +530,7 @@ class InspectSession:
         return os.getpid() != self._process
 
     def _say_forked(self) -> None:
-        if not self._said_forked:
-            self._said_forked = True
+        if self._first_time("forked"):
             logger.warning(
                 "step(): this process was forked from the one that the session was started in. Nothing is observed"
                 " here: its logs are that process's. Start a session of its own after the fork."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from te_precision_callbacks.records.model import RunInfo, Sink, StepRecords
@@ -93,14 +93,9 @@ class Sinks:
     # ------------------------------------------------------------------ how long they take
 
     def _write(self, sink: Sink, records: StepRecords) -> None:
-        with self._timed(sink):
-            sink.write(records)
-
-    @contextlib.contextmanager
-    def _timed(self, sink: Sink) -> Iterator[None]:
         spent = self._times.get(id(sink))
         begun = time.perf_counter()
-        yield
+        sink.write(records)
         if spent is None:  # the first write opens files and connections
             self._times[id(sink)] = _Time()
             self._since = time.perf_counter() if self._since is None else self._since
