@@ -81,6 +81,9 @@ _RESULTS = ("output", "wgrad", "dgrad")
 _GEMMS = {"activation": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "gradient": ("dgrad", "wgrad")}
 """The GEMMs that read a tensor's rowwise and its columnwise data."""
 
+_OF_GEMMS = frozenset({"fp8_gemm_enabled", "modify_tensor"})
+"""The calls that are about one GEMM."""
+
 _ENABLED = "_enabled"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -145,7 +148,7 @@ class TransformerEngineAPI(UpstreamAPI):
         self.schedules: frozenset[Schedule] | None = None
         self.optimizer_steps: Callable[[], int] = lambda: NO_STAMP.optimizer_steps
         self._answers: dict[tuple[str, str, str | None, str | None], dict[tuple[str, int], bool]] = {}
-        self._noted: set[tuple[str, str, str | None, str | None]] = set()
+        self._noted: set[tuple[str, str, str, str | None, str | None]] = set()
 
     def __getattr__(self, name: str) -> Any:
         if name not in _REQUIRED:
@@ -222,6 +225,8 @@ class TransformerEngineAPI(UpstreamAPI):
             answers[call.feature, call.number] = answer[0]
             if answer[1] is not None:
                 upcoming.append(answer[1])
+            if vetoes and not answer[0]:
+                self._note_once(call, key)
         self._answers[layer, api_name.removesuffix(_ENABLED), tensor, gemm] = answers
         # Every feature must allow quantization; one that wants a tensor is enough.
         decided = all(answers.values()) if vetoes else any(answers.values())
@@ -300,12 +305,14 @@ class TransformerEngineAPI(UpstreamAPI):
             )
 
     def _note_once(self, call: _Call, key: tuple[Any, ...]) -> None:
-        """A line in the log of events, the first time."""
-        if (call.feature, *key) not in self._noted:
-            self._noted.add((call.feature, *key))
+        """A line in the log of events, the first time that a feature acts on a tensor or a GEMM."""
+        acting = (call.feature, *key)
+        if acting not in self._noted:
+            self._noted.add(acting)
             layer, api_name, tensor, gemm = key
-            what = f"{gemm}, {tensor}" if api_name == "modify_tensor" else tensor
-            debug_api.log_message(f"Feature={call.feature}, API={api_name}: {what}", layer, extra_cachable_args=(key,))
+            what = ", ".join(name for name in (gemm, tensor) if name) if api_name in _OF_GEMMS else tensor
+            # nvidia-dlfw-inspect drops a message with the same arguments and the same calling line as an earlier one.
+            debug_api.log_message(f"Feature={call.feature}, API={api_name}: {what}", layer, extra_cachable_args=acting)
 
     def set_features(self, features: Any) -> None:
         """Called when nvidia-dlfw-inspect starts."""
