@@ -59,7 +59,7 @@ def precision_table(session: InspectSession | SessionOutcome) -> Table:
         by_layer.setdefault(entry.layer, {})[entry.gemm] = entry
     for layer, gemms in by_layer.items():
         table.add_row(_name(layer), *(_operands(gemms.get(gemm)) for gemm in GEMMS))
-    if not all(entry.seen for entry in precision):
+    if not all(entry.seen or entry.not_run for entry in precision):
         table.caption = "A layer that no feature acts on runs Transformer Engine's own path: its quantizers' formats."
         table.caption_justify = "left"
     return table
@@ -175,6 +175,8 @@ def _operands(entry: GemmPrecision | None) -> str:
     """``FP8 E5M2 * E4M3``; one format where both operands have it, and those of an operand that changed in brackets."""
     if entry is None:
         return "not run"
+    if entry.not_run:
+        return f"not run: {entry.not_run}"
     formats = list(entry.operands.values())
     if len(set(formats)) == 1:
         return formats[0]

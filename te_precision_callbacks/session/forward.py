@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,11 +34,14 @@ from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.precision import (
     MODIFIED,
     UNKNOWN,
+    Gemm,
     Operand,
     PrecisionAudit,
     format_of,
     formats_of_fused_path,
+    gemms_left_out,
     quantizer_format,
+    trainable,
 )
 from te_precision_callbacks.session.upstream import reset_schedule
 
@@ -79,6 +83,7 @@ class ForwardHooks:
         self._waiting: dict[int, dict[int, torch.nn.Module]] = {}
         self._idle_in_evaluation: dict[int, int] = {}
         self._last_state: dict[int, _State] = {}
+        self._trainable: list[tuple[bool, ...]] = []
         self._suspicions: dict[int, _Suspicion] = {}
         self._dropped: dict[int, list[Mapping[Operand, str]]] = {}
         self._own_wgrad = OwnWgrad()
@@ -92,6 +97,7 @@ class ForwardHooks:
         self._layers = {id(named.module): tuple(layer.name for layer in named.layers) for named in modules}
         self._idle_in_evaluation.clear()
         self._last_state.clear()
+        self._trainable = []
         self._suspicions.clear()
         self._dropped.clear()
         self.arm()
@@ -117,6 +123,7 @@ class ForwardHooks:
         for module in self._waiting.pop(iteration, {}).values():
             self._arm(module)
         try:
+            self._follow_trainable()
             self._follow_suspicions()
             for module in resting:
                 if not _is_in_state(module.__dict__, self._last_state.get(id(module))):
@@ -158,6 +165,14 @@ class ForwardHooks:
             self._audit.doubt(formats)
         self._suspicions[key] = _Suspicion(module, formats)
         self._ask_again(module)
+
+    def _follow_trainable(self) -> None:
+        """Ask all modules again where parameters were frozen or unfrozen: it decides which GEMMs a backward runs."""
+        now = [trainable(module) for module in self._modules.values()]
+        if self._trainable and now != self._trainable:
+            for module in self._modules.values():
+                self._ask_again(module)
+        self._trainable = now
 
     def _follow_suspicions(self) -> None:
         """Keep asking the modules in which something was suspected, until it was met in training."""
@@ -266,6 +281,7 @@ class ForwardHooks:
         kind = self._classify(module)
         self._current.kind = kind
         self._current.module = module
+        self._current.input_needs_gradient = kind is not ForwardKind.OBSERVED or _input_needs_gradient(module)
         if kind is ForwardKind.UNTOUCHED:
             return False
         if kind is ForwardKind.OBSERVED and self.on_many_forwards is not None:
@@ -311,18 +327,27 @@ class ForwardHooks:
     def _note_plan(self, module: Any, quantizers: Iterable[Any], idle: bool, *, fprop_only: bool) -> None:
         """Note in which formats the GEMMs of a forward are going to run, and those of its backward where it has one."""
         try:
+            layers, left_out = self._layers[id(module)], dict[Gemm, str]()
+            if not fprop_only:
+                left_out = gemms_left_out(module, layers, input_needs_gradient=self._current.input_needs_gradient)
+                self._audit.leave_out(left_out)
             if idle:
-                formats = formats_of_fused_path(module, self._layers[id(module)], fp8=module.fp8)
-                self._audit.plan(_fprop(formats) if fprop_only else formats)
+                formats = formats_of_fused_path(module, layers, fp8=module.fp8)
+                self._audit.plan(_run(_fprop(formats) if fprop_only else formats, left_out))
                 return
+            hidden = _backward_override(module) is not None
             for quantizer in quantizers:
-                formats = quantizer.planned_formats()
-                self._audit.plan(_fprop(formats) if fprop_only else formats)
+                formats = _run(quantizer.planned_formats(), left_out)
+                forward = _fprop(formats)
+                self._audit.plan(forward, will_be_seen=True)
+                if not fprop_only:
+                    backward = {operand: text for operand, text in formats.items() if operand not in forward}
+                    self._audit.plan(backward, will_be_seen=not hidden)
         except Exception as error:
             self._failures.report("telling the precision of", str(module.name), error)
-        left_out = [quantizer for quantizer in quantizers if quantizer.is_left_out()]
-        if left_out:
-            self._report_left_out(module, left_out)
+        without_effect = [quantizer for quantizer in quantizers if quantizer.is_left_out()]
+        if without_effect:
+            self._report_left_out(module, without_effect)
 
     def _report_left_out(self, module: Any, quantizers: Sequence[Any]) -> None:
         tensors = ", ".join(dict.fromkeys(quantizer.tensor_name for quantizer in quantizers))
@@ -383,6 +408,25 @@ def _is_in_state(attributes: Mapping[str, Any], state: _State | None) -> bool:
         and attributes["quantizers"]["scaling_fwd"] is state.quantizers
         and (not state.fp8 or attributes["fp8_meta"]["recipe"] is state.recipe)
     )
+
+
+def _run(formats: Mapping[Operand, str], left_out: Mapping[Gemm, str]) -> dict[Operand, str]:
+    """Without the operands of GEMMs that are left out."""
+    return {operand: text for operand, text in formats.items() if Gemm(operand.layer, operand.gemm) not in left_out}
+
+
+def _input_needs_gradient(module: torch.nn.Module) -> bool:
+    """Whether the input of the forward that a module is in needs a gradient; True where it cannot be told.
+
+    The input is the first argument of TE 2.20.2's forwards, which keep its name.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        names = frame.f_code.co_varnames
+        if frame.f_code.co_name == "forward" and names[:1] == ("self",) and frame.f_locals.get("self") is module:
+            return bool(getattr(frame.f_locals.get(names[1]), "requires_grad", True))
+        frame = frame.f_back
+    return True
 
 
 def _fprop(formats: Mapping[Operand, str]) -> dict[Operand, str]:

@@ -5,7 +5,8 @@
 
 The log of nvidia-dlfw-inspect tells a plan ("Quantize", "High Precision", "modify_tensor()"). What counts is the type
 of the two tensors that the GEMM was handed: this is what is noted where a feature acts. A layer on which no feature
-acts runs Transformer Engine's fused path, where nothing is seen: for it, it is the format of that path's quantizers.
+acts runs Transformer Engine's fused path, where nothing is seen: for it, it is the format of that path's quantizers. A
+GEMM that a backward leaves out, as the wgrad of a frozen weight, has no formats, but the reason in ``not_run``.
 
 The classes of storages and quantizers were read from Transformer Engine 2.20.2 (``pytorch/tensor``). A class that is
 none of them is named and not guessed.
@@ -13,6 +14,7 @@ none of them is named and not guessed.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -59,16 +61,25 @@ class GemmPrecision:
         layer: the layer.
         gemm: ``fprop``, ``dgrad`` or ``wgrad``.
         operands: tensor -> its format, such as ``FP8 E4M3`` or ``BF16``; one that changed during the run has all of
-            them, joined by an arrow in the order of their first appearance.
+            them, joined by an arrow in the order of their first appearance. Empty for a GEMM that has not run.
         seen: whether each of these formats is that of a tensor that was seen when it was handed to the GEMM, and no
-            other one is suspected. False: some are those of the quantizers, also of a GEMM that is never run, such as
-            the dgrad of a model's first layer.
+            other one is suspected. False: some are those of the quantizers.
+        not_run: why the GEMM has not run in training so far, one of :data:`FROZEN`, :data:`NO_INPUT_GRADIENT`,
+            :data:`NO_GRADIENT` and :data:`NO_BACKWARD`; empty where it has run. The last is told of layers on which a
+            feature acts: only there it can be seen.
     """
 
     layer: str
     gemm: str
     operands: dict[str, str]
     seen: bool
+    not_run: str = ""
+
+
+FROZEN = "frozen weight"
+NO_INPUT_GRADIENT = "input needs no gradient"
+NO_GRADIENT = "neither input nor parameters need a gradient"
+NO_BACKWARD = "no backward has reached it"
 
 
 class Operand(NamedTuple):
@@ -79,28 +90,61 @@ class Operand(NamedTuple):
     tensor: str
 
 
+class Gemm(NamedTuple):
+    """One of the three GEMMs of a layer."""
+
+    layer: str
+    gemm: str
+
+
+class _Told(enum.Enum):
+    """What a format of an operand is known by."""
+
+    SEEN = "a GEMM was handed it"
+    ASSUMED = "the quantizers of a path on which nothing is seen make it"
+    AWAITED = "a GEMM is going to be handed it, where it can be seen"
+
+
 class PrecisionAudit:
     """Collects the formats of GEMM operands. Holds a short text for each layer, GEMM and tensor, and no tensor."""
 
     def __init__(self) -> None:
-        self._seen: dict[Operand, dict[str, bool]] = {}
+        self._told: dict[Operand, dict[str, _Told]] = {}
+        self._left_out: dict[Gemm, str] = {}
         self._doubted: set[str] = set()
 
-    def plan(self, formats: Mapping[Operand, str]) -> None:
-        """Note the formats that quantizers are going to make."""
+    def plan(self, formats: Mapping[Operand, str], *, will_be_seen: bool = False) -> None:
+        """Note the formats that quantizers are going to make.
+
+        Args:
+            formats: of the operands of GEMMs that run.
+            will_be_seen: whether :meth:`see` is called when the GEMMs run; where it never is, they have not run.
+        """
         for operand, text in formats.items():
-            self._seen.setdefault(operand, {}).setdefault(text, False)
+            texts = self._told.setdefault(operand, {})
+            if will_be_seen:
+                texts.setdefault(text, _Told.AWAITED)
+            elif texts.get(text) is not _Told.SEEN:
+                texts[text] = _Told.ASSUMED
+
+    def leave_out(self, gemms: Mapping[Gemm, str]) -> None:
+        """Note GEMMs that a forward and its backward do not run, and why."""
+        self._left_out.update(gemms)
 
     def see(self, operand: Operand, text: str, planned: str | None = None) -> None:
         """Note the format of a tensor that a GEMM is handed; it takes the place of the one that was planned for it."""
-        texts = self._seen.setdefault(operand, {})
-        if planned not in (None, text) and texts.get(planned) is False:
+        texts = self._told.setdefault(operand, {})
+        if planned not in (None, text) and texts.get(planned, _Told.SEEN) is not _Told.SEEN:
             del texts[planned]
-        texts[text] = True
+        texts[text] = _Told.SEEN
 
     def tells(self, formats: Mapping[Operand, str]) -> bool:
-        """Whether all of these formats are noted, seen or planned."""
-        return all(text in self._seen.get(operand, ()) for operand, text in formats.items())
+        """Whether all of these formats are noted, seen or planned, but for those of GEMMs that were left out."""
+        return all(
+            text in self._told.get(operand, ()) or (not self._has_run(gemm) and gemm in self._left_out)
+            for operand, text in formats.items()
+            for gemm in [Gemm(operand.layer, operand.gemm)]
+        )
 
     def doubt(self, formats: Iterable[Operand]) -> None:
         """Note that the layers may have run in a precision that is not noted."""
@@ -110,16 +154,29 @@ class PrecisionAudit:
         """Take a doubt back."""
         self._doubted.difference_update(operand.layer for operand in formats)
 
+    def _has_run(self, gemm: Gemm) -> bool:
+        tensors = (self._told.get(Operand(*gemm, tensor), {}) for tensor in OPERANDS[gemm.gemm])
+        return any(told is not _Told.AWAITED for texts in tensors for told in texts.values())
+
     def __iter__(self) -> Iterator[GemmPrecision]:
-        layers = dict.fromkeys(operand.layer for operand in self._seen)
-        for layer in layers:
-            for gemm in GEMMS:
-                keys = [Operand(layer, gemm, tensor) for tensor in OPERANDS[gemm]]
-                texts = {key.tensor: self._seen[key] for key in keys if key in self._seen}
-                if texts:
-                    seen = len(texts) == len(keys) and all(all(found.values()) for found in texts.values())
-                    operands = {tensor: " -> ".join(found) for tensor, found in texts.items()}
-                    yield GemmPrecision(layer, gemm, operands, seen and layer not in self._doubted)
+        known = [*(Gemm(operand.layer, operand.gemm) for operand in self._told), *self._left_out]
+        there = frozenset(known)
+        layers = dict.fromkeys(gemm.layer for gemm in known)
+        for gemm in (Gemm(layer, name) for layer in layers for name in GEMMS):
+            if gemm not in there:
+                continue
+            if not self._has_run(gemm):
+                yield GemmPrecision(*gemm, {}, seen=False, not_run=self._left_out.get(gemm, NO_BACKWARD))
+                continue
+            texts = {tensor: self._told.get(Operand(*gemm, tensor), {}) for tensor in OPERANDS[gemm.gemm]}
+            operands = {tensor: " -> ".join(_those_that_ran(found)) for tensor, found in texts.items() if found}
+            seen = all(set(found.values()) == {_Told.SEEN} for found in texts.values())
+            yield GemmPrecision(*gemm, operands, seen and gemm.layer not in self._doubted)
+
+
+def _those_that_ran(texts: Mapping[str, _Told]) -> list[str]:
+    """The formats without those that are awaited, unless there is no other."""
+    return [text for text, told in texts.items() if told is not _Told.AWAITED] or list(texts)
 
 
 def format_of(tensor: Any, *, columnwise: bool) -> str:
@@ -175,6 +232,41 @@ def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> d
                     quantizer, module.activation_dtype, columnwise=ROWWISE[tensor] != gemm
                 )
     return formats
+
+
+def gemms_left_out(module: torch.nn.Module, layers: Sequence[str], *, input_needs_gradient: bool) -> dict[Gemm, str]:
+    """The GEMMs that the backward of a forward with gradients does not run, and why.
+
+    Read from Transformer Engine 2.20.2 (``pytorch/module``): Linear and GroupedLinear compute dgrad where the input
+    needs it; LayerNormLinear and LayerNormMLP do in every backward, for the norm and for fc1.
+
+    Args:
+        module: a module of Transformer Engine.
+        layers: the names of its layers, one a set of GEMMs.
+        input_needs_gradient: whether the input of the forward does.
+    """
+    if not input_needs_gradient and not any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+        return {Gemm(layer, gemm): NO_GRADIENT for layer in layers for gemm in GEMMS[1:]}
+    found = {
+        Gemm(layer, "wgrad"): FROZEN for layer, frozen in zip(layers, _frozen(module, layers), strict=True) if frozen
+    }
+    if not input_needs_gradient and not _class_names(module) & {"LayerNormLinear", "LayerNormMLP"}:
+        found |= {Gemm(layer, "dgrad"): NO_INPUT_GRADIENT for layer in layers}
+    return found
+
+
+def trainable(module: torch.nn.Module) -> tuple[bool, ...]:
+    """Whether each parameter of a module itself, not of its children, needs a gradient."""
+    return tuple([parameter.requires_grad for parameter in module._parameters.values() if parameter is not None])
+
+
+def _frozen(module: Any, layers: Sequence[str]) -> list[bool]:
+    """Of each layer of a module whether its weight needs no gradient."""
+    if "LayerNormMLP" in _class_names(module):
+        return [not module.fc1_weight.requires_grad, not module.fc2_weight.requires_grad]
+    # A weight in several parameters is one to its GEMM; of GroupedLinear the first weight decides for all.
+    names = getattr(module, "weight_names", ["weight0"])
+    return [not any(getattr(module, name).requires_grad for name in names)] * len(layers)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

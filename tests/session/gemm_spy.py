@@ -179,6 +179,10 @@ INSIDE = ("reentrant", "non-reentrant")
 """Where the backward is inside of autocast. torch's checkpoints do not bring it back when they recompute, so that the
 second forward of one that is "outside" runs in high precision."""
 
+EVERYTHING, FROZEN, FIRST, BIASES = "everything", "frozen weights", "a first layer", "a frozen first layer"
+NEEDS = {EVERYTHING: (True, True), FROZEN: (False, True), FIRST: (True, False), BIASES: (False, False)}
+"""Whether the weights and the input need a gradient; biases and norms always do."""
+
 ALWAYS, LATER, EARLIER, IN_TURNS = "always", "later", "earlier", "in turns"
 AUTOCAST: dict[str, Callable[[int], bool]] = {
     ALWAYS: lambda step: True,
@@ -197,12 +201,16 @@ def case(
     autocast: str = ALWAYS,
     steps: int | None = None,
     evaluate: bool = False,
+    needs: str = EVERYTHING,
 ) -> list[str]:
     """What a session tells wrongly of one run: of each operand what it was told, and what the extension was handed."""
     torch.manual_seed(0)
     te.quantization.FP8GlobalStateManager.reset()
     build, layers, rows = MODULES[module]
     net, made = build(), RECIPES[recipe]()
+    of_weights, of_input = NEEDS[needs]
+    for parameter in net.parameters():
+        parameter.requires_grad_(of_weights or parameter.ndim == 1)
     spy = Spy(layers, rows)
     steps = steps or (2 if autocast == ALWAYS else 8)
     with (
@@ -214,7 +222,7 @@ def case(
         warnings.simplefilter("ignore")
         for step in range(steps):
             shape = (ROWS, 2, 32) if module == "TransformerLayer" else (ROWS, 32)
-            x = torch.randn(shape, dtype=BF16, requires_grad=True)
+            x = torch.randn(shape, dtype=BF16, requires_grad=of_input)
             on = made is not None and AUTOCAST[autocast](step)
             with te.autocast(enabled=on, recipe=made if on else None):
                 out = CHECKPOINTS[checkpoint](net, x)
@@ -240,7 +248,12 @@ def wrong(session: InspectSession, handed: Handed) -> list[str]:
         if said != formats:
             found.append(f"{' '.join(operand)}: told {text}{'' if seen else ' (not seen)'}, was {sorted(formats)}")
     assert handed
-    return found
+    ran = {operand[:2] for operand in handed}
+    return found + [
+        f"{entry.layer} {entry.gemm}: told {entry.not_run or 'that it ran'}"
+        for entry in session.precision
+        if ((entry.layer, entry.gemm) in ran) == bool(entry.not_run) or bool(entry.operands) == bool(entry.not_run)
+    ]
 
 
 if __name__ == "__main__":

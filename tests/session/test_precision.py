@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def audit(
     with InspectSession(config, model=net, log_dir=log_dir) as session:
         for _ in range(steps):
             with te.autocast(enabled=fp8, recipe=recipe):
-                out = net(torch.randn(16, 32, dtype=dtype))
+                out = net(torch.randn(16, 32, dtype=dtype, requires_grad=True))
             out.sum().backward()
             session.step()
     assert all(entry.layer == "linear" for entry in session.precision)
@@ -208,11 +209,64 @@ def test_a_change_in_steps_in_which_nothing_is_due_is_noticed(tmp_path: Path) ->
     assert not session.precision[0].seen
 
 
-def test_what_no_gemm_was_handed_is_not_seen(tmp_path: Path) -> None:
-    """The dgrad of a first layer is never computed."""
-    net = te.Linear(32, 32)
-    with InspectSession(statistics(tensors=["activation", "gradient"]), model=net, log_dir=tmp_path) as session:
+def not_run(session: InspectSession) -> dict[str, str]:
+    """Layer and GEMM -> why it has not run."""
+    return {f"{entry.layer} {entry.gemm}": entry.not_run for entry in session.precision if entry.not_run}
+
+
+@pytest.mark.parametrize("layers", [["all"], ["nowhere"]])
+def test_a_gemm_that_a_backward_leaves_out_is_told_as_not_run(tmp_path: Path, layers: list[str]) -> None:
+    """The dgrad of a first layer, and the wgrad of a frozen one, with features on them and without."""
+    net = torch.nn.Sequential(te.Linear(32, 32), te.LayerNormMLP(32, 64))
+    net[1].fc2_weight.requires_grad_(False)
+    config = statistics(tensors=["activation", "gradient"], layers=layers)
+    with InspectSession(config, model=net, log_dir=tmp_path, allow_unmatched=True) as session:
         with te.autocast(enabled=True):
             net(torch.randn(16, 32)).sum().backward()
         session.step()
-    assert {entry.gemm: entry.seen for entry in session.precision} == {"fprop": True, "dgrad": False, "wgrad": True}
+    assert not_run(session) == {"0 dgrad": "input needs no gradient", "1.fc2 wgrad": "frozen weight"}
+    told = {f"{entry.layer} {entry.gemm}": entry for entry in session.precision}
+    assert told["0 dgrad"].operands == {}
+    assert told["1.fc2 dgrad"].operands == {"gradient": "FP8 E5M2", "weight": "FP8 E4M3"}
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(summary(session))
+    shown = " ".join(console.export_text().split())
+    assert "not run: input" in shown
+    assert "not run: frozen" in shown
+    assert ("own path" in shown) == (layers == ["nowhere"]), "what was not run makes nothing unseen"
+
+
+def test_a_layer_that_no_backward_reaches_has_run_its_fprop_only(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        for detached in (True, False):
+            out = net[0](torch.randn(16, 32, requires_grad=True))
+            net[1](out.detach() if detached else out).sum().backward()
+            session.step()
+            told = not_run(session)
+            expected = {
+                "0 dgrad": "no backward has reached it",
+                "0 wgrad": "no backward has reached it",
+                "1 dgrad": "input needs no gradient",
+            }
+            assert told == (expected if detached else {})
+
+
+@pytest.mark.parametrize("layers", [["all"], ["nowhere"]])
+def test_what_is_unfrozen_later_is_told_from_then_on(tmp_path: Path, layers: list[str]) -> None:
+    """As by a callback for finetuning: in steps in which nothing is due, too."""
+    net = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+    net[0].requires_grad_(False)
+    with InspectSession(
+        statistics(freq=100, layers=layers), model=net, log_dir=tmp_path, allow_unmatched=True
+    ) as session:
+        for step in range(5):
+            if step == 2:
+                net[0].requires_grad_(True)
+            net(torch.randn(16, 32)).sum().backward()
+            session.step()
+            if step == 1:
+                frozen = "neither input nor parameters need a gradient"
+                upper = {"1 dgrad": "input needs no gradient"}
+                assert not_run(session) == {"0 dgrad": frozen, "0 wgrad": frozen, **upper}
+    assert not_run(session) == {"0 dgrad": "input needs no gradient"}

@@ -13,10 +13,13 @@ from tests.reference.processes import run
 from tests.session.gemm_spy import (
     ALWAYS,
     AUTOCAST,
+    BIASES,
     BLACKWELL,
     CHECKPOINTS,
     EARLIER,
     FEATURES,
+    FIRST,
+    FROZEN,
     HOPPER,
     LATER,
     MODULES,
@@ -45,6 +48,17 @@ def cases(recipes: list[str]) -> dict[str, list[tuple[Any, ...]]]:
         "checkpoints and schedules": itertools.product(
             ["Linear"], some[:1], ["none", "LogTensorStats"], [10], list(CHECKPOINTS)[1:], [LATER, EARLIER]
         ),
+        "gradients": itertools.product(
+            MODULES,
+            ["none", *some[-1:]],
+            ["none", "LogTensorStats"],
+            [10],
+            ["none"],
+            [ALWAYS],
+            [2],
+            [False],
+            [FROZEN, FIRST, BIASES],
+        ),
     }
     return {what: [args for args in product if can_run(*args)] for what, product in found.items()}
 
@@ -61,6 +75,7 @@ def test_nor_under_the_recipes_of_another_gpu() -> None:
     """In a process of its own, since the reference backend stands for one GPU in a process."""
     of_kind = cases(BLACKWELL)
     every = [*of_kind["modules"], *of_kind["features"][::3], *of_kind["schedules"][::3], *of_kind["checkpoints"]]
+    every += of_kind["gradients"][::5]
     texts = [json.dumps(args) for args in every]
     done = run([sys.executable, "-m", "tests.session.gemm_spy", *texts])
     assert done.returncode == 0, done.stderr[-3000:]
