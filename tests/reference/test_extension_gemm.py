@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from te_precision_callbacks import reference
+from te_precision_callbacks import gemm_shapes, reference
 
 reference.install()
 
@@ -387,8 +387,18 @@ def test_what_hopper_refuses_with_fp8_blocks(either_gpu: tuple[int, int]) -> Non
         (one, two, {"bias": bias, "grad": True}, "Epilogue requested outside"),
         (one, two, {"gelu": True}, "Epilogue requested outside"),
         (one, one, {"gelu": True, "gelu_in": x, "grad": True}, "unsupported value or parameter"),
-        (tex.quantize(x[:20], _block()), one, {}, "operand A has 20 rows: the outer dimension requirement"),
-        (one, tex.quantize(x[:20], _block()), {}, "operand B has 20 rows: the outer dimension requirement"),
+        (
+            tex.quantize(x[:20], _block()),
+            one,
+            {},
+            r"m is 20 and has to be a multiple of 8.*outer dimension requirement",
+        ),
+        (
+            one,
+            tex.quantize(x[:20], _block()),
+            {},
+            r"n is 20 and has to be a multiple of 8.*outer dimension requirement",
+        ),
     ]
     for a, b, options, message in cases:
         if either_gpu == (9, 0):
@@ -399,6 +409,48 @@ def test_what_hopper_refuses_with_fp8_blocks(either_gpu: tuple[int, int]) -> Non
     assert _gemm(one, tex.quantize(x[:20], _block(2)), "TN", out_dtype=torch.float32)[0].shape == (20, 32)
     out = _gemm(one, two, "TN", out_dtype=torch.bfloat16, gelu=True, gelu_in=x, grad=True)[0]
     assert out.dtype == torch.bfloat16
+
+
+RECIPES = {"fp8_current_scaling": _current, "fp8_block_scaling": _block, "mxfp8": _mxfp8, "nvfp4": NVFP4Quantizer}
+
+
+def _runs(recipe: str, gemm: str, tokens: int, in_features: int, out_features: int) -> bool:
+    """Whether the operands of a layer's GEMM can be quantized and multiplied."""
+    layout, shape_a, shape_b, shape = {
+        "fprop": ("TN", (out_features, in_features), (tokens, in_features), (tokens, out_features)),
+        "dgrad": ("NN", (out_features, in_features), (tokens, out_features), (tokens, in_features)),
+        "wgrad": ("NT", (tokens, in_features), (tokens, out_features), (out_features, in_features)),
+    }[gemm]
+    try:
+        a, b = (tex.quantize(torch.ones(shape).bfloat16(), RECIPES[recipe]()) for shape in (shape_a, shape_b))
+        out = _gemm(a, b, layout, out_dtype=torch.bfloat16)[0]
+    except ReferenceBackendError:
+        return False
+    assert out.shape == shape
+    assert bool((out == {"fprop": in_features, "dgrad": out_features, "wgrad": tokens}[gemm]).all())
+    return True
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_sizes_of_the_table_run_and_others_do_not(either_gpu: tuple[int, int], recipe: str) -> None:
+    """What a GEMM of the backend takes is what the table says, for each of a layer's three GEMMs."""
+    for gemm in gemm_shapes.GEMMS:
+        for index in range(3):
+            for size in (16, 20, 24, 30, 32, 36, 48):
+                sizes = [64, 64, 64]
+                sizes[index] = size
+                named = dict(zip(("tokens", "in_features", "out_features"), sizes, strict=True))
+                refused = gemm_shapes.refusals(recipe, either_gpu, **named, gemms=[gemm], asserted=False)
+                assert _runs(recipe, gemm, *sizes) == (not refused), (gemm, named)
+                for refusal in refused:
+                    assert _runs(recipe, gemm, *(named | {refusal.dimension: refusal.next_size}).values())
+
+
+def test_wgrad_over_30_tokens(either_gpu: tuple[int, int]) -> None:
+    """Only Hopper's GEMM, which wants both operands transposed, has the tokens as its leading dimension."""
+    assert _runs("fp8_current_scaling", "wgrad", 30, 64, 96) == (either_gpu == (10, 0))
+    assert _runs("fp8_block_scaling", "wgrad", 32, 64, 96)
+    assert _runs("fp8_block_scaling", "fprop", 12, 64, 96) == (either_gpu == (10, 0))  # an outer dimension
 
 
 @pytest.mark.usefixtures("either_gpu")

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from te_precision_callbacks.gemm_shapes import takes_any_layout
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import build, empty, is_noop, transposed_shape
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
@@ -29,11 +30,8 @@ from te_precision_callbacks.reference.target import capability
 
 
 def has_any_layout_gemm() -> bool:
-    """Whether the GPU that the backend stands for multiplies FP8 in any layout, not only with A transposed.
-
-    Agrees with ``is_non_tn_fp8_gemm_supported`` of ``pytorch/utils.py`` (TE 2.20.2).
-    """
-    return (10, 0) <= capability() < (12, 0) or capability() >= (13, 0)
+    """Whether the GPU that the backend stands for multiplies FP8 in any layout, not only with A transposed."""
+    return takes_any_layout(capability())
 
 
 def is_float8(tensor: Any) -> bool:

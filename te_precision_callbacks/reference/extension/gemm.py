@@ -24,7 +24,7 @@ from typing import Any, SupportsInt
 
 import torch
 
-from te_precision_callbacks import layouts
+from te_precision_callbacks import gemm_shapes, layouts
 from te_precision_callbacks.formats import E2M1, E5M2
 from te_precision_callbacks.layouts import Stored, is_quantized
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
@@ -37,10 +37,6 @@ from te_precision_callbacks.reference.extension.quantization import row_sum
 from te_precision_callbacks.reference.extension.quantizers import casting_for
 from te_precision_callbacks.reference.target import capability
 
-# cuBLAS wants the leading dimension of an FP8 matrix to be a multiple of 16 bytes.
-FP8_ALIGNMENT = 16
-# With FP8 blocks, of rows of the result and of rows of 1D blocks.
-FP8_BLOCK_ROWS = 8
 NOT_SUPPORTED = "cuBLAS has no such GEMM (CUBLAS_STATUS_NOT_SUPPORTED)"
 
 
@@ -116,9 +112,10 @@ def generic_gemm(
     if D is not None and logical_shape(D) != shape:
         raise ReferenceBackendError(f"GEMM output has shape {logical_shape(D)}; {shape} is needed.")
     if not empty:
-        _check_formats(a, transA, b, transB, dtype)
+        _check_formats(a, b, dtype)
+        _check_sizes(a, transA, b, transB, dtype)
         if by_blocks:
-            _check_fp8_blocks(a, transA, b, transB, dtype, use_split_accumulator, bias is not None, gelu, grad)
+            _check_fp8_blocks(a, b, dtype, use_split_accumulator, bias is not None, gelu, grad)
     gelu_dtype = torch_dtype(bias_type) if a.is_fp8 or b.is_fp8 else dtype
 
     bias_grad = gelu_input = None
@@ -321,29 +318,42 @@ def _result_shape(a: Operand, transa: bool, b: Operand, transb: bool) -> tuple[i
     return (*leading, _rows(a.shape) if transa else a.shape[-1])
 
 
-def _check_formats(a: Operand, transa: bool, b: Operand, transb: bool, dtype: torch.dtype) -> None:
+def _check_formats(a: Operand, b: Operand, dtype: torch.dtype) -> None:
     """What every GPU refuses: ``common/gemm/cublaslt_gemm.cu``, and cuBLAS's table of types."""
     both_in_blocks = a.mode in FP8_BLOCKS and b.mode in FP8_BLOCKS
     if (a.mode, a.dtype) != (b.mode, b.dtype) and not both_in_blocks:
         what = "types" if a.mode is None and b.mode is None else "incompatible scaling modes,"
         raise ReferenceBackendError(f"GEMM operands have {what} {a.kind} and {b.kind}; give both the same.")
-    inner = _inner(a, transa)
-    if a.is_fp8 and inner % FP8_ALIGNMENT:
-        raise ReferenceBackendError(
-            f"GEMM of FP8 operands over {inner} products each: the leading dimension requirement of the GPU is a "
-            f"multiple of {FP8_ALIGNMENT}. Pad A {a.shape} and B {b.shape}."
-        )
     if a.element_format is E5M2 and b.element_format is E5M2:
         raise ReferenceBackendError(f"GEMM operands are both E5M2: {NOT_SUPPORTED}. One of them has to be E4M3.")
     if a.mode == layouts.NVFP4 and dtype == torch.float16:
         raise ReferenceBackendError("FP4 GEMM does not support FP16 output. Ask for bfloat16 or float32.")
 
 
+def _check_sizes(a: Operand, transa: bool, b: Operand, transb: bool, dtype: torch.dtype) -> None:
+    """What no GPU of this capability takes: :mod:`te_precision_callbacks.gemm_shapes`."""
+    rows_a, columns_a = a.matrix_shape
+    rows_b, columns_b = b.matrix_shape
+    sizes = {
+        "m": rows_a if transa else columns_a,
+        "n": columns_b if transb else rows_b,
+        "k": columns_a if transa else rows_a,
+        "lda": a.leading_dimension,
+        "ldb": b.leading_dimension,
+    }
+    rules = gemm_shapes.rules(a.mode, capability(), result_bytes=dtype.itemsize, b_in_rows=b.mode != layouts.BLOCK_2D)
+    for rule in rules:
+        if sizes[rule.size] % rule.multiple:
+            raise ReferenceBackendError(
+                f"GEMM of A {a.shape}{', transposed,' if transa else ''} and B {b.shape}"
+                f"{', transposed,' if transb else ''} in {a.kind}: {rule.size} is {sizes[rule.size]} and has to be a "
+                f"multiple of {rule.multiple}, for {rule.asked_by}. Pad the operands."
+            )
+
+
 def _check_fp8_blocks(
     a: Operand,
-    transa: bool,
     b: Operand,
-    transb: bool,
     dtype: torch.dtype,
     use_split_accumulator: bool,
     with_bias: bool,
@@ -351,14 +361,6 @@ def _check_fp8_blocks(
     grad: bool,
 ) -> None:
     """What Hopper refuses with FP8 blocks. Blackwell multiplies them as MXFP8, which has none of it."""
-    rows_a = a.matrix_shape[0 if transa else 1]
-    rows_b = b.matrix_shape[1 if transb else 0]
-    for name, rows, is_bound in (("A", rows_a, True), ("B", rows_b, b.mode == layouts.BLOCK_1D)):
-        if is_bound and rows % FP8_BLOCK_ROWS:
-            raise ReferenceBackendError(
-                f"GEMM operand {name} has {rows} rows: the outer dimension requirement of FP8 block scaling is a "
-                f"multiple of {FP8_BLOCK_ROWS}. Pad it."
-            )
     if a.mode == b.mode == layouts.BLOCK_2D:
         raise ReferenceBackendError(
             "Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling GEMM is supported, but got 2D by 2D."
@@ -375,10 +377,6 @@ def _check_fp8_blocks(
         )
     if not use_split_accumulator:
         raise ReferenceBackendError(f"FP8 block scaling without use_split_accumulator: {NOT_SUPPORTED}.")
-
-
-def _inner(a: Operand, transa: bool) -> int:
-    return a.matrix_shape[1 if transa else 0]
 
 
 def _result_dtype(A: Any, a: Operand, out: Any, output_dtype: SupportsInt | None) -> torch.dtype:

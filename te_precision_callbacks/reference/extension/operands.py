@@ -61,6 +61,12 @@ class Operand:
         return matrix_shape(self.shape)
 
     @property
+    def leading_dimension(self) -> int:
+        """Elements from one row to the next, as the matrix lies in memory."""
+        transposed = self.part is not None and self.part.transposed
+        return self.matrix_shape[0 if transposed else 1]
+
+    @property
     def mode(self) -> str | None:
         """Scaling mode, of :mod:`te_precision_callbacks.layouts`; None for a plain tensor."""
         return None if self.part is None else self.part.mode
