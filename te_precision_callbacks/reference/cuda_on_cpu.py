@@ -4,9 +4,10 @@ Transformer Engine's modules see this module in place of ``torch.cuda``; with ``
 does, because :mod:`te_precision_callbacks.reference.pretend` puts the names in ``__all__`` into the real one. What is
 not defined here is looked up in the real ``torch.cuda``.
 
-There is one device, numbered 0, with the capability that :mod:`te_precision_callbacks.reference.target` says. A CPU
-finishes each operation before the next one, so streams, events and synchronization have nothing to do, and the random
-numbers come from the CPU's generator. CUDA graphs are not imitated: asking for one raises.
+There are as many devices as a launcher has started processes on this machine. All of them are the CPU, with the
+capability that :mod:`te_precision_callbacks.reference.target` says. A CPU finishes each operation before the next one,
+so streams, events and synchronization have nothing to do, and the random numbers come from the CPU's generator. CUDA
+graphs are not imitated: asking for one raises.
 """
 
 from __future__ import annotations
@@ -134,15 +135,31 @@ def _lazy_call(callable: Callable[[], Any], **_options: Any) -> None:
 
 
 def device_count() -> int:
-    return 1
+    """One for each process that a launcher has started on this machine; each process computes on its own CPU."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+
+
+_current_device = 0
 
 
 def current_device() -> int:
-    return 0
+    return _current_device
 
 
 def set_device(device: Any) -> None:
-    pass
+    """Choose the device that ``current_device`` tells; without a launcher, processes may choose more than one."""
+    global _current_device
+    number = _number(device)
+    if number >= 0:  # a negative number is none, as in torch
+        _current_device = number
+
+
+def _number(device: Any) -> int:
+    """The number in ``device``, which is one, a name or a ``torch.device``; the current one if there is none in it."""
+    if isinstance(device, int):
+        return device
+    number: int | None = None if device is None else torch.device(device).index
+    return _current_device if number is None else number
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
@@ -171,20 +188,25 @@ def can_device_access_peer(device: Any, peer_device: Any) -> bool:
 
 
 class device:
-    """Context manager that chooses a device: there is only one."""
+    """Context manager that chooses a device."""
 
     def __init__(self, device: Any) -> None:
-        self.idx = 0
-        self.prev_idx = 0
+        self.idx = _number(device)
+        self.prev_idx = -1
 
     def __enter__(self) -> None:
-        pass
+        self.prev_idx = current_device()
+        set_device(self.idx)
 
     def __exit__(self, *error: object) -> None:
-        pass
+        set_device(self.prev_idx)
 
 
-device_of = device
+class device_of(device):
+    """Context manager that chooses the device of a tensor: all of them are on the current one."""
+
+    def __init__(self, tensor: Any) -> None:
+        super().__init__(None)
 
 
 # --- time ------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ import torch
 import torch.distributed
 
 from te_precision_callbacks.reference import cuda_on_cpu
+from te_precision_callbacks.reference.pretended_types import Device, Generator, cpu_for_cuda, is_device_number
 
 _CPU = torch.device("cpu")
 
@@ -43,15 +44,9 @@ def make_cuda_mean_cpu() -> None:
     _compile_for_cpu()
 
 
-def cpu_for_cuda(device: Any) -> Any:
-    """The CPU, if ``device`` says CUDA in one of torch's ways (``"cuda:0"``, ``torch.device("cuda")``, ``0``)."""
-    if isinstance(device, torch.device):
-        return _CPU if device.type == "cuda" else device
-    if isinstance(device, str):
-        return _CPU if device == "cuda" or device.startswith("cuda:") else device
-    if isinstance(device, int) and not isinstance(device, bool):
-        return _CPU
-    return device
+def _device_for_number(device: Any) -> Any:
+    """The GPU of that number, if ``device`` is a bare number."""
+    return torch.device("cuda", device) if is_device_number(device) else device
 
 
 def _type_for_cuda(device_type: Any) -> Any:
@@ -93,7 +88,7 @@ def _create_on_cpu() -> None:
     context = _device.DeviceContext
     _replace(context, __init__=_with_arguments_on_cpu(context.__init__, cpu_for_cuda))
     _replace(torch, set_default_device=_with_arguments_on_cpu(torch.set_default_device, cpu_for_cuda))
-    _replace(torch, Generator=_Generator)
+    _replace(torch, Generator=Generator, device=Device)
 
 
 def _move_to_cpu() -> None:
@@ -107,6 +102,8 @@ def _move_to_cpu() -> None:
         record_stream=lambda tensor, stream: None,
         is_cuda=property(cuda_on_cpu.is_on_device),
     )
+    modules: Any = torch._C._nn  # of which Module.to has its arguments parsed
+    _replace(modules, _parse_to=_with_arguments_on_cpu(modules._parse_to, _device_for_number))
 
 
 def _load_to_cpu() -> None:
@@ -230,20 +227,3 @@ def _cpu_type_name(name: Any) -> Any:
 
 def _gloo_for_nccl(backend: Any) -> Any:
     return "gloo" if isinstance(backend, str) and "nccl" in backend.lower() else backend
-
-
-class _GeneratorType(type(torch.Generator)):  # type: ignore[misc]
-    """Lets the class below be called for a generator on "cuda", and stand for ``torch.Generator`` in all else."""
-
-    def __call__(cls, device: Any = "cpu") -> Any:
-        return _RealGenerator(cpu_for_cuda(device))
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, _RealGenerator)
-
-
-_RealGenerator = torch.Generator
-
-
-class _Generator(_RealGenerator, metaclass=_GeneratorType):
-    pass

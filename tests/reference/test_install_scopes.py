@@ -65,7 +65,7 @@ def test_by_default_only_transformer_engine_sees_a_gpu() -> None:
 def test_pretended_cuda_for_code_that_was_written_for_a_gpu() -> None:
     (losses,) = answers(
         """
-        import io
+        import io, pickle
         from te_precision_callbacks import reference
         reference.install(pretend_cuda=True)
         import transformer_engine.pytorch as te
@@ -86,6 +86,20 @@ def test_pretended_cuda_for_code_that_was_written_for_a_gpu() -> None:
         assert not torch.empty(2, device="meta").is_cuda
         with torch.device("cuda"):
             assert torch.zeros(2).is_cuda
+        for module in (torch.nn.Linear(2, 2).to(0), torch.nn.Linear(2, 2).to(device=0, dtype=torch.float16),
+                       torch.nn.Linear(2, 2).cuda(0), torch.nn.Linear(2, 2, device=0)):
+            assert module.weight.is_cuda
+        current = torch.device(torch.cuda.current_device())
+        assert current == torch.device(0) == torch.device("cuda", 0) and isinstance(current, torch.device)
+        assert type(current) == torch.device and pickle.loads(pickle.dumps(current)) == current
+        assert pickle.loads(pickle.dumps(torch.device)) is torch.device
+        assert te.LayerNorm(32, device=torch.cuda.current_device()).weight.is_cuda
+        torch.cuda.set_device(1)  # as a process does that was spawned without a launcher
+        with torch.cuda.device(0):
+            assert torch.cuda.current_device() == 0
+        assert torch.cuda.current_device() == 1
+        torch.cuda.set_device("cuda:0")
+        assert torch.cuda.current_device() == 0
         torch.set_default_device("cuda")
         assert torch.nn.Linear(2, 2).weight.is_cuda
         torch.set_default_device(None)
@@ -121,7 +135,7 @@ def test_pretended_cuda_for_code_that_was_written_for_a_gpu() -> None:
         for location in (None, "cuda", "cuda:0", torch.device("cuda")):
             file.seek(0)
             linear.load_state_dict(torch.load(file, map_location=location))
-        compiled = torch.compile(lambda x: x + torch.zeros(2, device="cuda"), backend="eager", fullgraph=True)
+        compiled = torch.compile(lambda x: x + torch.zeros(2, device=torch.device(0)), backend="eager", fullgraph=True)
         assert compiled(torch.ones(2, device="cuda")).tolist() == [1, 1]
         try:
             torch.cuda.CUDAGraph()

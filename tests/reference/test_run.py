@@ -76,6 +76,7 @@ def test_torchrun(tmp_path: Path) -> None:
 
             rank = int(os.environ["LOCAL_RANK"])
             torch.cuda.set_device(rank)
+            assert (torch.cuda.current_device(), torch.cuda.device_count()) == (rank, 2)
             dist.init_process_group("nccl")
             model = torch.nn.parallel.DistributedDataParallel(te.Linear(32, 32).cuda(), device_ids=[rank])
             with te.autocast(enabled=True):

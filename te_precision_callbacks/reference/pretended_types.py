@@ -1,0 +1,91 @@
+"""Classes that stand for two of torch's own, ``torch.device`` and ``torch.Generator``, where "cuda" means the CPU.
+
+Usage::
+
+    torch.device = Device
+    torch.device(0)  # device(type='cuda', index=0), of the real class
+    isinstance(torch.device("cpu"), torch.device)  # True
+
+Torch does not let a subclass of its ``device`` be made, and reads a bare number as the accelerator that it was built
+for, which a torch for the CPU does not have. A class that makes objects of the real one, and is equal to it, serves
+where the class itself is called, asked whether an object belongs to it, or looked up in a table. Read from torch 2.13.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_RealDevice = torch.device
+_RealGenerator = torch.Generator
+
+
+class _Standing(type):
+    """A class in place of the class ``stands_for``."""
+
+    stands_for: type
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.stands_for)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, cls.stands_for) or type.__subclasscheck__(cls, subclass)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.stands_for
+
+    def __hash__(cls) -> int:
+        return hash(cls.stands_for)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(type.__getattribute__(cls, "stands_for"), name)
+
+
+class _DeviceType(_Standing):
+    stands_for = _RealDevice
+
+    def __call__(cls, *arguments: Any, **options: Any) -> Any:
+        if len(arguments) == 1 and is_device_number(arguments[0]) and not options:
+            return _RealDevice("cuda", arguments[0])
+        return _RealDevice(*arguments, **options)
+
+
+class _GeneratorType(_Standing):
+    stands_for = _RealGenerator
+
+    def __call__(cls, device: Any = "cpu") -> Any:
+        return _RealGenerator(cpu_for_cuda(device))
+
+
+class Device(metaclass=_DeviceType):
+    """Stands for ``torch.device``: a bare number is a GPU."""
+
+
+class Generator(metaclass=_GeneratorType):
+    """Stands for ``torch.Generator``: that of a GPU is one of the CPU."""
+
+
+for _class in (Device, Generator):  # what is pickled is found again by its name
+    _class.__module__, _class.__name__, _class.__qualname__ = "torch", *[_class.stands_for.__name__] * 2
+
+_CPU = _RealDevice("cpu")
+
+
+def is_device_number(device: Any) -> bool:
+    """Whether ``device`` is a bare number, which is that of a GPU."""
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def is_cuda(device: Any) -> bool:
+    """Whether ``device`` says CUDA in one of torch's ways: ``"cuda:0"``, ``torch.device("cuda")``, ``0``."""
+    if isinstance(device, _RealDevice):
+        return bool(device.type == "cuda")
+    if isinstance(device, str):
+        return device == "cuda" or device.startswith("cuda:")
+    return is_device_number(device)
+
+
+def cpu_for_cuda(device: Any) -> Any:
+    """The CPU, if ``device`` says CUDA, and else ``device``."""
+    return _CPU if is_cuda(device) else device
