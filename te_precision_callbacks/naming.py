@@ -11,10 +11,13 @@ GEMMs their parts, ``<module>.fc1`` and ``<module>.fc2`` or ``<module>.gemm_0``,
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+from te_precision_callbacks.config.selection import LayerNames
 
 Model = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module]
 """A model; or several, such as the chunks of one as a list, or a generator and a discriminator under their names."""
@@ -24,6 +27,18 @@ WRAPPER_CHILDREN = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_
 
 MODULE_WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "Float16Module"})
 """Classes that keep the module that they wrap under the ordinary name ``module``."""
+
+PEFT_WRAPPERS = {"PeftModel": "base_model", "PeftMixedModel": "base_model", "BaseTuner": "model"}
+"""Class of PEFT 0.21 -> the attribute under which it keeps the model that it wraps."""
+
+_BASE_LAYER = "BaseTunerLayer", "base_layer"
+"""PEFT's class that adds adapters to a layer, and where it keeps that layer: ``tuners/tuners_utils.py`` 0.21."""
+
+_MODULES_TO_SAVE = "ModulesToSaveWrapper", "modules_to_save"
+"""PEFT's class that trains a copy of a layer for each adapter, and where it keeps them: ``utils/other.py`` 0.21."""
+
+_DEFAULT_ADAPTER = "default"
+"""PEFT's name of an adapter that was given none."""
 
 _OLD_SPELLINGS = (
     ("self_attention", "self_attn"),
@@ -43,15 +58,21 @@ class Layer:
 
     Attributes:
         name: its name in logs, records and metric names.
-        aliases: other names that select it: the one that the user gave to the constructor, the path without a
-            LightningModule's own attribute, the other paths of a shared module, and the spellings of TE's
+        aliases: other names that select it: the one that the script gave, the path without a LightningModule's own
+            attribute, the path with PEFT's parts, the other paths of a shared module, and the spellings of TE's
             documentation.
         types: its class and TE base classes, as ``LayerNormLinear`` and ``layernorm_linear``.
+        given: the whole name that the script gave, to the constructor or by ``infer_and_assign_layer_names``; empty
+            where it gave none.
+        upstream: the name that nvidia-dlfw-inspect's ``infer_and_assign_layer_names`` gives for this model, and the
+            one for the model inside of its wrappers, where that is another.
     """
 
     name: str
     aliases: tuple[str, ...]
     types: tuple[str, ...]
+    given: str = ""
+    upstream: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,36 +96,129 @@ def snake_case(class_name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", words).lower()
 
 
-def named_te_modules(model: Model) -> tuple[NamedModule, ...]:
+def named_te_modules(model: Model, layer_names: LayerNames = "path") -> tuple[NamedModule, ...]:
     """Find and name the Transformer Engine modules of a model, in the order of the module tree.
 
     The name is the path in the tree without the parts that wrappers add (DDP, FSDP, torch.compile, checkpoint
-    wrappers); the first path, where a module is shared. The modules of a list of models get ``chunk0.``, ``chunk1.``
-    and so on, those of a mapping its keys. A root that is a Transformer Engine module itself lends its class:
-    ``transformer_layer.layernorm_mlp``.
+    wrappers, PEFT); the first path, where a module is shared. The modules of a list of models get ``chunk0.``,
+    ``chunk1.`` and so on, those of a mapping its keys. A root that is a Transformer Engine module itself lends its
+    class: ``transformer_layer.layernorm_mlp``.
+
+    Args:
+        model: the model.
+        layer_names: ``"upstream"``: the names are those of :func:`upstream_names`; a count tells modules apart to which
+            it gives the same.
     """
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-    found: dict[int, tuple[torch.nn.Module, str, tuple[str, ...], bool]] = {}
+    found: dict[int, _Found] = {}
     taken: set[str] = set()
     others: list[tuple[str, str]] = []
+    of_upstream = upstream_names(model)
     for prefix, root in named_roots(model) or ():
         is_lightning = any(base.__name__ == "LightningModule" for base in type(root).__mro__)
-        for path, module in module_paths(root, prefix, others=others):
+        for path, full_path, module in _places(root, prefix, others=others, through_adapters=True):
             if not isinstance(module, TransformerEngineBaseModule):
                 continue
             if id(module) in found:
-                others.append((found[id(module)][1], path))
+                others.append((found[id(module)].name, path))
                 continue
             parts = _gemm_parts(module)
             if parts is None:
                 continue
-            found[id(module)] = module, _unique(path, taken), parts, is_lightning
+            upstream = of_upstream[id(module)]
+            name = _unique(path if layer_names == "path" else upstream[0], taken)
+            found[id(module)] = _Found(module, name, full_path, upstream, parts, is_lightning)
     named = []
-    for module, name, parts, is_lightning in found.values():
-        also = [again + name[len(first) :] for first, again in others if f"{name}.".startswith(f"{first}.")]
-        named.append(NamedModule(module, name, tuple(_layer(module, name, part, is_lightning, also) for part in parts)))
+    for each in found.values():
+        name, also = each.name, [each.full_path]
+        also += [again + name[len(first) :] for first, again in others if f"{name}.".startswith(f"{first}.")]
+        if layer_names == "upstream":
+            layers = [_layer_of_upstream(each, part) for part in each.parts]
+        else:
+            layers = [_layer(each, part, also) for part in each.parts]
+        named.append(NamedModule(each.module, name, tuple(layers)))
     return tuple(named)
+
+
+class _Found(NamedTuple):
+    """A Transformer Engine module, and what its names are made of."""
+
+    module: torch.nn.Module
+    name: str
+    full_path: str
+    upstream: tuple[str, ...]
+    parts: tuple[str, ...]
+    is_lightning: bool
+
+
+def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
+    """The name that nvidia-dlfw-inspect's ``infer_and_assign_layer_names(model)`` gives to each module, by its id.
+
+    Read from nvidia-dlfw-inspect 0.2.2, ``api.py``: the root is ``model``, also each of several; the children of a
+    ModuleList have their attribute ``layer_number`` in the place of their index; of the paths of a shared module the
+    last one counts. Scripts call it before DDP and its kin are put around the model, or after. So a second name is that
+    of the model without wrappers, where it differs. Where the script has called it itself, the name that it gave then
+    is the only one.
+    """
+    roots = [root for _, root in named_roots(model) or ()]
+    was_called = any(_has_upstreams_name(root) for root in roots)
+    names: dict[int, tuple[str, ...]] = {}
+    # From the last child to the first: the path in which a module is met first is then the last one of all.
+    stack = [(root, "model", "model") for root in roots]
+    while stack:
+        module, name, plain = stack.pop()
+        if id(module) in names:
+            continue
+        given = vars(module).get("name")
+        if was_called and isinstance(given, str) and f"{given}.".startswith("model."):
+            names[id(module)] = (given,)
+        else:
+            names[id(module)] = tuple(dict.fromkeys((name, plain)))
+        numbered = isinstance(module, torch.nn.ModuleList)
+        for child_name, child in module.named_children():
+            number, plain_number = child_name, child_name
+            if numbered:
+                number = getattr(child, "layer_number", child_name)
+                plain_number = getattr(_inside(child), "layer_number", child_name)
+            wrapped = _is_process_wrapper_part(module, child_name)
+            stack.append((child, f"{name}.{number}", plain if wrapped else f"{plain}.{plain_number}"))
+    return names
+
+
+def _has_upstreams_name(root: torch.nn.Module) -> bool:
+    """Whether the script has called ``infer_and_assign_layer_names`` for a model, or for what its wrappers hold."""
+    while vars(root).get("name") != "model":
+        inside = _inside(root, deep=False)
+        if inside is root:
+            return False
+        root = inside
+    return True
+
+
+def _inside(module: torch.nn.Module, *, deep: bool = True) -> torch.nn.Module:
+    """What DDP and its kin wrap; the module itself where it is none of them."""
+    for child_name, child in module.named_children():
+        if _is_process_wrapper_part(module, child_name):
+            return _inside(child) if deep else child
+    return module
+
+
+def _with_part(names: tuple[str, ...], part: str) -> tuple[str, ...]:
+    return tuple(name + part for name in names)
+
+
+def by_given_name(layers: Iterable[Layer]) -> dict[str, list[str]]:
+    """The names that were given to layers, each with the names here of those that have it.
+
+    One that means another layer, whose name here it is, is left out.
+    """
+    by_name = {layer.name: layer for layer in layers}
+    found: dict[str, list[str]] = {}
+    for layer in by_name.values():
+        if layer.given and by_name.get(layer.given, layer).given == layer.given:
+            found.setdefault(layer.given, []).append(layer.name)
+    return found
 
 
 class ModuleTree:
@@ -151,7 +265,6 @@ def module_paths(
     prefix: str = "",
     *,
     opaque: Callable[[torch.nn.Module], bool] = lambda module: False,
-    others: list[tuple[str, str]] | None = None,
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     """Each module below ``root`` once, parents first, with its path without wrapper parts.
 
@@ -159,52 +272,111 @@ def module_paths(
         root: the model; where wrappers are around it, what they wrap comes first.
         prefix: what the paths begin with. A root of Transformer Engine adds its class.
         opaque: says of a module that nothing below it is wanted.
+    """
+    for path, _, module in _places(root, prefix, opaque=opaque):
+        yield path, module
+
+
+def _places(
+    root: torch.nn.Module,
+    prefix: str,
+    *,
+    opaque: Callable[[torch.nn.Module], bool] = lambda module: False,
+    others: list[tuple[str, str]] | None = None,
+    through_adapters: bool = False,
+) -> Iterator[tuple[str, str, torch.nn.Module]]:
+    """As :func:`module_paths`: the path of each module, the path with PEFT's parts, and the module.
+
+    Args:
+        root, prefix, opaque: as there.
         others: takes, for each further path of a module, its first path and that one.
+        through_adapters: whether a layer to which PEFT adds adapters, or of which it trains a copy, has the path of
+            what PEFT has put in its place.
     """
     seen: dict[int, str] = {}
-    root = _unwrapped(root, opaque)
+    root, full_prefix = _unwrapped(root, opaque, prefix)
     if any(base.__module__.startswith("transformer_engine.") for base in type(root).__mro__):
         # fully_shard puts a class of torch before the module's own.
         own = next(base for base in type(root).__mro__ if not base.__module__.startswith("torch."))
-        own_name = snake_case(own.__name__)
-        prefix = f"{prefix}.{own_name}" if prefix else own_name
-    stack = [(prefix, root)]
+        prefix, full_prefix = (_joined(path, snake_case(own.__name__)) for path in (prefix, full_prefix))
+    stack = [(prefix, full_prefix, root)]
     while stack:
-        path, module = stack.pop()
+        path, full_path, module = stack.pop()
         if id(module) in seen:
             if others is not None and path != seen[id(module)]:
                 others.append((seen[id(module)], path))
             continue
         seen[id(module)] = path
-        yield path, module
+        yield path, full_path, module
         if opaque(module):
             continue
         children = []
-        for child_name, child in module._modules.items():  # named_children() leaves a second path out
-            if child is None:
+        for child_name, child in _children(module, through_adapters):
+            if _is_process_wrapper_part(module, child_name):
+                children.append((path, full_path, child))
                 continue
-            transparent = is_wrapper_part(module, child_name)
-            children.append((path if transparent else f"{path}.{child_name}" if path else child_name, child))
+            transparent = _is_peft_part(module, child_name) or (through_adapters and is_adapted(module, child_name))
+            children.append((path if transparent else _joined(path, child_name), _joined(full_path, child_name), child))
         stack.extend(reversed(children))
 
 
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _children(module: torch.nn.Module, through_adapters: bool) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The children of a module and their names; of PEFT's copies of a layer the copies themselves."""
+    for child_name, child in module._modules.items():  # named_children() leaves a second path out
+        if child is None:
+            continue
+        if through_adapters and child_name == _MODULES_TO_SAVE[1] and _is_peft(module, _MODULES_TO_SAVE[0]):
+            yield from ((f"{child_name}.{adapter}", copy) for adapter, copy in child.named_children())
+        else:
+            yield child_name, child
+
+
+def is_adapted(parent: torch.nn.Module, child_name: str) -> bool:
+    """Whether a child is the layer in whose place PEFT has put its parent."""
+    if child_name == _BASE_LAYER[1]:
+        return _is_peft(parent, _BASE_LAYER[0])
+    return child_name == f"{_MODULES_TO_SAVE[1]}.{_DEFAULT_ADAPTER}" and _is_peft(parent, _MODULES_TO_SAVE[0])
+
+
+def _is_peft(module: torch.nn.Module, class_name: str) -> bool:
+    return any(base.__name__ == class_name and base.__module__.startswith("peft.") for base in type(module).__mro__)
+
+
 def is_wrapper(module: torch.nn.Module) -> bool:
-    """Whether a module stands for another one that it wraps (DDP, FSDP, torch.compile, a checkpoint wrapper)."""
+    """Whether a module stands for another one that it wraps (DDP, FSDP, torch.compile, a checkpoint wrapper, PEFT)."""
     return any(is_wrapper_part(module, child_name) for child_name, _ in module.named_children())
 
 
-def _unwrapped(module: torch.nn.Module, opaque: Callable[[torch.nn.Module], bool]) -> torch.nn.Module:
+def _unwrapped(
+    module: torch.nn.Module, opaque: Callable[[torch.nn.Module], bool], full_prefix: str
+) -> tuple[torch.nn.Module, str]:
+    """What the wrappers around a module hold, and its path with PEFT's parts."""
     for child_name, child in module.named_children():
         if is_wrapper_part(module, child_name) and not opaque(module):
-            return _unwrapped(child, opaque)
-    return module
+            kept = _joined(full_prefix, child_name) if _is_peft_part(module, child_name) else full_prefix
+            return _unwrapped(child, opaque, kept)
+    return module, full_prefix
 
 
 def is_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
     """Whether a module wraps the child of this name, which then has no name of its own."""
+    return _is_process_wrapper_part(parent, child_name) or _is_peft_part(parent, child_name)
+
+
+def _is_process_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
     if child_name in WRAPPER_CHILDREN:
         return True
     return child_name == "module" and any(base.__name__ in MODULE_WRAPPERS for base in type(parent).__mro__)
+
+
+def _is_peft_part(parent: torch.nn.Module, child_name: str) -> bool:
+    return any(
+        child_name == attribute and _is_peft(parent, class_name) for class_name, attribute in PEFT_WRAPPERS.items()
+    )
 
 
 def _gemm_parts(module: torch.nn.Module) -> tuple[str, ...] | None:
@@ -220,12 +392,21 @@ def _gemm_parts(module: torch.nn.Module) -> tuple[str, ...] | None:
     return ("",) if classes & {"Linear", "LayerNormLinear"} else None
 
 
-def _layer(module: torch.nn.Module, name: str, part: str, is_lightning: bool, also: Sequence[str]) -> Layer:
+def _layer_of_upstream(found: _Found, part: str) -> Layer:
+    upstream = _with_part(found.upstream, part)
+    return Layer(found.name + part, (), (type(found.module).__name__,), given=upstream[0], upstream=upstream)
+
+
+def _layer(found: _Found, part: str, also: Sequence[str]) -> Layer:
+    module, name = found.module, found.name
     bases = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformer_engine.pytorch")]
     classes = dict.fromkeys([type(module).__name__, *(base for base in bases if base != "TransformerEngineBaseModule")])
-    given = _AUTOMATIC_NAME.sub("", str(getattr(module, "name", None) or ""))
-    without_attribute = name.partition(".")[2] if is_lightning else ""
-    candidates = [alias + part for alias in (given, without_attribute, *also) if alias]
+    given = str(getattr(module, "name", None) or "")
+    is_whole = bool(given) and not _AUTOMATIC_NAME.match(given)
+    without_attribute = name.partition(".")[2] if found.is_lightning else ""
+    candidates = [
+        alias + part for alias in (_AUTOMATIC_NAME.sub("", given), without_attribute, *also) if alias and alias != name
+    ]
     for old, new in _OLD_SPELLINGS:
         candidates += [
             alias.replace(old, new) for alias in [name + part, *candidates] if re.search(rf"\b{old}\b", alias)
@@ -235,4 +416,6 @@ def _layer(module: torch.nn.Module, name: str, part: str, is_lightning: bool, al
         name=name + part,
         aliases=aliases,
         types=tuple(spelling for kind in classes for spelling in (kind, snake_case(kind))),
+        given=given + part if is_whole else "",
+        upstream=_with_part(found.upstream, part),
     )

@@ -15,6 +15,7 @@ from typing_extensions import TypedDict, get_type_hints
 
 from te_precision_callbacks.config.loading import Config, ConfigSource, load_config
 from te_precision_callbacks.config.problems import suggestion
+from te_precision_callbacks.config.selection import LayerNames
 from te_precision_callbacks.debug_options import DebugValue, parse_debug
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.records.metrics import LogFilter, MetricSelection
@@ -41,6 +42,7 @@ class SessionKeywords(TypedDict, total=False):
     reduce: bool
     statistics_log: StatisticsLogRanks
     start_step: int | None
+    layer_names: LayerNames | None
     prefix: str
     log_filter: LogFilter
     debug: DebugValue
@@ -65,6 +67,11 @@ class SessionOptions:
         statistics_log: which ranks write the statistics log. ``"rank0"``: the first of those that reduce together, who
             all have the same numbers; the others write what is theirs alone. ``"all"``: each. ``"off"``: none.
         start_step: the debug iteration at start. None: 0, or the resumed step.
+        layer_names: what layers are called, in selectors and in all that is written. ``"upstream"``: exactly as
+            nvidia-dlfw-inspect's ``infer_and_assign_layer_names`` calls them, and with its numbers, for a config that
+            was written for it. ``"path"``: after their path in the module tree. None: as the config's own key
+            ``layer_names`` says; without one after their path, with a warning where the config's selectors would select
+            other layers by upstream's names.
         prefix: first part of every metric name.
         log_filter: which metrics go to the trainer's loggers; see :mod:`te_precision_callbacks.records.metrics`.
         debug: ``"activation_overflow"`` stops where an activation or a gradient becomes inf or nan; ``"te_precision"``
@@ -85,6 +92,7 @@ class SessionOptions:
     reduce: bool = True
     statistics_log: StatisticsLogRanks = "rank0"
     start_step: int | None = None
+    layer_names: LayerNames | None = None
     prefix: str = "te"
     log_filter: LogFilter = None
     debug: tuple[str, ...] = ()
@@ -122,6 +130,10 @@ class SessionOptions:
         if statistics_log not in get_args(StatisticsLogRanks):
             known_ranks = ", ".join(map(repr, get_args(StatisticsLogRanks)))
             raise OptionError(f"statistics_log= is one of {known_ranks}, not {statistics_log!r}.")
+        layer_names = keywords.get("layer_names")
+        if layer_names is not None and layer_names not in get_args(LayerNames):
+            known_names = ", ".join(map(repr, get_args(LayerNames)))
+            raise OptionError(f"layer_names= is one of {known_names}, or None, not {layer_names!r}.")
         if not isinstance(keywords.get("prefix", ""), str):
             raise OptionError(f"prefix= is a text, not {keywords['prefix']!r}.")
         group = keywords.get("process_group")
@@ -136,13 +148,15 @@ class SessionOptions:
         for feature in features:
             if not isinstance(feature, type):
                 raise OptionError(f"features= takes classes, not {feature!r}.")
+        loaded = load_config(config, features=features, feature_dirs=feature_dirs)
         options = cls(
-            config=load_config(config, features=features, feature_dirs=feature_dirs),
+            config=loaded,
             log_dir=None if log_dir is None else _path("log_dir", log_dir),
             feature_dirs=feature_dirs,
             features=features,
             sinks=_sequence("sinks", keywords.pop("sinks", ())),
             debug=parse_debug(keywords.pop("debug", ())),
+            layer_names=keywords.pop("layer_names", None) or loaded.layer_names,
             **keywords,
         )
         for sink in options.sinks:

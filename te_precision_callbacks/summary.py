@@ -54,9 +54,9 @@ def precision_table(session: InspectSession | SessionOutcome) -> Table:
     for gemm in GEMMS:
         table.add_column(gemm)
     by_layer: dict[str, dict[str, GemmPrecision]] = {}
-    precision = session.precision
+    precision, given_names = session.precision, _given_names(session)
     for entry in precision:
-        by_layer.setdefault(entry.layer, {})[entry.gemm] = entry
+        by_layer.setdefault(given_names.get(entry.layer, entry.layer), {})[entry.gemm] = entry
     for layer, gemms in by_layer.items():
         table.add_row(_name(layer), *(_operands(gemms.get(gemm)) for gemm in GEMMS))
     if not all(entry.seen or entry.not_run for entry in precision):
@@ -81,6 +81,7 @@ class StatisticsTables:
 
     def __init__(self, session: InspectSession | SessionOutcome) -> None:
         worst = {worst.row[:4]: worst for worst in session.worst_statistics}
+        given_names = _given_names(session)
         self._cells: dict[str, dict[tuple[str, str], str]] = {}
         self._tensors: dict[str, dict[str, None]] = {}
         for row in session.last_statistics:
@@ -90,8 +91,9 @@ class StatisticsTables:
             if row[:4] in worst:
                 (*_, value), iteration = worst[row[:4]]
                 cell += f" ({value:.3g} @ {iteration})"
-            self._cells.setdefault(row.statistic, {})[row.layer, row.tensor] = cell
-            self._tensors.setdefault(row.layer, {})[row.tensor] = None
+            layer = given_names.get(row.layer, row.layer)
+            self._cells.setdefault(row.statistic, {})[layer, row.tensor] = cell
+            self._tensors.setdefault(layer, {})[row.tensor] = None
 
     def __bool__(self) -> bool:
         return bool(self._cells)
@@ -132,6 +134,11 @@ class StatisticsTables:
             for tensor, cells in shown:
                 table.add_row(Text(f"  {_printable(tensor)}"), *map(Text, cells))
         return table
+
+
+def _given_names(session: InspectSession | SessionOutcome) -> dict[str, str]:
+    """Layer -> the name that the script has given to it."""
+    return {layer.name: layer.given for layer in session.layers if layer.given}
 
 
 def _printable(text: str) -> str:

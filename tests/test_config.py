@@ -30,6 +30,10 @@ class Layer:
     aliases: tuple[str, ...] = ()
     types: tuple[str, ...] = ("Linear", "linear")
 
+    @property
+    def upstream(self) -> tuple[str, ...]:
+        return (f"model.{self.name}",)
+
 
 LAYERS = [
     Layer("model.layers.0.self_attention.layernorm_qkv", types=("LayerNormLinear", "layernorm_linear")),

@@ -9,7 +9,7 @@ import torch
 import transformer_engine.pytorch as te
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from te_precision_callbacks.naming import Layer, named_te_modules, snake_case
+from te_precision_callbacks.naming import Layer, module_paths, named_te_modules, snake_case
 
 
 def layers(model: Any) -> list[Layer]:
@@ -96,6 +96,48 @@ def test_other_names_stay_aliases() -> None:
     assert not any("Layer_" in alias for alias in aliases)
     other_root = {layer.name: set(layer.aliases) for layer in layers(torch.nn.ModuleDict({"model": Net()}))}
     assert other_root["model.head"] == {"the_head"}
+
+
+def of_peft(name: str, *bases: type, **children: torch.nn.Module) -> torch.nn.Module:
+    """A module of a class of PEFT's, which are told by their names."""
+    made: torch.nn.Module = type(name, bases or (torch.nn.Module,), {"__module__": "peft.tuners"})()
+    for child_name, child in children.items():
+        setattr(made, child_name, child)
+    return made
+
+
+def test_pefts_wrappers_add_nothing_to_a_name_and_its_adapters_say_what_they_are() -> None:
+    """The tree is that of ``get_peft_model`` with LoRA on one layer and a trained copy of another, in PEFT 0.21."""
+
+    def adapter(inputs: int, outputs: int) -> torch.nn.ModuleDict:
+        return torch.nn.ModuleDict({"default": te.Linear(inputs, outputs)})
+
+    net = Net()
+    plain = names(net)
+    block: Any = net.layers[0]
+    tuner_layer = type("BaseTunerLayer", (), {"__module__": "peft.tuners"})
+    proj = block.self_attention.proj
+    lora = of_peft(
+        "Linear", torch.nn.Module, tuner_layer, base_layer=proj, lora_A=adapter(32, 16), lora_B=adapter(16, 32)
+    )
+    block.self_attention.proj = lora
+    copies = torch.nn.ModuleDict({"default": te.Linear(32, 32), "other": te.Linear(32, 32)})
+    net.head = of_peft("ModulesToSaveWrapper", original_module=net.head, modules_to_save=copies)
+    tuner = of_peft("LoraModel", type("BaseTuner", (torch.nn.Module,), {"__module__": "peft.tuners"}), model=net)
+    model = torch.nn.DataParallel(of_peft("PeftModelForCausalLM", of_peft("PeftModel").__class__, base_model=tuner))
+
+    found = {layer.name: layer for layer in layers(model)}
+    copied = ["head.original_module", "head.modules_to_save.other"]
+    adapters = [f"layers.0.self_attention.proj.{each}.default" for each in ("lora_A", "lora_B")]
+    assert sorted(found) == sorted([*plain, *copied, *adapters])
+    assert "base_model.model.head.modules_to_save.default" in found["head"].aliases
+    full = "base_model.model.layers.0.self_attention.proj.base_layer"
+    assert full in found["layers.0.self_attention.proj"].aliases
+    assert named_te_modules(model)[1].module is proj
+    of_upstream = f"model.module.{full}".replace("layers.0", "layers.None")  # it takes `layer_number`, which is None
+    assert of_upstream in found["layers.0.self_attention.proj"].upstream
+    watched = [path for path, _ in module_paths(model)]
+    assert "layers.0.self_attention.proj.base_layer" in watched, "overflow detection watches the sum and its parts"
 
 
 def test_names_given_to_a_transformer_layer_reach_its_parts() -> None:

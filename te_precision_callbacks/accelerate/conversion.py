@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 from torch.nn.modules.conv import _ConvNd
 
 from te_precision_callbacks.errors import OptionError
-from te_precision_callbacks.naming import Model, is_wrapper_part, named_roots
+from te_precision_callbacks.naming import Model, is_adapted, is_wrapper_part, named_roots
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,8 @@ def _find(model: Model) -> dict[str, _Unconverted]:
         for name, child in module.named_children():
             if is_wrapper_part(module, name):
                 return visit(child, path, why)
-            of_children = visit(child, f"{path}.{name}" if path else name, of_children)
+            below = path if is_adapted(module, name) else f"{path}.{name}" if path else name
+            of_children = visit(child, below, of_children)
         return why
 
     for prefix, root in roots_of(model):

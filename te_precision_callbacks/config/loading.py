@@ -7,14 +7,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from te_precision_callbacks.config.effects import NAMESPACE, conflicts
 from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.planning import Plan, RegisteredFeatures, Section, plan, resolve_features
 from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, shown
 from te_precision_callbacks.config.reading import Places, check_extent, read_yaml
-from te_precision_callbacks.config.selection import LayerSelector, SelectableLayer
+from te_precision_callbacks.config.selection import LayerNames, LayerSelector, SelectableLayer
 
 DEFAULT_CONFIG: dict[str, Any] = {
     "default_statistics": {
@@ -40,6 +40,9 @@ DEFAULT_CONFIG: dict[str, Any] = {
 """What ``config=None`` means: statistics of the GEMM operands of every TE layer, and of what quantization loses of
 those that are quantized, in every tenth step."""
 
+LAYER_NAMES = "layer_names"
+"""The key beside the sections that says which names their selectors mean."""
+
 _SECTION_KEYS = ("enabled", "layers")
 
 
@@ -63,10 +66,12 @@ class Config:
     Attributes:
         sections: in the order of the file, those that are not enabled included.
         source: the file that it was read from; None for a mapping and for the defaults.
+        layer_names: which names its selectors mean; None where it does not say.
     """
 
     sections: tuple[Section, ...]
     source: Path | None
+    layer_names: LayerNames | None = None
 
     @property
     def enabled_sections(self) -> tuple[Section, ...]:
@@ -74,10 +79,16 @@ class Config:
         return tuple(section for section in self.sections if section.enabled)
 
     def plan(
-        self, layers: Sequence[SelectableLayer], registered: RegisteredFeatures, *, allow_unmatched: bool = False
+        self,
+        layers: Sequence[SelectableLayer],
+        registered: RegisteredFeatures,
+        *,
+        allow_unmatched: bool = False,
+        layer_names: LayerNames | None = None,
     ) -> Plan:
         """Decide which features act on which of ``layers``; see :func:`te_precision_callbacks.config.planning.plan`."""
-        return plan(self.enabled_sections, layers, registered, allow_unmatched=allow_unmatched)
+        sections, layer_names = self.enabled_sections, layer_names or self.layer_names
+        return plan(sections, layers, registered, allow_unmatched=allow_unmatched, layer_names=layer_names)
 
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
@@ -128,11 +139,24 @@ def _checked(data: Any, places: Places, known: _Known, source: Path | None) -> C
         )
     problems = Problems()
     sections: list[Section] = []
+    layer_names: LayerNames | None = None
     for key, body in data.items():
         with problems.noted():
-            sections.append(_section(str(key), body, places, known))
+            if key == LAYER_NAMES and not isinstance(body, Mapping):
+                layer_names = _layer_names(body, places)
+            else:
+                sections.append(_section(str(key), body, places, known))
     problems.raise_any()
-    return Config(tuple(sections), source)
+    return Config(tuple(sections), source, layer_names)
+
+
+def _layer_names(value: Any, places: Places) -> LayerNames:
+    known: tuple[LayerNames, ...] = get_args(LayerNames)
+    for name in known:
+        if value == name:
+            return name
+    listed = " or ".join(map(repr, known))
+    raise ConfigError(f"{places(LAYER_NAMES)}: {LAYER_NAMES!r} beside the sections is {listed}, not {shown(value)}.")
 
 
 def _section(name: str, body: Any, places: Places, known: _Known) -> Section:

@@ -17,7 +17,14 @@ from typing import Any
 from te_precision_callbacks.config.effects import Effect, conflicts
 from te_precision_callbacks.config.problems import MOST_TOLD, ConfigError, Problems, meant_for, shown, suggestion
 from te_precision_callbacks.config.reading import Places
-from te_precision_callbacks.config.selection import EXACT, LayerIndex, LayerSelector, SelectableLayer
+from te_precision_callbacks.config.selection import (
+    EXACT,
+    LayerIndex,
+    LayerNames,
+    LayerSelector,
+    SelectableLayer,
+    by_upstreams_names,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +33,12 @@ RegisteredFeatures = Mapping[str, Collection[str]]
 
 BASE = "base"
 """nvidia-dlfw-inspect's own namespace, whose features stand in a section without a namespace."""
+
+_MOST_LAYERS_SHOWN = 3
+
+_BY_UPSTREAM = (
+    "layer_names='upstream' selects by the names that nvidia-dlfw-inspect's infer_and_assign_layer_names gives"
+)
 
 _AS_WARNING = " With allow_unmatched=True this is a warning."
 
@@ -81,10 +94,13 @@ class Plan:
     Attributes:
         layers: the layers that some section hits, in the order of the model.
         unmatched: the names of the sections that hit none.
+        otherwise_upstream: what to tell of sections that would hit other layers by nvidia-dlfw-inspect's names; empty
+            where there are none, or where it was said which names are meant.
     """
 
     layers: tuple[LayerPlan, ...]
     unmatched: tuple[str, ...]
+    otherwise_upstream: str = ""
 
     def as_inspect_config(self) -> dict[str, Any]:
         """The plan as a config of nvidia-dlfw-inspect: one section for each set of layers with the same features.
@@ -119,6 +135,7 @@ def plan(
     registered: RegisteredFeatures,
     *,
     allow_unmatched: bool = False,
+    layer_names: LayerNames | None = None,
 ) -> Plan:
     """Decide which features act on which layer.
 
@@ -129,6 +146,8 @@ def plan(
         layers: the layers of the model.
         registered: the features that exist.
         allow_unmatched: warn about a section that hits no layer and a name that no layer has, instead of raising.
+        layer_names: by which names layers are selected. None: by their paths, and it is told where that is not what
+            nvidia-dlfw-inspect's names would select.
 
     Raises:
         ConfigError: an unknown feature, a section that hits no layer, a name that no layer has, two sections with one
@@ -140,19 +159,25 @@ def plan(
         with problems.noted():
             resolved.append(resolve_features(section, registered))
     problems.raise_any()
-    index = LayerIndex(layers)
+    indexes = by_upstreams_names(layers) if layer_names == "upstream" else [LayerIndex(layers)]
+    upstreams = by_upstreams_names(layers) if layer_names is None else []
+    otherwise: list[tuple[Section, Sequence[int], Sequence[int]]] = []
     hit: list[list[int]] = [[] for _ in layers]
     unmatched: list[Section] = []
     missing, idle = Problems(), Problems()
     for number, section in enumerate(sections if layers else ()):
         selected: Sequence[int] = ()
         with problems.noted():
+            index = section.selector.choose(indexes)
             selected = section.selector.select(index)
+            upstream = section.selector.choose(upstreams) if upstreams else None
             if not selected:
                 unmatched.append(section)
-                missing.add(functools.partial(_no_layer_message, section, index))
+                missing.add(functools.partial(_no_layer_message, section, index, upstream))
+            elif upstream is not None and section.selector.differs(index, upstream):
+                otherwise.append((section, selected, section.selector.select(upstream)))
             for key, entry, describe in section.selector.idle_entries(index) if selected else ():
-                what = functools.partial(_idle_message, section, key, entry, describe)
+                what = functools.partial(_idle_message, section, key, entry, describe, upstream)
                 (missing if key == EXACT else idle).add(what)
         for position in selected:
             hit[position].append(number)
@@ -174,7 +199,8 @@ def plan(
         with problems.noted():
             missing.raise_any()
     problems.raise_any()
-    return Plan(tuple(planned), tuple(section.name for section in unmatched))
+    names = tuple(section.name for section in unmatched)
+    return Plan(tuple(planned), names, _otherwise_message(otherwise, layers))
 
 
 def resolve_features(section: Section, registered: RegisteredFeatures, *, others: bool = False) -> NamespacedFeatures:
@@ -274,11 +300,40 @@ def _merge(
     return merged
 
 
-def _idle_message(section: Section, key: str, entry: int, describe: Callable[[], str]) -> str:
-    return f"{section.selector.place(key, entry)}: {describe()}{_AS_WARNING if key == EXACT else ''}"
+def _idle_message(
+    section: Section, key: str, entry: int, describe: Callable[[], str], upstream: LayerIndex | None
+) -> str:
+    text = f"{section.selector.place(key, entry)}: {describe()}"
+    if key != EXACT:
+        return text
+    if upstream is not None and upstream.named((section.selector.exact_names or ())[entry]):
+        text += f" {_BY_UPSTREAM}, and this is one of them."
+    return text + _AS_WARNING
 
 
-def _no_layer_message(section: Section, index: LayerIndex) -> str:
+def _otherwise_message(
+    otherwise: Sequence[tuple[Section, Sequence[int], Sequence[int]]], layers: Sequence[SelectableLayer]
+) -> str:
+    told = [
+        f"{section.selector.place()}: {_some([layers[at].name for at in ours])}; by nvidia-dlfw-inspect's names"
+        f" {_some([f'{layers[at].upstream[0]} (here {layers[at].name})' for at in theirs])}"
+        for section, ours, theirs in otherwise[:MOST_TOLD]
+    ]
+    if len(otherwise) > MOST_TOLD:
+        told.append(f"and {len(otherwise) - MOST_TOLD} more sections")
+    if not told:
+        return ""
+    lines = "\n- ".join(["What is selected by the layers' paths is not what nvidia-dlfw-inspect would select:", *told])
+    return f"{lines}\n{_BY_UPSTREAM}; layer_names='path' says that the paths are meant."
+
+
+def _some(names: Sequence[str]) -> str:
+    shown_names = ", ".join(names[:_MOST_LAYERS_SHOWN]) or "no layer"
+    more = len(names) - _MOST_LAYERS_SHOWN
+    return f"{shown_names} and {more} more" if more > 0 else shown_names
+
+
+def _no_layer_message(section: Section, index: LayerIndex, upstream: LayerIndex | None) -> str:
     names = [layer.name for layer in index.layers]
     words = section.selector.words()[:MOST_TOLD]
     near = list(dict.fromkeys(match for word in words for match in index.near(word)))
@@ -287,6 +342,9 @@ def _no_layer_message(section: Section, index: LayerIndex) -> str:
     else:
         more = f", and {len(names) - 8} more" if len(names) > 8 else ""
         hint = f" The layers are: {', '.join(repr(name) for name in names[:8])}{more}."
+    theirs = section.selector.select(upstream) if upstream is not None else ()
+    if theirs:
+        hint = f" {_BY_UPSTREAM}: here {_some([index.layers[at].upstream[0] for at in theirs])}."
     return (
         f"{section.selector.place()}: the section {shown(section.name)} matches none of the {len(names)} layers.{hint}"
         f"{_AS_WARNING}"

@@ -436,6 +436,38 @@ A section that selects no layer of the model, and an exact name that no layer ha
 layer has, are warned about, since one config may be for several models. A regular expression whose search in the names
 takes more than half a second is refused.
 
+### Names
+
+A layer is called after its path in the module tree. The parts that DDP, FSDP, torch.compile, checkpoint wrappers and
+PEFT add are left out: `layers.3.q_proj`, and beside it `layers.3.q_proj.lora_A.default`. Other names select it, too:
+the one that the script gave (`te.Linear(..., name="head")`, or nvidia-dlfw-inspect's `infer_and_assign_layer_names`
+before `attach()`), the path with PEFT's parts (`base_model.model.layers.3.q_proj.base_layer`), and the path without a
+LightningModule's own attribute. A name that the script gave to one layer alone stands for it in the statistics log and
+in `summary`. Layers of one name are told apart by their paths, which is said.
+
+nvidia-dlfw-inspect calls the same layer `model.layers.4.q_proj` where the modules have an attribute `layer_number`. A
+config that was written for its names may so mean other layers here; then one warning names both sets. To have exactly
+its names and numbers, give `layer_names="upstream"` to any front door, or write the key beside the sections, where a
+flag takes nothing but a config:
+
+```yaml
+layer_names: upstream     # or path: the paths are meant, and no warning is wanted
+statistics:
+  enabled: True
+  ...
+```
+
+- A layer's number is then the only number in its name, not counting that of `fc1` or `fc2`; a layer whose name has
+  several or none, for which nvidia-dlfw-inspect raises, has no number. `layer_types` are parts of the name alone.
+- The names are those of the model that the session is given. What selects nothing by them is looked for in the names
+  of the model without DDP and its kin, since scripts name a model before or after it is wrapped. Where the script has
+  called `infer_and_assign_layer_names` itself, the names that it gave then count.
+- Layers to which nvidia-dlfw-inspect gives one name (`model.layers.None....`, where `layer_number` is not set) are told
+  apart by a count, and are selected by that name together.
+- nvidia-dlfw-inspect itself does not read a file with this key.
+
+### Errors
+
 All that is wrong with a config is told by one error, each problem with its line. A feature that does not exist is
 refused when the config is loaded. Your own features count where they are given as classes (`features=`); with folders
 (`feature_dirs=`), which are executed when a session starts, an unknown name is refused there.

@@ -13,7 +13,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from te_precision_callbacks.config.interrupting import LIMIT, TookTooLong, at_most
 from te_precision_callbacks.config.problems import ConfigError, Problems, Vocabulary, shown, suggestion
@@ -30,7 +30,14 @@ LONGEST_PATTERN = 100_000
 LARGEST_NUMBER = 999_999
 """Of a layer."""
 
+LayerNames = Literal["path", "upstream"]
+"""What layers are called: ``"path"``, after their path in the module tree; ``"upstream"``, as nvidia-dlfw-inspect's
+``infer_and_assign_layer_names`` calls and numbers them."""
+
 _NUMBER = re.compile(r"(?<!\d)(?<!fc)(?<!gemm_)\d+")
+_UPSTREAM_NUMBER = re.compile(r"(?<!fc)\d+")
+"""nvidia-dlfw-inspect 0.2.2, ``config_manager.py: is_layer_in_cfg``; it raises where a name has none, or several."""
+
 _SPAN = re.compile(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?")
 _NEGATIVE = re.compile(r"\(\?<?!")
 
@@ -55,6 +62,10 @@ class SelectableLayer(Protocol):
     def types(self) -> tuple[str, ...]:
         """Its class, in each spelling that ``layer_types`` takes."""
 
+    @property
+    def upstream(self) -> tuple[str, ...]:
+        """What nvidia-dlfw-inspect calls it in this model, and in the model without wrappers where that is another."""
+
 
 class LayerIndex:
     """The layers of a model, to look them up; a word or pattern that many sections have is looked up once.
@@ -63,18 +74,24 @@ class LayerIndex:
 
     Args:
         layers: in the order of the model. What is found are places in it, in increasing order.
+        upstream: which of ``layer.upstream`` is the name that counts. Names are then looked up as nvidia-dlfw-inspect
+            does: a class is no type, and a layer has a number where its name has exactly one. None: our own names.
     """
 
-    def __init__(self, layers: Sequence[SelectableLayer]) -> None:
+    def __init__(self, layers: Sequence[SelectableLayer], *, upstream: int | None = None) -> None:
         self.layers = layers
-        in_use = {layer.name for layer in layers}
-        self._names = [(layer.name, *(a for a in layer.aliases if a not in in_use)) for layer in layers]
+        if upstream is None:
+            names_of = [(layer.name, *layer.aliases) for layer in layers]
+        else:
+            names_of = [(layer.upstream[upstream],) for layer in layers]
+        in_use = {names[0] for names in names_of}
+        self._names = [(first, *(name for name in more if name not in in_use)) for first, *more in names_of]
         self._by_name: dict[str, list[int]] = {}
         self._by_number: dict[int, list[int]] = {}
         for position, names in enumerate(self._names):
             for name in names:
                 self._by_name.setdefault(name, []).append(position)
-            number = _number_of(names[0])
+            number = _number_of(names[0]) if upstream is None else _upstream_number_of(names[0])
             if number is not None:
                 self._by_number.setdefault(number, []).append(position)
         self.numbers = sorted(self._by_number)
@@ -91,7 +108,7 @@ class LayerIndex:
                 self._position_at.append(position)
         self._of_class: dict[str, list[int]] = {}
         for position, layer in enumerate(layers):
-            for kind in layer.types:
+            for kind in layer.types if upstream is None else ():
                 self._of_class.setdefault(kind, []).append(position)
         self._by_type: dict[str, list[int]] = {}
         self._by_pattern: dict[str, list[int]] = {}
@@ -103,6 +120,11 @@ class LayerIndex:
     def named(self, name: str) -> Sequence[int]:
         """The layers with this name."""
         return self._by_name.get(name, ())
+
+    @property
+    def with_number(self) -> set[int]:
+        """The layers that have a number."""
+        return {position for numbered in self._by_number.values() for position in numbered}
 
     def numbered(self, first: int, last: int) -> Sequence[int]:
         """The layers whose number is in a range, ends included."""
@@ -140,6 +162,17 @@ class LayerIndex:
                     position for position, names in enumerate(named) if any(pattern.search(name) for name in names)
                 ]
         return self._by_pattern[pattern.pattern]
+
+
+def by_upstreams_names(layers: Sequence[SelectableLayer]) -> list[LayerIndex]:
+    """The layers by nvidia-dlfw-inspect's names, and by those in the model without wrappers where they differ.
+
+    Scripts name a model before DDP and its kin are put around it, or after: a selector that selects nothing by the
+    first names is meant for the second.
+    """
+    return [
+        LayerIndex(layers, upstream=which) for which in ((0, -1) if any(len(x.upstream) > 1 for x in layers) else (0,))
+    ]
 
 
 @dataclass(frozen=True)
@@ -215,6 +248,30 @@ class LayerSelector:
         typed = {position for word in self.types for position in index.of_type(word)}
         return sorted(typed if numbered is None else typed & numbered)
 
+    def choose(self, indexes: Sequence[LayerIndex]) -> LayerIndex:
+        """The first of several indexes in which something is selected; the first one where it is in none.
+
+        Raises:
+            ConfigError: as of :meth:`select`.
+        """
+        return next((index for index in indexes if self.select(index)), indexes[0])
+
+    def differs(self, index: LayerIndex, upstream: LayerIndex) -> bool:
+        """Whether nvidia-dlfw-inspect's names select other layers than those of ``index``.
+
+        No, where names and words select nothing by them, since then the block was not written for them. Of layers that
+        nvidia-dlfw-inspect cannot number, and raises for, it is not asked.
+
+        Args:
+            index: the layers by their own names.
+            upstream: the same layers by nvidia-dlfw-inspect's.
+        """
+        ours, theirs = set(self.select(index)), set(self.select(upstream))
+        by_number = self.exact_names is None and self.pattern is None and self.numbers is not None
+        if by_number:
+            ours &= upstream.with_number
+        return ours != theirs and bool(theirs or by_number)
+
     def idle_entries(self, index: LayerIndex) -> Iterator[tuple[str, int, Callable[[], str]]]:
         """The entries that mean no layer, or more layers than there are: key, place in its list, what is wrong."""
         if self.exact_names is not None:
@@ -239,6 +296,11 @@ def _number_of(name: str) -> int | None:
     """The first part of a name that is a number, else the first number in it that is not of fc or gemm_."""
     found = [part for part in name.split(".") if part.isdecimal()] or _NUMBER.findall(name)
     return int(found[0]) if found and len(found[0]) <= 6 else None
+
+
+def _upstream_number_of(name: str) -> int | None:
+    found = _UPSTREAM_NUMBER.findall(name)
+    return int(found[0]) if len(found) == 1 and len(found[0]) <= 6 else None
 
 
 def _no_name(name: str, index: LayerIndex) -> str:

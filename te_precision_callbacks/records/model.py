@@ -102,12 +102,15 @@ class LayerInfo:
         module_class: the class of its module, such as ``LayerNormLinear``.
         sections: the sections of the config that hit it.
         features: namespace -> feature -> options, as handed to nvidia-dlfw-inspect.
+        given: the name that the script has given to the layer, under which it stands in the statistics log and in
+            ``summary``; empty where it has none that no other layer has.
     """
 
     name: str
     module_class: str
     sections: tuple[str, ...]
     features: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    given: str = ""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import itertools
 import math
 import os
 import stat
+from collections.abc import Mapping
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
@@ -88,9 +89,9 @@ def format_value(value: float) -> str:
     return format(Decimal(repr(value)), "f") if math.isfinite(value) else f"{value}"
 
 
-def statistic_label(row: Row) -> str:
-    """Transformer Engine's name of a number: ``<layer>_<tensor>_<statistic>``."""
-    return "_".join(part for part in (row.layer, row.tensor, row.statistic) if part)
+def statistic_label(row: Row, layer: str | None = None) -> str:
+    """Transformer Engine's name of a number: ``<layer>_<tensor>_<statistic>``; with another name for the layer."""
+    return "_".join(part for part in (layer or row.layer, row.tensor, row.statistic) if part)
 
 
 class StatisticsLog:
@@ -100,10 +101,12 @@ class StatisticsLog:
 
     Args:
         own_only: write what is this rank's alone, since another rank writes what is reduced.
+        given_names: layer -> the name that the script has given to it, under which it is written. It may change.
     """
 
-    def __init__(self, *, own_only: bool = False) -> None:
+    def __init__(self, *, own_only: bool = False, given_names: Mapping[str, str] | None = None) -> None:
         self._own_only = own_only
+        self._given_names = {} if given_names is None else given_names
         self._path: Path | None = None
         self._file: TextIO | None = None
         self._mark = ""
@@ -132,7 +135,7 @@ class StatisticsLog:
         text = "".join(
             _LINE.format(
                 time=time,
-                name=statistic_label(row),
+                name=statistic_label(row, self._given_names.get(row.layer)),
                 iteration=records.iteration,
                 value=format_value(row.value),
                 mark=mark,

@@ -64,12 +64,15 @@ class ForwardHooks:
         audit: receives the precision that each GEMM operand really had.
 
     Attributes:
+        on_renamed: called with the name of a module to which somebody has given another one since, and that one; it has
+            its name again.
         on_many_forwards: called in the :data:`MOST_FORWARDS`-th training forward of a module without a step in between.
         unwatched: the modules that are not watched, and ran a forward with gradients in training.
     """
 
     def __init__(self, classify: ForwardClassifier, failures: ObservationFailures, audit: PrecisionAudit) -> None:
         self.on_many_forwards: Callable[[torch.nn.Module], None] | None = None
+        self.on_renamed: Callable[[str, str], None] | None = None
         self.unwatched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._forwards: dict[int, int] = {}
         self._classify = classify
@@ -79,6 +82,7 @@ class ForwardHooks:
         self._own_is_debug_iter: Callable[[Any], bool] = bool
         self._modules: dict[int, torch.nn.Module] = {}
         self._layers: dict[int, tuple[str, ...]] = {}
+        self._names: dict[int, str] = {}
         self._armed: dict[int, torch.nn.Module] = {}
         self._waiting: dict[int, dict[int, torch.nn.Module]] = {}
         self._idle_in_evaluation: dict[int, int] = {}
@@ -95,6 +99,7 @@ class ForwardHooks:
         self.unwatched.clear()
         self._modules = {id(named.module): named.module for named in modules}
         self._layers = {id(named.module): tuple(layer.name for layer in named.layers) for named in modules}
+        self._names = {id(named.module): named.name for named in modules}
         self._idle_in_evaluation.clear()
         self._last_state.clear()
         self._trainable = []
@@ -278,6 +283,11 @@ class ForwardHooks:
         """What an armed module asks first in each forward."""
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
+        name = self._names[id(module)]
+        if module.name != name:
+            other, module.__dict__["name"] = module.name, name
+            if self.on_renamed is not None:
+                self.on_renamed(name, str(other))
         kind = self._classify(module)
         self._current.kind = kind
         self._current.module = module

@@ -8,9 +8,9 @@ import math
 import os
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +29,15 @@ from te_precision_callbacks.dumps.recording import RECORDER
 from te_precision_callbacks.engine.engine import Measurement
 from te_precision_callbacks.engine.reduction import is_distributed
 from te_precision_callbacks.forwards import ForwardClassifier
-from te_precision_callbacks.naming import Layer, Model, ModuleTree, NamedModule, named_roots, named_te_modules
+from te_precision_callbacks.naming import (
+    Layer,
+    Model,
+    ModuleTree,
+    NamedModule,
+    by_given_name,
+    named_roots,
+    named_te_modules,
+)
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.records.model import LayerInfo, Row, RunInfo, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
@@ -140,6 +148,7 @@ class InspectSession:
         self._model_attached: Model = ()
         self._tree: ModuleTree | None = None
         self._layers_of_all: tuple[Layer, ...] = ()
+        self._given_names: dict[str, str] = {}
         self._trainer_steps = False
         self._said: set[str] = set()
         self._optimizer_steps: OptimizerSteps | None = None
@@ -158,6 +167,7 @@ class InspectSession:
         self._termination: Termination | None = None
         self._classify.abandoned = self._is_abandoned
         self._hooks.on_many_forwards = self._say_forgotten
+        self._hooks.on_renamed = self._say_renamed
 
     # ------------------------------------------------------------------ what a session is, for those who look at it
 
@@ -303,6 +313,7 @@ class InspectSession:
             receive=self._receive,
             receive_statistics=self._receive_statistics,
             report=self._failures.report,
+            before_end=self._before_script_ends,
         )
         global _last_started
         _last_started = weakref.ref(self)
@@ -349,8 +360,9 @@ class InspectSession:
         layers = ranks.together(lambda: self._find_layers(inspector, model))
         layers_of_all = ranks.pool(layers)
         plan, sections = ranks.together(lambda: self._plan(inspector, layers, layers_of_all))
-        ranks.require_alike(flat_config(options.config.enabled_sections, sections), inspector.iteration)
-        self._layers_of_all = tuple(layers_of_all)
+        config = {"layer_names": repr(options.layer_names), **flat_config(options.config.enabled_sections, sections)}
+        ranks.require_alike(config, inspector.iteration)
+        self._take_names(layers_of_all, plan)
         if ranks.several and self._optimizer_steps is None:
             self._optimizer_steps = OptimizerSteps()
             inspector.count_optimizer_steps(self._optimizer_steps)
@@ -522,7 +534,7 @@ class InspectSession:
         if which == "off":
             return []
         another_writes = which == "rank0" and self._reduces and torch.distributed.get_rank(group) != 0
-        return [StatisticsLog(own_only=another_writes)]
+        return [StatisticsLog(own_only=another_writes, given_names=self._given_names)]
 
     @property
     def _is_forked(self) -> bool:
@@ -573,6 +585,22 @@ class InspectSession:
             RECORDER.overflowed = overflow.reports > self._overflow_reports
             self._overflow_reports = overflow.reports
 
+    def _before_script_ends(self) -> None:
+        """Take what was gathered since the last step, which ends with upstream; :meth:`stop` writes it."""
+        if self._inspector is not None and not self._is_forked:
+            self._say_ended()
+            self._inspector.log_local_statistics()
+
+    def _say_renamed(self, name: str, other: str) -> None:
+        if self._rank == 0 and self._first_time("renamed"):
+            logger.warning(
+                "The script has given another name to a layer while the session is running: %s was %r. It has the"
+                " session's name again, and nothing of it was lost. Names that are given before attach() select layers,"
+                " and layer_names='upstream' gives those of nvidia-dlfw-inspect's infer_and_assign_layer_names.",
+                name,
+                other,
+            )
+
     def _say_ended(self) -> None:
         if self._first_time("ended"):
             logger.error(
@@ -606,7 +634,7 @@ class InspectSession:
         self, inspector: Inspector, layers: Sequence[Layer], plan: Plan, sections: Sequence[NamespacedFeatures]
     ) -> None:
         """Name and watch this rank's modules; without a collective."""
-        self._layers = _layer_infos(layers, plan)
+        self._layers = _layer_infos(layers, plan, self._given_names)
         inspector.configure(plan.as_inspect_config(), self._config_source, sections)
         self._changed_precision |= any(inspector.changes_precision(entry.features) for entry in plan.layers)
         inspector.place(placements(self._modules, self._options.process_group), self._failures.report)
@@ -624,7 +652,9 @@ class InspectSession:
             before = {id(module.module): module.name for module in self._modules}
             try:
                 layers = self._find_layers(inspector, self._model_attached)
-                plan, sections = self._plan(inspector, layers, [*dict.fromkeys([*self._layers_of_all, *layers])])
+                layers_of_all = [*dict.fromkeys([*self._layers_of_all, *layers])]
+                plan, sections = self._plan(inspector, layers, layers_of_all)
+                self._take_names(layers_of_all, plan)
                 self._observe(inspector, layers, plan, sections)
             except Exception as error:
                 self._failures.report("following", "the changed model", error)
@@ -680,7 +710,7 @@ class InspectSession:
         if named_roots(model) is None:
             raise SessionError(f"The model is a torch.nn.Module, or a list or mapping of them, not {model!r}.")
         inspector.forget_names()
-        self._modules = named_te_modules(model)
+        self._modules = named_te_modules(model, self._options.layer_names or "path")
         layers = [layer for module in self._modules for layer in module.layers]
         self._layer_names = frozenset(layer.name for layer in layers)
         return layers
@@ -690,11 +720,38 @@ class InspectSession:
     ) -> tuple[Plan, list[NamespacedFeatures]]:
         """What happens in this rank's layers, and the features of all sections."""
         config, registered = self._options.config, inspector.registered
-        plan = config.plan(layers_of_all, registered, allow_unmatched=self._options.allow_unmatched)
+        plan = config.plan(
+            layers_of_all,
+            registered,
+            allow_unmatched=self._options.allow_unmatched,
+            layer_names=self._options.layer_names,
+        )
         check_conditions(plan, config.enabled_sections, detects_overflow=ACTIVATION_OVERFLOW in self._options.debug)
         planned = {entry.layer: entry for entry in plan.layers}
         sections = [resolve_features(section, registered) for section in config.enabled_sections]
-        return Plan(tuple(planned[layer] for layer in layers if layer in planned), plan.unmatched), sections
+        own = tuple(planned[layer] for layer in layers if layer in planned)
+        return replace(plan, layers=own), sections
+
+    def _take_names(self, layers: Sequence[Layer], plan: Plan) -> None:
+        """Know the layers of all ranks by the names that the script gave, and say what is ambiguous about names."""
+        self._layers_of_all = tuple(layers)
+        named = by_given_name(layers)
+        self._given_names.clear()
+        self._given_names.update((name, given) for given, (name, *more) in named.items() if not more and name != given)
+        if self._rank != 0:
+            return
+        alike = {given: those for given, those in named.items() if len(those) > 1}
+        if alike and self._first_time("alike"):
+            given, those = next(iter(alike.items()))
+            logger.warning(
+                "%s the name of several layers, such as %r of %s. Here these layers are told apart, in records and in"
+                " logs; a selector with such a name means all of them.",
+                "One name is" if len(alike) == 1 else f"Each of {len(alike)} names is",
+                given,
+                ", ".join(those[:5]) + (f" and {len(those) - 5} more" if len(those) > 5 else ""),
+            )
+        if plan.otherwise_upstream and self._first_time("otherwise_upstream"):
+            logger.warning("%s", plan.otherwise_upstream)
 
     def _receive(self, name: str, value: Any) -> None:
         if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -771,9 +828,9 @@ class InspectSession:
             inspector.log_local_statistics()
         except Exception as error:
             logger.error("What was gathered since the last step cannot be had.", exc_info=error)
-        if received:
+        if received and not inspector.ended:
             self._gathered.measurements = received
-        else:
+        else:  # also what was taken when the script ended upstream
             ending.local = self._reduces
 
     def _take(self, inspector: Inspector, ending: _Ending) -> None:
@@ -884,7 +941,7 @@ def _warn_if_idle(section: Section, features: NamespacedFeatures) -> None:
         logger.warning("%s: the section has no enabled feature, so it does nothing.", section.place())
 
 
-def _layer_infos(layers: Sequence[Layer], plan: Plan) -> tuple[LayerInfo, ...]:
+def _layer_infos(layers: Sequence[Layer], plan: Plan, given_names: Mapping[str, str]) -> tuple[LayerInfo, ...]:
     planned = {entry.layer.name: entry for entry in plan.layers}
     return tuple(
         LayerInfo(
@@ -892,6 +949,7 @@ def _layer_infos(layers: Sequence[Layer], plan: Plan) -> tuple[LayerInfo, ...]:
             module_class=layer.types[0],
             sections=planned[layer.name].sections if layer.name in planned else (),
             features=planned[layer.name].features if layer.name in planned else {},
+            given=given_names.get(layer.name, ""),
         )
         for layer in layers
     )

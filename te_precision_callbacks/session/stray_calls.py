@@ -2,8 +2,8 @@
 
 A script that was written for nvidia-dlfw-inspect initializes it, names the layers, sets a group and steps by itself.
 In a session all of that is done, and a second ``step()`` would skip every other iteration without a word. Read from
-nvidia-dlfw-inspect 0.2.2, ``api.py`` and ``debug_manager.py``. ``end_debug`` is not among them: it ends the
-observation.
+nvidia-dlfw-inspect 0.2.2, ``api.py`` and ``debug_manager.py``. ``end_debug`` is obeyed: it ends the observation, after
+what was gathered has been handed over. Names may be assigned until the session assigns its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _INSTEAD = {
     "initialize": "The session has started nvidia-dlfw-inspect. The config that counts is the session's, config=.",
     "initialize_training_step": "start_step= or session.iteration sets the debug iteration.",
     "step": "The session's own step() counts the debug iterations.",
-    "infer_and_assign_layer_names": "The layers have the names of session.layers, from the module tree.",
+    "infer_and_assign_layer_names": "The layers have the names of session.layers; layer_names='upstream' gives them the"
+    " names of this function, and names that it assigns before attach() select layers, too.",
     "set_tensor_reduction_group": "process_group= is the group over which statistics are reduced.",
 }
 """Function of ``nvdlfw_inspect.api`` -> what is there in its place."""
@@ -26,28 +27,50 @@ _INSTEAD = {
 _OF_THE_MANAGER = ("initialize_training_step", "step")
 """Those that only call the debug manager. They are caught there, so that a function that a script has kept is, too."""
 
+_NAMING = "infer_and_assign_layer_names"
+
 
 class StrayCalls:
     """Stands in the place of the functions while a session runs.
 
     Args:
         manager: the session's debug manager.
+        before_end: called where the script ends it, before that happens.
     """
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: Any, before_end: Callable[[], None]) -> None:
         import nvdlfw_inspect.api as debug_api
 
         self._said: set[str] = set()
+        self._manager = manager
         self._replaced = {name: getattr(debug_api, name) for name in _INSTEAD if name not in _OF_THE_MANAGER}
         for name in _INSTEAD:
-            setattr(manager if name in _OF_THE_MANAGER else debug_api, name, self._ignored(name))
+            if name != _NAMING:
+                setattr(manager if name in _OF_THE_MANAGER else debug_api, name, self._ignored(name))
+        manager.close = self._ending(before_end)
 
-    def remove(self) -> None:
-        """Put the functions back; the manager has ended with the session."""
+    def keep_names(self) -> None:
+        """The layers have their names: those that a script would assign from here on are left out."""
         import nvdlfw_inspect.api as debug_api
 
+        setattr(debug_api, _NAMING, self._ignored(_NAMING))
+
+    def remove(self) -> None:
+        """Put the functions back; those of the manager end with it."""
+        import nvdlfw_inspect.api as debug_api
+
+        vars(self._manager).pop("close", None)
         for name, function in self._replaced.items():
             setattr(debug_api, name, function)
+
+    def _ending(self, before_end: Callable[[], None]) -> Callable[[], None]:
+        def close() -> None:
+            try:
+                before_end()
+            finally:
+                type(self._manager).close(self._manager)
+
+        return close
 
     def _ignored(self, name: str) -> Callable[..., None]:
         def ignored(*_: Any, **__: Any) -> None:

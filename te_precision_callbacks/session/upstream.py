@@ -201,6 +201,7 @@ class Inspector:
         receive: called with each scalar that a user's feature logs: name, and value (a number or a 0-d tensor).
         receive_statistics: called with the statistics of a step.
         report: told of failures: what was done, of what, and the exception.
+        before_end: called where the script ends upstream by itself, before that happens.
     """
 
     def __init__(
@@ -214,9 +215,11 @@ class Inspector:
         receive: ScalarReceiver,
         receive_statistics: Callable[[Sequence[Measurement]], None],
         report: Callable[[str, str, BaseException], None],
+        before_end: Callable[[], None],
     ) -> None:
         self._receive_statistics = receive_statistics
         self._report = report
+        self._before_end = before_end
         self._log_dir = log_dir
         self._feature_dirs = feature_dirs
         self._features = features
@@ -259,7 +262,7 @@ class Inspector:
         self._initialized = True
         manager: Any = debug_api.DEBUG_MANAGER
         self._manager = manager
-        self._stray_calls = StrayCalls(manager)
+        self._stray_calls = StrayCalls(manager, self._before_end)
         manager._tensor_reduction_group = self._process_group
         self._api.reduce = self._reduce
         self._api.receiver = self._receive_statistics
@@ -382,8 +385,9 @@ class Inspector:
 
     def name_module(self, module: torch.nn.Module, name: str) -> None:
         """Give a module its name, and the schedule of one that has not run yet."""
-        if self._snapshot is None:
+        if self._snapshot is None or self._stray_calls is None:
             raise SessionError("The session is not running.")
+        self._stray_calls.keep_names()
         self._snapshot.remember_module(module)
         module.__dict__["name"] = name
         reset_schedule(module)
@@ -437,14 +441,14 @@ class Inspector:
         import nvdlfw_inspect.api as debug_api
         from transformer_engine.debug.features.utils.stats_buffer import STATS_BUFFERS
 
+        if self._stray_calls is not None:
+            self._stray_calls.remove()
+            self._stray_calls = None
         try:
             if not self.ended:
                 debug_api.end_debug()
         finally:
             debug_api.DEBUG_MANAGER = self._manager = None
-            if self._stray_calls is not None:
-                self._stray_calls.remove()
-                self._stray_calls = None
             # A start that failed has no manager to end, and may have got as far as the namespace's features.
             vars(STATS_BUFFERS).pop("log_stats", None)
             ENGINE.reset()

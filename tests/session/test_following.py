@@ -97,6 +97,39 @@ def test_upstreams_calls_that_were_left_in_do_nothing_and_are_said(
     assert {name: getattr(debug_api, name) for name in functions} == functions
 
 
+def test_a_kept_function_that_names_the_layers_anew_loses_nothing(
+    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    rename, net = debug_api.infer_and_assign_layer_names, Net()
+    with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+        for _ in range(3):
+            rename(net)
+            train(net)
+            session.step()
+    assert [{row.layer for row in records} for records in keeper.steps] == [{"first", "second"}] * 3
+    (text,) = said(caplog)
+    assert "another name to a layer while the session is running: first was 'model.first'." in text
+
+
+def test_what_was_gathered_when_the_script_ends_upstream_is_written(
+    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept, net = debug_api.end_debug, Net()
+    with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+        train(net)
+        session.step()
+        train(net)
+        kept()
+        assert said(caplog)[0].startswith("The script has called debug_api.end_debug()"), "at once"
+        train(net)
+        assert session.step() is None
+        debug_api.initialize("upstream.yaml")
+        assert "The call is ignored." in said(caplog)[1]
+    assert keeper.iterations == [0, 1]
+    assert {row.layer for row in keeper.steps[1]} == {"first", "second"}
+    assert len(said(caplog)) == 2
+
+
 # ------------------------------------------------------------------ a model that changes
 
 
