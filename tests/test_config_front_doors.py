@@ -72,13 +72,14 @@ FRONT_DOORS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("front_door", [*FRONT_DOORS.values(), by_trainer_arguments], ids=[*FRONT_DOORS, "Trainer"])
 def test_all_that_is_wrong_is_told_where_the_front_door_is_made(tmp_path: Path, front_door: Any) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(CONFIG)
+    path.write_text(f"{CONFIG}layer_names: upstreams\n")
     with pytest.raises(ConfigError) as caught:
         front_door(path)
     assert [problem.removeprefix(f"{path}, ").split(" (")[0] for problem in caught.value.problems] == [
         "line 10",
         "line 12",
         "line 8",
+        "line 15",
     ]
     assert "there is no feature 'Mine'" in str(caught.value)
     assert "features=" in str(caught.value)

@@ -247,6 +247,7 @@ class Inspector:
             raise SessionError(
                 "nvidia-dlfw-inspect is initialized already, by debug_api.initialize() in the script. Only one can run"
                 " at a time: call debug_api.end_debug() first, and leave initialize, step and end_debug to the session."
+                " Its config is config= of the session; layer_names='upstream' has its selectors mean the same layers."
             )
         self._snapshot = Snapshot()
         self._snapshot.detach_handlers()
