@@ -80,7 +80,8 @@ class SessionOptions:
         keep_precision: whether features that change precision go on acting on the model after a normal end, as they do
             in evaluation, until ``release()``, the next session, or the end of the process.
         allow_unmatched: a section that matches no layer warns instead of raising.
-        strict: a failure in observation raises instead of being reported once.
+        strict: a failure in observation raises instead of being reported once, and so does a layer that Transformer
+            Engine's debug path refuses.
     """
 
     config: Config

@@ -35,7 +35,7 @@ def summary(
         session: a session, also one that was stopped.
         unconverted: layers that a trainer left without Transformer Engine: name -> why.
     """
-    tables = [precision_table(session), unconverted_table(unconverted or {})]
+    tables = [precision_table(session), unconverted_table(unconverted or {}), refused_table(session)]
     statistics = StatisticsTables(session)
     logs = [f"Logs: {session.log_dir / EVENTS_FOLDER}"]
     if (session.log_dir / STATISTICS_FOLDER).is_dir():  # statistics_log="off"
@@ -72,6 +72,19 @@ def unconverted_table(unconverted: Mapping[str, str]) -> Table:
     table.add_column("why")
     for layer, why in unconverted.items():
         table.add_row(_name(layer), Text(_printable(why)))
+    return table
+
+
+def refused_table(session: InspectSession | SessionOutcome) -> Table:
+    """A row a layer that is left as it is, in all of its forwards or in some, and what Transformer Engine refuses."""
+    table = Table(title="Not observed", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("layer", no_wrap=True)
+    table.add_column("what Transformer Engine's debug path refuses")
+    above = ""
+    for info in session.layers:
+        if info.refused:
+            table.add_row(_name(info.name), Text("as above" if info.refused == above else info.refused))
+            above = info.refused
     return table
 
 

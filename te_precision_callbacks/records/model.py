@@ -104,6 +104,8 @@ class LayerInfo:
         features: namespace -> feature -> options, as handed to nvidia-dlfw-inspect.
         given: the name that the script has given to the layer, under which it stands in the statistics log and in
             ``summary``; empty where it has none that no other layer has.
+        refused: why Transformer Engine's debug path refuses the layer, or some forwards of it. What it refuses is left
+            as it is, unobserved. Empty where nothing is refused.
     """
 
     name: str
@@ -111,6 +113,7 @@ class LayerInfo:
     sections: tuple[str, ...]
     features: Mapping[str, Mapping[str, Mapping[str, Any]]]
     given: str = ""
+    refused: str = ""
 
 
 @dataclass(frozen=True)

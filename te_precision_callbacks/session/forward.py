@@ -8,6 +8,10 @@ recomputation. Two seams are replaced while a session is live, both read from Tr
   thing that each forward asks.
 - ``debug_quantization.DebugQuantizer`` (``debug/pytorch/debug_quantization.py``), which each forward in debug mode
   builds anew for each tensor: a subclass, which knows the kind of its forward.
+
+What Transformer Engine refuses in debug mode (``refusals.py``) is left as it is. Where the refusal is of the process
+and not of a layer, it is taken away: ``TEDebugState`` of ``pytorch/cpu_offload.py`` and ``cpu_offload_v1.py``, and
+``onnx_forward`` of the modules. ``torch.cuda.CUDAGraph.capture_begin`` (torch 2.13) tells of a graph.
 """
 
 from __future__ import annotations
@@ -43,6 +47,13 @@ from te_precision_callbacks.session.precision import (
     quantizer_format,
     trainable,
 )
+from te_precision_callbacks.session.refusals import (
+    ONNX_EXPORT,
+    DebugForward,
+    DebugRefusal,
+    has_quantized_input,
+    refusal_of,
+)
 from te_precision_callbacks.session.upstream import reset_schedule
 
 MOST_FORWARDS = 100
@@ -67,12 +78,15 @@ class ForwardHooks:
         on_renamed: called with the name of a module to which somebody has given another one since, and that one; it has
             its name again.
         on_many_forwards: called in the :data:`MOST_FORWARDS`-th training forward of a module without a step in between.
+        on_refusal: called in each forward that is left as it is because Transformer Engine would refuse it, with the
+            module and the reason.
         unwatched: the modules that are not watched, and ran a forward with gradients in training.
     """
 
     def __init__(self, classify: ForwardClassifier, failures: ObservationFailures, audit: PrecisionAudit) -> None:
         self.on_many_forwards: Callable[[torch.nn.Module], None] | None = None
         self.on_renamed: Callable[[str, str], None] | None = None
+        self.on_refusal: Callable[[torch.nn.Module, DebugRefusal], None] | None = None
         self.unwatched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._forwards: dict[int, int] = {}
         self._classify = classify
@@ -84,6 +98,7 @@ class ForwardHooks:
         self._layers: dict[int, tuple[str, ...]] = {}
         self._names: dict[int, str] = {}
         self._armed: dict[int, torch.nn.Module] = {}
+        self._refused: set[int] = set()
         self._waiting: dict[int, dict[int, torch.nn.Module]] = {}
         self._idle_in_evaluation: dict[int, int] = {}
         self._last_state: dict[int, _State] = {}
@@ -93,8 +108,13 @@ class ForwardHooks:
         self._own_wgrad = OwnWgrad()
         self._saved: list[tuple[Any, str, Any]] = []
 
-    def watch(self, modules: Sequence[NamedModule]) -> None:
-        """Set the modules that the session acts on; any other module runs as without a session."""
+    def watch(self, modules: Sequence[NamedModule], refused: Iterable[int] = ()) -> None:
+        """Set the modules that the session acts on; any other module runs as without a session.
+
+        Args:
+            modules: the modules.
+            refused: the ids of those that must not take the debug path.
+        """
         self._release()
         self.unwatched.clear()
         self._modules = {id(named.module): named.module for named in modules}
@@ -105,14 +125,16 @@ class ForwardHooks:
         self._trainable = []
         self._suspicions.clear()
         self._dropped.clear()
+        self._refused = set(refused).intersection(self._modules)
+        for key in self._refused:
+            self._leave_alone(self._modules[key])
         self.arm()
 
     def arm(self) -> None:
         """Arm every module: all features are asked again in the next forward."""
         self._waiting.clear()
         for module in self._modules.values():
-            reset_schedule(module)
-            self._arm(module)
+            self._ask_again(module)
         self._follow_accumulation()
 
     def begin(self, iteration: int) -> None:
@@ -164,12 +186,13 @@ class ForwardHooks:
                 return
         if formats in self._dropped.get(key, ()):
             return
-        if trained:
+        if trained or key in self._refused:
             self._audit.plan(formats)
         else:
             self._audit.doubt(formats)
-        self._suspicions[key] = _Suspicion(module, formats)
-        self._ask_again(module)
+        if key not in self._refused:
+            self._suspicions[key] = _Suspicion(module, formats)
+            self._ask_again(module)
 
     def _follow_trainable(self) -> None:
         """Ask all modules again where parameters were frozen or unfrozen: it decides which GEMMs a backward runs."""
@@ -202,8 +225,9 @@ class ForwardHooks:
         return bool(module.training and module.fp8 and quantizers["scaling_fwd"][0].columnwise_usage)
 
     def _ask_again(self, module: torch.nn.Module) -> None:
-        reset_schedule(module)
-        self._arm(module)
+        if id(module) not in self._refused:
+            reset_schedule(module)
+            self._arm(module)
 
     def keep(self) -> None:
         """End observation, and leave the features that change precision, until :meth:`remove`."""
@@ -242,12 +266,52 @@ class ForwardHooks:
             "no_debug_features_active",
             self._make_no_debug_features_active(module_class.no_debug_features_active),
         )
+        self._install_for_refusals()
         quantizer = _session_quantizer(debug_quantization, self._current, self._failures, self._audit)
         self._replace(debug_quantization, "DebugQuantizer", quantizer)
         for name in ("layernorm_linear", "layernorm_mlp", "linear", "grouped_linear"):
             module = sys.modules.get(f"transformer_engine.pytorch.module.{name}")
             if module is not None and hasattr(module, "DebugQuantizer"):
                 self._replace(module, "DebugQuantizer", quantizer)
+
+    def _install_for_refusals(self) -> None:
+        """Take away what Transformer Engine refuses for the whole process, and follow CUDA graphs."""
+        import transformer_engine.pytorch as te
+        from transformer_engine.pytorch import cpu_offload, cpu_offload_v1
+
+        for module in (cpu_offload, cpu_offload_v1):
+            _require(module, "TEDebugState")
+            self._replace(module, "TEDebugState", _NotDebugging)
+        for module_class in (te.Linear, te.LayerNormLinear, te.LayerNormMLP):
+            _require(module_class, "onnx_forward")
+            self._replace(module_class, "onnx_forward", self._make_onnx_forward(module_class.onnx_forward))
+        if hasattr(torch.cuda.CUDAGraph, "capture_begin"):  # the reference backend has no graphs
+            self._replace(torch.cuda.CUDAGraph, "capture_begin", self._make_capture_begin(torch.cuda.CUDAGraph))
+
+    def _make_onnx_forward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+        @functools.wraps(upstream)
+        def onnx_forward(module: Any, *arguments: Any, **keywords: Any) -> Any:
+            self._tell(module, ONNX_EXPORT)
+            enabled, TEDebugState.debug_enabled = TEDebugState.debug_enabled, False
+            try:
+                return upstream(module, *arguments, **keywords)
+            finally:
+                TEDebugState.debug_enabled = enabled
+
+        return onnx_forward
+
+    def _make_capture_begin(self, graph_class: Any) -> Callable[..., Any]:
+        upstream = graph_class.capture_begin
+
+        @functools.wraps(upstream)
+        def capture_begin(graph: Any, *arguments: Any, **keywords: Any) -> Any:
+            # All modules are asked, so that each one that is captured is met: later its forward is not called any more.
+            self.arm()
+            return upstream(graph, *arguments, **keywords)
+
+        return capture_begin
 
     def remove(self) -> None:
         """Put Transformer Engine's own back."""
@@ -274,6 +338,26 @@ class ForwardHooks:
         self._armed[id(module)] = module
         module.__dict__["is_debug_iter"] = _OfOneModule(self._is_debug_iter, module)
 
+    def _leave_alone(self, module: torch.nn.Module) -> None:
+        """Let a module run as in a process without debugging."""
+        self._refused.add(id(module))
+        self._armed.pop(id(module), None)
+        module.__dict__["is_debug_iter"] = _OfOneModule(_never, module)
+
+    def _tell(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
+        if self.on_refusal is not None and id(module) in self._modules:
+            self.on_refusal(module, refusal)
+
+    def _is_left_alone(self, forward: DebugForward, *, idle: bool) -> bool:
+        """Whether a forward takes the ordinary path, since no feature acts in it or it is refused."""
+        module, refusal = forward.module, refusal_of(forward)
+        if refusal is None or (idle and not refusal.lasts):
+            return idle
+        if refusal.lasts:
+            self._leave_alone(module)
+        self._tell(module, refusal)
+        return True
+
     def _rest(self, module: torch.nn.Module) -> None:
         del self._armed[id(module)]
         module.__dict__["is_debug_iter"] = _OfOneModule(self._own_is_debug_iter, module)
@@ -291,7 +375,10 @@ class ForwardHooks:
         kind = self._classify(module)
         self._current.kind = kind
         self._current.module = module
-        self._current.input_needs_gradient = kind is not ForwardKind.OBSERVED or _input_needs_gradient(module)
+        tensor = _input_of(module)
+        needs_gradient = bool(getattr(tensor, "requires_grad", True))
+        self._current.input_needs_gradient = kind is not ForwardKind.OBSERVED or needs_gradient
+        self._current.has_quantized_input = has_quantized_input(module, tensor)
         if kind is ForwardKind.UNTOUCHED:
             return False
         if kind is ForwardKind.OBSERVED and self.on_many_forwards is not None:
@@ -321,16 +408,20 @@ class ForwardHooks:
 
         def no_debug_features_active(module: Any, quantizers: Any) -> bool:
             kind = self._current.kind
+            forward = DebugForward(module, quantizers, self._current.has_quantized_input)
+            _forget_cached_weights(module, quantizers)
             if kind is not ForwardKind.EVALUATION:
-                idle = bool(upstream(module, quantizers))
+                idle = self._is_left_alone(forward, idle=bool(upstream(module, quantizers)))
                 if kind is not ForwardKind.UNTOUCHED:
                     self._note_plan(module, quantizers, idle, fprop_only=kind is ForwardKind.SILENT)
+                    if not idle and forward.has_quantized_input:
+                        self._report_quantized_input(module, quantizers)
                 return idle
             # Evaluation must not change the schedule of training: it asks for itself, once an iteration.
             idle = not any_feature_enabled(quantizers)
             if idle:
                 self._idle_in_evaluation[id(module)] = TEDebugState.get_iteration()
-            return idle
+            return self._is_left_alone(forward, idle=idle)
 
         return no_debug_features_active
 
@@ -359,6 +450,16 @@ class ForwardHooks:
         if without_effect:
             self._report_left_out(module, without_effect)
 
+    def _report_quantized_input(self, module: Any, quantizers: Sequence[Any]) -> None:
+        if any(quantizer.any_feature_enabled() for quantizer in quantizers if quantizer.tensor_name == "activation"):
+            try:
+                raise QuantizationError(
+                    "its input comes quantized, from a layer with fp8_output or from FP8 attention, so that"
+                    " Transformer Engine quantizes none, and calls no feature for it"
+                )
+            except QuantizationError as error:
+                self._failures.report("What features do with activation", f"of {module.name}", error)
+
     def _report_left_out(self, module: Any, quantizers: Sequence[Any]) -> None:
         tensors = ", ".join(dict.fromkeys(quantizer.tensor_name for quantizer in quantizers))
         override = _backward_override(module)
@@ -385,6 +486,34 @@ class _OfOneModule(functools.partial):  # type: ignore[type-arg]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> functools.partial[bool]:
         return functools.partial(_as_its_class, copy.deepcopy(self.args[0], memo))
+
+
+class _NotDebugging:
+    """Transformer Engine's debug state, for those parts of it that refuse to work at all while a session runs."""
+
+    debug_enabled = False
+
+
+def _forget_cached_weights(module: Any, quantizers: Sequence[Any]) -> None:
+    """Drop weights that a forward with ``is_first_microbatch`` has cached in another iteration, or in an evaluation.
+
+    Transformer Engine writes the new weight into such a one by its own, old quantizer: with the features, and in the
+    precision, of the iteration that has made it. Read from 2.20.2, ``pytorch/module/base.py: quantize_weight``.
+    """
+    from transformer_engine.debug.pytorch.debug_quantization import DebugQuantizedTensor
+
+    workspaces: dict[str, Any] = module.__dict__["_fp8_workspaces"]
+    now = quantizers[0]
+    for name, held in list(workspaces.items()):
+        if isinstance(held, DebugQuantizedTensor):
+            made = held.quantizer
+            # With an fsdp_group it is asked for attributes that such a weight does not have.
+            if made.iteration != now.iteration or made.kind is not now.kind or module.fsdp_group is not None:
+                del workspaces[name]
+
+
+def _never(module: Any) -> bool:
+    return False
 
 
 def _as_its_class(module: Any) -> bool:
@@ -425,8 +554,8 @@ def _run(formats: Mapping[Operand, str], left_out: Mapping[Gemm, str]) -> dict[O
     return {operand: text for operand, text in formats.items() if Gemm(operand.layer, operand.gemm) not in left_out}
 
 
-def _input_needs_gradient(module: torch.nn.Module) -> bool:
-    """Whether the input of the forward that a module is in needs a gradient; True where it cannot be told.
+def _input_of(module: torch.nn.Module) -> Any:
+    """The input of the forward that a module is in; None where it cannot be told.
 
     The input is the first argument of TE 2.20.2's forwards, which keep its name.
     """
@@ -434,9 +563,9 @@ def _input_needs_gradient(module: torch.nn.Module) -> bool:
     while frame is not None:
         names = frame.f_code.co_varnames
         if frame.f_code.co_name == "forward" and names[:1] == ("self",) and frame.f_locals.get("self") is module:
-            return bool(getattr(frame.f_locals.get(names[1]), "requires_grad", True))
+            return frame.f_locals.get(names[1])
         frame = frame.f_back
-    return True
+    return None
 
 
 def _fprop(formats: Mapping[Operand, str]) -> dict[Operand, str]:
@@ -490,7 +619,7 @@ def _session_quantizer(
 
         @outside_of_dynamo
         def __init__(self, layer_name: str, tensor_name: str, *args: Any, **keywords: Any) -> None:
-            self._kind = current.kind
+            self.kind = current.kind
             self._graph_task = torch._C._current_graph_task_id()
             self._high_precision = current.module.activation_dtype
             self._shown_first: DebugQuantizer | None = None
@@ -515,7 +644,7 @@ def _session_quantizer(
 
         def log_messages_about_plans(self) -> None:
             """As upstream's, for forwards that are observed: each plan once, so that a change of it is in the log."""
-            if self._kind is not ForwardKind.OBSERVED:
+            if self.kind is not ForwardKind.OBSERVED:
                 return
             import nvdlfw_inspect.api as debug_api
 
@@ -540,7 +669,7 @@ def _session_quantizer(
 
         def note_operand(self, tensor: Any, columnwise: bool) -> None:
             """Note what a GEMM is handed."""
-            if self._kind is ForwardKind.EVALUATION or (self._override is not None and columnwise):
+            if self.kind is ForwardKind.EVALUATION or (self._override is not None and columnwise):
                 return
             try:
                 operand, plan, _ = tuple(self._gemms())[columnwise]
@@ -590,7 +719,7 @@ def _session_quantizer(
         def take_own_wgrad(self, compute: Callable[[], torch.Tensor]) -> None:
             """What the GEMM that runs next is going to add to ``main_grad``; it is computed if a feature wants it."""
             self._accumulates = True
-            if self._kind is not ForwardKind.OBSERVED:
+            if self.kind is not ForwardKind.OBSERVED:
                 return
             if self.rowwise_tensor_plan == debug_quantization.API_CALL_MODIFY:
                 try:
@@ -607,7 +736,7 @@ def _session_quantizer(
                     failures.report("computing once more", f"{self.layer_name} wgrad", error)
 
         def get_enabled_look_at_tensors(self) -> tuple[bool, bool, bool]:
-            if self._kind is ForwardKind.EVALUATION:
+            if self.kind is ForwardKind.EVALUATION:
                 return False, False, False
             try:
                 return super().get_enabled_look_at_tensors()  # type: ignore[no-any-return]
@@ -632,7 +761,7 @@ def _session_quantizer(
             return plans
 
         def get_plans_for_output_tensors(self) -> tuple[bool, str]:
-            if self._kind is not ForwardKind.EVALUATION:
+            if self.kind is not ForwardKind.EVALUATION:
                 try:
                     return super().get_plans_for_output_tensors()  # type: ignore[no-any-return]
                 except Exception as error:
@@ -684,7 +813,7 @@ def _session_quantizer(
                 parent.set_usage(rowwise=True)
 
         def _call_inspect_tensor_api(self, tensor: Any, rowwise: Any = None, columnwise: Any = None) -> None:
-            if self._kind is not ForwardKind.OBSERVED:
+            if self.kind is not ForwardKind.OBSERVED:
                 return
             if self.tensor_name in FORWARD_TENSORS and torch._C._current_graph_task_id() != self._graph_task:
                 return  # LayerNormMLP(checkpoint=True) runs its forward again inside its own backward

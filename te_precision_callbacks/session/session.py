@@ -48,6 +48,7 @@ from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.forward import MOST_FORWARDS, ForwardHooks
 from te_precision_callbacks.session.parallel import OptimizerSteps, Ranks, placements
 from te_precision_callbacks.session.precision import GemmPrecision, PrecisionAudit
+from te_precision_callbacks.session.refusals import DebugRefusal, RefusedLayers
 from te_precision_callbacks.session.signals import Termination, Uninterrupted
 from te_precision_callbacks.session.sinks import Sinks
 from te_precision_callbacks.session.upstream import (
@@ -140,6 +141,7 @@ class InspectSession:
         self._changed_precision = False
         self._modules: tuple[NamedModule, ...] = ()
         self._layer_names: frozenset[str] = frozenset()
+        self._refused = RefusedLayers(strict=options.strict)
         self._sinks = Sinks((), self._failures)
         self._at_exit: Finalize | None = None
         self._overflow: DebugActivationOverflow | None = None
@@ -168,6 +170,7 @@ class InspectSession:
         self._classify.abandoned = self._is_abandoned
         self._hooks.on_many_forwards = self._say_forgotten
         self._hooks.on_renamed = self._say_renamed
+        self._hooks.on_refusal = self._note_refusal
 
     # ------------------------------------------------------------------ what a session is, for those who look at it
 
@@ -359,7 +362,7 @@ class InspectSession:
         self._reduces = ranks.several
         layers = ranks.together(lambda: self._find_layers(inspector, model))
         layers_of_all = ranks.pool(layers)
-        plan, sections = ranks.together(lambda: self._plan(inspector, layers, layers_of_all))
+        plan, sections = ranks.together(lambda: self._plan(inspector, model, layers, layers_of_all))
         config = {"layer_names": repr(options.layer_names), **flat_config(options.config.enabled_sections, sections)}
         ranks.require_alike(config, inspector.iteration)
         self._take_names(layers_of_all, plan)
@@ -425,6 +428,7 @@ class InspectSession:
             raise
 
     def _end(self, inspector: Inspector, ending: _Ending) -> StepRecords | None:
+        self._say_refused(inspector)
         self._start_sinks()  # with the iteration at which the run begins
         try:
             inspector.step()
@@ -460,6 +464,7 @@ class InspectSession:
             then.callback(self._put_back, inspector, keeps=keeps)
             then.callback(self._close_sinks, error, guard)
             if self._attached:
+                self._say_refused(inspector)
                 self._write_remainder(inspector, logging_step, guard)
 
     def _put_back(self, inspector: Inspector, *, keeps: bool) -> None:
@@ -634,14 +639,25 @@ class InspectSession:
         self, inspector: Inspector, layers: Sequence[Layer], plan: Plan, sections: Sequence[NamespacedFeatures]
     ) -> None:
         """Name and watch this rank's modules; without a collective."""
-        self._layers = _layer_infos(layers, plan, self._given_names)
+        self._layers = _layer_infos(layers, plan, self._given_names, self._refused)
         inspector.configure(plan.as_inspect_config(), self._config_source, sections)
         self._changed_precision |= any(inspector.changes_precision(entry.features) for entry in plan.layers)
         inspector.place(placements(self._modules, self._options.process_group), self._failures.report)
         for module in self._modules:
             inspector.name_module(module.module, module.name)
             inspector.log(f"Assigned layer name: {module.name}")
-        self._hooks.watch(self._modules)
+        self._hooks.watch(self._modules, self._refused.modules)
+        self._say_refused(inspector)
+
+    def _note_refusal(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
+        """Take note of a forward that is left as it is."""
+        names = {layer.name for named in self._modules if named.module is module for layer in named.layers}
+        self._refused.note([info.name for info in self._layers if info.name in names and info.features], refusal)
+
+    def _say_refused(self, inspector: Inspector) -> None:
+        """Name the layers that are left as they are since the last call."""
+        if self._refused.say(inspector.log):
+            self._layers = tuple(replace(info, refused=self._refused.why(info.name)) for info in self._layers)
 
     def _follow_model(self, inspector: Inspector) -> None:
         """Watch what has come into the model since the last step, and say what trains outside of it.
@@ -653,9 +669,11 @@ class InspectSession:
             try:
                 layers = self._find_layers(inspector, self._model_attached)
                 layers_of_all = [*dict.fromkeys([*self._layers_of_all, *layers])]
-                plan, sections = self._plan(inspector, layers, layers_of_all)
+                plan, sections = self._plan(inspector, self._model_attached, layers, layers_of_all)
                 self._take_names(layers_of_all, plan)
                 self._observe(inspector, layers, plan, sections)
+            except ObservationError:
+                raise
             except Exception as error:
                 self._failures.report("following", "the changed model", error)
             self._tree = ModuleTree(self._model_attached)
@@ -716,9 +734,9 @@ class InspectSession:
         return layers
 
     def _plan(
-        self, inspector: Inspector, layers: Sequence[Layer], layers_of_all: Sequence[Layer]
+        self, inspector: Inspector, model: Model, layers: Sequence[Layer], layers_of_all: Sequence[Layer]
     ) -> tuple[Plan, list[NamespacedFeatures]]:
-        """What happens in this rank's layers, and the features of all sections."""
+        """What happens in this rank's layers but those that are refused, and the features of all sections."""
         config, registered = self._options.config, inspector.registered
         plan = config.plan(
             layers_of_all,
@@ -730,7 +748,8 @@ class InspectSession:
         planned = {entry.layer: entry for entry in plan.layers}
         sections = [resolve_features(section, registered) for section in config.enabled_sections]
         own = tuple(planned[layer] for layer in layers if layer in planned)
-        return replace(plan, layers=own), sections
+        effects = {section.name: tuple(section.effects.values()) for section in config.enabled_sections}
+        return self._refused.leave(replace(plan, layers=own), model, self._modules, effects), sections
 
     def _take_names(self, layers: Sequence[Layer], plan: Plan) -> None:
         """Know the layers of all ranks by the names that the script gave, and say what is ambiguous about names."""
@@ -941,7 +960,9 @@ def _warn_if_idle(section: Section, features: NamespacedFeatures) -> None:
         logger.warning("%s: the section has no enabled feature, so it does nothing.", section.place())
 
 
-def _layer_infos(layers: Sequence[Layer], plan: Plan, given_names: Mapping[str, str]) -> tuple[LayerInfo, ...]:
+def _layer_infos(
+    layers: Sequence[Layer], plan: Plan, given_names: Mapping[str, str], refused: RefusedLayers
+) -> tuple[LayerInfo, ...]:
     planned = {entry.layer.name: entry for entry in plan.layers}
     return tuple(
         LayerInfo(
@@ -950,6 +971,7 @@ def _layer_infos(layers: Sequence[Layer], plan: Plan, given_names: Mapping[str, 
             sections=planned[layer.name].sections if layer.name in planned else (),
             features=planned[layer.name].features if layer.name in planned else {},
             given=given_names.get(layer.name, ""),
+            refused=refused.why(layer.name),
         )
         for layer in layers
     )

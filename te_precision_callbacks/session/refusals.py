@@ -1,0 +1,366 @@
+"""What Transformer Engine's debug path refuses: the table, and who is in it.
+
+A layer in debug mode takes another path through Transformer Engine than one in training. Some of what the ordinary path
+can, the debug path refuses: it raises in the middle of a step, or goes on without the feature. A session leaves such a
+layer as it is: it takes the ordinary path, no feature acts on it, and nothing of it is observed.
+
+Some refusals are known of a module before the first step, others in the forward that meets them, before Transformer
+Engine does. Each row of :data:`REFUSALS` says where in Transformer Engine 2.20.2 it was read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.config.effects import Effect
+from te_precision_callbacks.config.planning import Plan
+from te_precision_callbacks.naming import Model, NamedModule, named_roots
+from te_precision_callbacks.session.errors import ObservationError
+
+logger = logging.getLogger(__name__)
+
+MOST_NAMED = 20
+"""Layers that a warning names for a reason; ``session.layers`` and the summary have all of them."""
+
+
+@dataclass(frozen=True)
+class DebugForward:
+    """A forward that is about to take the debug path.
+
+    Attributes:
+        module: the module.
+        quantizers: those that Transformer Engine has built for it, all of its layers in a row.
+        has_quantized_input: whether what it computes with comes quantized.
+    """
+
+    module: Any
+    quantizers: Sequence[Any]
+    has_quantized_input: bool
+
+
+@dataclass(frozen=True)
+class DebugRefusal:
+    """A row of the table.
+
+    Attributes:
+        what: what the layer has or does, by the name that it has in Transformer Engine.
+        why: what comes of it in debug mode.
+        place: the function of Transformer Engine 2.20.2 that it was read from, below ``transformer_engine``.
+        source: what stands there.
+        of_module: whether a module has it, before the first step.
+        of_effects: whether a module has it by what the features of one of its layers do to GEMMs.
+        of_forward: whether a forward has it that is about to take the debug path.
+        lasts: whether it holds for all forwards after the first one that has it, also where no feature acts in that.
+    """
+
+    what: str
+    why: str
+    place: str
+    source: str
+    of_module: Callable[[Any], bool] | None = None
+    of_effects: Callable[[Any, Iterable[Effect]], bool] | None = None
+    of_forward: Callable[[DebugForward], bool] | None = None
+    lasts: bool = False
+
+    @property
+    def known(self) -> str:
+        """When it is known of a layer."""
+        return "before the first step" if self.of_module or self.of_effects else "in the forward that has it"
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}"
+
+
+def _delays_wgrad(module: Any) -> bool:
+    return module.wgrad_store is not None and bool(module.wgrad_store.delay_wgrad_compute())
+
+
+def _has_single_grouped_parameters(module: Any) -> bool:
+    return bool(getattr(module, "single_grouped_weight", False) or getattr(module, "single_grouped_bias", False))
+
+
+def _has_quantized_weights(module: torch.nn.Module) -> bool:
+    from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
+
+    # fully_shard keeps the local part of a parameter in a DTensor.
+    own = module.parameters(recurse=False)
+    return any(isinstance(getattr(weight, "_local_tensor", weight), QuantizedTensor) for weight in own)
+
+
+def _changes_quantized_weights(module: torch.nn.Module, effects: Iterable[Effect]) -> bool:
+    return _has_quantized_weights(module) and any(
+        gemm in ("fprop", "dgrad") for effect in effects for gemm in (*effect.high_precision, *_of_weights(effect))
+    )
+
+
+def _of_weights(effect: Effect) -> Iterator[str]:
+    return (gemm for gemm, tensor in effect.modifies if tensor == "weight")
+
+
+def _changes_quantized_weights_now(forward: DebugForward) -> bool:
+    weights = [quantizer for quantizer in forward.quantizers if quantizer.tensor_name == "weight"]
+    return any(not _is_as_without_features(weight) for weight in weights) and _has_quantized_weights(forward.module)
+
+
+def _is_as_without_features(quantizer: Any) -> bool:
+    """Whether both GEMMs that read a tensor get what the quantizer of the recipe makes."""
+    from transformer_engine.debug.pytorch.debug_quantization import STANDARD_QUANTIZE
+
+    plans = {quantizer.rowwise_tensor_plan, quantizer.columnwise_tensor_plan}
+    return quantizer.parent_quantizer is None or plans == {STANDARD_QUANTIZE}
+
+
+def _quantizes_output(forward: DebugForward) -> bool:
+    return any(quantizer.output_tensor and quantizer.parent_quantizer is not None for quantizer in forward.quantizers)
+
+
+def _mixes_quantized_input(forward: DebugForward) -> bool:
+    if not forward.has_quantized_input:
+        return False
+    from transformer_engine.debug.pytorch.debug_quantization import STANDARD_QUANTIZE
+
+    plans = {
+        gemm: plan
+        for quantizer in forward.quantizers
+        if quantizer.tensor_name in ("weight", "gradient")
+        for gemm, plan in (
+            (quantizer.rowwise_gemm_name, quantizer.rowwise_tensor_plan),
+            (quantizer.columnwise_gemm_name, quantizer.columnwise_tensor_plan),
+        )
+    }
+    return any(plans[gemm] != STANDARD_QUANTIZE for gemm in ("fprop", "wgrad"))
+
+
+def has_quantized_input(module: Any, tensor: Any) -> bool:
+    """Whether a module computes with a tensor that comes quantized, from a layer with ``fp8_output`` or FP8 attention.
+
+    Only ``Linear`` does: the other modules make their activation themselves, or take no such input.
+    """
+    from transformer_engine.pytorch import Linear
+    from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
+
+    return isinstance(module, Linear) and isinstance(tensor, QuantizedTensorStorage)
+
+
+def _calibrates(forward: DebugForward) -> bool:
+    return bool(forward.module.fp8_calibration and not forward.module.fp8)
+
+
+def _offloads(forward: DebugForward) -> bool:
+    from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled
+
+    return bool(is_cpu_offload_enabled())
+
+
+def _is_captured(forward: DebugForward) -> bool:
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    return bool(FP8GlobalStateManager.fp8_graph_capturing())
+
+
+CUDA_GRAPH = DebugRefusal(
+    "CUDA graph",
+    "its replay runs no Python, so that no feature is called, and updating a cached weight raises in debug mode",
+    "debug.pytorch.debug_quantization:DebugQuantizedTensor.quantize_",
+    "CUDA Graphs are not supported with debug=True!",
+    of_forward=_is_captured,
+    lasts=True,
+)
+ONNX_EXPORT = DebugRefusal(
+    "onnx_export",
+    "it raises in debug mode, so the layer is exported without features",
+    "pytorch.module.linear:Linear.onnx_forward",
+    "Debug mode is not supported in ONNX export.",
+)
+REFUSALS = (
+    DebugRefusal(
+        "delay_wgrad_compute",
+        "the wgrad GEMM runs after the backward, which raises in debug mode",
+        "pytorch.module.base:TransformerEngineBaseModule.is_debug_iter",
+        "Delayed wgrad compute is not supported in debug mode.",
+        of_module=_delays_wgrad,
+    ),
+    DebugRefusal(
+        "single_grouped_weight or single_grouped_bias",
+        "the debug path takes each GEMM's own parameters, and raises where they are one",
+        "pytorch.module.grouped_linear:GroupedLinear.forward",
+        "TE debug features do not support single grouped parameters.",
+        of_module=_has_single_grouped_parameters,
+    ),
+    CUDA_GRAPH,
+    DebugRefusal(
+        "quantized_model_init",
+        "the weight exists only quantized, so that a feature which replaces it, or runs fprop or dgrad in high"
+        " precision, raises",
+        "debug.pytorch.debug_quantization:DebugQuantizer.wrap_quantized_tensor",
+        "Weight tensor with fp8 model parameters enabled cannot be",
+        of_effects=_changes_quantized_weights,
+        of_forward=_changes_quantized_weights_now,
+    ),
+    DebugRefusal(
+        "fp8_output or fp8_grad",
+        "a GEMM with a quantized result raises in debug mode; FP8 attention by fp8_dpa or fp8_mha and Userbuffers in"
+        " FP8 ask for one too",
+        "debug.pytorch.debug_quantization:DebugQuantizer.process_gemm_output",
+        "Quantized output is not supported for debug=True.",
+        of_forward=_quantizes_output,
+    ),
+    DebugRefusal(
+        "quantized input",
+        "no feature gets it as it comes from a layer with fp8_output or from FP8 attention, so that a GEMM whose other"
+        " operand a feature changes fails",
+        "pytorch.module.linear:_linear_forward_impl",
+        "            if isinstance(inputmat, QuantizedTensorStorage):\n"
+        "                inputmat.update_usage(rowwise_usage=True)\n"
+        "            else:",
+        of_forward=_mixes_quantized_input,
+    ),
+    DebugRefusal(
+        "autocast with calibrating=True",
+        "it raises in debug mode",
+        "debug.pytorch.debug_quantization:DebugQuantizer.calibrate",
+        "Calibration with debug is not supported",
+        of_forward=_calibrates,
+    ),
+    DebugRefusal(
+        "get_cpu_offload_context",
+        "offloading activations raises in debug mode",
+        "pytorch.cpu_offload:get_cpu_offload_context",
+        "CPU offload is not supported in debug mode.",
+        of_forward=_offloads,
+    ),
+    ONNX_EXPORT,
+)
+"""What is refused. A layer is told the first row that holds."""
+
+_GRAPHED_BY = frozenset({"transformer_engine.pytorch.graph", "torch.cuda.graphs"})
+"""The modules whose ``make_graphed_callables`` puts a ``forward`` of its own into a module."""
+
+
+class RefusedLayers:
+    """The layers of a session that are left as they are, and why.
+
+    Args:
+        strict: raise instead.
+
+    Attributes:
+        modules: the modules that must not take the debug path in any forward, by id.
+    """
+
+    def __init__(self, *, strict: bool) -> None:
+        self.modules: Mapping[int, DebugRefusal] = {}
+        self._strict = strict
+        self._before: dict[str, DebugRefusal] = {}
+        self._in_forwards: dict[str, dict[DebugRefusal, None]] = {}
+        self._said: set[tuple[str, DebugRefusal]] = set()
+
+    def leave(
+        self, plan: Plan, model: Model, modules: Sequence[NamedModule], effects: Mapping[str, Collection[Effect]]
+    ) -> Plan:
+        """Go through the table before a step: the plan without the layers that are left as they are.
+
+        Args:
+            plan: what happens in which of the model's layers.
+            model: the model.
+            modules: its modules.
+            effects: section -> what its features do to GEMMs.
+
+        Raises:
+            ObservationError: with ``strict=True``, where there is such a layer.
+        """
+        planned = {entry.layer.name: entry for entry in plan.layers}
+        graphed = set(_graphed(model))
+        of_modules: dict[int, DebugRefusal] = {}
+        before: dict[str, DebugRefusal] = {}
+        for named in modules:
+            module = named.module
+            refusal = CUDA_GRAPH if id(module) in graphed else None
+            refusal = next((row for row in REFUSALS if row.of_module and row.of_module(module)), refusal)
+            if refusal is not None:
+                of_modules[id(module)] = refusal
+            for layer in named.layers:
+                if layer.name in planned:
+                    acting = [effect for section in planned[layer.name].sections for effect in effects[section]]
+                    of_layer = (row for row in REFUSALS if row.of_effects and row.of_effects(module, acting))
+                    found = refusal or next(of_layer, None)
+                    if found is not None:
+                        before[layer.name] = found
+        if self._strict and before:
+            raise _error(before)
+        self.modules, self._before = of_modules, before
+        return replace(plan, layers=tuple(entry for entry in plan.layers if entry.layer.name not in before))
+
+    def note(self, layers: Iterable[str], refusal: DebugRefusal) -> None:
+        """Note a forward that is left as it is.
+
+        Raises:
+            ObservationError: with ``strict=True``.
+        """
+        found = dict.fromkeys(layers, refusal)
+        if self._strict and found:
+            raise _error(found)
+        for layer in found:
+            self._in_forwards.setdefault(layer, {})[refusal] = None
+
+    def why(self, layer: str) -> str:
+        """Why a layer, or some forwards of it, are left as they are; empty where none are."""
+        return "; ".join(str(refusal) for name, refusal in self._items() if name == layer)
+
+    def say(self, log: Callable[[str], None]) -> bool:
+        """Say in one warning which layers are left as they are and have not been named yet; and whether there are any.
+
+        Args:
+            log: writes a line into the log of events.
+        """
+        news = [item for item in self._items() if item not in self._said]
+        self._said.update(news)
+        for name, refusal in news:
+            log(f"Layer {name} is left as it is. {refusal}")
+        if news:
+            logger.warning(
+                "Transformer Engine's debug path refuses layers, which are left as they are: no feature acts on them,"
+                " and nothing of them is observed: %s.",
+                _in_words(news),
+            )
+        return bool(news)
+
+    def _items(self) -> list[tuple[str, DebugRefusal]]:
+        in_forwards = [(name, refusal) for name, refusals in self._in_forwards.items() for refusal in refusals]
+        return [*self._before.items(), *in_forwards]
+
+
+def _error(refused: Mapping[str, DebugRefusal]) -> ObservationError:
+    return ObservationError(
+        f"Transformer Engine's debug path refuses layers that the config selects: {_in_words(refused.items())}. Leave"
+        " them out of the config, or train them without what is refused. Without strict=True they are left as they are."
+    )
+
+
+def refusal_of(forward: DebugForward) -> DebugRefusal | None:
+    """Why a forward must not take the debug path; None where it may."""
+    return next((row for row in REFUSALS if row.of_forward is not None and row.of_forward(forward)), None)
+
+
+def _in_words(refused: Iterable[tuple[str, DebugRefusal]]) -> str:
+    """Layers and why they are refused, each reason once."""
+    by_reason: dict[DebugRefusal, list[str]] = {}
+    for name, refusal in refused:
+        by_reason.setdefault(refusal, []).append(name)
+    parts = []
+    for refusal, names in by_reason.items():
+        more = f", and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        parts.append(f"{', '.join(names[:MOST_NAMED])}{more} ({refusal})")
+    return "; ".join(parts)
+
+
+def _graphed(model: Model) -> Iterator[int]:
+    """The ids of modules whose forward, or that of a module around them, was made a CUDA graph."""
+    for _, root in named_roots(model) or ():
+        for module in root.modules():
+            if getattr(module.__dict__.get("forward"), "__module__", None) in _GRAPHED_BY:
+                yield from map(id, module.modules())
