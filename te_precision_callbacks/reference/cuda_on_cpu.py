@@ -6,8 +6,9 @@ not defined here is looked up in the real ``torch.cuda``.
 
 There are as many devices as a launcher has started processes on this machine. All of them are the CPU, with the
 capability that :mod:`te_precision_callbacks.reference.target` says. A CPU finishes each operation before the next one,
-so streams, events and synchronization have nothing to do, and the random numbers come from the CPU's generator. CUDA
-graphs are not imitated: asking for one raises.
+so streams, events and synchronization have nothing to do. The random numbers come from the generator that torch's C++
+draws from, which is the CPU's unless ``pretend_cuda=True`` gives the CPU another. CUDA graphs are not imitated: asking
+for one raises.
 """
 
 from __future__ import annotations
@@ -126,6 +127,8 @@ def is_initialized() -> bool:
 def init() -> None:
     pass
 
+
+_initialized = True  # torch's checkpoints ask for it before they keep the state of the GPU's generator
 
 _lazy_init = init
 
@@ -314,53 +317,54 @@ def stream(stream: Any) -> StreamContext:
     return StreamContext(stream)
 
 
-# --- random numbers --------------------------------------------------------------------------------------------------
+# --- random numbers: one generator for all devices, the one that torch's C++ draws from when it is given none ---------
 
 
 class _Generators(tuple[torch.Generator, ...]):
     """One generator, whatever the index: Transformer Engine's index here is what ``current_torch_device`` gives."""
 
     def __getitem__(self, index: Any) -> Any:
-        return torch.default_generator
+        return torch._C.default_generator
 
 
-default_generators = _Generators([torch.default_generator])
+default_generators = _Generators([torch._C.default_generator] * device_count())
 
 
 def manual_seed(seed: int) -> None:
-    """Seeds the CPU's generator; ``torch.manual_seed`` calls ``manual_seed_all`` too, with the same seed."""
-    torch.default_generator.manual_seed(int(seed))
+    """Seeds the generator; ``torch.manual_seed`` calls ``manual_seed_all`` too, with the same seed."""
+    torch._C.default_generator.manual_seed(int(seed))
 
 
 manual_seed_all = manual_seed
 
 
 def seed() -> None:
-    torch.default_generator.seed()
+    torch._C.default_generator.seed()
 
 
 seed_all = seed
 
 
 def initial_seed() -> int:
-    return torch.default_generator.initial_seed()
+    return torch._C.default_generator.initial_seed()
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
-    return torch.default_generator.get_state()
+    return torch._C.default_generator.get_state()
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    return [get_rng_state()]
+    return [get_rng_state() for _ in range(device_count())]
 
 
 def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
-    torch.default_generator.set_state(new_state)
+    torch._C.default_generator.set_state(new_state)
 
 
 def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
-    for state in new_states:
-        set_rng_state(state)
+    states = list(new_states)
+    if states:
+        set_rng_state(states[min(current_device(), len(states) - 1)])
 
 
 # --- memory: the machine's; torch does not count what a CPU tensor takes --------------------------------------------
@@ -471,6 +475,7 @@ __all__ = [
     "ExternalStream",
     "Stream",
     "StreamContext",
+    "_initialized",
     "_lazy_call",
     "_lazy_init",
     "can_device_access_peer",

@@ -27,8 +27,14 @@ from typing import Any
 import torch
 import torch.distributed
 
-from te_precision_callbacks.reference import cuda_on_cpu
-from te_precision_callbacks.reference.pretended_types import Device, Generator, cpu_for_cuda, is_device_number
+from te_precision_callbacks.reference import cuda_on_cpu, pretended_random
+from te_precision_callbacks.reference.pretended_types import (
+    Device,
+    Generator,
+    cpu_for_cuda,
+    is_cuda,
+    is_device_number,
+)
 
 _CPU = torch.device("cpu")
 
@@ -36,6 +42,7 @@ _CPU = torch.device("cpu")
 def make_cuda_mean_cpu() -> None:
     """Replace, in torch, what takes a device, and what answers for CUDA. For the rest of the process."""
     _answer_for_cuda()
+    pretended_random.draw_apart()
     _create_on_cpu()
     _move_to_cpu()
     _load_to_cpu()
@@ -85,9 +92,7 @@ def _create_on_cpu() -> None:
     for name in dir(torch.Tensor):
         if name.startswith("new_"):
             _replace(torch.Tensor, **{name: _with_device_on_cpu(getattr(torch.Tensor, name))})
-    context = _device.DeviceContext
-    _replace(context, __init__=_with_arguments_on_cpu(context.__init__, cpu_for_cuda))
-    _replace(torch, set_default_device=_with_arguments_on_cpu(torch.set_default_device, cpu_for_cuda))
+    pretended_random.remember_default_device()
     _replace(torch, Generator=Generator, device=Device)
 
 
@@ -95,7 +100,7 @@ def _move_to_cpu() -> None:
     tensor = torch.Tensor
     _replace(
         tensor,
-        to=_with_arguments_on_cpu(tensor.to, cpu_for_cuda),
+        to=_moving_to_cpu(tensor.to),
         type=_with_arguments_on_cpu(tensor.type, _cpu_type_name),
         cuda=_to_cpu,
         pin_memory=lambda tensor, device=None: tensor,
@@ -183,16 +188,38 @@ def _compile_for_cpu() -> None:
 def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, which creates a tensor, with CUDA in the keyword ``device`` replaced."""
 
+    draws = function.__name__ in pretended_random.DRAWING_CONSTRUCTORS
+
     @functools.wraps(function)
     def on_cpu(*arguments: Any, **options: Any) -> Any:
+        on_host = pretended_random.creates_on_host(arguments, options)
         if "device" in options:
             options["device"] = cpu_for_cuda(options["device"])
-        return function(*arguments, **options)
+        if on_host and draws:
+            options |= pretended_random.generator_for(arguments, options)
+        created = function(*arguments, **options)
+        if on_host:
+            pretended_random.mark(created, on_host=True)
+        return created
 
     builtins: Any = torch.jit._builtins  # TorchScript knows functions by their identity
     if (operator := builtins._find_builtin(function)) is not None:
         builtins._register_builtin(on_cpu, operator)
     return on_cpu
+
+
+def _moving_to_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.Tensor.to`` with CUDA replaced; what is moved to the pretended GPU is no longer on the CPU."""
+    on_cpu = _with_arguments_on_cpu(move, cpu_for_cuda)
+
+    @functools.wraps(move)
+    def to(*arguments: Any, **options: Any) -> Any:
+        moved = on_cpu(*arguments, **options)
+        if not torch.compiler.is_dynamo_compiling() and any(map(is_cuda, (*arguments, options.get("device")))):
+            pretended_random.mark(moved, on_host=False)
+        return moved
+
+    return to
 
 
 def _with_arguments_on_cpu(function: Callable[..., Any], replace: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -218,7 +245,7 @@ def _without_devices(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _to_cpu(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **options: Any) -> torch.Tensor:
-    return tensor.to(_CPU, non_blocking=non_blocking, **options)
+    return tensor.to("cuda", non_blocking=non_blocking, **options)
 
 
 def _cpu_type_name(name: Any) -> Any:

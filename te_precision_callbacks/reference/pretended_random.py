@@ -1,0 +1,141 @@
+"""Two random generators where "cuda" means the CPU: the pretended GPU's, and the CPU's own.
+
+Usage::
+
+    draw_apart()
+
+    torch.manual_seed(1)  # seeds both
+    torch.cuda.manual_seed(2)  # the GPU's
+    torch.rand(2, device="cuda")  # draws from the GPU's
+    torch.rand(2), torch.empty(2).uniform_()  # draw from the CPU's
+
+A tensor does not know whether it would be on the GPU, for all of them are on the CPU. So what is drawn without a word
+about the device comes from the GPU's generator (dropout, in-place draws on results of operations), as in a script whose
+work is done on the GPU. The CPU's generator serves the functions that create tensors, if they are not told "cuda", and
+the draws into the tensors that these have created, until they are moved to "cuda": the weights of a module that is made
+on the CPU, the samplers of a DataLoader.
+
+The generator that torch's C++ draws from when it is given none is the GPU's; ``torch.default_generator`` is another
+one. Inside functions that ``torch.compile`` has compiled, everything is drawn from the GPU's. Read from torch 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+import torch.utils.data
+from torch.utils._device import DeviceContext
+
+from te_precision_callbacks.reference import cuda_on_cpu
+from te_precision_callbacks.reference.pretended_types import cpu_for_cuda, is_cuda
+
+DRAWING_CONSTRUCTORS = ("rand", "randn", "randint", "randperm", "normal")
+DRAWING_FROM_TENSORS = ("bernoulli", "multinomial", "poisson", "rand_like", "randn_like", "randint_like")
+DRAWING_METHODS = (
+    *("bernoulli", "multinomial", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_"),
+    *("random_", "uniform_"),
+)
+
+_MARK = "_te_precision_on_host"
+_host_generator = torch.Generator()
+
+
+def draw_apart() -> None:
+    """Give the CPU a generator of its own, which goes on from where the common one is. For the rest of the process."""
+    _host_generator.set_state(torch._C.default_generator.get_state())
+    for module in (torch, torch.random):
+        module.default_generator = _host_generator  # type: ignore[attr-defined]
+    torch.utils.data.random_split.__defaults__ = (_host_generator,)
+    for name in DRAWING_FROM_TENSORS:
+        setattr(torch, name, _drawing(getattr(torch, name)))
+    for name in DRAWING_METHODS:
+        setattr(torch.Tensor, name, _drawing(getattr(torch.Tensor, name)))
+    # Checkpoints keep the state of the device that their tensors are on, which is the CPU for all that they can see.
+    torch.utils.checkpoint.DefaultDeviceType.set_device_type("cuda")
+    torch.utils.checkpoint.get_device_states = _device_states
+
+
+def is_on_host(tensor: Any) -> bool:
+    """Whether ``tensor`` was created on the CPU by what says so, and was not moved to the pretended GPU since."""
+    if not isinstance(tensor, torch.Tensor) or torch.compiler.is_dynamo_compiling():
+        return False
+    try:
+        return getattr(tensor.untyped_storage(), _MARK, False)
+    except (NotImplementedError, RuntimeError):  # a subclass, or a tensor of functorch, without a storage
+        return False
+
+
+def mark(tensor: Any, *, on_host: bool) -> None:
+    """Note where ``tensor``, and what shares its memory, is from now on."""
+    if on_host and type(tensor) is not torch.Tensor:
+        return
+    if on_host or is_on_host(tensor):
+        try:
+            setattr(tensor.untyped_storage(), _MARK, on_host)
+        except (NotImplementedError, RuntimeError):
+            return
+
+
+def creates_on_host(arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether a function that creates tensors, called like this, creates them on the CPU in so many words."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    device = options.get("device")
+    if device is not None:
+        return not is_cuda(device) and torch.device(device).type == "cpu"
+    for argument in arguments[:2]:
+        if isinstance(argument, torch.Tensor):
+            return is_on_host(argument)
+    return not _default_is_cuda()
+
+
+def generator_for(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """The generator to add to ``options`` of a call that draws on the CPU, if it names none."""
+    named = any(isinstance(argument, torch.Generator) for argument in (*arguments, options.get("generator")))
+    return {} if named or torch._C._len_torch_dispatch_stack() else {"generator": _host_generator}
+
+
+def remember_default_device() -> None:
+    """Let ``torch.device("cuda")`` as a context, and as the default, remember what it was before it is the CPU."""
+    original_init: Callable[..., None] = DeviceContext.__init__
+
+    @functools.wraps(original_init)
+    def init(self: Any, device: Any) -> None:
+        original_init(self, cpu_for_cuda(device))
+        self.was_cuda = is_cuda(device)
+
+    DeviceContext.__init__ = init
+
+
+def _default_is_cuda() -> bool:
+    if not torch._C._len_torch_function_stack():
+        return False
+    modes = [mode for mode in torch.overrides._get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+    return bool(modes) and getattr(modes[-1], "was_cuda", False)
+
+
+def _drawing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which draws into a tensor, or by one: from the CPU's generator, if the tensor is there."""
+
+    @functools.wraps(function)
+    def drawing(*arguments: Any, **options: Any) -> Any:
+        device = options.get("device")
+        if device is not None:
+            options["device"] = cpu_for_cuda(device)
+        on_host = is_on_host(arguments[0]) if device is None and arguments else creates_on_host((), {"device": device})
+        if on_host:
+            options |= generator_for(arguments, options)
+        return function(*arguments, **options)
+
+    builtins: Any = torch.jit._builtins
+    if (operator := builtins._find_builtin(function)) is not None:
+        builtins._register_builtin(drawing, operator)
+    return drawing
+
+
+def _device_states(*_arguments: Any) -> tuple[list[int], list[torch.Tensor]]:
+    return [cuda_on_cpu.current_device()], [cuda_on_cpu.get_rng_state()]
