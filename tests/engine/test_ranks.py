@@ -7,9 +7,6 @@ here with the same models and batches in this process. A data-parallel rank's ba
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +36,7 @@ from tests.engine.ranks_script import (
     wide,
 )
 from tests.engine.recipes import Pair, by_block, quantize
+from tests.forked import ranks
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the ranks compute on CPUs, with the reference backend"
@@ -50,21 +48,8 @@ Ranks = list[dict[str, Any]]
 
 def launch(world: int, folder: Path) -> Ranks:
     script = Path(ranks_script.__file__)
-    environment = {**os.environ, "PYTHONPATH": str(script.parents[2]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(script)]
-    outputs = [folder / f"{rank}.txt" for rank in range(world)]
-    processes = []
-    for rank, output in enumerate(outputs):
-        with output.open("w") as file:
-            arguments = [*command, str(rank), str(world), str(folder)]
-            processes.append(subprocess.Popen(arguments, env=environment, stdout=file, stderr=subprocess.STDOUT))
-    try:
-        for process in processes:
-            process.wait(timeout=240)
-    finally:
-        for process in processes:
-            process.kill()
-    said = "\n".join(output.read_text()[-2000:] for output in outputs)
+    ended = ranks(script, [[str(rank), str(world), str(folder)] for rank in range(world)])
+    said = "\n".join(rank.stderr[-2000:] for rank in ended)
     assert all((folder / f"{rank}.json").exists() for rank in range(world)), said
     found: Ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
     assert not [rank["error"] for rank in found if "error" in rank], said

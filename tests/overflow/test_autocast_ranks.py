@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-from tests.reference.processes import run
+from tests.forked import launched
 
 
 def test_an_overflow_stops_both_ranks_in_every_precision(tmp_path: Path) -> None:
     """One launch for all cases: DDP's gradients of unused outputs are None, and float16 has a GradScaler that skips."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = run([*launch, str(Path(__file__).with_name("autocast_script.py")), str(tmp_path)])
-    assert result.returncode == 0, result.stderr
+    ended = launched(Path(__file__).with_name("autocast_script.py"), [str(tmp_path)])
+    assert [rank.returncode for rank in ended] == [0, 0], [rank.stderr for rank in ended]
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     assert ranks[0] == ranks[1]
     assert list(ranks[0]) == [

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests import forked
 
 
 def run(case: str, folder: Path) -> list[dict[str, Any]]:
     """What each rank ended with."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    script = str(Path(__file__).with_name("ddp_script.py"))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, case, str(folder), str(rank)], env=environment, stderr=subprocess.PIPE, text=True
-        )
-        for rank in (0, 1)
-    ]
-    output = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], output
+    script = Path(__file__).with_name("ddp_script.py")
+    ended = forked.ranks(script, [[case, str(folder), str(rank)] for rank in (0, 1)])
+    output = [rank.stderr for rank in ended]
+    assert [rank.returncode for rank in ended] == [0, 0], output
     return [{**json.loads((folder / f"{rank}.json").read_text()), "stderr": output[rank]} for rank in (0, 1)]
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forked import ranks
 from tests.lightning.models import log_of, logged_lines, marked_lines
 
 NAME = "linear_activation_max"
@@ -19,13 +17,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of two ranks that have run all cases; in the last one the second rank fails."""
     folder = tmp_path_factory.mktemp("two")
     script = Path(__file__).with_name("distributed_script.py")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([sys.executable, str(script), str(rank), str(folder)], env=environment) for rank in range(2)
-    ]
-    first, second = [process.wait(timeout=120) for process in ranks]
-    assert first == 0
-    assert second != 0  # 1, or the abort of a thread of gloo's that did not end with the process
+    first, second = ranks(script, [[str(rank), str(folder)] for rank in range(2)])
+    assert first.returncode == 0, first.stderr
+    assert second.returncode != 0  # 1, or the abort of a thread of gloo's that did not end with the process
     return folder
 
 

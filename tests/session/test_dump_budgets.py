@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests import forked
 
 SCRIPT = Path(__file__).with_name("dump_budgets_script.py")
 
@@ -15,17 +14,7 @@ def test_one_rank_has_no_budget_left(tmp_path: Path) -> None:
     full = tmp_path / "log" / "tensor_dumps" / "rank_1"
     full.mkdir(parents=True)
     (full / "of_an_earlier_run").write_bytes(b"0" * 2_000_000)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(tmp_path), str(rank)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate()[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    ranks = forked.ranks(SCRIPT, [[str(tmp_path), str(rank)] for rank in range(2)])
+    assert [rank.returncode for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]
     assert list((tmp_path / "log" / "tensor_dumps" / "rank_0").rglob("*.safetensors"))
     assert [path.name for path in full.rglob("*") if path.is_file()] == ["of_an_earlier_run"]

@@ -25,6 +25,7 @@ from te_precision_callbacks.debug_utils import ActivationOverflowError
 from te_precision_callbacks.dumps import recording
 from te_precision_callbacks.dumps.writer import Writer
 from te_precision_callbacks.session import InspectSession, ObservationError
+from tests import forked
 
 TENSORS = ["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
 SCRIPT = Path(__file__).with_name("dumps_script.py")
@@ -572,9 +573,8 @@ def test_a_script_that_stops_nothing_and_one_that_forks_have_all_files(tmp_path:
 
 def test_two_ranks_agree_on_a_merged_statistic(tmp_path: Path) -> None:
     """The maximum is rank 1's alone; with the condition both write theirs, and in no other step."""
-    ranks = [run_script("ranks", str(tmp_path), str(rank)) for rank in range(2)]
-    for process in ranks:
-        finish(process)
+    ranks = forked.ranks(SCRIPT, [["ranks", str(tmp_path), str(rank)] for rank in range(2)])
+    assert [rank.returncode for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]
     for rank in range(2):
         folder = tmp_path / "log" / "tensor_dumps" / f"rank_{rank}"
         (path,) = (found for found in folder.rglob("*") if found.is_file())

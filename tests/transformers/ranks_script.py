@@ -1,4 +1,4 @@
-"""A training script for two CPU processes under torchrun: ranks_script.py FOLDER WHAT [FAILING_RANK]"""
+"""A training script for two CPU processes under torchrun or as under it: ranks_script.py FOLDER WHAT [FAILING_RANK]"""
 
 from __future__ import annotations
 

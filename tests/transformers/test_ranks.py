@@ -1,24 +1,20 @@
-"""Two processes under torchrun: one set of statistics, and an end for both where one fails."""
+"""Two processes as under torchrun, and under it: one set of statistics, and an end for both where one fails."""
 
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.forked import launched
 from tests.lightning.models import board_scalars, log_of, logged_lines
 from tests.reference.processes import run
 from tests.transformers.models import sample
 
-
-def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Ends within four minutes, or is an error: a rank that waits for the other gives up after half a minute."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return run([*launch, str(Path(__file__).with_name("ranks_script.py")), str(folder), *arguments])
+SCRIPT = Path(__file__).with_name("ranks_script.py")
 
 
 def trained_on(folder: Path, rank: int) -> list[list[int]]:
@@ -28,8 +24,8 @@ def trained_on(folder: Path, rank: int) -> list[list[int]]:
 
 
 def test_two_ranks_have_one_set_of_statistics(tmp_path: Path) -> None:
-    result = torchrun(tmp_path, "unmodified")
-    assert result.returncode == 0, result.stderr
+    ended = launched(SCRIPT, [str(tmp_path), "unmodified"])
+    assert [rank.returncode for rank in ended] == [0, 0], [rank.stderr for rank in ended]
     lines = logged_lines(tmp_path / "debug")
     assert not log_of(tmp_path / "debug", 1).exists(), "the statistics are reduced, and rank 0 writes them"
     assert len(lines) == 4 * 2 * 2 * 2
@@ -47,25 +43,37 @@ def test_two_ranks_have_one_set_of_statistics(tmp_path: Path) -> None:
     assert sorted(board["te.net.0/activation/max"]) == sorted(board["train/loss"]) == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("what", "rank"), [("unmodified", 1), ("ours", 0)])
-def test_a_rank_that_raises_ends_both(tmp_path: Path, what: str, rank: int) -> None:
-    result = torchrun(tmp_path, what, str(rank))
+def test_a_rank_that_raises_ends_both_under_torchrun(tmp_path: Path) -> None:
+    """With the stock Trainer. A rank that waits for the other gives up after half a minute."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = run([*torchrun, str(SCRIPT), str(tmp_path), "unmodified", "1"])
     assert result.returncode != 0
-    assert f"rank {rank} has a bad batch" in result.stderr
-    lines = logged_lines(tmp_path / "debug", rank)
-    assert sorted({step for _, step in lines}) == [[0, 1], [1]][rank], (
-        "what the rank had gathered, without a collective"
-    )
-    batches = trained_on(tmp_path, rank)
+    assert "rank 1 has a bad batch" in result.stderr
+    assert_own_numbers(tmp_path, 1, steps=[1])
+
+
+def test_a_rank_that_raises_ends_both(tmp_path: Path) -> None:
+    """With our Trainer, whose session ends before the other rank knows."""
+    ended = launched(SCRIPT, [str(tmp_path), "ours", "0"])
+    assert all(rank.returncode != 0 for rank in ended)
+    assert "rank 0 has a bad batch" in ended[0].stderr
+    assert_own_numbers(tmp_path, 0, steps=[0, 1])
+
+
+def assert_own_numbers(folder: Path, rank: int, *, steps: list[int]) -> None:
+    """What the rank had gathered is written, without a collective; the failed step's numbers are its own."""
+    lines = logged_lines(folder / "debug", rank)
+    assert sorted({step for _, step in lines}) == steps
+    batches = trained_on(folder, rank)
     own = torch.stack([sample(index) for batch in batches[2:4] for index in batch])
     assert lines["net.0_activation_max", 1] == own.max().item()
 
 
 def test_an_overflow_of_one_rank_ends_both_in_the_same_step(tmp_path: Path) -> None:
-    result = torchrun(tmp_path, "overflow")
-    assert result.returncode != 0
-    assert result.stderr.count("ActivationOverflowError:") >= 1
-    assert "net.1: LayerNormLinear: input[0]" in result.stderr
-    for rank in (0, 1):
+    ended = launched(SCRIPT, [str(tmp_path), "overflow"])
+    for rank, found in enumerate(ended):
+        assert found.returncode != 0
+        assert "ActivationOverflowError:" in found.stderr
+        assert "net.1: LayerNormLinear: input[0]" in found.stderr
         assert len(trained_on(tmp_path, rank)) == 4, "both looked before the second step of the optimizer"
         assert (tmp_path / f"finite_{rank}.txt").read_text() == "True"
