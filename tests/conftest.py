@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -19,6 +20,16 @@ if not torch.cuda.is_available():
     reference.install()
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What the imports made is there for good: each of many garbage collections would go through all of it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 class Keeper:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,6 +23,14 @@ from tests.reference.processes import run
 
 _CODE = (*map(str, te_precision_callbacks.__path__), str(Path(__file__).parents[2] / "features"), contextlib.__file__)
 """Where an interrupt comes: in each line of this project, and of the blocks that it makes with contextlib."""
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """Python's own handler; in a process that a shell has put into the background Ctrl-C is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class Lines:
