@@ -9,6 +9,7 @@ import torch
 import transformer_engine.pytorch as te
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from te_precision_callbacks.accelerate import unconverted_layers
 from te_precision_callbacks.naming import Layer, module_paths, named_te_modules, snake_case
 
 
@@ -98,9 +99,13 @@ def test_other_names_stay_aliases() -> None:
     assert other_root["model.head"] == {"the_head"}
 
 
+def peft_class(name: str, *bases: type) -> Any:
+    return type(name, bases, {"__module__": "peft.tuners"})
+
+
 def of_peft(name: str, *bases: type, **children: torch.nn.Module) -> torch.nn.Module:
     """A module of a class of PEFT's, which are told by their names."""
-    made: torch.nn.Module = type(name, bases or (torch.nn.Module,), {"__module__": "peft.tuners"})()
+    made: torch.nn.Module = peft_class(name, *(bases or (torch.nn.Module,)))()
     for child_name, child in children.items():
         setattr(made, child_name, child)
     return made
@@ -115,7 +120,7 @@ def test_pefts_wrappers_add_nothing_to_a_name_and_its_adapters_say_what_they_are
     net = Net()
     plain = names(net)
     block: Any = net.layers[0]
-    tuner_layer = type("BaseTunerLayer", (), {"__module__": "peft.tuners"})
+    tuner_layer = peft_class("BaseTunerLayer")
     proj = block.self_attention.proj
     lora = of_peft(
         "Linear", torch.nn.Module, tuner_layer, base_layer=proj, lora_A=adapter(32, 16), lora_B=adapter(16, 32)
@@ -123,8 +128,9 @@ def test_pefts_wrappers_add_nothing_to_a_name_and_its_adapters_say_what_they_are
     block.self_attention.proj = lora
     copies = torch.nn.ModuleDict({"default": te.Linear(32, 32), "other": te.Linear(32, 32)})
     net.head = of_peft("ModulesToSaveWrapper", original_module=net.head, modules_to_save=copies)
-    tuner = of_peft("LoraModel", type("BaseTuner", (torch.nn.Module,), {"__module__": "peft.tuners"}), model=net)
-    model = torch.nn.DataParallel(of_peft("PeftModelForCausalLM", of_peft("PeftModel").__class__, base_model=tuner))
+    tuner = of_peft("LoraModel", peft_class("BaseTuner", torch.nn.Module), model=net)
+    peft_model = peft_class("PeftModel", torch.nn.Module)
+    model = torch.nn.DataParallel(of_peft("PeftModelForCausalLM", peft_model, base_model=tuner))
 
     found = {layer.name: layer for layer in layers(model)}
     copied = ["head.original_module", "head.modules_to_save.other"]
@@ -138,6 +144,14 @@ def test_pefts_wrappers_add_nothing_to_a_name_and_its_adapters_say_what_they_are
     assert of_upstream in found["layers.0.self_attention.proj"].upstream
     watched = [path for path, _ in module_paths(model)]
     assert "layers.0.self_attention.proj.base_layer" in watched, "overflow detection watches the sum and its parts"
+
+
+def test_a_layer_that_accelerate_left_is_called_without_pefts_parts_too() -> None:
+    tuner_layer = peft_class("BaseTunerLayer")
+    lora = of_peft("Linear", torch.nn.Module, tuner_layer, base_layer=torch.nn.Linear(10, 32))
+    lora.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(32, 8)})
+    model = of_peft("PeftModel", base_model=torch.nn.ModuleDict({"q_proj": lora}))
+    assert [*unconverted_layers(model)] == ["q_proj", "q_proj.lora_A.default"]
 
 
 def test_names_given_to_a_transformer_layer_reach_its_parts() -> None:
