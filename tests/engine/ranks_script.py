@@ -590,6 +590,7 @@ def attaching(folder: Path) -> dict[str, Any]:
         "one rank's model is wrong": lambda: {"config": config(), "model": "no model" if rank == 1 else model},
         "another freq": lambda: {"config": with_freq(2 if rank == 1 else 1)},
         "one more statistic": lambda: {"config": with_more() if rank == 0 else config()},
+        "other names": lambda: {"config": config(), "layer_names": "upstream" if rank == 1 else None},
         "another start_step": lambda: {"config": config(), "start_step": 5 * rank},
         "no reduction": lambda: {"config": config(first=["stage0"]), "reduce": False},
     }

@@ -408,6 +408,7 @@ def test_ranks_with_other_schedules_are_named_and_nothing_is_mixed(two: Ranks) -
     [
         ("another freq", "ConfigError", "all.transformer_engine.LogTensorStats.freq is 1, and 2"),
         ("one more statistic", "ConfigError", "config 1 on rank 0; config 2 on rank 1"),
+        ("other names", "ConfigError", "They differ first in this: layer_names is None, and 'upstream'."),
         ("another start_step", "SessionError", "iteration 0 on rank 0; iteration 5 on rank 1"),
     ],
 )
