@@ -6,6 +6,7 @@ import importlib.metadata
 import logging
 import math
 import os
+import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,6 +50,7 @@ from te_precision_callbacks.session.forward import MOST_FORWARDS, ForwardHooks
 from te_precision_callbacks.session.parallel import OptimizerSteps, Ranks, placements
 from te_precision_callbacks.session.precision import GemmPrecision, PrecisionAudit
 from te_precision_callbacks.session.refusals import DebugRefusal, RefusedLayers
+from te_precision_callbacks.session.shapes import explain_shape
 from te_precision_callbacks.session.signals import Termination, Uninterrupted
 from te_precision_callbacks.session.sinks import Sinks
 from te_precision_callbacks.session.upstream import (
@@ -456,6 +458,7 @@ class InspectSession:
         inspector = self._inspector
         if inspector is None or self._is_forked:
             return
+        explain_shape(error or sys.exc_info()[1], self._modules)
         keeps = self._options.keep_precision and error is None and self._changed_precision and not inspector.ended
         with Uninterrupted(self._termination) as guard, ExitStack() as then:
             # What is in the stack runs from its end, whatever fails.

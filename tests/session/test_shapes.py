@@ -1,0 +1,158 @@
+"""A shape that FP8 cannot multiply: the exception says in which layer and GEMM, and what would work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as recipes
+
+from te_precision_callbacks.session import InspectSession
+from tests.capability import any_capability, stand_for
+from tests.conftest import statistics
+
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+
+
+class Case(NamedTuple):
+    """Sizes of a layer that do not work.
+
+    Attributes:
+        make: gives the layer for the one that is wrong: tokens, or one of its features.
+        recipe, capability: where.
+        size: what is wrong.
+        told: layer, GEMM and dimension, and the multiple that is asked.
+        next_size: the smallest larger size with which the layer trains.
+    """
+
+    make: Callable[[int], torch.nn.Module]
+    recipe: Any
+    capability: tuple[int, int]
+    size: int
+    told: tuple[str, str, str, int]
+    next_size: int
+
+
+def linear(*features: int) -> Callable[[int], torch.nn.Module]:
+    return lambda tokens: te.Linear(*features, params_dtype=torch.bfloat16)
+
+
+def mlp(tokens: int) -> torch.nn.Module:
+    return te.LayerNormMLP(32, 64, params_dtype=torch.bfloat16)
+
+
+def grouped(tokens: int) -> torch.nn.Module:
+    return te.GroupedLinear(2, 32, 48, params_dtype=torch.bfloat16)
+
+
+CASES = {
+    "fprop": Case(linear(32, 48), recipes.DelayedScaling, HOPPER, 30, ("layer", "fprop", "tokens", 8), 32),
+    "fprop, and then wgrad": Case(
+        linear(32, 48), recipes.Float8CurrentScaling, HOPPER, 34, ("layer", "fprop", "tokens", 8), 48
+    ),
+    "wgrad": Case(linear(32, 48), recipes.DelayedScaling, HOPPER, 40, ("layer", "wgrad", "tokens", 16), 48),
+    "wgrad of a LayerNormLinear": Case(
+        lambda tokens: te.LayerNormLinear(32, 48, params_dtype=torch.bfloat16),
+        recipes.Float8CurrentScaling,
+        HOPPER,
+        40,
+        ("layer", "wgrad", "tokens", 16),
+        48,
+    ),
+    "wgrad of a LayerNormMLP": Case(
+        mlp, recipes.Float8CurrentScaling, HOPPER, 40, ("layer.fc2", "wgrad", "tokens", 16), 48
+    ),
+    "dgrad": Case(
+        lambda size: te.Linear(32, size, params_dtype=torch.bfloat16),
+        recipes.Float8CurrentScaling,
+        HOPPER,
+        24,
+        ("layer", "dgrad", "out_features", 16),
+        32,
+    ),
+    "fprop of fc2": Case(
+        lambda size: te.LayerNormMLP(32, size, params_dtype=torch.bfloat16),
+        recipes.Float8CurrentScaling,
+        HOPPER,
+        40,
+        ("layer.fc2", "fprop", "in_features", 16),
+        48,
+    ),
+    "FP8 blocks": Case(linear(32, 48), recipes.Float8BlockScaling, HOPPER, 40, ("layer", "wgrad", "tokens", 16), 48),
+    "a GroupedLinear": Case(
+        grouped, recipes.Float8CurrentScaling, HOPPER, 20, ("layer.gemm_0", "wgrad", "tokens", 16), 32
+    ),
+    "MXFP8": Case(linear(32, 64), recipes.MXFP8BlockScaling, BLACKWELL, 40, ("layer", "fprop", "tokens", 32), 64),
+}
+
+
+def train(net: torch.nn.ModuleDict, case: Case, size: int) -> None:
+    tokens = size if case.told[2] == "tokens" else 32
+    several = isinstance(net["layer"], te.GroupedLinear)
+    x = torch.randn(tokens * (1 + several), 32, dtype=torch.bfloat16, requires_grad=True)
+    with te.autocast(enabled=True, recipe=case.recipe()):
+        out = net["layer"](x, [tokens, tokens]) if several else net["layer"](x)
+    out.sum().backward()
+
+
+def model(case: Case, size: int) -> torch.nn.ModuleDict:
+    return torch.nn.ModuleDict({"layer": case.make(size)})
+
+
+@pytest.fixture(autouse=True)
+def capability() -> Iterator[None]:
+    with any_capability():
+        yield
+
+
+@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_the_exception_says_where_and_what_works(name: str, watched: bool, tmp_path: Path) -> None:
+    case = CASES[name]
+    stand_for(case.capability)
+    config = statistics(layers=["all" if watched else "another"])
+    with pytest.raises(Exception) as alone:  # noqa: PT011
+        train(model(case, case.size), case, case.size)
+    with pytest.raises(type(alone.value)) as raised:
+        net = model(case, case.size)
+        with InspectSession(config, model=net, log_dir=tmp_path, allow_unmatched=True):
+            train(net, case, case.size)
+    (note,) = raised.value.__notes__
+    layer, gemm, dimension, multiple = case.told
+    assert f"the layer {layer!r} cannot run the GEMM {gemm}: {dimension}" in note
+    assert f"is {case.size}, and has to be a multiple of {multiple} for" in note
+    assert note.endswith(f"takes is {case.next_size}.")
+    for size in range(case.size + 1, case.next_size):
+        with pytest.raises(Exception):  # noqa: B017, PT011
+            train(model(case, size), case, size)
+    train(model(case, case.next_size), case, case.next_size)
+
+
+def test_other_exceptions_have_no_note(tmp_path: Path) -> None:
+    net = torch.nn.ModuleDict({"layer": te.Linear(32, 24, params_dtype=torch.bfloat16)})
+    for error in (ValueError("of the script"), None):
+        with (
+            pytest.raises((ValueError, AssertionError)) as raised,
+            InspectSession(statistics(), model=net, log_dir=tmp_path),
+        ):
+            if error is not None:
+                raise error
+            with te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling()):
+                net["layer"](torch.randn(32, 16, dtype=torch.bfloat16))  # what does not fit the weight
+        assert not hasattr(raised.value, "__notes__")
+
+
+def test_a_session_that_is_stopped_by_hand_explains_too(tmp_path: Path) -> None:
+    case = CASES["wgrad"]
+    net = model(case, case.size)
+    session = InspectSession(statistics(), model=net, log_dir=tmp_path).start()
+    with pytest.raises(RuntimeError) as raised:
+        try:
+            train(net, case, case.size)
+        finally:
+            session.stop()
+    assert "the layer 'layer' cannot run the GEMM wgrad" in raised.value.__notes__[0]
