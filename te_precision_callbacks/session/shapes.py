@@ -156,7 +156,9 @@ def _held(found: Mapping[str, Any]) -> Iterator[Any]:
     contexts = (vars(found[name]) for name in ("ctx", "bwd_args") if hasattr(found.get(name), "__dict__"))
     for values in (found, *contexts):
         for value in list(values.values()):
-            yield from value if isinstance(value, (list, tuple)) else (value,)
+            for part in value if isinstance(value, (list, tuple)) else (value,):
+                yield part
+                yield getattr(part, "parent_quantizer", None)  # of a quantizer of the debug path
 
 
 def _sizes(place: _Place) -> list[tuple[int, int, int]]:

@@ -17,6 +17,7 @@ import torch
 import transformer_engine.debug.features
 import transformer_engine.pytorch as te
 from rich.console import Console
+from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -382,6 +383,19 @@ def test_what_is_left_of_a_layer_with_a_quantized_input(
     assert {row.tensor for records in keeper.steps for row in records} == {"gradient"}
     (text,) = warnings_of(caplog)
     assert "What features do with activation of second cannot be had: its input comes quantized" in text
+
+
+def test_fp8_attention(tmp_path: Path) -> None:
+    """It asks the layer before it for a quantized output; the reference backend has no attention in FP8 itself."""
+    net = te.MultiheadAttention(64, 4, attention_dropout=0.0)
+    recipe = DelayedScaling(fp8_dpa=True, fp8_mha=True)
+    with (
+        pytest.raises(ValueError, match="No dot product attention backend is available"),
+        InspectSession(statistics(), model=net, log_dir=tmp_path) as session,
+        te.autocast(enabled=True, recipe=recipe),
+    ):
+        net(torch.randn(32, 2, 64, requires_grad=True))
+    assert {info.name.rpartition(".")[2]: bool(info.refused) for info in session.layers} == {"qkv": True, "proj": False}
 
 
 # ------------------------------------------------------------------ CUDA graphs, which need a GPU to be made

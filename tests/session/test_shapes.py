@@ -132,6 +132,19 @@ def test_the_exception_says_where_and_what_works(name: str, watched: bool, tmp_p
     train(model(case, case.next_size), case, case.next_size)
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_layer_that_is_recomputed_in_the_backward(tmp_path: Path, use_reentrant: bool) -> None:
+    """A checkpoint hands other tensors to the backward than the module's own."""
+    case = CASES["wgrad"]
+    net = model(case, case.size)
+    x = torch.randn(case.size, 32, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(RuntimeError) as raised, InspectSession(statistics(), model=net, log_dir=tmp_path):
+        with te.autocast(enabled=True, recipe=case.recipe()):
+            out = te.checkpoint(net["layer"], x, use_reentrant=use_reentrant)
+        out.sum().backward()
+    assert "the layer 'layer' cannot run the GEMM wgrad" in raised.value.__notes__[0]
+
+
 def test_other_exceptions_have_no_note(tmp_path: Path) -> None:
     net = torch.nn.ModuleDict({"layer": te.Linear(32, 24, params_dtype=torch.bfloat16)})
     for error in (ValueError("of the script"), None):
