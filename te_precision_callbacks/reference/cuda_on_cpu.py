@@ -23,6 +23,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from te_precision_callbacks.reference.errors import MissingFunctionError
+from te_precision_callbacks.reference.fusing import FUSED_IN, rounding_once
 from te_precision_callbacks.reference.target import capability
 
 _T = TypeVar("_T")
@@ -45,8 +46,10 @@ def current_torch_device() -> torch.device:
 
 
 def run_eagerly(function: Callable[..., Any] | None = None, **_options: Any) -> Callable[..., Any]:
-    """Stands for ``torch.compile``, with and without arguments: the function as it is."""
-    return (lambda decorated: decorated) if function is None else function
+    """Stands for ``torch.compile``, with and without arguments: the function as it is, or rounding once as compiled."""
+    if function is None:
+        return run_eagerly
+    return rounding_once(function) if function.__module__ == FUSED_IN else function
 
 
 def exact_norm(tensor: torch.Tensor, p: float = 2) -> torch.Tensor:

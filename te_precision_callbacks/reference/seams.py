@@ -86,8 +86,10 @@ SEAMS = (
     Seam(
         "transformer_engine/debug/features/utils/stats_computation.py",
         "@torch.compile",
-        "the function as it is; the same for `torch.compile(function)` in `pytorch/jit.py`",
-        "Compiling costs minutes and changes the order of summation. `torch.compile` of your own code is untouched.",
+        "the function as it is; `torch.compile(function)` of those in `pytorch/jit.py` computes in float32 and rounds "
+        "once",
+        "Compiling costs minutes and changes the order of summation; a compiled kernel rounds once, at the end. "
+        "`torch.compile` of your own code is untouched.",
         everywhere=True,
     ),
     Seam(

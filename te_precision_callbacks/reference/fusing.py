@@ -1,0 +1,58 @@
+"""Functions that a GPU runs as one kernel: computed in float32, rounded once, at the end.
+
+Usage::
+
+    fused = rounding_once(function)
+    fused(x, bias)  # bfloat16 in, bfloat16 out; float32 between
+
+``torch.compile`` fuses what Transformer Engine marks ``jit_fuser`` into one kernel, and its kernels compute in float32
+what is bfloat16 or float16 (``triton.codegen_upcast_to_fp32`` of torch's ``_inductor/config.py``). Run as it is, such a
+function rounds after every operation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_HALF = (torch.bfloat16, torch.float16)
+FUSED_IN = "transformer_engine.pytorch.jit"
+"""The module whose compiled functions are pure: they return new tensors, and write to none that they are given."""
+
+
+def rounding_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` of tensors, positional ones, with its half-precision inputs in float32 and its results rounded.
+
+    The results have the types that ``function`` itself gives. It has to be pure, and gradients are rounded once too.
+    """
+    results: dict[tuple[Any, ...], Any] = {}
+
+    @functools.wraps(function)
+    def rounded(*arguments: Any) -> Any:
+        dtypes = tuple(value.dtype if isinstance(value, torch.Tensor) else None for value in arguments)
+        if not any(dtype in _HALF for dtype in dtypes):
+            return function(*arguments)
+        if dtypes not in results:
+            results[dtypes] = _result_types(function, arguments)
+        wide = (value.float() if dtype in _HALF else value for value, dtype in zip(arguments, dtypes, strict=True))
+        result = function(*wide)
+        if isinstance(result, tuple):
+            return tuple(value.to(dtype) for value, dtype in zip(result, results[dtypes], strict=True))
+        return result.to(results[dtypes])
+
+    return rounded
+
+
+def _result_types(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """The type of the result, or of each, found without computing them."""
+    with torch.no_grad():
+        result = function(
+            *(
+                torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
+                for value in arguments
+            )
+        )
+    return tuple(value.dtype for value in result) if isinstance(result, tuple) else result.dtype
