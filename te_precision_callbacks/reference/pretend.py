@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from te_precision_callbacks.reference import cuda_on_cpu, pretended_random
+from te_precision_callbacks.reference import cuda_on_cpu, pretended_random, two_backends
 from te_precision_callbacks.reference.pretended_types import (
     Device,
     Generator,
@@ -152,8 +152,9 @@ def _communicate_on_cpu() -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     for name in ("init_process_group", "new_group"):
-        function = _without_devices(getattr(distributed_c10d, name))
-        _replace(distributed_c10d, torch.distributed, **{name: _with_arguments_on_cpu(function, _gloo_for_nccl)})
+        function = _with_arguments_on_cpu(_without_devices(getattr(distributed_c10d, name)), _gloo_for_nccl)
+        _replace(distributed_c10d, torch.distributed, **{name: two_backends.keeping_apart(function)})
+    two_backends.send_objects_apart()
     for name in ("barrier", "monitored_barrier"):
         function = _without_devices(getattr(distributed_c10d, name))
         _replace(distributed_c10d, torch.distributed, **{name: function})

@@ -70,19 +70,40 @@ def test_torchrun(tmp_path: Path) -> None:
         dedent(
             """
             import os
+            import time
+            from datetime import timedelta
             import torch
             import torch.distributed as dist
+            import torch.distributed.checkpoint as checkpoint
             import transformer_engine.pytorch as te
+
+            class LatePlanner(checkpoint.DefaultSavePlanner):
+                def create_local_plan(self):
+                    time.sleep(0.3 * rank)
+                    return super().create_local_plan()
 
             rank = int(os.environ["LOCAL_RANK"])
             torch.cuda.set_device(rank)
             assert (torch.cuda.current_device(), torch.cuda.device_count()) == (rank, 2)
-            dist.init_process_group("nccl")
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=30))
             model = torch.nn.parallel.DistributedDataParallel(te.Linear(32, 32).cuda(), device_ids=[rank])
             with te.autocast(enabled=True):
                 model(torch.randn(32, 32, device="cuda")).sum().backward()
             with open(f"rank{rank}", "w") as file:
                 file.write(str(model.module.weight.grad.double().sum().item()))
+
+            # A checkpoint is written in a thread, which gathers objects, while the training reduces tensors.
+            weight = {"weight": torch.full((4,), 2.0, device="cuda")}
+            future = checkpoint.async_save(weight, checkpoint_id="saved", planner=LatePlanner())
+            weight["weight"].fill_(3.0)
+            for step in range(20):
+                total = torch.full((4,), float(step), device="cuda")
+                dist.all_reduce(total)
+                assert total.tolist() == [2.0 * step] * 4
+                time.sleep(0.01)
+            future.result()
+            checkpoint.load(weight, checkpoint_id="saved")
+            assert weight["weight"].tolist() == [2.0] * 4
             dist.barrier()
             dist.destroy_process_group()
             """
