@@ -11,6 +11,9 @@ FEATURES ?= te
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
+# Processes start sooner where Python may keep what it compiles.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test lint te-suite clean
 .DEFAULT_GOAL := test
 

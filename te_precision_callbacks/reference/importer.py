@@ -4,7 +4,8 @@ Usage::
 
     sys.meta_path.insert(0, Finder(cuda_on_cpu=True))
 
-Nothing on disk changes, and no bytecode of a rewritten module is written. Three modules get more than a rewritten
+Nothing of it changes on disk, and no bytecode of a rewritten module is written beside it:
+:mod:`te_precision_callbacks.reference.code_cache` keeps it elsewhere. Three modules get more than a rewritten
 syntax tree: ``transformer_engine.common``, which would look for the compiled libraries, the one triton kernel that
 Transformer Engine's modules launch by themselves, and ``nvdlfw_inspect.utils``, which executes debug features by file
 path, past every import hook.
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 
+from te_precision_callbacks.reference.code_cache import Entry
 from te_precision_callbacks.reference.rewrite import is_concerned, rewrite
 
 
@@ -80,8 +82,13 @@ class RewritingLoader(SourceFileLoader):
 @lru_cache(maxsize=64)
 def _rewritten(source: bytes, path: str, cuda_on_cpu: bool) -> CodeType:
     """The code of a module. It is kept: nvdlfw_inspect executes all feature files anew whenever it is initialized."""
-    tree = rewrite(ast.parse(source, path), cuda_on_cpu=cuda_on_cpu)
-    return compile(tree, path, "exec", dont_inherit=True)
+    kept = Entry(source, path, "cuda on cpu" if cuda_on_cpu else "cuda on cuda")
+    code = kept.read()
+    if code is None:
+        tree = rewrite(ast.parse(source, path), cuda_on_cpu=cuda_on_cpu)
+        code = compile(tree, path, "exec", dont_inherit=True)
+        kept.write(code)
+    return code
 
 
 class _CommonLoader(RewritingLoader):
