@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from te_precision_callbacks.reference.collectives import one_by_one as one_by_one
 from te_precision_callbacks.reference.errors import MissingFunctionError
 from te_precision_callbacks.reference.fusing import FUSED_IN, rounding_once
 from te_precision_callbacks.reference.target import capability
@@ -81,18 +82,6 @@ def scaled_mm(
     if bias is not None:
         sums += bias.float()
     return sums.to(out_dtype or input.dtype)
-
-
-class _Finished:
-    """What is waited for after collectives that have blocked."""
-
-    def wait(self) -> None: ...
-
-
-@contextmanager
-def one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = False) -> Iterator[_Finished]:
-    """Stands for ``torch.distributed._coalescing_manager``, which gloo does not have: collectives are not joined."""
-    yield _Finished()
 
 
 # --- the device ------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ import torch
 import torch.distributed
 
 from te_precision_callbacks.reference import cuda_on_cpu, pretended_random, two_backends
+from te_precision_callbacks.reference.collectives import make_gloo_stand_for_nccl
 from te_precision_callbacks.reference.pretended_types import (
     Device,
     Generator,
@@ -151,6 +152,7 @@ def _communicate_on_cpu() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
+    make_gloo_stand_for_nccl()
     for name in ("init_process_group", "new_group"):
         function = _with_arguments_on_cpu(_without_devices(getattr(distributed_c10d, name)), _gloo_for_nccl)
         _replace(distributed_c10d, torch.distributed, **{name: two_backends.keeping_apart(function)})

@@ -145,7 +145,7 @@ SEAMS = (
         "transformer_engine/pytorch/distributed.py",
         "torch.distributed._coalescing_manager(",
         "the collectives in it run one after the other",
-        "Data and scales of block-scaled tensors are gathered together under it, and gloo does not have it.",
+        "Data and scales of block-scaled tensors are gathered together under it; gloo refuses it, or garbles types.",
     ),
     Seam(
         "transformer_engine/common/triton/permutation.py",

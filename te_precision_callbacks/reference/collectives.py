@@ -1,0 +1,140 @@
+"""Collectives that NCCL runs and gloo does not, or not rightly. Read from torch 2.13.
+
+Usage::
+
+    with one_by_one(group, async_ops=True) as handle:  # in place of torch.distributed._coalescing_manager
+        torch.distributed.all_gather_into_tensor(codes, local_codes, group=group)
+        torch.distributed.all_gather_into_tensor(scales, local_scales, group=group)
+    handle.wait()
+
+**Coalescing.** torch's manager records collectives and hands them to the backend together. gloo copies the tensors of a
+coalesced all-gather into one buffer of the first tensor's type: where the types differ, as FP8 codes and their float32
+scales do, memory is read as what it is not. Given a device, gloo refuses the manager, and torch then keeps recording:
+every later collective of the group returns at once and does nothing. Here the recorded collectives run one after the
+other, which is what they are defined to give.
+
+**Memory.** NCCL writes to the memory of a tensor, and knows neither autograd nor the type of what it only moves. gloo
+writes through torch's operators, which refuse leaves and split views that autograd follows, and has no float8 types.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed
+
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+
+_MOVING = (
+    "broadcast",
+    "all_gather",
+    "all_gather_single",
+    "all_gather_into_tensor",
+    "gather",
+    "scatter",
+    "all_to_all_single",
+    "all_to_all",
+)
+_REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor")
+_FLOAT8 = tuple(
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if hasattr(torch, name)
+)
+
+
+@contextmanager
+def one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = False) -> Iterator[Any]:
+    """Stands for ``torch.distributed._coalescing_manager``: what is recorded in it runs when it is left, one by one.
+
+    Yields:
+        torch's handle of coalesced collectives, without any to wait for.
+
+    Raises:
+        ValueError: the group is in a manager already, as in torch.
+        ReferenceBackendError: collectives or reductions of different kinds, which the backend would take for the first.
+    """
+    from torch.distributed import distributed_c10d
+
+    group = group or distributed_c10d._get_default_group()
+    recording = distributed_c10d._world.pg_coalesce_state
+    if group in recording:
+        raise ValueError("Coalescing managers of one group cannot be nested.")
+    recording[group] = []
+    try:
+        yield distributed_c10d._CoalescingManager()
+    except BaseException:
+        del recording[group]
+        raise
+    recorded = recording.pop(group)
+    kinds = sorted({f"{call.op.__name__}({'' if call.redop is None else call.redop})" for call in recorded})
+    if len(kinds) > 1:
+        raise ReferenceBackendError(
+            f"A coalescing manager takes collectives of one kind, and was given {', '.join(kinds)}. Use one for each."
+        )
+    for call in recorded:
+        if call.dst_tensor is None:
+            call.op(call.tensor, call.redop, group)
+        elif call.redop is None:
+            call.op(call.dst_tensor, call.tensor, group)
+        else:
+            call.op(call.dst_tensor, call.tensor, call.redop, group)
+
+
+def make_gloo_stand_for_nccl() -> None:
+    """Replace, in torch.distributed, what gloo does not do as NCCL does. For the rest of the process."""
+    from torch.distributed import _functional_collectives, distributed_c10d
+
+    for names, moves in ((_MOVING, True), (_REDUCING, False)):
+        for name in names:
+            if (function := getattr(distributed_c10d, name, None)) is not None:
+                _replace(distributed_c10d, torch.distributed, name=name, by=_on_memory(function, moves))
+    _replace(distributed_c10d, torch.distributed, name="_coalescing_manager", by=one_by_one)
+    for one, coalesced in (
+        ("all_gather_single", "all_gather_single_coalesced"),
+        ("all_gather_tensor", "all_gather_into_tensor_coalesced"),
+    ):
+        if hasattr(_functional_collectives, one) and hasattr(_functional_collectives, coalesced):
+            gather = getattr(_functional_collectives, one)
+            _replace(_functional_collectives, name=coalesced, by=_gathering_one_by_one(gather))
+
+
+def _replace(*modules: Any, name: str, by: Any) -> None:
+    for module in modules:
+        setattr(module, name, by)
+
+
+def _on_memory(function: Callable[..., Any], moves: bool) -> Callable[..., Any]:
+    """``function``, a collective, given the memory of its tensors."""
+
+    @functools.wraps(function)
+    def on_memory(*arguments: Any, **options: Any) -> Any:
+        memory = functools.partial(_memory, as_bytes=moves)
+        return function(*map(memory, arguments), **{name: memory(value) for name, value in options.items()})
+
+    return on_memory
+
+
+def _memory(value: Any, *, as_bytes: bool) -> Any:
+    """A tensor, or those of a list, without autograd, and float8 as bytes; anything else, and subclasses, as it is."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_memory(item, as_bytes=as_bytes) for item in value) if _holds_tensors(value) else value
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return value
+    plain = value.detach()
+    return plain.view(torch.uint8) if as_bytes and plain.dtype in _FLOAT8 else plain
+
+
+def _holds_tensors(values: Any) -> bool:
+    return type(values) in (list, tuple) and any(isinstance(value, torch.Tensor) for value in values)
+
+
+def _gathering_one_by_one(gather: Callable[..., torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
+    def coalesced(tensors: list[torch.Tensor], group: Any, tag: str = "") -> list[torch.Tensor]:
+        return [gather(tensor, 0, group, tag) for tensor in tensors]
+
+    return coalesced
