@@ -546,3 +546,16 @@ def test_grouped_gelu() -> None:
         expected = x[index] @ weights[index].t()
         torch.testing.assert_close(before[index], expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(out[index], F.gelu(expected, approximate="tanh"), rtol=1e-4, atol=1e-4)
+
+
+def test_a_bias_of_another_size_is_no_bias_for_all_columns() -> None:
+    with pytest.raises(ReferenceBackendError, match="GEMM bias has 1 elements; the result has 32 columns"):
+        _gemm(torch.randn(N, K), torch.randn(M, K), "TN", bias=torch.ones(1))
+
+
+@pytest.mark.usefixtures("either_gpu")
+def test_a_quantizer_without_an_amax_records_none() -> None:
+    x = torch.randn(N, K)
+    quantizer = Float8Quantizer(torch.ones(1), torch.empty(0), tex.DType.kFloat8E4M3)
+    assert torch.equal(tex.quantize(x, quantizer).dequantize(), x.to(torch.float8_e4m3fn).float())
+    assert quantizer.amax.numel() == 0

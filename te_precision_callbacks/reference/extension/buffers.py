@@ -154,3 +154,11 @@ def contiguous_stride(shape: Sequence[int]) -> list[int]:
     for index in range(len(shape) - 2, -1, -1):
         strides[index] = strides[index + 1] * shape[index + 1]
     return strides
+
+
+def overwrite(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Write to the memory of ``target`` as a kernel does, also if it was made under ``torch.inference_mode``."""
+    if not target.is_inference():
+        return target.copy_(value)
+    with torch.inference_mode():
+        return target.copy_(value)

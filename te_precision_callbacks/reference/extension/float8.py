@@ -23,7 +23,7 @@ import torch
 
 from te_precision_callbacks.gemm_shapes import takes_any_layout
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
-from te_precision_callbacks.reference.extension.buffers import build, empty, is_noop, transposed_shape
+from te_precision_callbacks.reference.extension.buffers import build, empty, is_noop, overwrite, transposed_shape
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
 from te_precision_callbacks.reference.extension.scaling import amax_of, scale_from_amax
 from te_precision_callbacks.reference.target import capability
@@ -111,10 +111,10 @@ class _PerTensorScaling:
                 "extension: give the quantizer rowwise usage as well."
             )
         codes = fp8_format(quantizer.dtype).encode(source.float() * scale)
-        out._data.copy_(codes.view(out._data.shape))
+        overwrite(out._data, codes.view(out._data.shape))
         if out._transpose is not None:
-            out._transpose.copy_(transposed(codes).view(out._transpose.shape))
-        out._scale_inv.copy_(torch.reciprocal(scale))
+            overwrite(out._transpose, transposed(codes).view(out._transpose.shape))
+        overwrite(out._scale_inv, torch.reciprocal(scale))
 
 
 class DelayedScaling(_PerTensorScaling):
@@ -140,7 +140,8 @@ class DelayedScaling(_PerTensorScaling):
             return
         measured = amax_of(source) if amax is None else amax
         self.cast(quantizer, source, quantizer.scale, out)
-        quantizer.amax.copy_(torch.maximum(quantizer.amax, measured.view_as(quantizer.amax)))
+        if quantizer.amax.numel():  # without an element nothing is recorded, as by a kernel that gets no address
+            overwrite(quantizer.amax, torch.maximum(quantizer.amax, measured.view_as(quantizer.amax)))
 
 
 class CurrentScaling(_PerTensorScaling):

@@ -30,6 +30,7 @@ from te_precision_callbacks.reference.extension.buffers import (
     fit_directions,
     is_noop,
     matrix_shape,
+    overwrite,
     padded,
     round_up,
     transposed_shape,
@@ -130,9 +131,9 @@ class BlockScaling:
             codes, scale_inv = _quantized(
                 matrix.t() if columnwise else matrix, quantizer, out, torch.finfo(source.dtype).max
             )
-            data.copy_(codes.view(data.shape))
+            overwrite(data, codes.view(data.shape))
             scales = out._columnwise_scale_inv if columnwise else out._rowwise_scale_inv
-            scales.copy_(padded(scale_inv if out._is_2D_scaled else scale_inv.t(), scales.shape))
+            overwrite(scales, padded(scale_inv if out._is_2D_scaled else scale_inv.t(), scales.shape))
 
 
 def _quantized(matrix: torch.Tensor, quantizer: Any, out: Any, largest: float) -> tuple[torch.Tensor, torch.Tensor]:

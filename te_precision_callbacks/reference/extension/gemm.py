@@ -111,6 +111,8 @@ def generic_gemm(
     dtype = _result_dtype(A, a, D, output_dtype)
     if D is not None and logical_shape(D) != shape:
         raise ReferenceBackendError(f"GEMM output has shape {logical_shape(D)}; {shape} is needed.")
+    if bias is not None and not grad and bias.numel() not in (0, shape[-1]):
+        raise ReferenceBackendError(f"GEMM bias has {bias.numel()} elements; the result has {shape[-1]} columns.")
     if not empty:
         _check_formats(a, b, dtype)
         _check_sizes(a, transA, b, transB, dtype)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.reference.extension.buffers import overwrite
 from te_precision_callbacks.reference.extension.scaling import scale_from_amax
 
 TensorLists = Sequence[Sequence[torch.Tensor]]
@@ -40,7 +41,7 @@ def multi_tensor_scale(chunk_size: int, is_infinite: torch.Tensor, tensor_lists:
     """``out = in * scale`` for each pair of [inputs, outputs]; ``is_infinite`` becomes 1 if an input is not finite."""
     for source, target in groups(tensor_lists, (2,)):
         _note_nonfinite(source, is_infinite)
-        target.copy_(source.float() * scale)
+        overwrite(target, source.float() * scale)
 
 
 @torch.no_grad()
@@ -50,7 +51,7 @@ def multi_tensor_scale_tensor(
     """:func:`multi_tensor_scale` with the scale in a tensor of one element."""
     for source, target in groups(tensor_lists, (2,)):
         _note_nonfinite(source, is_infinite)
-        target.copy_((source.float().reshape(-1) * scale.float().view(-1)).view(source.shape))
+        overwrite(target, (source.float().reshape(-1) * scale.float().view(-1)).view(source.shape))
 
 
 @torch.no_grad()
@@ -95,8 +96,8 @@ def multi_tensor_compute_scale_and_scale_inv(
 ) -> None:
     """The scale and its inverse for each amax, of lists [amaxes, scales, inverse scales], all float32."""
     for amax, scale, scale_inv in groups(tensor_lists, (3,)):
-        scale.copy_(scale_from_amax(amax, max_fp8, force_pow_2=force_pow_2_scales, epsilon=epsilon))
-        scale_inv.copy_(torch.reciprocal(scale))
+        overwrite(scale, scale_from_amax(amax, max_fp8, force_pow_2=force_pow_2_scales, epsilon=epsilon))
+        overwrite(scale_inv, torch.reciprocal(scale))
 
 
 def _note_nonfinite(source: torch.Tensor, flag: torch.Tensor) -> None:

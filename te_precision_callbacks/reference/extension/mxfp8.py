@@ -32,6 +32,7 @@ from te_precision_callbacks.reference.extension.buffers import (
     fit_directions,
     is_noop,
     matrix_shape,
+    overwrite,
     round_up,
 )
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
@@ -123,10 +124,10 @@ class BlockScaling:
             else:
                 exponents = e8m0_scales(block_amaxes(matrix, height, width), fmt)
             codes = fmt.encode(matrix * reciprocal(exponents).repeat_interleave(height, 0).repeat_interleave(width, 1))
-            data.copy_(codes.view(data.shape))
+            overwrite(data, codes.view(data.shape))
             scales = out._columnwise_scale_inv if columnwise else out._rowwise_scale_inv
             swizzled = bool(out._with_gemm_swizzled_scales)
-            scales.copy_(as_stored(exponents, scales.shape, along_columns=columnwise, swizzled=swizzled))
+            overwrite(scales, as_stored(exponents, scales.shape, along_columns=columnwise, swizzled=swizzled))
 
 
 def e8m0_scales(amaxes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:

@@ -48,6 +48,7 @@ from te_precision_callbacks.reference.extension.buffers import (
     empty,
     is_noop,
     matrix_shape,
+    overwrite,
     round_up,
     usages,
     zeros,
@@ -410,16 +411,16 @@ def _measure(
 ) -> None:
     """Write the amax of each direction."""
     if quantizer.row_scaled_nvfp4:
-        out._amax_rowwise.copy_(_amax_of_rows(matrix))
+        overwrite(out._amax_rowwise, _amax_of_rows(matrix))
         if transposed is not None:
-            out._amax_columnwise.copy_(_amax_of_rows(transposed))
+            overwrite(out._amax_columnwise, _amax_of_rows(transposed))
         return
     if amax is None:
         amax = amax_of(matrix)
     if out._amax_rowwise is not None:
-        out._amax_rowwise.copy_(amax)
+        overwrite(out._amax_rowwise, amax)
     if transposed is not None:
-        out._amax_columnwise.copy_(amax_of(transposed) if quantizer.with_rht else amax)
+        overwrite(out._amax_columnwise, amax_of(transposed) if quantizer.with_rht else amax)
 
 
 def _amax_of_rows(matrix: torch.Tensor) -> torch.Tensor:
@@ -441,9 +442,9 @@ def _reduce(quantizer: Any, out: Any) -> None:
 
 def _store(out: Any, direction: str, codes: torch.Tensor, scales: torch.Tensor) -> None:
     data, scale_inv = getattr(out, f"_{direction}_data"), getattr(out, f"_{direction}_scale_inv")
-    data.copy_(codes.view(data.shape))
+    overwrite(data, codes.view(data.shape))
     swizzled = out._with_gemm_swizzled_scales
-    scale_inv.copy_(as_stored(scales, scale_inv.shape, along_columns=False, swizzled=swizzled))
+    overwrite(scale_inv, as_stored(scales, scale_inv.shape, along_columns=False, swizzled=swizzled))
 
 
 def _names(direction: str) -> tuple[str, str, str]:

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.reference.extension.buffers import overwrite
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -72,7 +73,7 @@ def block_amaxes(matrix: torch.Tensor, height: int, width: int) -> torch.Tensor:
 @torch.no_grad()
 def compute_amax(tensor: torch.Tensor, amax: torch.Tensor) -> None:
     """Write the largest magnitude of ``tensor`` into ``amax`` (float32, shape [1]). See :func:`amax_of`."""
-    amax.copy_(amax_of(tensor).view_as(amax))
+    overwrite(amax, amax_of(tensor).view_as(amax))
 
 
 def scale_from_amax(
@@ -164,7 +165,7 @@ def _update(
         amax = torch.where(rolled.isnan(), torch.zeros_like(rolled), rolled).amax(dim=0)
         amax = torch.where(newest != 0, amax, torch.zeros_like(amax))
     rolled[0] = 0.0
-    history.copy_(torch.where(newest != 0, rolled, history))
+    overwrite(history, torch.where(newest != 0, rolled, history))
     usable = amax.isfinite() & (amax > 0)
     renewed = (torch.full_like(amax, scaled_max) / amax).clamp(max=FLOAT32_MAX)
-    scale.copy_(torch.where(usable, renewed, scale.clamp(max=FLOAT32_MAX)))
+    overwrite(scale, torch.where(usable, renewed, scale.clamp(max=FLOAT32_MAX)))
