@@ -3,22 +3,37 @@
 from rich.console import Console
 Console().print(summary(session))
 
-Names come from a user's model and config: they are shown as text, not as markup, and without control characters.
+The same is in ``<log_dir>/precision_summary.txt`` when a session has ended. Names come from a user's model and config:
+they are shown as text, not as markup, and without control characters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import io
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from itertools import chain, zip_longest
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from te_precision_callbacks.engine.statistics import Of, logged_request
 from te_precision_callbacks.records.statistics_log import STATISTICS_FOLDER
+from te_precision_callbacks.records.worst import badness
 from te_precision_callbacks.session import InspectSession, SessionOutcome
 from te_precision_callbacks.session.precision import GEMMS, GemmPrecision
 from te_precision_callbacks.session.upstream import EVENTS_FOLDER
+
+SUMMARY_FILE = "precision_summary.txt"
+
+MOST_ROWS = 12
+"""Tensors in a table of statistics. The others are named below it."""
+
+_FILE_WIDTH = 120
 
 _NAME_WIDTH = 29
 """Of a layer's name, so that the table of precision fits into 80 columns."""
@@ -26,25 +41,67 @@ _NAME_WIDTH = 29
 _HEADER_WIDTH = 20
 
 
-def summary(
-    session: InspectSession | SessionOutcome, *, unconverted: Mapping[str, str] | None = None
-) -> RenderableType:
+def summary(session: InspectSession | SessionOutcome) -> RenderableType:
     """The precision of each GEMM, the last and the worst statistics of each watched tensor, and where the logs are.
 
     Args:
         session: a session, also one that was stopped.
-        unconverted: layers that a trainer left without Transformer Engine: name -> why.
     """
-    tables = [precision_table(session), unconverted_table(unconverted or {}), refused_table(session)]
-    statistics = StatisticsTables(session)
-    logs = [f"Logs: {session.log_dir / EVENTS_FOLDER}"]
+    return Group(*(part for section in _SECTIONS for part in section(session)))
+
+
+def write_summary(session: InspectSession) -> None:
+    """Append the summary of a session to the file in its log folder; nothing where no GEMM has run.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if not session.precision:
+        return
+    console = Console(file=io.StringIO(), width=_FILE_WIDTH, color_system=None)
+    console.print(f"Summary of {datetime.now():%Y-%m-%d %H:%M:%S}, at iteration {session.iteration}\n", highlight=False)
+    console.print(summary(session))
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    lines = "\n".join(line.rstrip() for line in text.splitlines())
+    with (session.log_dir / SUMMARY_FILE).open("a", encoding="utf-8") as file:
+        file.write(f"{lines}\n\n")
+
+
+def _precision(session: InspectSession | SessionOutcome) -> Iterator[RenderableType]:
+    table = precision_table(session)
+    if table.row_count:
+        yield table
+
+
+def _unconverted(session: InspectSession | SessionOutcome) -> Iterator[RenderableType]:
+    if session.unconverted:
+        yield unconverted_table(session.unconverted)
+
+
+def _refused(session: InspectSession | SessionOutcome) -> Iterator[RenderableType]:
+    table = refused_table(session)
+    if table.row_count:
+        yield table
+
+
+def _statistics(session: InspectSession | SessionOutcome) -> Iterator[RenderableType]:
+    tables = StatisticsTables(session)
+    if tables:
+        yield tables
+
+
+def _logs(session: InspectSession | SessionOutcome) -> Iterator[RenderableType]:
+    lines = [f"Logs: {session.log_dir / EVENTS_FOLDER}"]
     if (session.log_dir / STATISTICS_FOLDER).is_dir():  # statistics_log="off"
-        logs.append(f"      {session.log_dir / STATISTICS_FOLDER}")
-    return Group(
-        *(table for table in tables if table.row_count),
-        *([statistics] if statistics else []),
-        *(Text(_printable(line), overflow="fold") for line in logs),
-    )
+        lines.append(f"      {session.log_dir / STATISTICS_FOLDER}")
+    for line in lines:
+        yield Text(_printable(line), overflow="fold")
+
+
+_Section = Callable[[InspectSession | SessionOutcome], Iterable[RenderableType]]
+
+_SECTIONS: Sequence[_Section] = (_precision, _unconverted, _refused, _statistics, _logs)
+"""The parts of a summary, in their order."""
 
 
 def precision_table(session: InspectSession | SessionOutcome) -> Table:
@@ -88,70 +145,162 @@ def refused_table(session: InspectSession | SessionOutcome) -> Table:
     return table
 
 
+_ORDER = {
+    kind: place
+    for place, kinds in enumerate(
+        (
+            {Of.QUANTIZED, Of.LOSSES, Of.SCALE_LIMITS},
+            {Of.TENSOR, Of.BLOCKS},
+            {Of.SCALES, Of.SCALE_BINS},
+            {Of.RANGES, Of.RANGE_BINS},
+        )
+    )
+    for kind in kinds
+}
+"""What comes first among the columns: what is lost, then the tensor itself, its scales, and its blocks."""
+
+
+class _Tensor(NamedTuple):
+    """A watched tensor of a layer."""
+
+    layer: str
+    tensor: str
+
+
+class _Cell(NamedTuple):
+    """The text of a cell, and how bad the worst value of the run is."""
+
+    text: str
+    bad: float
+
+
 class StatisticsTables:
-    """A row a watched tensor below the name of its layer, a column a statistic: its last value, and in brackets its
-    worst of the run with the iteration; in as many tables as the width asks for, so that no number is broken."""
+    """A row a watched tensor, a column a statistic: its last value, and in brackets its worst of the run with the
+    iteration, where that is another.
+
+    There are as many tables as the width asks for, so that no number is broken; those of what is lost come first. Each
+    table has the :data:`MOST_ROWS` tensors that are worst by one of its columns, and names the others below.
+    """
 
     def __init__(self, session: InspectSession | SessionOutcome) -> None:
         worst = {worst.row[:4]: worst for worst in session.worst_statistics}
         given_names = _given_names(session)
-        self._cells: dict[str, dict[tuple[str, str], str]] = {}
-        self._tensors: dict[str, dict[str, None]] = {}
+        self._cells: dict[str, dict[_Tensor, _Cell]] = {}
         for row in session.last_statistics:
             if not row.layer:
                 continue
-            cell = f"{row.value:.3g}"
+            text, value = f"{row.value:.3g}", row.value
             if row[:4] in worst:
                 (*_, value), iteration = worst[row[:4]]
-                cell += f" ({value:.3g} @ {iteration})"
-            layer = given_names.get(row.layer, row.layer)
-            self._cells.setdefault(row.statistic, {})[layer, row.tensor] = cell
-            self._tensors.setdefault(layer, {})[row.tensor] = None
+                if f"{value:.3g}" != text:
+                    text += f" ({value:.3g} @ {iteration})"
+            cell = _Cell(text, badness(row.statistic, value))
+            tensor = _Tensor(given_names.get(row.layer, row.layer), row.tensor)
+            self._cells.setdefault(row.statistic, {})[tensor] = cell
 
     def __bool__(self) -> bool:
         return bool(self._cells)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        columns = {statistic: self._width(statistic) for statistic in self._cells}
-        names = max(len(line) for layer in self._tensors for line in _lines(layer))
-        names = max(names, *(len(tensor) + 2 for of_layer in self._tensors.values() for tensor in of_layer))
+        for group in self._groups(options.max_width):
+            rows = self._rows(group)
+            yield self._table(group, rows[:MOST_ROWS])
+            if rows[MOST_ROWS:]:
+                rest = "; ".join(_folded(rows[MOST_ROWS:]))
+                yield Text(_printable(f"and {len(rows) - MOST_ROWS} more: {rest}"), overflow="fold")
+                yield Text("")
+
+    def _groups(self, width: int) -> Iterator[list[str]]:
+        """The statistics of each table."""
+        tensors = {tensor for cells in self._cells.values() for tensor in cells}
+        names = max(len(line) for layer, _ in tensors for line in _lines(layer))
+        names = max(names, *(len(tensor) + 2 for _, tensor in tensors))
         group: list[str] = []
         # An edge on both sides, a blank on both sides of each column, and one between two of them.
-        used = free = options.max_width - (names + 4)
-        for statistic, width in columns.items():
-            if group and width + 3 > free:
-                yield self._table(group, columns)
-                group, free = [], used
+        free = whole = width - (names + 4)
+        for statistic in sorted(self._cells, key=_place):
+            needed = self._width(statistic) + 3
+            if group and needed > free:
+                yield group
+                group, free = [], whole
             group.append(statistic)
-            free -= width + 3
-        yield self._table(group, columns)
+            free -= needed
+        yield group
 
     def _width(self, statistic: str) -> int:
-        return max(map(len, [*self._cells[statistic].values(), *_header(statistic)]))
+        return max(map(len, [*(cell.text for cell in self._cells[statistic].values()), *_header(statistic)]))
 
-    def _table(self, statistics: Sequence[str], widths: Mapping[str, int]) -> Table:
-        title = "Last statistics (the worst of the run @ its iteration)"
+    def _rows(self, group: Sequence[str]) -> list[_Tensor]:
+        """The tensors that have one of the statistics: the worst of each statistic, then the second of each."""
+        told = [self._cells[statistic] for statistic in group]
+        # A statistic that is the same everywhere, as no inf and nan anywhere, has no worst tensor: it comes last.
+        judging = [cells for cells in told if len({cell.bad for cell in cells.values()}) > 1]
+        ranked = [sorted(cells, key=_by_badness(cells), reverse=True) for cells in judging]
+        taking_turns: Iterator[_Tensor | None] = chain.from_iterable(zip_longest(*ranked))
+        return list(dict.fromkeys(tensor for tensor in chain(taking_turns, *told) if tensor is not None))
+
+    def _table(self, statistics: Sequence[str], rows: Sequence[_Tensor]) -> Table:
+        title = "Last statistics (a worse one of the run @ its iteration)"
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
         table.add_column("layer and tensor", no_wrap=True)
         for statistic in statistics:
             header = Text("\n".join(_header(statistic)))
-            table.add_column(header, justify="right", no_wrap=True, min_width=widths[statistic])
-        for layer, tensors in self._tensors.items():
-            shown = [
-                (tensor, cells)
-                for tensor in tensors
-                if any(cells := [self._cells[statistic].get((layer, tensor), "") for statistic in statistics])
-            ]
-            if shown:
-                table.add_row(_name(layer))
-            for tensor, cells in shown:
-                table.add_row(Text(f"  {_printable(tensor)}"), *map(Text, cells))
+            table.add_column(header, justify="right", no_wrap=True, min_width=self._width(statistic))
+        above = None
+        for row in rows:
+            if row.layer != above:
+                table.add_row(_name(row.layer))
+            above = row.layer
+            cells = (self._cells[statistic].get(row) for statistic in statistics)
+            table.add_row(
+                Text(f"  {_printable(row.tensor)}"), *(Text("" if cell is None else cell.text) for cell in cells)
+            )
         return table
 
 
 def _given_names(session: InspectSession | SessionOutcome) -> dict[str, str]:
     """Layer -> the name that the script has given to it."""
     return {layer.name: layer.given for layer in session.layers if layer.given}
+
+
+def _by_badness(cells: Mapping[_Tensor, _Cell]) -> Callable[[_Tensor], float]:
+    return lambda tensor: cells[tensor].bad
+
+
+def _place(statistic: str) -> int:
+    """Of a column among the others; a user's own come last."""
+    request = logged_request(statistic)
+    if request is None:
+        return len(_ORDER)
+    # inf and nan are lost too.
+    return 0 if statistic == "nonfinite_num" else _ORDER[request.statistic.of]
+
+
+def _folded(tensors: Iterable[_Tensor]) -> list[str]:
+    """``layers.{0-2,5}.fc1 activation, weight``: layers that differ in their first number are named together."""
+    numbers: dict[tuple[str, str, str], list[int]] = {}
+    for layer, tensor in tensors:
+        before, number, after = _NUMBER.fullmatch(layer).groups()  # type: ignore[union-attr]
+        numbers.setdefault((before, after if number else "", tensor), []).extend([int(number)] if number else [])
+    of_layers: dict[str, list[str]] = {}
+    for (before, after, tensor), found in numbers.items():
+        name = f"{before}{{{_ranges(found)}}}{after}" if len(found) > 1 else before + "".join(map(str, found)) + after
+        of_layers.setdefault(name, []).append(tensor)
+    return [f"{name} {', '.join(found)}" for name, found in of_layers.items()]
+
+
+_NUMBER = re.compile(r"(.*?)(?:(?<![^.])([0-9]+)(?![^.])(.*))?", re.DOTALL)
+"""What stands before a layer's number, the number, and what stands after it."""
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    parts: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)
 
 
 def _printable(text: str) -> str:

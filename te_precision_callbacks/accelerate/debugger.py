@@ -98,7 +98,6 @@ class PrecisionDebugger:
         self._step_on = step_on
         self._options = SessionOptions.from_keywords(config, **keywords)
         self._session = InspectSession.from_options(self._options)
-        self._unconverted: dict[str, str] = {}
         self._next_iteration: int | None = None
         self._last_logging_step: int | None = None
         self._stopped = False
@@ -114,7 +113,7 @@ class PrecisionDebugger:
     def unconverted(self) -> dict[str, str]:
         """The layers that Accelerate did not convert to Transformer Engine, so that they run without FP8: name ->
         why. Known from :meth:`start` on; empty where Accelerate converts nothing."""
-        return dict(self._unconverted)
+        return dict(self._session.unconverted)
 
     def summary(self) -> RenderableType:
         """Tables for the terminal: the precision that really ran, the last statistics, what was left unconverted.
@@ -123,7 +122,7 @@ class PrecisionDebugger:
         """
         from te_precision_callbacks.summary import summary
 
-        return summary(self._session, unconverted=self._unconverted)
+        return summary(self._session)
 
     # ------------------------------------------------------------------ start, step, stop
 
@@ -147,7 +146,7 @@ class PrecisionDebugger:
             session.attach(self._model)
             if session.overflow is not None:
                 session.overflow.loss_scaled = scales_loss(self._accelerator)
-            self._unconverted = warn_of_unconverted(self._accelerator, self._model)
+            self._session.unconverted = warn_of_unconverted(self._accelerator, self._model)
         except BaseException as error:
             self.stop(error)
             raise

@@ -13,6 +13,7 @@ import pickle
 import tempfile
 import uuid
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +39,7 @@ class SessionOutcome:
         worst_statistics: the worst value of each statistic, and the iteration in which it was.
         iteration: the first debug iteration that was not run.
         log_dir: where the session wrote.
+        unconverted: layers that a trainer left without Transformer Engine: name -> why.
     """
 
     layers: tuple[LayerInfo, ...]
@@ -46,6 +48,7 @@ class SessionOutcome:
     worst_statistics: tuple[Worst, ...]
     iteration: int
     log_dir: Path
+    unconverted: Mapping[str, str]
 
     @property
     def running(self) -> bool:
@@ -62,6 +65,7 @@ class SessionOutcome:
             worst_statistics=session.worst_statistics,
             iteration=session.iteration,
             log_dir=session.log_dir,
+            unconverted=session.unconverted,
         )
 
 

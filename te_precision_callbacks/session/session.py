@@ -160,6 +160,7 @@ class InspectSession:
         self._gathered = _Gathered()
         self._ending: _Ending | None = None
         self._layers: tuple[LayerInfo, ...] = ()
+        self._unconverted: Mapping[str, str] = {}
         self._last: dict[tuple[str, str, str], Row] = {}
         self._worst = WorstOfRun()
         self._delayed_scaling = DelayedScalingLayers()
@@ -259,6 +260,15 @@ class InspectSession:
     def layers(self) -> tuple[LayerInfo, ...]:
         """Every layer of the model that can be observed, and what the config does with it."""
         return self._layers
+
+    @property
+    def unconverted(self) -> Mapping[str, str]:
+        """Layers that a trainer left without Transformer Engine, name -> why. A front door sets it after the start."""
+        return self._unconverted
+
+    @unconverted.setter
+    def unconverted(self, value: Mapping[str, str]) -> None:
+        self._unconverted = dict(value)
 
     @property
     def precision(self) -> tuple[GemmPrecision, ...]:
@@ -465,6 +475,7 @@ class InspectSession:
             then.callback(self._failures.summarize)
             then.callback(self._close_dumps, self._overflow, error, guard)
             then.callback(self._put_back, inspector, keeps=keeps)
+            then.callback(self._write_summary)
             then.callback(self._close_sinks, error, guard)
             if self._attached:
                 self._say_refused(inspector)
@@ -586,6 +597,18 @@ class InspectSession:
             self._note_overflow(overflow)
             with guard.interruptible():
                 RECORDER.close()
+
+    def _write_summary(self) -> None:
+        """Write what a terminal is shown into the log folder, on one rank."""
+        if self._rank != 0 or not self._attached:
+            return
+        from te_precision_callbacks.summary import write_summary
+
+        try:
+            write_summary(self)
+        except Exception as error:
+            with suppress(ObservationError):
+                self._failures.report("writing", "the summary", error)
 
     def _note_overflow(self, overflow: DebugActivationOverflow | None) -> None:
         """Tell the recorder of dumps whether the detector has reported since it was told last."""

@@ -156,7 +156,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             session.trainer_steps = True
             loop = find_loop(handler, state) if handler is not None else None
             if loop is not None and loop.accelerator is not None:
-                warn_of_unconverted(loop.accelerator, model)
+                session.unconverted = warn_of_unconverted(loop.accelerator, model)
                 if session.overflow is not None:
                     session.overflow.loss_scaled = scales_loss(loop.accelerator)
             history = HistorySummary(self._options.prefix)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from te_precision_callbacks import InspectSession
 from te_precision_callbacks.config.loading import DEFAULT_CONFIG
+from te_precision_callbacks.records.worst import badness
 from te_precision_callbacks.summary import summary
 
 LONG = "fp8_block_scaling_block_dynamic_range_mean_columnwise"
@@ -57,9 +58,12 @@ def test_no_number_and_no_header_is_broken(session: InspectSession, width: int) 
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     worst = {tuple(worst.row[:4]): worst for worst in session.worst_statistics}
-    for row in session.last_statistics:
-        cell = f"{row.value:.3g} ({worst[row[:4]].row.value:.3g} @ {worst[row[:4]].iteration})"
-        assert f" {cell} " in tables
+    for statistic in {row.statistic for row in session.last_statistics}:
+        # The worst of each: a table has it first, or at least among its rows.
+        rows = [row for row in session.last_statistics if row.statistic == statistic]
+        row = max(rows, key=lambda row: badness(statistic, worst[row[:4]].row.value))
+        last, lost = f"{row.value:.3g}", f"{worst[row[:4]].row.value:.3g}"
+        assert f" {last if last == lost else f'{last} ({lost} @ {worst[row[:4]].iteration})'} " in tables
     for name in ("min", "cur_amax", "nonfinite_num", "underflows%", "overflows%"):
         assert f" {name} " in tables
     for part in ("fp8_block_scaling_", "block_dynamic_range_", "mean_columnwise"):
@@ -100,3 +104,58 @@ def test_a_precision_that_has_changed_is_told_of_each_operand(tmp_path: Path) ->
     text = shown(running, 200)
     assert "(FP32 -> FP8 E5M2) * (FP32 -> FP8 E4M3)" in text
     assert "* ->" not in text
+
+
+WIDE = {
+    "LogTensorStats": ["min", "max", "mean", "std", "l1_norm", "cur_amax", "dynamic_range", "nonfinite_num"],
+    "LogFp8TensorStats": ["underflows%", "overflows%", "mse", "scale_inv_min", "mxfp8_mse", "mxfp8_underflow_blocks%"],
+}
+
+
+def test_fourteen_statistics_of_many_tensors_are_readable(tmp_path: Path) -> None:
+    """What is lost first, the worst tensors first, the others by name; the same in a file of the log folder."""
+    section = {
+        "enabled": True,
+        "layers": {"layer_types": ["all"]},
+        "transformer_engine": {
+            name: {"enabled": True, "freq": 1, "tensors": ["activation", "weight"], "stats": stats}
+            for name, stats in WIDE.items()
+        },
+    }
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([te.Linear(32, 32) for _ in range(9)])})
+    with InspectSession({"s": section}, model=model, log_dir=tmp_path) as session:
+        for _ in range(2):
+            with te.autocast(enabled=True):
+                for number, layer in enumerate(model["blocks"]):
+                    spread = torch.where(torch.rand(32, 32) < number / 10, 1e-6, 1.0)
+                    layer(torch.randn(32, 32) * spread).sum().backward()
+            session.step()
+    for width in (80, 120, 200):
+        text = shown(session, width)
+        assert max(map(len, text.splitlines())) <= width
+        tables = text.split("Last statistics")[1:]
+        assert len(tables) <= {80: 7, 120: 5, 200: 3}[width]
+        # Twelve tensors and the layers that they are of, a title, a header of some lines, the others.
+        assert max(len(table.splitlines()) for table in tables) < 40
+        first = tables[0].splitlines()
+        assert "underflows%" in next(line for line in first if "layer and tensor" in line)
+        assert next(line for line in first if "blocks." in line).split() == ["blocks.8"]
+        assert all("and 6 more: blocks." in table for table in tables)
+        for names in WIDE.values():
+            assert all(name.rpartition("_")[2] in text for name in names)
+    assert "blocks.{" in text
+    written = (tmp_path / "precision_summary.txt").read_text()
+    assert written.startswith("Summary of ")
+    assert "at iteration 2" in written.splitlines()[0]
+    lines = [line.rstrip() for line in shown(session, 120).splitlines()]
+    assert "\n".join(lines) in written
+
+
+def test_each_run_in_a_folder_adds_its_summary(tmp_path: Path) -> None:
+    model = te.Linear(32, 32)
+    for _ in range(2):
+        with InspectSession(model=model, log_dir=tmp_path) as session:
+            model(torch.randn(16, 32)).sum().backward()
+            session.step()
+    assert (tmp_path / "precision_summary.txt").read_text().count("Precision that really ran") == 2
