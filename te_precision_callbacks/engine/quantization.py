@@ -37,8 +37,9 @@ SCALE_SUMS = ("scales", "scale_sum", "scale_square_sum")
 SCALE_MAXIMA = ("scale_max", "negated_scale_min")
 """The largest factor, and the negated smallest."""
 
-LIMIT_SUMS = ("blocks", "saturated", "flushed")
-"""Number of blocks; of those with an element other than 0, how many have a scale at a limit, and at the lower one."""
+LIMIT_SUMS = ("blocks", "saturated", "flushed", "zero_blocks")
+"""Number of blocks; of those with an element other than 0, how many have a scale at a limit, and at the lower one; and
+how many blocks have none."""
 
 LOSS_SUMS = ("blocks", "underflow_blocks", "overflow_blocks")
 """Number of blocks; of those with an underflow; of those with an overflow."""
@@ -153,18 +154,22 @@ class InBlocks:
         factors = part.factors()[::down, ::along].reshape(-1, 1)
         scales = part.block_scales()[::down, ::along].reshape(-1)
         blocks = compared = occupied = None
-        if values is not None and not _OF_SCALES_ALONE.issuperset(wanted):
+        if values is not None:
             matrix = as_matrix(values)
             blocks = in_blocks(matrix.t() if part.transposed else matrix, self.block)
         if blocks is not None and _needs_comparison(wanted):
             elements = in_blocks(part.elements(), self.block, 0.0)
             compared = _compared(blocks, elements, factors, part.element_format, by_block=_needs_blocks(wanted))
-        elif Of.SCALE_LIMITS in wanted:
-            occupied = (in_blocks(part.elements(), self.block, 0.0) != 0).any(1)
+        elif blocks is not None and _needs_blocks(wanted):
+            occupied = _occupied(blocks)
+        elif _needs_blocks(wanted):
+            occupied = _occupied(in_blocks(part.elements(), self.block, 0.0))
         return _columns(wanted, compared, _Scales(factors.reshape(-1), scales, *_scale_limits(part)), occupied, blocks)
 
 
-_OF_SCALES_ALONE = frozenset({Of.SCALES, Of.SCALE_BINS})
+def _occupied(blocks: torch.Tensor) -> torch.Tensor:
+    """Which blocks have a finite element other than 0: bool, [blocks]."""
+    return ((blocks != 0) & blocks.isfinite()).any(1)
 
 
 class _Scales(NamedTuple):
@@ -186,11 +191,15 @@ power of two below it."""
 
 
 def _needs_comparison(wanted: Collection[Of]) -> bool:
-    return Of.QUANTIZED in wanted or _needs_blocks(wanted)
+    return Of.QUANTIZED in wanted or Of.LOSSES in wanted
 
 
 def _needs_blocks(wanted: Collection[Of]) -> bool:
-    return Of.LOSSES in wanted or Of.SCALE_LIMITS in wanted
+    """Whether each block must be looked at: its losses, or whether it has a scale that tells something."""
+    return not _BY_BLOCK.isdisjoint(wanted)
+
+
+_BY_BLOCK = frozenset({Of.LOSSES, Of.SCALES, Of.SCALE_BINS, Of.SCALE_LIMITS})
 
 
 def _compared(
@@ -229,25 +238,26 @@ def _columns(
 
     Args:
         wanted: which columns.
-        compared: COMPARISON_SUMS, [5, blocks] where losses or limits are wanted.
+        compared: COMPARISON_SUMS, [5, blocks] where something of each block is wanted.
         scales: of the blocks.
         occupied: bool, [blocks]: which have an element other than 0; None where ``compared`` tells.
         blocks: [blocks, elements], what was quantized; needed for the ranges.
     """
     found: dict[Of, Columns] = {}
+    if occupied is None and compared is not None and _needs_blocks(wanted):
+        occupied = compared[_SIGNAL] > 0
+    # The factor of a block of zeros is the recipe's own, and tells nothing of the tensor.
+    factors = scales.factors if occupied is None else torch.where(occupied, scales.factors, 0.0)
     if Of.SCALES in wanted:
-        found[Of.SCALES] = scale_columns(scales.factors)
+        found[Of.SCALES] = scale_columns(factors)
     if Of.SCALE_BINS in wanted:
-        found[Of.SCALE_BINS] = scale_bins(scales.factors), scale_columns(scales.factors)[1]
+        found[Of.SCALE_BINS] = scale_bins(factors), scale_columns(factors)[1]
     if compared is not None and Of.QUANTIZED in wanted:
         found[Of.QUANTIZED] = compared.sum(1), None
     if compared is not None and Of.LOSSES in wanted:
         found[Of.LOSSES] = _loss_columns(compared)
-    if Of.SCALE_LIMITS in wanted:
-        if compared is not None:
-            occupied = compared[_SIGNAL] > 0
-        if occupied is not None:
-            found[Of.SCALE_LIMITS] = _limit_sums(scales, occupied), None
+    if Of.SCALE_LIMITS in wanted and occupied is not None:
+        found[Of.SCALE_LIMITS] = _limit_sums(scales, occupied), None
     if blocks is not None:
         found |= blockwise.range_columns(blocks, wanted)
     return found
@@ -265,7 +275,7 @@ def _limit_sums(scales: _Scales, occupied: torch.Tensor) -> torch.Tensor:
     # Not "above the upper limit": a scale that is nan is no scale either.
     saturated = flushed | (occupied & ~(scales.stored < scales.high))
     number = torch.ones_like(occupied, dtype=torch.float64).sum()
-    return torch.stack([number, saturated.sum(), flushed.sum()]).to(torch.float64)
+    return torch.stack([number, saturated.sum(), flushed.sum(), number - occupied.sum()]).to(torch.float64)
 
 
 def _limit(factors: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
@@ -491,13 +501,15 @@ def simulate(
     if blockwise.RANGE_KINDS.issuperset(wanted):
         return blockwise.range_columns(blocks, wanted)
     tensor_amax = amax.reshape(()).clamp(0.0, _FLOAT32_MAX).to(torch.float32)
-    by_block = _needs_blocks(wanted)
+    by_block = block is not None and _needs_blocks(wanted)
     simulation = _simulation(recipe, settings, by_block)
     found = [compiled.run(simulation, piece, tensor_amax) for piece in compiled.pieces(blocks)]
     compared = _joined([compared for compared, _, _ in found], by_block)
     kept = found[:1] if block is None else found
     factors, stored_scales = (torch.cat([piece[index].reshape(-1) for piece in kept]) for index in (1, 2))
-    return _columns(wanted, compared, _Scales(factors, stored_scales, *simulated.limits), None, blocks)
+    # One scale for the tensor counts in any case, as a real one does.
+    occupied = torch.ones_like(factors, dtype=torch.bool) if block is None else None
+    return _columns(wanted, compared, _Scales(factors, stored_scales, *simulated.limits), occupied, blocks)
 
 
 @functools.cache

@@ -55,7 +55,7 @@ class Of(Enum):
     QUANTIZED = "the tensor and its quantized form"
     SCALES = "the scales of the quantized form"
     SCALE_BINS = "the scales of the quantized form, binned"
-    SCALE_LIMITS = "the scales of the quantized form, and their format"
+    SCALE_LIMITS = "the scales of the quantized form, by block"
     LOSSES = "the tensor and its quantized form, by block"
     RANGES = "the tensor, by block of the quantized form"
     RANGE_BINS = "the tensor, by block of the quantized form, binned"
@@ -401,6 +401,15 @@ def _of_blocks() -> Iterable[Statistic]:
     ):
         formula = f"100 * (number of blocks with an x != 0 whose {where}) / blocks"
         yield Statistic(name, Of.SCALE_LIMITS, formula, _ADD, "%", False, _share_of_blocks(column))
+    yield Statistic(
+        "zero_blocks%",
+        Of.SCALE_LIMITS,
+        "100 * (number of blocks without an x != 0) / blocks; such a block is left out of `scale_inv_*`",
+        _ADD,
+        "%",
+        False,
+        _share_of_blocks("zero_blocks"),
+    )
     for name, what in (("underflow", "an x != 0 with y = 0"), ("overflow", "an |x| > largest code * its factor")):
         yield Statistic(
             f"{name}_blocks%",

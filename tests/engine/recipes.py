@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,7 +153,7 @@ def by_block(recipe: str, pairs: Sequence[Pair]) -> dict[str, Any]:
     """Every statistic of blocks, of all matrices together, by a loop over the blocks; histograms as bin -> count."""
     factors: list[float] = []
     ranges: list[float] = []
-    number = saturated = flushed = underflowing = overflowing = 0
+    number = zero = saturated = flushed = underflowing = overflowing = 0
     worst = 0.0
     low, high = LIMITS[recipe]
     for x, quantized in pairs:
@@ -172,7 +172,8 @@ def by_block(recipe: str, pairs: Sequence[Pair]) -> dict[str, Any]:
                 flushed += block.stored_scale <= low
                 saturated += block.stored_scale <= low or block.stored_scale >= high
                 ranges.append(math.log2(nonzero.max() / nonzero.min()))
-            if 0 < block.factor < INF:
+            zero += not len(nonzero)
+            if len(nonzero) and 0 < block.factor < INF:
                 factors.append(float(block.factor))
     return {
         **distribution("scale_inv", [math.log2(factor) for factor in factors], factors, lowest=-127, bins=2040),
@@ -182,10 +183,23 @@ def by_block(recipe: str, pairs: Sequence[Pair]) -> dict[str, Any]:
         "block_dynamic_range_mean": math.fsum(ranges) / len(ranges) if ranges else 0.0,
         "saturated_scales%": 100 * saturated / number,
         "flushed_scales%": 100 * flushed / number,
+        "zero_blocks%": 100 * zero / number,
         "underflow_blocks%": 100 * underflowing / number,
         "overflow_blocks%": 100 * overflowing / number,
         "block_underflows%_max": 100 * worst,
     }
+
+
+def factors_of(recipe: str, pairs: Iterable[Pair]) -> npt.NDArray[np.float64]:
+    """The factors of blocks that have an element other than 0; the one of a tensor without blocks in any case."""
+    found = [
+        block.factor
+        for x, quantized in pairs
+        for block in quantized.blocks
+        if not BLOCKS[recipe][0] or (np.isfinite(x[block.where]) & (x[block.where] != 0)).any()
+    ]
+    factors = np.array(found, np.float64)
+    return factors[(factors > 0) & np.isfinite(factors)]
 
 
 def limits(quantized: Quantized) -> list[float]:

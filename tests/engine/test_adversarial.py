@@ -28,7 +28,7 @@ from te_precision_callbacks.engine.statistics import (
     tensor_request,
 )
 from tests.engine import exact
-from tests.engine.recipes import BLOCKS, Pair, Quantized, by_block, quantize
+from tests.engine.recipes import BLOCKS, Pair, Quantized, by_block, factors_of, quantize
 from tests.engine.test_blockwise import by_loop
 from tests.engine.test_real_quantizers import SET, current, quantizer
 
@@ -147,8 +147,7 @@ def of_quantized(recipe: str, pairs: Sequence[Pair]) -> Found:
     limit = np.concatenate([pair.quantized.limits.astype(np.float64).reshape(-1) for pair in pairs])
     columns = exact.comparison(x, y, limit)
     n, error, signal = columns["compared"], columns["error_square_sum"], columns["signal_square_sum"]
-    factors = np.array([float(block.factor) for pair in pairs for block in pair.quantized.blocks])
-    factors = factors[(factors > 0) & np.isfinite(factors)]
+    factors = factors_of(recipe, pairs)
     with np.errstate(divide="ignore"):
         sqnr = math.inf if error == 0 else float(10 * np.log10(signal / error))
     return {

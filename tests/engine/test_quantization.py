@@ -38,7 +38,7 @@ from te_precision_callbacks.engine.quantization import (
 from te_precision_callbacks.engine.statistics import BLOCK_STATISTICS, QUANTIZED_STATISTICS, Of, quantized_request
 from te_precision_callbacks.formats import E2M1, E4M3, E5M2, FloatFormat
 from tests.engine import exact
-from tests.engine.recipes import BLOCKS, FLOAT32_MAX, FP4, FP8, Codes, Format, Quantized, quantize
+from tests.engine.recipes import BLOCKS, FLOAT32_MAX, FP4, FP8, Codes, Format, Pair, Quantized, factors_of, quantize
 
 INF, NAN = math.inf, math.nan
 COMPILED_FROM = compiled.SMALLEST
@@ -79,8 +79,7 @@ def assert_simulated(recipe: str, x: torch.Tensor, **options: bool) -> dict[str,
     quantized = quantize(recipe, matrix, e5m2=e5m2, weight=weight, columnwise=columnwise)
     flat = [exact.as_array(x), *(a.astype(np.float64).reshape(-1) for a in (quantized.values, quantized.limits))]
     expected = exact.comparison(*flat)
-    scales = np.array([block.factor for block in quantized.blocks], np.float64)
-    scales = scales[(scales > 0) & np.isfinite(scales)]
+    scales = factors_of(recipe, [Pair(matrix, quantized)])
 
     compared, sums, maxima = simulated(recipe, x, **options)
     exact.assert_same(dict(zip(kernels.COMPARISON_SUMS, compared, strict=True)), expected)
@@ -234,7 +233,8 @@ def test_fp8_blocks_are_those_of_transformer_engines_reference(
             expected = exact.comparison(*(exact.as_array(tensor) for tensor in (x, *pair)))
             compared, sums, _ = simulated("fp8_block_scaling", x, e5m2=e5m2, weight=weight, columnwise=columnwise)
             exact.assert_same(dict(zip(kernels.COMPARISON_SUMS, compared, strict=True)), expected)
-            factors = exact.as_array(scales)
+            zeros = (1 if weight else 128) if columnwise else 0
+            factors = exact.as_array(scales[zeros:] if columnwise else scales[:, 1:])  # without blocks of zeros
             assert sums == pytest.approx([len(factors), factors.sum(), (factors**2).sum()], rel=1e-13)
 
 
