@@ -211,8 +211,8 @@ def synchronize(device: Any = None) -> None:
     pass
 
 
-class Stream:
-    """A stream on which everything has always been done."""
+class GenericStream:
+    """Stands for ``torch.Stream``: a stream on which everything has always been done."""
 
     cuda_stream = 0
     stream_id = 0
@@ -234,7 +234,7 @@ class Stream:
     def wait_stream(self, stream: Any) -> None:
         pass
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: GenericEvent | None = None) -> GenericEvent:
         event = Event() if event is None else event
         event.record(self)
         return event
@@ -243,21 +243,25 @@ class Stream:
     def priority_range() -> tuple[int, int]:
         return 0, 0
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> GenericStream:
         return self
 
     def __exit__(self, *error: object) -> None:
         pass
 
 
-class Event:
-    """An event that keeps the wall-clock time at which it was recorded."""
+class Stream(GenericStream):
+    """Stands for ``torch.cuda.Stream``."""
+
+
+class GenericEvent:
+    """Stands for ``torch.Event``: an event that keeps the wall-clock time at which it was recorded."""
 
     cuda_event = 0
+    event_id = 0
 
-    def __init__(
-        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any
-    ) -> None:
+    def __init__(self, *_arguments: Any, **_options: Any) -> None:
+        self.device = torch.device("cpu")
         self._recorded_at = 0.0
 
     def record(self, stream: Any = None) -> None:
@@ -269,12 +273,16 @@ class Event:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, end_event: Event) -> float:
+    def elapsed_time(self, end_event: GenericEvent) -> float:
         """Milliseconds from this event to ``end_event``."""
         return (end_event._recorded_at - self._recorded_at) * 1e3
 
     def synchronize(self) -> None:
         pass
+
+
+class Event(GenericEvent):
+    """Stands for ``torch.cuda.Event``."""
 
 
 ExternalStream = Stream
@@ -372,8 +380,44 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
     return _memory(free if free in os.sysconf_names else "SC_PHYS_PAGES"), _memory("SC_PHYS_PAGES")
 
 
+_MEMORY_STATISTICS = {
+    **{
+        f"{quantity}.{pool}.{moment}": 0
+        for quantity in (
+            *("allocation", "segment", "active", "inactive_split"),
+            *("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes"),
+        )
+        for pool in ("all", "small_pool", "large_pool")
+        for moment in ("current", "peak", "allocated", "freed")
+    },
+    **{
+        f"{quantity}.{moment}": 0
+        for quantity in ("oversize_allocations", "oversize_segments")
+        for moment in ("current", "peak", "allocated", "freed")
+    },
+    **dict.fromkeys(("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc"), 0),
+    "num_device_free": 0,
+    "max_split_size": -1,
+}  # the keys of torch 2.13's documentation of memory_stats
+
+
 def memory_stats(device: Any = None) -> dict[str, Any]:
-    return {}
+    return dict(_MEMORY_STATISTICS)
+
+
+def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for name, value in _MEMORY_STATISTICS.items():
+        *path, last = name.split(".")
+        inner = nested
+        for part in path:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return nested
+
+
+def memory_snapshot(*_arguments: Any, **_options: Any) -> list[Any]:
+    return []
 
 
 def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
@@ -504,7 +548,9 @@ __all__ = [
     "memory_allocated",
     "memory_cached",
     "memory_reserved",
+    "memory_snapshot",
     "memory_stats",
+    "memory_stats_as_nested_dict",
     "memory_summary",
     "nvtx",
     "reset_accumulated_memory_stats",

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from te_precision_callbacks.reference import cuda_on_cpu, pretended_random, two_backends
+from te_precision_callbacks.reference import cuda_on_cpu, no_nccl, pretended_random, two_backends
 from te_precision_callbacks.reference.collectives import make_gloo_stand_for_nccl
 from te_precision_callbacks.reference.pretended_types import (
     Device,
@@ -50,6 +50,8 @@ def make_cuda_mean_cpu() -> None:
     _autocast_on_cpu()
     _communicate_on_cpu()
     _compile_for_cpu()
+    _profile_cpu()
+    _load_without_pinning()
 
 
 def _device_for_number(device: Any) -> Any:
@@ -75,6 +77,7 @@ def _answer_for_cuda() -> None:
     for module in (torch.cuda.graphs, torch.cuda.memory, torch.cuda.random, torch.cuda.streams):
         _replace(module, **{name: answer for name, answer in answers.items() if hasattr(module, name)})
     _replace(torch.version, cuda=cuda_on_cpu.cuda_version)
+    _replace(torch, Stream=cuda_on_cpu.GenericStream, Event=cuda_on_cpu.GenericEvent)
     for element in ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool"):
         _replace(torch.cuda, **{f"{element}Tensor": getattr(torch, f"{element}Tensor")})
 
@@ -102,7 +105,7 @@ def _move_to_cpu() -> None:
     _replace(
         tensor,
         to=_moving_to_cpu(tensor.to),
-        type=_with_arguments_on_cpu(tensor.type, _cpu_type_name),
+        type=_type_on_cuda(tensor.type),
         cuda=_to_cpu,
         pin_memory=lambda tensor, device=None: tensor,
         record_stream=lambda tensor, stream: None,
@@ -132,15 +135,29 @@ def _autocast_on_cpu() -> None:
             dtype = torch.float16  # what CUDA's autocast takes by default
         original_init(self, _type_for_cuda(device_type), dtype, *arguments, **options)
 
+    # After a graph break in its block Dynamo builds autocast anew, and would trace this function, had it not the file
+    # name of a function of torch, which it leaves alone.
+    init.__code__ = init.__code__.replace(co_filename=original_init.__code__.co_filename)
     _replace(autocast, __init__=init)
     _replace(
         torch,
-        is_autocast_enabled=lambda device_type="cuda": original_is_enabled(_type_for_cuda(device_type)),
-        get_autocast_dtype=_with_arguments_on_cpu(torch.get_autocast_dtype, _type_for_cuda),
+        is_autocast_enabled=_constant_to_dynamo(
+            lambda device_type="cuda": original_is_enabled(_type_for_cuda(device_type))
+        ),
+        get_autocast_dtype=_constant_to_dynamo(_with_arguments_on_cpu(torch.get_autocast_dtype, _type_for_cuda)),
         get_autocast_gpu_dtype=functools.partial(torch.get_autocast_dtype, "cpu"),
         set_autocast_enabled=_with_arguments_on_cpu(torch.set_autocast_enabled, _type_for_cuda),
         set_autocast_dtype=_with_arguments_on_cpu(torch.set_autocast_dtype, _type_for_cuda),
     )
+
+
+def _constant_to_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, called by Dynamo while it traces, as it does with torch's own questions for the state of autocast.
+
+    Dynamo guards that state. This is what ``torch.compiler.assume_constant_result`` does, without importing Dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def _communicate_on_cpu() -> None:
@@ -153,6 +170,9 @@ def _communicate_on_cpu() -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     make_gloo_stand_for_nccl()
+    compiled: Any = torch._C
+    for module in (distributed_c10d, torch.distributed, compiled._distributed_c10d):
+        _replace(module, ProcessGroupNCCL=no_nccl.ProcessGroupNCCL)
     for name in ("init_process_group", "new_group"):
         function = _with_arguments_on_cpu(_without_devices(getattr(distributed_c10d, name)), _gloo_for_nccl)
         _replace(distributed_c10d, torch.distributed, **{name: two_backends.keeping_apart(function)})
@@ -188,6 +208,47 @@ def _compile_for_cpu() -> None:
     _replace(torch._C, _cuda_cudaCachingAllocator_is_enabled=lambda: True)
 
 
+def _load_without_pinning() -> None:
+    """Let a ``DataLoader`` with ``pin_memory=True`` do without, and without a warning: there is no copy to speed up."""
+    iterator = torch.utils.data.dataloader._BaseDataLoaderIter
+    original_init: Callable[..., None] = iterator.__init__
+
+    @functools.wraps(original_init)
+    def init(self: Any, loader: Any) -> None:
+        pin_memory, loader.pin_memory = loader.pin_memory, False
+        try:
+            original_init(self, loader)
+        finally:
+            loader.pin_memory = pin_memory
+
+    _replace(iterator, __init__=init)
+
+
+def _profile_cpu() -> None:
+    """Let the profilers record the CPU alone: asked for CUDA, a torch without CUDA ends the process."""
+    kineto, legacy = torch.profiler.profiler._KinetoProfile, torch.autograd.profiler.profile
+    original_kineto: Callable[..., None] = kineto.__init__
+    original_legacy: Callable[..., None] = legacy.__init__
+
+    @functools.wraps(original_kineto)
+    def of_kineto(self: Any, *, activities: Any = None, **options: Any) -> None:
+        if activities is not None:
+            activities = set(activities) - {torch.profiler.ProfilerActivity.CUDA} or {
+                torch.profiler.ProfilerActivity.CPU
+            }
+        original_kineto(self, activities=activities, **options)
+
+    @functools.wraps(original_legacy)
+    def of_legacy(self: Any, *arguments: Any, **options: Any) -> None:
+        if options.get("use_device") == "cuda":
+            options["use_device"] = None
+        options.pop("use_cuda", None)
+        original_legacy(self, *arguments, **options)
+
+    _replace(kineto, __init__=of_kineto)
+    _replace(legacy, __init__=of_legacy)
+
+
 def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, which creates a tensor, with CUDA in the keyword ``device`` replaced."""
 
@@ -198,6 +259,7 @@ def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
         on_host = pretended_random.creates_on_host(arguments, options)
         if "device" in options:
             options["device"] = cpu_for_cuda(options["device"])
+        options.pop("pin_memory", None)  # which needs a GPU
         if on_host and draws:
             options |= pretended_random.generator_for(arguments, options)
         created = function(*arguments, **options)
@@ -236,12 +298,14 @@ def _with_arguments_on_cpu(function: Callable[..., Any], replace: Callable[[Any]
 
 
 def _without_devices(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` without the keywords that name GPUs, which gloo does not take."""
+    """``function`` without the keywords that name GPUs, and without NCCL's options, which gloo does not take."""
 
     @functools.wraps(function)
     def on_cpu(*arguments: Any, **options: Any) -> Any:
         for name in ("device_id", "device_ids", "output_device"):
             options.pop(name, None)
+        if isinstance(options.get("pg_options"), no_nccl.Options):
+            del options["pg_options"]
         return function(*arguments, **options)
 
     return on_cpu
@@ -251,8 +315,18 @@ def _to_cpu(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False
     return tensor.to("cuda", non_blocking=non_blocking, **options)
 
 
-def _cpu_type_name(name: Any) -> Any:
-    return name.replace("torch.cuda.", "torch.") if isinstance(name, str) else name
+def _type_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.Tensor.type``, which tells and takes the names of types on a GPU."""
+
+    @functools.wraps(type_of)
+    def type_on_cuda(tensor: torch.Tensor, dtype: Any = None, *arguments: Any, **options: Any) -> Any:
+        if dtype is None:
+            name: str = type_of(tensor)
+            return name.replace("torch.", "torch.cuda.", 1) if tensor.is_cuda else name
+        wanted = dtype.replace("torch.cuda.", "torch.") if isinstance(dtype, str) else dtype
+        return type_of(tensor, wanted, *arguments, **options)
+
+    return type_on_cuda
 
 
 def _gloo_for_nccl(backend: Any) -> Any:

@@ -65,7 +65,7 @@ def test_by_default_only_transformer_engine_sees_a_gpu() -> None:
 def test_pretended_cuda_for_code_that_was_written_for_a_gpu() -> None:
     (losses,) = answers(
         """
-        import io, pickle
+        import io, pickle, warnings
         from te_precision_callbacks import reference
         reference.install(pretend_cuda=True)
         import transformer_engine.pytorch as te
@@ -120,7 +120,37 @@ def test_pretended_cuda_for_code_that_was_written_for_a_gpu() -> None:
         torch.cuda.synchronize()
         assert start.elapsed_time(end) >= 0
 
+        for event, stream in ((torch.Event("cuda", enable_timing=True), torch.Stream("cuda")),
+                              (torch.cuda.Event(), torch.cuda.Stream())):
+            assert isinstance(event, torch.Event) and isinstance(stream, torch.Stream)
+            stream.record_event(event).wait()
+            assert event.query() and stream.query()
+        assert torch.ones(2, device="cuda").type() == "torch.cuda.FloatTensor"
+        assert torch.ones(2).type("torch.cuda.HalfTensor").dtype == torch.float16
+        assert torch.empty(2, device="meta").type() != torch.ones(2).type()
+        assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
+        assert torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"] == 0
+        assert torch.zeros(2, pin_memory=True).tolist() == [0, 0]
+        with warnings.catch_warnings(action="error"):
+            loader = torch.utils.data.DataLoader(torch.arange(4), batch_size=2, pin_memory=True)
+            assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]] and loader.pin_memory
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profiler:
+            torch.ones(4, 4, device="cuda") @ torch.ones(4, 4, device="cuda")
+        assert "aten::mm" in profiler.key_averages().table()
+        with torch.autograd.profiler.profile(use_device="cuda"):
+            torch.ones(2)
+
         linear = torch.nn.Linear(2, 2, device="cuda")
+        def in_autocast(x):
+            with torch.autocast("cuda"):
+                y = linear(x)
+                torch._dynamo.graph_break()
+                return linear(y) * torch.ones(2, dtype=torch.get_autocast_dtype("cuda"))
+        for gradients in (True, False):
+            with torch.set_grad_enabled(gradients):
+                y = torch.compile(in_autocast, backend="aot_eager")(torch.ones(1, 2, device="cuda"))
+            assert y.dtype == torch.float16 and y.requires_grad == gradients
         with torch.autocast("cuda"):
             assert linear(torch.ones(1, 2, device="cuda")).dtype == torch.float16
             assert torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda") == torch.float16
@@ -159,9 +189,13 @@ def test_distributed_code_for_gpus_on_one_pretended_gpu(tmp_path: Path) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-        dist.init_process_group("nccl", init_method="file://{tmp_path}/store", rank=0, world_size=1,
+        from torch.distributed import ProcessGroupNCCL
+        nccl = ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        nccl.config.max_ctas = 8
+        dist.init_process_group("nccl", pg_options=nccl, init_method="file://{tmp_path}/store", rank=0, world_size=1,
                                 device_id=torch.device("cuda:0"))
         answer = [dist.get_backend()]
+        assert not isinstance(dist.group.WORLD, ProcessGroupNCCL)
         x = torch.ones(2, 4, device="cuda")
         wrapped = torch.nn.Linear(4, 4).cuda()
         wrapped = torch.nn.parallel.DistributedDataParallel(wrapped, device_ids=[0], output_device=0)
