@@ -137,7 +137,7 @@ def _autocast_on_cpu() -> None:
 
     # After a graph break in its block Dynamo builds autocast anew, and would trace this function, had it not the file
     # name of a function of torch, which it leaves alone.
-    init.__code__ = init.__code__.replace(co_filename=original_init.__code__.co_filename)
+    init.__code__ = init.__code__.replace(co_filename=original_init.__code__.co_filename)  # type: ignore[attr-defined]
     _replace(autocast, __init__=init)
     _replace(
         torch,

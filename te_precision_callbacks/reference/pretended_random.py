@@ -108,13 +108,14 @@ def remember_default_device() -> None:
         original_init(self, cpu_for_cuda(device))
         self.was_cuda = is_cuda(device)
 
-    DeviceContext.__init__ = init
+    DeviceContext.__init__ = init  # type: ignore[method-assign]
 
 
 def _default_is_cuda() -> bool:
     if not torch._C._len_torch_function_stack():
         return False
-    modes = [mode for mode in torch.overrides._get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+    stack = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = [mode for mode in stack if isinstance(mode, DeviceContext)]
     return bool(modes) and getattr(modes[-1], "was_cuda", False)
 
 
