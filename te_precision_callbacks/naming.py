@@ -13,11 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from te_precision_callbacks.config.selection import LayerNames
+if TYPE_CHECKING:
+    from te_precision_callbacks.config.selection import LayerNames
 
 Model = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module]
 """A model; or several, such as the chunks of one as a list, or a generator and a discriminator under their names."""

@@ -330,4 +330,6 @@ def _type_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gloo_for_nccl(backend: Any) -> Any:
-    return "gloo" if isinstance(backend, str) and "nccl" in backend.lower() else backend
+    """gloo for ``nccl`` and ``cpu:gloo,cuda:nccl``; anything else, such as a path with that word in it, stays."""
+    names = [part.rpartition(":")[2].lower() for part in backend.split(",")] if isinstance(backend, str) else []
+    return "gloo" if "nccl" in names else backend

@@ -61,7 +61,7 @@ def test_a_pretended_gpu_gathers_and_reduces_as_a_gpu_does(tmp_path: Path) -> No
         import torch.distributed as dist
         from torch.distributed import _functional_collectives as functional
 
-        dist.init_process_group("nccl", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+        dist.init_process_group("nccl", init_method="file://{tmp_path}/nccl_store", rank=0, world_size=1)
         loss, count = torch.tensor([6.29], device="cuda"), torch.tensor([7], device="cuda")
         answer = []
         for device in (None, torch.device("cuda", 0)):
