@@ -1,6 +1,7 @@
 # make demo   train a small FP8 language model under the callback, and show what came out
 # make test   lint, types and all tests
 # make te-suite TE_SRC=<checkout of NVIDIA/TransformerEngine>   Transformer Engine's own tests on the reference backend
+# make clients SRC=<folder of sources>   other people's training scripts, without the debugger and with it; docs/clients.md
 #
 # Each makes a virtual environment in .venv with pip on its first call; later calls reuse it.
 
@@ -14,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 # Processes start sooner where Python may keep what it compiles.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint te-suite clean
+.PHONY: demo test lint te-suite clients clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): requirements.lock pyproject.toml
@@ -37,6 +38,9 @@ test: lint
 
 te-suite: $(INSTALLED)
 	$(BIN)/python tests/reference/te_suite.py --te-src "$(TE_SRC)" --capability $(CAPABILITY) --features $(FEATURES) $(if $(WHOLE),--whole)
+
+clients: $(INSTALLED)
+	$(BIN)/python -m tests.clients --src "$(SRC)" $(if $(CACHE),--cache "$(CACHE)") --table docs/clients.md $(CLIENTS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

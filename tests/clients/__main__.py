@@ -1,0 +1,68 @@
+"""Run what is known of a folder of other people's scripts, without the debugger and with it, and compare.
+
+Usage::
+
+    python -m tests.clients --src FOLDER [--cache FOLDER] [--table docs/clients.md] [NAME ...]
+
+Each client gets an environment of its own in the cache, outside of this repository, and runs in a copy of its folder.
+Rows of clients that this call does not run stay as the last call that did has left them in the cache.
+
+Exits with 0 if every client gave what the table says, 1 if not, 2 on wrong use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tests.clients.known import CLIENTS, Client
+from tests.clients.table import write_table
+from tests.clients.trial import Trial, hold
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.clients", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--src", type=Path, required=True, metavar="FOLDER", help="the folder of sources")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=Path.home() / ".cache" / "te-precision-clients",
+        metavar="FOLDER",
+        help="for environments and runs; %(default)s",
+    )
+    parser.add_argument("--table", type=Path, metavar="FILE", help="the page to write the table into")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="clients to run; all that are found if none is given")
+    options = parser.parse_args(arguments)
+    clients = chosen(parser, options.names)
+    found = [(client, folder) for client in clients if (folder := client.find(options.src)) is not None]
+    if not options.src.is_dir():
+        parser.error(f"--src {options.src}: there is no such folder")
+    if all(client.from_index for client, _ in found) and not options.names:
+        parser.error(
+            f"--src {options.src}: nothing that is known lies in it. Looked for, at any depth: "
+            + ", ".join(sorted({client.marker for client in clients if not client.from_index}))
+            + ". Clients from the package index run without sources when they are named."
+        )
+    good = True
+    for client, folder in found:
+        print(f"{client.name}: runs", flush=True)
+        trial = hold(client, folder, options.src.resolve(), options.cache.resolve())
+        print(f"{client.name}: {trial.verdict}", flush=True)
+        good = good and trial.good
+    if options.table is not None:
+        write_table(options.table, Trial.read_all(options.cache))
+    return 0 if good else 1
+
+
+def chosen(parser: argparse.ArgumentParser, names: list[str]) -> list[Client]:
+    """The clients of these names; all if there are none."""
+    by_name = {client.name: client for client in CLIENTS}
+    for name in names:
+        if name not in by_name:
+            parser.error(f"{name}: not a client; known are {', '.join(by_name)}")
+    return [by_name[name] for name in names] or list(CLIENTS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

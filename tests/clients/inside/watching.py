@@ -1,0 +1,175 @@
+"""The debugger around a training that knows nothing of it, through the front door that its user would take.
+
+==============  ========================================================================================================
+front door      where it is put
+==============  ========================================================================================================
+session         around the training of each model: from the model's first forward in training to the next model's, or
+                the end; a step after each step of an optimizer
+accelerate      the same, with ``PrecisionDebugger`` where ``Accelerator.prepare`` has returned a model
+lightning       in the callbacks of a Trainer, when ``fit`` is called
+transformers    in the callbacks of a Trainer, when it is made
+==============  ========================================================================================================
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+Step = Callable[[], None]
+Stop = Callable[[], None]
+
+
+class Loop:
+    """Debuggers of a hand-written loop: one after the other, a model at a time.
+
+    Args:
+        begin: starts a debugger for a model and returns how to step and how to stop it.
+    """
+
+    def __init__(self, begin: Callable[[torch.nn.Module], tuple[Step, Stop]]) -> None:
+        self._begin = begin
+        self._depth = 0
+        self._model: torch.nn.Module | None = None
+        self._step: Step | None = None
+        self._stop: Stop | None = None
+
+    def install(self) -> None:
+        """Follow what is trained, for the rest of the process."""
+        register_module_forward_pre_hook(self._enter)
+        register_module_forward_hook(self._leave, always_call=True)
+        register_optimizer_step_post_hook(self._stepped)
+        atexit.register(self._end)
+
+    def _enter(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+        self._depth += 1
+        outermost_in_training = self._depth == 1 and module.training and torch.is_grad_enabled()
+        if outermost_in_training and module is not self._model and has_layers(module):
+            self._end()
+            self._model = module
+            self._step, self._stop = self._begin(module)
+
+    def _leave(self, module: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        self._depth -= 1
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+        if self._step is not None:
+            self._step()
+
+    def _end(self) -> None:
+        if self._stop is not None:
+            self._stop()
+        self._step = self._stop = None
+
+
+def has_layers(model: torch.nn.Module) -> bool:
+    """Whether any module is Transformer Engine's or derives from one of its."""
+    return any(
+        base.__module__.startswith("transformer_engine") for module in model.modules() for base in type(module).__mro__
+    )
+
+
+def watch(front_door: str, config: Path, folder: Path) -> None:
+    """Put the debugger around what the rest of the process trains.
+
+    Args:
+        front_door: "session", "accelerate", "lightning" or "transformers".
+        config: YAML.
+        folder: where logs go; of a process that trains several models one after the other, ``folder/0``, ``1``, ...
+    """
+    INSTALL[front_door](config, folder)
+
+
+def _session(config: Path, folder: Path) -> None:
+    from te_precision_callbacks import InspectSession
+
+    trained = 0
+
+    def begin(model: torch.nn.Module) -> tuple[Step, Stop]:
+        nonlocal trained
+        session = InspectSession(config, model=model, log_dir=folder / str(trained))
+        trained += 1
+        session.start()
+        return session.step, session.stop
+
+    Loop(begin).install()
+
+
+def _accelerate(config: Path, folder: Path) -> None:
+    import accelerate
+
+    from te_precision_callbacks import InspectSession, PrecisionDebugger
+
+    prepared: dict[int, Any] = {}
+    prepare = accelerate.Accelerator.prepare
+    trained = 0
+
+    @functools.wraps(prepare)
+    def preparing(accelerator: Any, *objects: Any, **keywords: Any) -> Any:
+        results = prepare(accelerator, *objects, **keywords)
+        for result in results if isinstance(results, tuple) else (results,):
+            if isinstance(result, torch.nn.Module):
+                prepared[id(result)] = accelerator
+        return results
+
+    def begin(model: torch.nn.Module) -> tuple[Step, Stop]:
+        nonlocal trained
+        logs = folder / str(trained)
+        trained += 1
+        accelerator = prepared.get(id(model))
+        debugger: Any = (
+            InspectSession(config, model=model, log_dir=logs)
+            if accelerator is None
+            else PrecisionDebugger(accelerator, model, config, log_dir=logs)
+        )
+        debugger.__enter__()
+        return debugger.step, lambda: debugger.__exit__(None, None, None)
+
+    accelerate.Accelerator.prepare = preparing
+    Loop(begin).install()
+
+
+def _lightning(config: Path, folder: Path) -> None:
+    import lightning.pytorch
+
+    from te_precision_callbacks import PrecisionDebugCallback
+
+    fit = lightning.pytorch.Trainer.fit
+
+    @functools.wraps(fit)
+    def fitting(trainer: Any, *arguments: Any, **keywords: Any) -> Any:
+        trainer.callbacks.append(PrecisionDebugCallback(str(config), log_dir=folder / "0"))
+        return fit(trainer, *arguments, **keywords)
+
+    lightning.pytorch.Trainer.fit = fitting
+
+
+def _transformers(config: Path, folder: Path) -> None:
+    import transformers
+
+    from te_precision_callbacks import PrecisionDebugTrainerCallback
+
+    make = transformers.Trainer.__init__
+
+    @functools.wraps(make)
+    def making(trainer: Any, *arguments: Any, **keywords: Any) -> None:
+        callback = PrecisionDebugTrainerCallback(str(config), log_dir=folder / "0")
+        keywords["callbacks"] = [*(keywords.get("callbacks") or []), callback]
+        make(trainer, *arguments, **keywords)
+
+    transformers.Trainer.__init__ = making
+
+
+INSTALL: dict[str, Callable[[Path, Path], None]] = {
+    "session": _session,
+    "accelerate": _accelerate,
+    "lightning": _lightning,
+    "transformers": _transformers,
+}

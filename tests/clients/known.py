@@ -1,0 +1,285 @@
+"""The clients: where each lies in a folder of sources, what it needs, how it is started and watched.
+
+A script is run as it is, with arguments that make it small. ``launcher`` and ``arguments`` are what its README says,
+with the size taken down.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.clients import standins
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@dataclass(frozen=True)
+class Client:
+    """A training script of somebody else's.
+
+    Attributes:
+        name: what it is called here.
+        marker: the end of its path in a folder of sources; its folder is that of the marker.
+        what: what the row of the table says of it: front door of its training, recipe, processes.
+        environment: the name of its environment, which clients with the same packages share.
+        packages: what pip installs for it beside this project's own requirements.
+        arguments: the script and its arguments.
+        launcher: what starts it, with its arguments; empty: Python.
+        front_door: how the debugger comes around it, see inside/watching.py.
+        stand_ins: what is made for it before it runs; each gets the folder that it runs in, and its Python.
+        stands_in: the same in words.
+        capability: compute capability that the reference backend stands for.
+        variables: what is added to its environment.
+        said: packages whose versions the table has.
+        from_index: the client is a library of the package index; its script lies in this repository.
+        up: how many folders above that of the marker it runs in.
+        differs: why losses and GEMMs differ when the debugger watches, where that is known.
+    """
+
+    name: str
+    marker: str
+    what: str
+    environment: str
+    packages: tuple[str, ...]
+    arguments: tuple[str, ...]
+    launcher: tuple[str, ...] = ()
+    front_door: str = "session"
+    stand_ins: tuple[Callable[[Path, Path], None], ...] = ()
+    stands_in: str = ""
+    capability: str = "9.0"
+    variables: Mapping[str, str] = field(default_factory=dict)
+    said: tuple[str, ...] = ()
+    from_index: bool = False
+    up: int = 0
+    differs: str = ""
+
+    def find(self, folder: Path) -> Path | None:
+        """Its folder in a folder of sources; None if it is not there. Of several the first by name."""
+        if self.from_index:
+            return SCRIPTS / Path(self.marker).parent
+        name = Path(self.marker).name
+        found = sorted(path for path in folder.rglob(name) if path.as_posix().endswith("/" + self.marker))
+        return found[0].parents[self.up] if found else None
+
+
+def tree_of(folder: Path) -> str:
+    """What git calls the folder's content (``git rev-parse COMMIT:folder``), its first 10 digits."""
+    return _tree(folder).hex()[:10]
+
+
+def _tree(folder: Path) -> bytes:
+    entries = []
+    for path in folder.iterdir():
+        if path.name in ("__pycache__", ".git"):
+            continue
+        if path.is_dir():
+            entries.append((path.name + "/", b"40000 " + path.name.encode(), _tree(path)))
+        elif path.is_symlink():
+            entries.append((path.name, b"120000 " + path.name.encode(), _object("blob", str(path.readlink()).encode())))
+        else:
+            mode = b"100755 " if path.stat().st_mode & 0o100 else b"100644 "
+            entries.append((path.name, mode + path.name.encode(), _object("blob", path.read_bytes())))
+    return _object("tree", b"".join(entry + b"\0" + found for _, entry, found in sorted(entries)))
+
+
+def _object(kind: str, content: bytes) -> bytes:
+    return hashlib.sha1(f"{kind} {len(content)}\0".encode() + content, usedforsecurity=False).digest()
+
+
+_BERT = (standins.bert_base_cased, standins.mrpc, standins.glue_metric)
+_BERT_STANDS_IN = "bert-base-cased, MRPC of GLUE, and its metric"
+_GENOMES = "dataset.load_dataset_kwargs.data_files=test_genomic_sequences.parquet"
+_SEQUENCE = "dataset.text_column=sequence"
+
+
+def _accelerate(name: str, what: str, launcher: tuple[str, ...] = ()) -> Client:
+    return Client(
+        name=f"accelerate/{name}",
+        marker=f"benchmarks/fp8/transformer_engine/{name}.py",
+        what=what,
+        environment="accelerate",
+        packages=("datasets", "evaluate"),
+        arguments=(f"{name}.py",),
+        launcher=launcher,
+        front_door="accelerate",
+        stand_ins=_BERT,
+        stands_in=_BERT_STANDS_IN,
+        said=("accelerate", "transformers"),
+    )
+
+
+_FUSED_NORM = (
+    "under delayed scaling Transformer Engine's norm writes FP8 at once, and where a layer is watched it writes BF16, "
+    "which is then quantized; see [observing.md](observing.md)"
+)
+_ESM_SMALL = (
+    "num_train_steps=3",
+    "+config_kwargs.num_hidden_layers=2",
+    "+config_kwargs.hidden_size=64",
+    "+config_kwargs.intermediate_size=128",
+    "+config_kwargs.num_attention_heads=4",
+    "dataset.max_seq_length=64",
+    "dataset.num_workers=0",
+    "use_torch_compile=false",
+    "fp8_config.enabled=true",
+)
+# Under which watching changes no bit of a TransformerLayer, whatever its activation: docs/observing.md.
+_BLOCKS = ("fp8_config.fp8_recipe=transformer_engine.common.recipe.Float8BlockScaling", "fp8_config.fp8_format=E4M3")
+_LLAMA_SMALL = (
+    "num_train_steps=3",
+    "config_kwargs.hidden_size=64",
+    "config_kwargs.intermediate_size=128",
+    "config_kwargs.num_attention_heads=4",
+    "config_kwargs.num_key_value_heads=4",
+    "+config_kwargs.head_dim=16",
+    "+config_kwargs.vocab_size=256",
+    "dataset.tokenizer_name_or_path=./tokenizers/nucleotide_fast_tokenizer",
+    "dataset.max_seq_length=64",
+    "dataset.num_workers=0",
+    "+dataset.buffer_size=100",
+    "use_torch_compile=false",
+    "fp8_config.enabled=true",
+)
+_CODONS_SMALL = tuple(
+    shlex.split(
+        "-m src.runner pretrain --exp_name tiny --model_name encodon_200k --data_path standin_codons "
+        "--process_item mlm_memmap --dataset_name CodonMemmapDataset --lr 1e-3 --num_gpus 1 --max_steps 3 "
+        "--train_batch_size 2 --val_batch_size 2 --num_workers 0 --context_length 64 --bf16 --warmup_iterations 1 "
+        "--train_val_test_ratio 0.8 0.1 0.1 --limit_val_batches 1 --val_check_interval 3 --log_every_n_steps 1 "
+        "--out_dir results --checkpoints_dir results/checkpoints --use_transformer_engine"
+    )
+)
+# The recipes ask for transformers 5, and call what later versions of it lack.
+_RECIPE_PACKAGES = ("datasets", "hydra-core", "nvtx", "torchdata", "zstandard", "transformers==5.5.0")
+
+
+def _recipe(
+    folder: str,
+    script: str,
+    what: str,
+    processes: int,
+    arguments: tuple[str, ...],
+    *,
+    stands_in: str = "",
+    name: str = "",
+    differs: str = "",
+) -> Client:
+    return Client(
+        name=name or folder,
+        marker=f"{folder}/{script}",
+        what=what,
+        environment="bionemo_recipes",
+        packages=_RECIPE_PACKAGES,
+        arguments=(script, *arguments),
+        launcher=("torchrun", "--nproc-per-node", str(processes)),
+        stands_in=stands_in,
+        said=("transformers", "datasets"),
+        differs=differs,
+    )
+
+
+def _megatron(
+    name: str, what: str, processes: int, *arguments: str, capability: str = "9.0", differs: str = ""
+) -> Client:
+    return Client(
+        name=f"megatron-core/{name}",
+        marker="megatron/train_gpt.py",
+        what=what,
+        environment="megatron_core",
+        packages=("megatron-core==0.16.1",),
+        arguments=("train_gpt.py", *arguments),
+        launcher=("torchrun", "--nproc-per-node", str(processes)),
+        from_index=True,
+        capability=capability,
+        stands_in="the script itself, tests/clients/scripts/megatron/train_gpt.py; random tokens",
+        said=("megatron-core",),
+        differs=differs,
+    )
+
+
+CLIENTS = (
+    _accelerate("non_distributed", "own loop, then Accelerator(mixed_precision=fp8); delayed scaling; 1 process"),
+    _accelerate(
+        "ddp", "the same under DDP; 2 processes", ("accelerate", "launch", "--num_processes", "2", "--multi_gpu")
+    ),
+    _accelerate(
+        "fsdp", "the same under FSDP; 2 processes", ("accelerate", "launch", "--num_processes", "2", "--multi_gpu")
+    ),
+    _recipe(
+        "esm2_native_te",
+        "train_ddp.py",
+        "own loop, DDP, delayed scaling; 1 process",
+        1,
+        _ESM_SMALL,
+        differs=_FUSED_NORM,
+    ),
+    _recipe(
+        "esm2_native_te",
+        "train_fsdp2.py",
+        "own loop, FSDP2, block scaling; 2 processes",
+        2,
+        (*_ESM_SMALL, *_BLOCKS),
+        name="esm2_native_te/fsdp2",
+    ),
+    _recipe(
+        "llama3_native_te",
+        "train_ddp.py",
+        "own loop, DDP, delayed scaling; 1 process",
+        1,
+        (*_LLAMA_SMALL, *_BLOCKS, _GENOMES, _SEQUENCE),
+    ),
+    _recipe(
+        "llama3_native_te",
+        "train_fsdp2.py",
+        "own loop, FSDP2, block scaling; 2 processes",
+        2,
+        (*_LLAMA_SMALL, *_BLOCKS, _GENOMES, _SEQUENCE),
+        name="llama3_native_te/fsdp2",
+    ),
+    _recipe(
+        "opengenome2_llama_native_te",
+        "train_fsdp2.py",
+        "own loop, FSDP2, block scaling; 1 process",
+        1,
+        (*_LLAMA_SMALL, *_BLOCKS),
+    ),
+    Client(
+        name="codonfm_ptl_te",
+        marker="codonfm_ptl_te/src/runner.py",
+        up=1,
+        what="Lightning, DDP, BF16; 1 process",
+        environment="codonfm",
+        packages=("fiddle", "python-dotenv", "peft", "polars", "pandas", "pyarrow"),
+        arguments=_CODONS_SMALL,
+        front_door="lightning",
+        stand_ins=(standins.codons,),
+        stands_in="a memory-mapped dataset of random codons",
+        said=("lightning",),
+    ),
+    _megatron("one", "own loop, Megatron DDP, delayed scaling; 1 process", 1, differs=_FUSED_NORM),
+    _megatron(
+        "tp2",
+        "tensor parallel 2 with sequence parallelism, current scaling; 2 processes",
+        2,
+        "--tp",
+        "2",
+        "--recipe",
+        "tensorwise",
+    ),
+    _megatron("pp2", "pipeline parallel 2, current scaling; 2 processes", 2, "--pp", "2", "--recipe", "tensorwise"),
+    _megatron(
+        "ep2",
+        "expert parallel 2 with grouped GEMMs, current scaling; 2 processes",
+        2,
+        "--ep",
+        "2",
+        "--recipe",
+        "tensorwise",
+    ),
+    _megatron("fp8-weights", "FP8 primary weights, delayed scaling; 1 process", 1, "--fp8-param"),
+    _megatron("mxfp8", "MXFP8; 1 process", 1, "--recipe", "mxfp8", capability="10.0"),
+)

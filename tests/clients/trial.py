@@ -1,0 +1,174 @@
+"""The trial of a client: run without the debugger and with it, everything compared, the findings kept as JSON.
+
+Usage::
+
+    trial = hold(client, folder, sources, cache)
+    print(trial.verdict)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.clients.comparing import Notes, check_statistics, compare_gemms, compare_losses, read_log
+from tests.clients.environments import NotInstalledError, prepare
+from tests.clients.known import Client, tree_of
+from tests.clients.running import Run, run
+
+ANALYSIS = "analyze_and_create_heatmap.py"
+ANALYSIS_PACKAGES = ("matplotlib", "numpy", "pandas", "seaborn")
+VERSIONS = ("torch", "transformer-engine", "nvdlfw-inspect")
+RAN = "runs"
+
+
+@dataclass
+class Trial:
+    """What became of a client. Texts are empty where nothing is wrong.
+
+    Attributes:
+        name, what, stands_in, differs: the client's.
+        tree: what git calls the content of its folder.
+        versions: of the packages that matter to it.
+        ran: "runs", or how a run of the two ended.
+        losses: the first difference of losses and parameters.
+        gemms: the first difference of a GEMM's operands or result.
+        statistics: the first statistics that differ from the spy's.
+        analysis: what BioNeMo's fp8_analysis made of the logs, or why it was not asked.
+        steps, compared, checked, unchecked: steps, GEMMs compared, statistics checked, and those that the spy could
+            not check.
+        largest: the largest relative deviation of a statistic.
+        seconds: of both runs.
+    """
+
+    name: str
+    what: str
+    tree: str
+    stands_in: str = ""
+    differs: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    ran: str = ""
+    losses: str = ""
+    gemms: str = ""
+    statistics: str = ""
+    analysis: str = ""
+    steps: int = 0
+    compared: int = 0
+    checked: int = 0
+    unchecked: dict[str, int] = field(default_factory=dict)
+    largest: float = 0.0
+    seconds: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def good(self) -> bool:
+        """Whether it ran, and nothing differs but what is known to."""
+        return self.ran == RAN and not self.statistics and bool(self.losses or self.gemms) == bool(self.differs)
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        if self.ran != RAN:
+            return self.ran
+        different = [text for text in (self.losses, self.gemms, self.statistics) if text]
+        if self.differs:
+            different = different or ["nothing differs any more"]
+            different.append(f"known: {self.differs}")
+        counts = f"{self.steps} steps, {self.compared} GEMMs, {self.checked} statistics"
+        return (
+            "; ".join(different) if different else f"the same with and without: {counts}; fp8_analysis {self.analysis}"
+        )
+
+    @classmethod
+    def read_all(cls, cache: Path) -> list[Trial]:
+        """The last trial of each client that the cache has."""
+        return [cls(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(_results(cache).glob("*.json"))]
+
+
+def hold(client: Client, source: Path, sources: Path, cache: Path) -> Trial:
+    """Run a client twice, compare, and keep the findings in the cache.
+
+    Args:
+        client: which one.
+        source: its folder.
+        sources: the folder of all sources, in which fp8_analysis may lie.
+        cache: for environments, runs and findings.
+    """
+    trial = Trial(client.name, client.what, tree_of(source), client.stands_in, client.differs)
+    try:
+        environment = prepare(cache, client.environment, client.packages)
+    except NotInstalledError as error:
+        trial.ran = f"not run: {error}"
+        return trial
+    folder = cache / "runs" / client.name.replace("/", "-")
+    trial.versions = {"python": platform.python_version()} | environment.versions([*VERSIONS, *client.said])
+    plain = run(client, source, environment, folder / "without", watched=False)
+    watched = run(client, source, environment, folder / "with", watched=True)
+    trial.seconds = (round(plain.seconds, 1), round(watched.seconds, 1))
+    trial.ran = _how_it_ran(plain, watched)
+    if trial.ran == RAN:
+        _compare(trial, plain, watched)
+        trial.analysis = _analysis(sources, watched.logs, cache)
+    path = _results(cache) / f"{client.name.replace('/', '-')}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(dataclasses.asdict(trial), indent=1), encoding="utf-8")
+    return trial
+
+
+def _results(cache: Path) -> Path:
+    return cache / "results"
+
+
+def _how_it_ran(plain: Run, watched: Run) -> str:
+    for which, done in (("without", plain), ("with", watched)):
+        if done.code is None:
+            return f"{which} the debugger: still running after {done.seconds:.0f} s"
+        if done.code:
+            last = [line for line in done.output.splitlines() if line.strip()][-1:]
+            return f"{which} the debugger: exit code {done.code}: {''.join(last)[:300]}"
+    return RAN
+
+
+def _compare(trial: Trial, plain: Run, watched: Run) -> None:
+    without, having = Notes.read(plain.record), Notes.read(watched.record)
+    trial.losses = compare_losses(without, having)
+    trial.gemms = compare_gemms(without, having)
+    trial.steps, trial.compared = having.count("step"), having.count("gemm")
+    checked = check_statistics(having, watched.logs)
+    trial.checked, trial.largest, trial.unchecked = checked.equal, checked.largest, dict(checked.unlinked)
+    if checked.different:
+        name, iteration, value, wanted = checked.different[0]
+        trial.statistics = (
+            f"{len(checked.different)} statistics differ, first {name} of iteration {iteration}: {value} logged, "
+            f"{wanted} computed"
+        )
+    elif not checked.equal:
+        trial.statistics = "no statistic was logged that could be checked"
+
+
+def _analysis(sources: Path, logs: Path, cache: Path) -> str:
+    """Give the logs of the client's first training to BioNeMo's fp8_analysis, if it lies in the folder of sources."""
+    script = next(iter(sorted(sources.rglob(ANALYSIS))), None)
+    if script is None:
+        return "not in the folder of sources"
+    log_dir = min(logs.iterdir(), key=lambda path: int(path.name))
+    folder = logs.parent / "analysis"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(log_dir, folder / "logs" / "rank_0")
+    environment = prepare(cache, "fp8_analysis", ANALYSIS_PACKAGES)
+    done = subprocess.run(
+        [str(environment.python), str(script), "logs"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    rows = folder / "analysis_output" / "csv_data" / "rank_0_metrics.csv"
+    # Its regular expression takes digits and dots only: no sign, no exponent.
+    readable = sum(1 for _, _, value in read_log(log_dir) if set(value) <= set("0123456789."))
+    if "No components detected" in done.stderr:
+        return f"reads {readable} lines; there are no underflows of gradients to draw"
+    if done.returncode or not rows.is_file():
+        return f"exit code {done.returncode}: {(done.stderr.strip().splitlines() or [''])[-1][:200]}"
+    count = len(rows.read_text(encoding="utf-8").splitlines()) - 1
+    return f"reads {count} lines and draws its heat map" if count == readable else f"reads {count} of {readable} lines"
