@@ -149,6 +149,7 @@ class Figures:
 
 def _tensors(watched: Notes, steps: Iterable[int]) -> dict[Key, Figures]:
     found: dict[Key, Figures] = collections.defaultdict(Figures)
+    owners: dict[tuple[Key, str], int] = {}
     wanted = set(steps)
     for rank in range(len(watched.ranks)):
         by_step: dict[int, list[dict[str, Any]]] = collections.defaultdict(list)
@@ -156,11 +157,29 @@ def _tensors(watched: Notes, steps: Iterable[int]) -> dict[Key, Figures]:
             if note["step"] in wanted:
                 by_step[note["step"]].append(note)
         for step, notes in by_step.items():
-            _add(found, step, notes, rank)
+            _add(_Put(found, owners, rank), step, notes)
     return found
 
 
-def _add(found: dict[Key, Figures], step: int, notes: list[dict[str, Any]], rank: int) -> None:
+@dataclass(frozen=True)
+class _Put:
+    """Puts a rank's tensors to those of the others. What ranks have alike, bit for bit, counts once."""
+
+    found: dict[Key, Figures]
+    owners: dict[tuple[Key, str], int]
+    rank: int
+
+    def __call__(self, key: Key, operand: Mapping[str, Any]) -> None:
+        figures = self.found[key]
+        source = operand["source"]
+        if source is None or self.owners.setdefault((key, source["hash"]), self.rank) != self.rank:
+            return
+        figures.parts.append(source)
+        if operand.get("quantized") is not None:
+            figures.quantized.append(operand["quantized"])
+
+
+def _add(put: _Put, step: int, notes: list[dict[str, Any]]) -> None:
     layers: dict[tuple[str, str], str] = {}
     forwards: collections.Counter[str] = collections.Counter()
     weights: set[str] = set()
@@ -171,18 +190,18 @@ def _add(found: dict[Key, Figures], step: int, notes: list[dict[str, Any]], rank
             forwards[layer] += 1
             if note["of"] == "LayerNormMLP" and forwards[layer] % 2 == 0:
                 layer += "#2"
-            _put(found, (step, layer, "activation"), note["B"])
-            _put(found, (step, layer, "output"), note["D"])
-            if layer not in weights and rank == 0:
-                _put(found, (step, layer, "weight"), note["A"])
+            put((step, layer, "activation"), note["B"])
+            put((step, layer, "output"), note["D"])
+            if layer not in weights:
+                put((step, layer, "weight"), note["A"])
             weights.add(layer)
             if first is not None:
                 layers["weight", first["hash"]] = layer
             if second is not None:
                 layers.setdefault(("activation", second["hash"]), layer)
         elif note["layout"] == "NN" and first is not None and (layer := layers.get(("weight", first["hash"]), "")):
-            _put(found, (step, layer, "gradient"), note["B"])
-            _put(found, (step, layer, "dgrad"), note["D"])
+            put((step, layer, "gradient"), note["B"])
+            put((step, layer, "dgrad"), note["D"])
             if second is not None:
                 layers["gradient", second["hash"]] = layer
         elif note["layout"] == "NT" and second is not None:
@@ -190,17 +209,9 @@ def _add(found: dict[Key, Figures], step: int, notes: list[dict[str, Any]], rank
             if not layer and first is not None:
                 layer = layers.get(("activation", first["hash"]), "")
                 if layer:
-                    _put(found, (step, layer, "gradient"), note["B"])
+                    put((step, layer, "gradient"), note["B"])
             if layer and not note["accumulate"]:
-                _put(found, (step, layer, "wgrad"), note["D"])
-
-
-def _put(found: dict[Key, Figures], key: Key, operand: Mapping[str, Any]) -> None:
-    figures = found[key]
-    if operand["source"] is not None:
-        figures.parts.append(operand["source"])
-    if operand.get("quantized") is not None:
-        figures.quantized.append(operand["quantized"])
+                put((step, layer, "wgrad"), note["D"])
 
 
 def _strip(name: str) -> str:
