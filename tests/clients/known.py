@@ -140,7 +140,7 @@ _LLAMA_SMALL = (
     "dataset.tokenizer_name_or_path=./tokenizers/nucleotide_fast_tokenizer",
     "dataset.max_seq_length=64",
     "dataset.num_workers=0",
-    "+dataset.buffer_size=100",
+    "dataset.buffer_size=100",
     "use_torch_compile=false",
     "fp8_config.enabled=true",
 )
