@@ -3,6 +3,7 @@
 Usage::
 
     te-precision run train.py --epochs 3
+    te-precision run -m package.train --epochs 3
     te-precision dumps list logs/tensor_dumps
 
 Each command is a function here that imports what it needs when it is called, so that ``te-precision --help`` is quick.
@@ -11,7 +12,6 @@ Each command is a function here that imports what it needs when it is called, so
 from __future__ import annotations
 
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -47,13 +47,15 @@ def _commands(
 
 @app.command(
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
-    options_metavar="[--backend auto|te|reference]",
+    options_metavar="[--backend auto|te|reference] [-m]",
 )
 def run(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="The Python script to run, unmodified.")],
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The Python script to run, unmodified.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARGS...", help="What the script gets as its arguments.")
     ] = None,
+    *,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")] = False,
     backend: Annotated[
         Backend,
         typer.Option(
@@ -67,13 +69,14 @@ def run(
     The environment variable TE_PRECISION_REFERENCE_CAPABILITY (9.0 or 10.0) chooses the GPU that the reference backend
     stands for. The exit code is the script's own.
     """
-    from te_precision_callbacks.reference.launch import launch, plan_launch
+    from te_precision_callbacks.reference.launch import launch, plan_launch, why_no_module, why_no_script
 
-    if not script.is_file():
-        raise typer.BadParameter(f"there is no file {str(script)!r}", param_hint="SCRIPT")
+    reason = why_no_module(script) if module else why_no_script(script)
+    if reason is not None:
+        raise typer.BadParameter(reason, param_hint="SCRIPT")
     plan = plan_launch(backend)
     typer.echo(f"te-precision: {plan.description}", err=True)
-    launch(plan, script, arguments or [])
+    launch(plan, [*(["-m"] if module else []), script, *(arguments or [])])
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,7 @@ def global_state() -> dict[str, Any]:
             for found in [logging.getLogger(name)]
         },
         "open files": sorted(_target(fd) for fd in _descriptors() if "nvdlfw" in _target(fd)),
+        "excepthook": sys.excepthook,
         "environment": {key: value for key, value in os.environ.items() if key.startswith("NVDLFW")},
     }
 

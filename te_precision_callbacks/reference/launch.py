@@ -3,11 +3,12 @@
 Usage::
 
     plan = plan_launch(Backend.AUTO)
-    launch(plan, Path("train.py"), ["--steps", "10"])  # does not return
+    launch(plan, ["train.py", "--steps", "10"])  # does not return
+    launch(plan, ["-m", "package.train", "--steps", "10"])
 
-The script gets a Python process of its own, in place of this one: so ``__main__``, ``sys.argv``, ``sys.path[0]``, the
-exit code, tracebacks, signals, and what the script does to start itself again on other ranks, are what they are
-without us. The backend is installed in it as in every process that one with the backend starts; see
+The script or module gets a Python process of its own, in place of this one: so ``__main__``, ``sys.argv``,
+``sys.path[0]``, the exit code, tracebacks, signals, and what the script does to start itself again on other ranks, are
+what they are without us. The backend is installed in it as in every process that one with the backend starts; see
 :mod:`te_precision_callbacks.reference.children`.
 """
 
@@ -20,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import NoReturn
 
@@ -82,14 +84,58 @@ def plan_launch(backend: Backend) -> Launch:
     return Launch(description, children.environment(pretend_cuda=not has_gpu, capability=capability, always=always))
 
 
-def launch(plan: Launch, script: Path, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by one that runs ``script``."""
+def why_no_script(script: str) -> str | None:
+    """None if ``python script`` finds something to run, else what is wrong."""
+    return None if Path(script).is_file() else f"there is no file {script!r}"
+
+
+def why_no_module(name: str) -> str | None:
+    """None if ``python -m name`` finds something to run, as far as can be told; else what is wrong.
+
+    No package is imported for it, since it may import Transformer Engine, which this process does not have. So what a
+    package that changes its own ``__path__`` has is left to Python to tell.
+    """
+    first, *rest = parts = name.split(".")
+    spec = _find_top_level(first) if all(parts) else None
+    if spec is None:
+        return f"there is no module {name!r}, neither in the current folder nor in the environment"
+    found = first
+    for part in rest:
+        if spec.submodule_search_locations is None:
+            return f"there is no module {name!r}: {found!r} is no package. A file is given without -m"
+        inner = PathFinder.find_spec(part, list(spec.submodule_search_locations))
+        if inner is None:
+            return None if _changes_path(spec) else f"there is no module {part!r} in the package {found!r}"
+        spec, found = inner, f"{found}.{part}"
+    locations = spec.submodule_search_locations
+    if locations is None or PathFinder.find_spec("__main__", list(locations)) is not None or _changes_path(spec):
+        return None
+    return f"the package {name!r} has no module __main__. Give one of its modules"
+
+
+def _find_top_level(name: str) -> ModuleSpec | None:
+    """What ``python -m`` finds, which begins to look in the current folder; this process need not."""
+    if not getattr(sys.flags, "safe_path", False):  # a flag that Python 3.11 has brought
+        found = PathFinder.find_spec(name, [os.getcwd(), *sys.path])
+        if found is not None:
+            return found
+    specs = (finder.find_spec(name, None, None) for finder in sys.meta_path)
+    return next((spec for spec in specs if spec is not None), None)
+
+
+def _changes_path(package: ModuleSpec) -> bool:
+    source = Path(package.origin) if package.has_location and package.origin else None
+    return source is not None and source.is_file() and b"__path__" in source.read_bytes()
+
+
+def launch(plan: Launch, command: Sequence[str]) -> NoReturn:
+    """Replace this process by ``python command``, which is a script, or ``-m`` and a module, and its arguments."""
     os.environ.pop(children.ENVIRONMENT_VARIABLE, None)
     os.environ.update(plan.environment)
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, *flags, str(script), *arguments])
+    os.execv(sys.executable, [sys.executable, *flags, *command])
 
 
 def _has_gpu() -> bool:

@@ -53,6 +53,7 @@ from te_precision_callbacks.session.refusals import DebugRefusal, RefusedLayers
 from te_precision_callbacks.session.shapes import explain_shape
 from te_precision_callbacks.session.signals import Termination, Uninterrupted
 from te_precision_callbacks.session.sinks import Sinks
+from te_precision_callbacks.session.uncaught import Uncaught
 from te_precision_callbacks.session.upstream import (
     Inspector,
     import_transformer_engine,
@@ -170,6 +171,7 @@ class InspectSession:
         self._started_at = ""
         self._process = os.getpid()
         self._termination: Termination | None = None
+        self._uncaught: Uncaught | None = None
         self._classify.abandoned = self._is_abandoned
         self._hooks.on_many_forwards = self._say_forgotten
         self._hooks.on_renamed = self._say_renamed
@@ -348,6 +350,7 @@ class InspectSession:
             self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=100)
             if stop_at_sigterm:
                 self._termination = Termination(self._stop_terminated)
+            self._uncaught = Uncaught(self._stop_uncaught)
             inspector.iteration = self._options.start_step or 0
             if model is not None:
                 self.attach(model)
@@ -491,6 +494,8 @@ class InspectSession:
                 then.callback(self._hooks.remove)
                 if self._at_exit is not None:
                     then.callback(self._at_exit.cancel)
+            if self._uncaught is not None:
+                then.callback(self._uncaught.remove)
             if self._optimizer_steps is not None:
                 then.callback(self._optimizer_steps.remove)
             self._final_iteration = self._completed(inspector)
@@ -572,6 +577,12 @@ class InspectSession:
             self.stop(SessionError("The process was ended by SIGTERM while the session was running."))
         except Exception as error:
             logger.error("The session could not be stopped before SIGTERM ended the process.", exc_info=error)
+
+    def _stop_uncaught(self, uncaught: BaseException) -> None:
+        try:
+            self.stop(uncaught)
+        except Exception as error:
+            logger.error("The session could not be stopped after %s.", type(uncaught).__name__, exc_info=error)
 
     def _stop_at_exit(self) -> None:
         self.release()

@@ -35,5 +35,5 @@ def answers(code: str, *, cwd: Path | None = None, **environment: str) -> Any:
 
 def te_precision(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command line with ``arguments``."""
-    command = [sys.executable, "-W", "ignore", "-c", "from te_precision_callbacks.cli import main; main()"]
-    return run([*command, *arguments], cwd=cwd, **environment)
+    command = [sys.executable, "-W", "ignore", "-m", "te_precision_callbacks", *arguments]
+    return run(command, cwd=cwd, **environment)

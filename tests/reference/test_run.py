@@ -11,10 +11,11 @@ import pytest
 import tomllib
 
 from te_precision_callbacks.cli import main
+from te_precision_callbacks.reference.launch import why_no_module
 from tests.reference.processes import REPOSITORY, answers, run, te_precision
 
 SCRIPT = """
-import json, sys
+import json, logging, sys
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
@@ -27,6 +28,12 @@ loss.backward()
 torch.cuda.synchronize()
 print(json.dumps([__name__, sys.argv, sys.path[0], __file__, torch.cuda.get_device_capability()]))
 if "--fail" in sys.argv:
+    from te_precision_callbacks import InspectSession
+    logging.basicConfig(level=logging.INFO)
+    dumps = {"enabled": True, "tensors": ["activation"], "high_precision_tensor": True}
+    section = {"enabled": True, "layers": {"layer_types": ["linear"]}, "transformer_engine": {"DumpTensors": dumps}}
+    session = InspectSession({"dumps": section}, model=model, log_dir=sys.path[0]).start()
+    model(torch.randn(32, 64, device="cuda")).sum().backward()
     raise ValueError("the script's own")
 sys.exit(7)
 """
@@ -52,13 +59,16 @@ def test_a_script_finds_what_it_finds_without_us(tmp_path: Path, script: Path) -
     assert "reference backend: the CPU as a pretended GPU, compute capability 9.0" in done.stderr
 
 
-def test_a_traceback_is_the_scripts_own(script: Path) -> None:
+def test_a_traceback_is_the_scripts_own_and_the_last_that_is_said(script: Path) -> None:
+    """Also where a session is running, which has something to say at its end."""
     done = te_precision(
         "run", "--backend", "reference", str(script), "--fail", TE_PRECISION_REFERENCE_CAPABILITY="10.0"
     )
     assert done.returncode == 1
     assert json.loads(done.stdout)[4] == [10, 0]
-    traceback = done.stderr[done.stderr.index("Traceback") :].splitlines()
+    said, shown = done.stderr.split("Traceback", maxsplit=1)
+    assert "1 tensors were dumped" in said
+    traceback = shown.splitlines()
     assert f'File "{script}"' in traceback[1]
     assert traceback[-1] == "ValueError: the script's own"
     assert len([line for line in traceback if line.startswith("  File")]) == 1
@@ -109,9 +119,8 @@ def test_torchrun(tmp_path: Path) -> None:
             """
         )
     )
-    torchrun = tmp_path / "launch.py"
-    torchrun.write_text("from torch.distributed.run import main; main()")
-    done = te_precision("run", str(torchrun), "--standalone", "--nproc-per-node", "2", str(script), cwd=tmp_path)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = te_precision("run", *torchrun, str(script), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "rank0").read_text() == (tmp_path / "rank1").read_text()
 
@@ -155,19 +164,86 @@ def test_torch_compile(tmp_path: Path) -> None:
     assert "the compiled pass cannot be made" not in done.stderr
 
 
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with ``training``, a package that can be run, and ``plain``, a folder of modules."""
+    files = {
+        "training/__init__.py": "",
+        "training/sizes.py": "HIDDEN = 64",
+        "training/__main__.py": """
+            import json, sys
+            from .sizes import HIDDEN
+            print(json.dumps([__name__, __spec__.name, __package__, sys.argv, sys.path[0], HIDDEN]))
+            sys.exit(7)
+            """,
+        "plain/deep/train.py": "",
+        "grown/__init__.py": "__path__.append('elsewhere')",
+        "torch/notes.txt": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(dedent(text))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_module_finds_what_it_finds_without_us(packages: Path) -> None:
+    options = ["--epochs", "3", "--backend", "x", "-m", "y"]
+    done = te_precision("run", "--backend", "reference", "-m", "training", *options, cwd=packages)
+    assert done.returncode == 7, done.stderr
+    file = str(packages / "training" / "__main__.py")
+    assert json.loads(done.stdout) == [
+        "__main__",
+        "training.__main__",
+        "training",
+        [file, *options],
+        str(packages),
+        64,
+    ]
+
+
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "training",
+        "training.sizes",
+        "plain.deep.train",
+        "grown",  # what this package has, it says when it is imported
+        "grown.missing",
+        "torch.distributed.run",  # the folder of this name is no package while there is one
+        "json.tool",
+    ],
+)
+def test_a_module_that_may_be_run(name: str) -> None:
+    assert why_no_module(name) is None
+
+
+@pytest.mark.usefixtures("packages")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["missing.py"], "there is no file 'missing.py'"),
         (["--backend", "cuda", "x.py"], "'cuda' is not one of"),
         ([], "Missing argument"),
+        (["-m"], "Missing argument"),
+        (["-m", "missing"], "there is no module 'missing', neither in the current folder"),
+        (["-m", "training.missing"], "there is no module 'missing' in the package 'training'"),
+        (["-m", "training.sizes.py"], "there is no module 'training.sizes.py': 'training.sizes' is no package"),
+        (["-m", "plain.deep"], "the package 'plain.deep' has no module __main__"),
+        (["-m", ".training"], "there is no module '.training'"),
     ],
 )
-def test_wrong_use(arguments: list[str], message: str) -> None:
-    done = te_precision("run", *arguments)
-    assert done.returncode == 2
-    assert message in " ".join(done.stderr.replace("│", " ").split())
-    assert "Traceback" not in done.stderr
+def test_wrong_use(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["te-precision", "run", *arguments])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which typer replaces
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.replace("│", " ")  # the lines of its frame
+    assert message in " ".join(said.split())
 
 
 @pytest.mark.parametrize(
@@ -202,6 +278,7 @@ def test_without_transformer_engine(script: Path) -> None:
 
 def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["te-precision", "--version"])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which typer replaces
     with pytest.raises(SystemExit) as ended:
         main()
     pyproject = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())

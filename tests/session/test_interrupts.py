@@ -172,3 +172,24 @@ def test_sigterm_keeps_what_was_gathered_and_a_fork_writes_nothing(tmp_path: Pat
     if how == "forked":
         assert result.stdout.split() == ["None", "None", "child", str(int(signal.SIGTERM))]
         assert result.stderr.count("this process was forked") == 1
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+def test_an_exception_that_nobody_catches_ends_the_session_before_it_is_shown(
+    tmp_path: Path, keeper: Keeper, monkeypatch: pytest.MonkeyPatch, prompt: bool
+) -> None:
+    """At an interactive prompt the session goes on, as the process does."""
+    shown: list[tuple[bool, BaseException]] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append((session.running, error)))
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False) if prompt else monkeypatch.delattr(sys, "ps1", raising=False)
+    before = sys.excepthook
+    net = te.Linear(32, 32)
+    session = InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]).start()
+    net(batch(0)).sum().backward()
+    error = ValueError("the script's own")
+    sys.excepthook(ValueError, error, None)
+    assert shown == [(prompt, error)]
+    session.stop()
+    assert sys.excepthook is before
+    assert keeper.closed == [None if prompt else error]
+    assert keeper.values("max") == {0: 1.0}

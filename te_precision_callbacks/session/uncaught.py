@@ -1,0 +1,38 @@
+"""Exceptions that nobody catches: what a session says at its end comes before their traceback."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+
+class Uncaught:
+    """Does something before Python shows an exception that ends the process.
+
+    A function that runs at the exit of the process runs after the traceback has been shown, so that what it logs stands
+    below the traceback. At an interactive prompt the process goes on after an exception, and nothing is done.
+
+    Args:
+        before: what is done with the exception; it must not raise.
+    """
+
+    def __init__(self, before: Callable[[BaseException], None]) -> None:
+        self._before: Callable[[BaseException], None] | None = before
+        self._shown_by = sys.excepthook
+        sys.excepthook = self._show
+
+    def remove(self) -> None:
+        """Do nothing any more; a hook that somebody else has set since, around this one, stays."""
+        if sys.excepthook == self._show:
+            sys.excepthook = self._shown_by
+        self._before = None
+
+    def _show(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        prompted = bool(sys.flags.interactive) or hasattr(sys, "ps1")
+        try:
+            if self._before is not None and not prompted and threading.current_thread() is threading.main_thread():
+                self._before(error)
+        finally:
+            self._shown_by(kind, error, trace)
