@@ -15,6 +15,7 @@ from te_precision_callbacks.config.dumping import (
     collected,
     find_statistic,
     meet,
+    parse_condition,
     size_in_bytes,
 )
 from te_precision_callbacks.config.schemas import FEATURES
@@ -137,6 +138,8 @@ def test_overflow_without_detection_has_the_line_and_words_that_fit_everywhere(t
         ("current_scaling_mse", "mse", "Did you mean 'current_scaling_mse'?"),
         ("mxfp8_mse, nvfp4_mse", "mse", "Did you mean 'mxfp8_mse' or 'nvfp4_mse'?"),
         ("mxfp8_mse, mxfp8_mse_columnwise", "mse_columnwise", "Did you mean 'mxfp8_mse_columnwise'?"),
+        ("mxfp8_e5m2_mse", "mse", "Did you mean 'mxfp8_e5m2_mse'?"),
+        ("mxfp8_e5m2_mse", "mxfp8_mse", "Did you mean 'mxfp8_e5m2_mse'?"),
     ],
 )
 def test_a_bare_name_is_not_that_of_a_recipe_and_the_recipes_is_named(
@@ -181,7 +184,16 @@ def test_what_was_asked_for_is_told_where_it_is_of_another_recipe() -> None:
 
 def test_a_recipe_may_be_spelled_in_two_ways() -> None:
     assert labels("fp8_delayed_scaling_mse", "delayed_scaling_mse") == ("delayed_scaling_mse",)
+    assert labels("fp8_current_scaling_e5m2_mse", "fp8_current_e5m2_mse") == ("fp8_current_e5m2_mse",)
     assert labels("delayed_scaling_mse", "fp8_delayed_scaling_mse") == ("fp8_delayed_scaling_mse",)
+
+
+def test_the_element_format_in_a_name_is_part_of_it() -> None:
+    assert labels("mxfp8_e5m2_mse", "mxfp8_mse", "mxfp8_e4m3_mse", "mxfp8_e5m2_mse") == ("mxfp8_e5m2_mse",)
+    assert found("mxfp8_e5m2_mse", "mxfp8_mse", "mse", recipe="mxfp8") is None
+    assert found("mxfp8_mse", "mxfp8_e4m3_mse", recipe="mxfp8") is None
+    with pytest.raises(ValueError, match=r"there is no statistic 'mxfp8_e5m2_msee'.*Did you mean 'mxfp8_e5m2_mse'"):
+        parse_condition("mxfp8_e5m2_msee > 1")
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------

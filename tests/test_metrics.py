@@ -19,6 +19,7 @@ from te_precision_callbacks.config.loading import DEFAULT_CONFIG
 from te_precision_callbacks.engine.kernels import compiled
 from te_precision_callbacks.engine.statistics import (
     BLOCKWISE,
+    PREFIXES,
     QUANTIZED_STATISTICS,
     RECIPES,
     STATISTICS,
@@ -76,10 +77,12 @@ def test_names_that_mlflow_takes() -> None:
 
 
 @pytest.mark.parametrize("end", ["", "_columnwise"])
-@pytest.mark.parametrize("recipe", ["", *RECIPES])
-def test_a_name_in_logs_leads_to_its_row_of_the_table(recipe: str, end: str) -> None:
+@pytest.mark.parametrize(
+    ("prefix", "recipe"), [("", ""), *((prefix, recipe) for recipe in RECIPES for prefix in PREFIXES[recipe])]
+)
+def test_a_name_in_logs_leads_to_its_row_of_the_table(prefix: str, recipe: str, end: str) -> None:
     for name in QUANTIZED_STATISTICS:
-        request = logged_request(f"{recipe}_{name}{end}" if recipe else f"{name}{end}")
+        request = logged_request(f"{prefix}_{name}{end}" if prefix else f"{name}{end}")
         assert request is not None
         assert (request.statistic, request.recipe, request.columnwise) == (STATISTICS[name], recipe, bool(end))
 
@@ -102,6 +105,7 @@ def test_names_of_tensors_and_names_of_a_users_own() -> None:
         ("min", [3.0, 0.0, -2.0, -INF]),
         ("mean", [0.0, 0.1, -0.2, 3.0, -INF]),
         ("mxfp8_sqnr_db_columnwise", [INF, 60.0, 20.0, -3.0, -INF]),
+        ("mxfp8_e5m2_sqnr_db", [INF, 60.0, 20.0, -3.0, -INF]),
         ("nvfp4_scale_inv_p1", [2.0, 1.0, 0.0]),
         ("nvfp4_scale_inv_p99", [0.0, 1.0, 2.0]),
         ("block_dynamic_range_min", [0.0, 4.0]),

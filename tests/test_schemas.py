@@ -193,6 +193,7 @@ def test_a_bare_name_is_handed_over_as_a_list_and_no_default_is_filled_in(tmp_pa
         ("LogFp8TensorStats", f"tensors: [weight]\nstats: [{', '.join(QUANTIZED_STATISTICS)}]"),
         ("LogFp8TensorStats", f"tensors: [weight]\nstats: [{', '.join(f'{recipe}_mse' for recipe in RECIPES)}]"),
         ("LogFp8TensorStats", "tensors: [weight]\nstats: [mxfp8_mse_columnwise, delayed_scaling_underflows%]"),
+        ("LogFp8TensorStats", "tensors: [weight]\nstats: [mxfp8_e4m3_mse_columnwise, fp8_current_e5m2_underflows%]"),
         ("LogNvfp4TensorStats", "tensors: [weight]\nstats: [mse, nvfp4_mse, underflows%_columnwise]"),
         ("LogNvfp4TensorStats", f"tensors: [weight]\nstats: [{', '.join(QUANTIZED_STATISTICS)}]"),
         ("LogFp8TensorStats", f"tensors: [weight]\nstats: [{', '.join(f'mxfp8_{s}' for s in BLOCK_STATISTICS)}]"),
@@ -253,6 +254,9 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
             8,
             "N has 'fp8_current_scaling_mse_columnwise': fp8_current_scaling has one scale.*'fp8_current_scaling_mse'",
         ),
+        ("LogFp8TensorStats", TENSORS + "stats: [mxfp8_e4m2_mse]", 8, "no statistic 'e4m2_mse'.*'mxfp8_e4m3_mse'"),
+        ("LogFp8TensorStats", TENSORS + "stats: [mxfp8_E5M2_mse]", 8, "no statistic 'E5M2_mse'.*'mxfp8_e5m2_mse'"),
+        ("LogFp8TensorStats", TENSORS + "stats: [nvfp4_e4m3_mse]", 8, "nvfp4 has E2M1 elements only.*'nvfp4_mse'"),
         ("LogNvfp4TensorStats", TENSORS + "stats: [mse, mxfp8_mse]", 8, "has 'mxfp8_mse', .*nvfp4 only. LogFp8Tensor"),
         ("LogNvfp4TensorStats", TENSORS + "stats: [nvfp4_msee]", 8, "has 'nvfp4_msee': .*'nvfp4_mse'"),
         (

@@ -25,6 +25,7 @@ from te_precision_callbacks.engine.schedule import Schedule
 from te_precision_callbacks.engine.statistics import (
     BLOCKWISE,
     OWN_RECIPE,
+    PREFIXES,
     QUANTIZED_STATISTICS,
     RECIPES,
     TENSOR_STATISTICS,
@@ -44,6 +45,8 @@ NONFINITE = "nonfinite"
 
 ACTIVATION_OVERFLOW = "activation_overflow"
 """The condition that activation overflow detection has found something."""
+
+_PREFIXES = tuple(prefix for prefixes in PREFIXES.values() for prefix in prefixes)
 
 _NAMESPACE = "transformer_engine"
 _DUMP_TENSORS = "DumpTensors"
@@ -172,7 +175,7 @@ def _check_statistic(entry: str, name: str) -> None:
         except UnknownStatisticError:
             continue
     known = [*TENSOR_STATISTICS, BLOCKWISE, *QUANTIZED_STATISTICS]
-    prefix = next((f"{recipe}_" for recipe in RECIPES if name.startswith(f"{recipe}_")), "")
+    prefix = max((f"{one}_" for one in _PREFIXES if name.startswith(f"{one}_")), key=len, default="")
     hint = suggestion(name, [prefix + statistic for statistic in QUANTIZED_STATISTICS] if prefix else known)
     raise ValueError(f"has {entry!r}: there is no statistic {name!r}.{hint}")
 
@@ -261,11 +264,9 @@ def find_statistic(name: str, known: Mapping[str, Collected], recipe: str | None
 def _with_whole_recipe(name: str) -> str:
     """The name of a statistic with its recipe as the log has it: ``fp8_current_scaling_mse``."""
     try:
-        request = quantized_request(name)
+        return quantized_request(name).spelled_out
     except UnknownStatisticError:
         return name
-    short = f"{request.statistic.name}_columnwise" if request.columnwise else request.statistic.name
-    return f"{request.recipe}_{short}" if request.recipe else short
 
 
 def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflow: bool) -> None:
@@ -362,7 +363,7 @@ def missing_statistic(condition: Condition, names: Iterable[str], layer: str, te
     """
     names = list(names)
     wanted = _with_whole_recipe(str(condition.statistic))
-    same = [name for name in names if any(_with_whole_recipe(name) == f"{recipe}_{wanted}" for recipe in RECIPES)]
+    same = [name for name in names if any(_with_whole_recipe(name) == f"{prefix}_{wanted}" for prefix in _PREFIXES)]
     hint = suggestion(str(condition.statistic), names, known_as="Collected are")
     if same:
         hint = f" Did you mean {' or '.join(map(repr, same))}?"

@@ -19,10 +19,13 @@ from pydantic.fields import FieldInfo
 from te_precision_callbacks.config.problems import nearest, shortened, shown, suggestion
 from te_precision_callbacks.engine.statistics import (
     BLOCKWISE,
+    ELEMENT_FORMATS,
     OWN_RECIPE,
+    PREFIXES,
     QUANTIZED_STATISTICS,
     RECIPES,
     TENSOR_STATISTICS,
+    WITH_ELEMENT_FORMAT,
     Request,
     UnknownStatisticError,
     quantized_request,
@@ -110,8 +113,8 @@ def _quantized(entry: Any, default_recipe: str = OWN_RECIPE) -> Request:
 
 
 def _quantized_names(recipes: Sequence[str]) -> list[str]:
-    """Each name that LogFp8TensorStats takes with one of these recipes, or without a recipe."""
-    prefixes = ["", *(f"{recipe}_" for recipe in recipes)]
+    """Each name that LogFp8TensorStats takes with one of these recipes, in any format, or without a recipe."""
+    prefixes = ["", *(f"{prefix}_" for recipe in recipes for prefix in PREFIXES[recipe])]
     found = (prefix + name + end for prefix in prefixes for name in QUANTIZED_STATISTICS for end in ("", "_columnwise"))
     return [name for name in found if _is_quantized_name(name)]
 
@@ -145,7 +148,10 @@ TensorStatistic = Annotated[Any, AfterValidator(_tensor_statistic), Words(_STATI
 Fp8Statistic = Annotated[
     Any,
     AfterValidator(_fp8_statistic),
-    Words(f"[RECIPE_]STATISTIC[_columnwise], {_QUANTIZED}, and RECIPE one of {', '.join(RECIPES)}"),
+    Words(
+        f"[RECIPE_[FORMAT_]]STATISTIC[_columnwise], {_QUANTIZED}, RECIPE one of {', '.join(RECIPES)}, and FORMAT, after"
+        f" {', '.join(WITH_ELEMENT_FORMAT)}, one of {', '.join(ELEMENT_FORMATS)}"
+    ),
 ]
 Nvfp4Statistic = Annotated[
     Any, AfterValidator(_nvfp4_statistic), Words(f"[nvfp4_]STATISTIC[_columnwise], {_QUANTIZED}")

@@ -265,8 +265,9 @@ class Fp8Statistics(Level):
     stats: ListOf[Fp8Statistic] = Field(
         default_factory=list,
         description="What is computed; needed here or in each item. Without a recipe: of the recipe that the layer"
-        " runs. With another one: what that recipe would give. `_columnwise`: of the transposed data, where the recipe"
-        " scales blocks. Formulas and units: [statistics.md](statistics.md).",
+        " runs. With another one: what that recipe would give, in the element format of its default or in FORMAT."
+        " `_columnwise`: of the transposed data, where the recipe scales blocks. Formulas and units:"
+        " [statistics.md](statistics.md).",
     )
     only_quantized: StrictBool = Field(
         False,

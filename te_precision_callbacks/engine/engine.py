@@ -46,6 +46,7 @@ from te_precision_callbacks.engine.quantization import (
 from te_precision_callbacks.engine.reduction import NO_STAMP, Reduction, Stamp, Table
 from te_precision_callbacks.engine.slots import Segment, SegmentKey, Slots
 from te_precision_callbacks.engine.statistics import (
+    ELEMENT_FORMATS,
     EXPONENTS,
     OF_BLOCKS,
     OWN_RECIPE,
@@ -292,24 +293,33 @@ _COLUMNS: Mapping[Of, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """What a statistic is computed from -> the columns that are added, and those of which the maximum is kept."""
 
 
+class _Form(NamedTuple):
+    """A quantized form of a tensor, as a :class:`Request` names it."""
+
+    recipe: str
+    columnwise: bool
+    e5m2: bool | None
+
+
 class _Kind(NamedTuple):
     """What must be measured for a statistic: all requests of one kind share a segment."""
 
     of: Of
-    recipe: str | None = None
-    columnwise: bool = False
+    form: _Form | None = None
     blocks: Blocks | None = None
 
     @classmethod
     def of_request(cls, request: Request) -> _Kind:
-        return cls(request.statistic.of, request.recipe, request.columnwise, request.blocks)
+        form = None if request.recipe is None else _Form(request.recipe, request.columnwise, request.e5m2)
+        return cls(request.statistic.of, form, request.blocks)
 
     @property
     def name(self) -> str:
         """The same on every rank."""
         parts = [self.of.name]
-        if self.recipe is not None:
-            parts += [self.recipe or "OWN", "columnwise" if self.columnwise else "rowwise"]
+        if self.form is not None:
+            parts += [self.form.recipe or "OWN", "columnwise" if self.form.columnwise else "rowwise"]
+            parts += [] if self.form.e5m2 is None else [ELEMENT_FORMATS[self.form.e5m2]]
         if self.blocks is not None:
             parts += [str(self.blocks.size), str(self.blocks.dims), str(self.blocks.both)]
         return " ".join(parts)
@@ -369,14 +379,12 @@ class _Measuring:
             self._run()
 
     def _run(self) -> None:
-        held: dict[tuple[str, bool], PerTensor | InBlocks | None] = {}
-        for recipe, columnwise in dict.fromkeys(
-            (kind.recipe, kind.columnwise) for kind in self._wanted if kind.recipe is not None
-        ):
+        held: dict[_Form, PerTensor | InBlocks | None] = {}
+        for form in dict.fromkeys(kind.form for kind in self._wanted if kind.form is not None):
             try:
-                held[recipe, columnwise] = self._held(recipe, columnwise)
+                held[form] = self._held(form)
             except Exception as error:
-                self._failed(recipe, columnwise, error)
+                self._failed(form, error)
         codes = next((found for found in held.values() if isinstance(found, PerTensor)), None)
         if self._watched.values is None:
             codes = None  # there is nothing to compare them with
@@ -397,40 +405,39 @@ class _Measuring:
         for kind in self._wanted:
             if kind.blocks is not None:
                 self._merge(kind, (None, largest_range(self._values, kind.blocks)))
-        for (recipe, columnwise), found in held.items():
-            self._compare(recipe, columnwise, found, compared, amax)
+        for form, found in held.items():
+            self._compare(form, found, compared, amax)
 
-    def _held(self, recipe: str, columnwise: bool) -> PerTensor | InBlocks | None:
-        """What a GEMM of the layer reads of a recipe; None where that must be simulated."""
-        quantized = self._watched.quantized(columnwise=columnwise)
-        if quantized is None and recipe == OWN_RECIPE and self._unknown_quantizer is not None:
+    def _held(self, form: _Form) -> PerTensor | InBlocks | None:
+        """What a GEMM of the layer reads of a form; None where that must be simulated."""
+        quantized = self._watched.quantized(columnwise=form.columnwise)
+        if quantized is None and form.recipe == OWN_RECIPE and self._unknown_quantizer is not None:
             raise QuantizationError(
                 f"the layer's quantizer, {self._unknown_quantizer}, is of no recipe that is known here"
             )
         if quantized is None:
             return None
-        its_recipe = recipe_of(self._quantizer(columnwise))
-        if recipe not in (OWN_RECIPE, its_recipe):
+        its_recipe = recipe_of(self._quantizer(form.columnwise))
+        if form.recipe not in (OWN_RECIPE, its_recipe) or form.e5m2 not in (None, is_e5m2(quantized)):
             return None
         try:
-            return read(quantized, columnwise=columnwise)
+            return read(quantized, columnwise=form.columnwise)
         except QuantizationError as error:
             if its_recipe is None:
                 raise
-            self._say_simulated(recipe, columnwise, str(error))
+            self._say_simulated(form, str(error))
             return None
 
     def _compare(
         self,
-        recipe: str,
-        columnwise: bool,
+        form: _Form,
         found: PerTensor | InBlocks | None,
         compared: torch.Tensor | None,
         amax: torch.Tensor | None,
     ) -> None:
-        """Merge what is wanted of a recipe, and report what of it cannot be had."""
-        wanted = {kind.of for kind in self._wanted if (kind.recipe, kind.columnwise) == (recipe, columnwise)}
-        its_recipe = recipe or recipe_of(self._quantizer(columnwise)) or ""
+        """Merge what is wanted of a form, and report what of it cannot be had."""
+        wanted = {kind.of for kind in self._wanted if kind.form == form}
+        its_recipe = form.recipe or recipe_of(self._quantizer(form.columnwise)) or ""
         refused: dict[str, set[Of]] = {}
         if self._watched.values is None:
             refused["the tensor exists in its quantized form only"] = wanted - (_OF_SCALES if found else set())
@@ -438,20 +445,19 @@ class _Measuring:
             refused[no_blocks(its_recipe or "the layer's quantizer")] = wanted & OF_BLOCKS
         wanted = wanted.difference(*refused.values())
         try:
-            columns = self._columns(its_recipe, columnwise, found, compared, amax, wanted) if wanted else {}
+            columns = self._columns(form._replace(recipe=its_recipe), found, compared, amax, wanted) if wanted else {}
         except Exception as error:
-            self._failed(recipe, columnwise, error)
+            self._failed(form, error)
             return
         for of in wanted & columns.keys():
-            self._merge(_Kind(of, recipe, columnwise), columns[of])
+            self._merge(_Kind(of, form), columns[of])
         for reason, kinds in refused.items():
             if kinds:
-                self._failed(recipe, columnwise, QuantizationError(reason), kinds)
+                self._failed(form, QuantizationError(reason), kinds)
 
     def _columns(
         self,
-        recipe: str,
-        columnwise: bool,
+        form: _Form,
         found: PerTensor | InBlocks | None,
         compared: torch.Tensor | None,
         amax: torch.Tensor | None,
@@ -464,30 +470,16 @@ class _Measuring:
             return found.columns(self._watched.values, wanted)
         if amax is None:
             raise QuantizationError("the tensor exists in its quantized form only")
-        return simulate(
-            recipe,
-            self._values,
-            amax,
-            wanted,
-            self._settings(recipe, columnwise),
-            columnwise=columnwise,
-        )
+        settings = self._settings(form)
+        return simulate(form.recipe, self._values, amax, wanted, settings, columnwise=form.columnwise)
 
-    def _settings(self, recipe: str, columnwise: bool) -> Settings:
-        """Those of the layer's own quantizer of the recipe, else the recipe's defaults.
-
-        The format of FP8 elements is that of the layer's own FP8 quantizer, else the recipe's default: current scaling
-        casts gradients to E5M2 (``Format.HYBRID``), and the block-scaled recipes cast all to E4M3.
-        """
-        own = self._quantizer(columnwise)
-        its_recipe = recipe_of(own)
-        if recipe == its_recipe:
-            return settings_of(own)
-        if its_recipe is not None and its_recipe.startswith("fp8"):
-            e5m2 = is_e5m2(own)
-        else:
-            e5m2 = recipe == "fp8_current_scaling" and self._watched.tensor == "gradient"
-        return default_settings(recipe, e5m2=e5m2, weight=self._watched.tensor == _WEIGHT)
+    def _settings(self, form: _Form) -> Settings:
+        """Those of the layer's own quantizer of the recipe, else the recipe's defaults; in the format that is named."""
+        own = self._quantizer(form.columnwise)
+        if form.recipe != recipe_of(own):
+            return default_settings(form.recipe, self._watched.tensor, e5m2=form.e5m2)
+        settings = settings_of(own)
+        return settings if form.e5m2 is None else settings._replace(e5m2=form.e5m2)
 
     def _quantizer(self, columnwise: bool) -> Any:
         """That of the quantized tensor that a GEMM reads, else that of the layer: a feature may have put another
@@ -509,27 +501,27 @@ class _Measuring:
         if self._watched.tensor == _WEIGHT:  # every micro-batch of a step has the same weight
             self._engine._weights_seen.add(segment.key)
 
-    def _failed(self, recipe: str, columnwise: bool, error: Exception, of: Collection[Of] = frozenset(Of)) -> None:
-        labels = self._labels(recipe, columnwise, of)
+    def _failed(self, form: _Form, error: Exception, of: Collection[Of] = frozenset(Of)) -> None:
+        labels = self._labels(form, of)
         self._engine.on_failure(labels, f"of {self._watched.layer} {self._watched.tensor}", error)
 
-    def _say_simulated(self, recipe: str, columnwise: bool, why: str) -> None:
+    def _say_simulated(self, form: _Form, why: str) -> None:
         if why not in self._engine._said:
             self._engine._said.add(why)
             logger.warning(
                 "%s of %s %s: simulated from the high-precision tensor, by the settings of the layer's own quantizer,"
                 " since %s. The same is not said of other tensors.",
-                self._labels(recipe, columnwise),
+                self._labels(form),
                 self._watched.layer,
                 self._watched.tensor,
                 why,
             )
 
-    def _labels(self, recipe: str, columnwise: bool, of: Collection[Of] = frozenset(Of)) -> str:
+    def _labels(self, form: _Form, of: Collection[Of] = frozenset(Of)) -> str:
         return ", ".join(
             request.label
             for kind, requests in self._wanted.items()
-            if (kind.recipe, kind.columnwise) == (recipe, columnwise) and kind.of in of
+            if kind.form == form and kind.of in of
             for request in requests
         )
 

@@ -2,7 +2,8 @@
 
     found = read(quantized_tensor, columnwise=False)        # Transformer Engine's quantized tensor, of any recipe
     found.columns(tensor, {Of.QUANTIZED, Of.LOSSES})        # what it has of each kind, where it has blocks
-    would = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, default_settings("mxfp8"), columnwise=False)
+    would = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, default_settings("mxfp8", "gradient"),
+                     columnwise=False)
     would = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, settings_of(quantizer), columnwise=False)
 
 A recipe is simulated in plain torch from its arithmetic, without Transformer Engine's quantizers, so that a layer in
@@ -335,19 +336,23 @@ class Settings(NamedTuple):
     amax_epsilon: float = 0.0
 
 
-def default_settings(recipe: str, *, e5m2: bool = False, weight: bool = False) -> Settings:
-    """A recipe's defaults, but for the element format.
+def default_settings(recipe: str, tensor: str, *, e5m2: bool | None = None) -> Settings:
+    """A recipe's defaults for a tensor.
 
     Args:
         recipe: a key of :data:`SIMULATED`.
-        e5m2: whether an FP8 recipe casts to E5M2.
-        weight: whether it is of a weight, whose blocks are squares under FP8 block scaling and NVFP4.
+        tensor: activation, weight or gradient. The blocks of a weight are squares under FP8 block scaling and NVFP4.
+        e5m2: whether an FP8 recipe casts to E5M2, and not to E4M3; None for what it does by default.
 
     Raises:
         QuantizationError: delayed scaling, which is not simulated.
     """
     simulated = _simulated(recipe)
-    return Settings(e5m2, weight and simulated.square_weights, power_of_two=recipe == "fp8_block_scaling")
+    return Settings(
+        e5m2=(simulated.hybrid and tensor == "gradient") if e5m2 is None else e5m2,
+        square=simulated.square_weights and tensor == "weight",
+        power_of_two=recipe == "fp8_block_scaling",
+    )
 
 
 def settings_of(quantizer: Any) -> Settings:
@@ -379,12 +384,15 @@ class _Simulated:
             scale) -> what became of the blocks.
         limits: of the scales as they are stored.
         square_weights: whether the blocks of a weight are squares by default.
+        hybrid: whether gradients are E5M2 by default (``Format.HYBRID``), not E4M3 as all else. Read from TE 2.20.2,
+            ``common/recipe/__init__.py``: ``fp8_format`` of each recipe.
     """
 
     side: int | None
     quantize: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Settings, float], Rounded]
     limits: tuple[float, float] = (0.0, math.inf)
     square_weights: bool = False
+    hybrid: bool = False
 
     def block(self, settings: Settings) -> tuple[int, int] | None:
         """Rows and columns of a block; None for the whole tensor."""
@@ -449,7 +457,7 @@ def _nvfp4(x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, setti
 
 
 SIMULATED: dict[str, _Simulated] = {
-    "fp8_current_scaling": _Simulated(None, _current),
+    "fp8_current_scaling": _Simulated(None, _current, hybrid=True),
     "mxfp8": _Simulated(32, _mxfp8, _POWERS_OF_TWO),
     "fp8_block_scaling": _Simulated(128, _block_fp8, _POWERS_OF_TWO, square_weights=True),
     "nvfp4": _Simulated(16, _nvfp4, (0.0, E4M3.max), square_weights=True),

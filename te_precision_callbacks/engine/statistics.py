@@ -2,6 +2,7 @@
 
     request = tensor_request("std")                        # of a tensor itself: LogTensorStats
     request = quantized_request("mxfp8_mse_columnwise")    # of its quantized form: LogFp8TensorStats
+    request = quantized_request("mxfp8_e5m2_mse")          # in another format than the recipe's default
     request.statistic.value(columns)                       # float64, one for each row of the columns
 
 The table of docs/statistics.md is made from :data:`STATISTICS` (``python -m
@@ -34,8 +35,22 @@ _ALIASES = {
     "delayed_scaling": "fp8_delayed_scaling",
     "current_scaling": "fp8_current_scaling",
     "block_scaling": "fp8_block_scaling",
+    "fp8_current": "fp8_current_scaling",
+    "fp8_block": "fp8_block_scaling",
 }
-"""Spellings of Transformer Engine's documentation that its code refuses."""
+"""Other spellings: those of Transformer Engine's documentation that its code refuses, and short ones."""
+
+ELEMENT_FORMATS = ("e4m3", "e5m2")
+"""What can follow a recipe of :data:`WITH_ELEMENT_FORMAT` in a statistic's name: the format of its elements."""
+
+WITH_ELEMENT_FORMAT = ("fp8_current_scaling", "mxfp8", "fp8_block_scaling")
+"""The recipes whose elements can be either of :data:`ELEMENT_FORMATS`, and which can be simulated."""
+
+PREFIXES: Mapping[str, tuple[str, ...]] = {
+    recipe: (recipe, *(f"{recipe}_{name}" for name in ELEMENT_FORMATS if recipe in WITH_ELEMENT_FORMAT))
+    for recipe in RECIPES
+}
+"""Recipe -> what a statistic's name can start with to mean it, other spellings aside."""
 
 _PER_TENSOR = ("fp8_delayed_scaling", "fp8_current_scaling")
 _COLUMNWISE = "_columnwise"
@@ -508,6 +523,8 @@ class Request:
             layer runs another one, what that recipe would give.
         columnwise: whether the columnwise data are meant.
         blocks: the blocks, of :data:`BLOCKWISE` only.
+        e5m2: of a recipe of :data:`WITH_ELEMENT_FORMAT`, whether E5M2 elements are meant, or E4M3; None for those that
+            the layer's own quantizer makes where it is of the recipe, else those of the recipe's default.
     """
 
     label: str
@@ -515,9 +532,16 @@ class Request:
     recipe: str | None = None
     columnwise: bool = False
     blocks: Blocks | None = None
+    e5m2: bool | None = None
+
+    @property
+    def spelled_out(self) -> str:
+        """The label of a statistic of a quantized tensor, with the recipe's full name, whatever its alias."""
+        parts = [self.recipe or "", "" if self.e5m2 is None else ELEMENT_FORMATS[self.e5m2], self.statistic.name]
+        return "_".join(filter(None, parts)) + (_COLUMNWISE if self.columnwise else "")
 
     def beside(self, name: str) -> str:
-        """The label of another statistic of the same quantized tensor: of the same recipe and direction."""
+        """The label of another statistic of the same quantized tensor: of the same recipe, format and direction."""
         statistic = f"{self.statistic.name}{_COLUMNWISE}" if self.columnwise else self.statistic.name
         return f"{self.label.removesuffix(statistic)}{name}{_COLUMNWISE if self.columnwise else ''}"
 
@@ -566,21 +590,26 @@ def _blockwise_request(entry: Mapping[Any, Any], tensor_name: str) -> Request:
 
 
 def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Request:
-    """What an entry of ``stats`` of LogFp8TensorStats asks for: ``[<recipe>_]<statistic>[_columnwise]``.
+    """What an entry of ``stats`` of LogFp8TensorStats asks for.
 
     Args:
-        entry: the name.
+        entry: the name, ``[<recipe>_[<element format>_]]<statistic>[_columnwise]``.
         default_recipe: the recipe of a name without one. Other than :data:`OWN_RECIPE`, the label gets it as a prefix.
 
     Raises:
-        UnknownStatisticError: there is no such statistic.
+        UnknownStatisticError: there is no such statistic, or the recipe has no choice of the format.
     """
     if not isinstance(entry, str):
         raise UnknownStatisticError(f"a statistic of a quantized tensor is a name, not {entry!r}")
-    prefix, name, columnwise = _QuantizedName.parse(entry)
+    prefix, element_format, name, columnwise = _QuantizedName.parse(entry)
     recipe = default_recipe if prefix is None else prefix
     if name not in QUANTIZED_STATISTICS:
         raise UnknownStatisticError(f"there is no statistic {name!r} of a quantized tensor")
+    if element_format is not None and recipe not in WITH_ELEMENT_FORMAT:
+        raise UnknownStatisticError(
+            f"{entry!r}: {_NO_CHOICE[recipe]}; leave '{element_format}_' out, or choose the format of"
+            f" {', '.join(WITH_ELEMENT_FORMAT[:-1])} or {WITH_ELEMENT_FORMAT[-1]}"
+        )
     if STATISTICS[name].of in OF_BLOCKS and recipe in _PER_TENSOR:
         raise UnknownStatisticError(f"{entry!r}: {no_blocks(recipe)}")
     if columnwise and recipe in _PER_TENSOR:
@@ -589,13 +618,28 @@ def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Reques
             f" leave {_COLUMNWISE!r} out"
         )
     label = entry if prefix is not None or not recipe else f"{recipe}_{entry}"
-    return Request(label, STATISTICS[name], recipe, columnwise)
+    return Request(label, STATISTICS[name], recipe, columnwise, e5m2=_is_e5m2(element_format))
+
+
+_NO_CHOICE = {
+    "nvfp4": "nvfp4 has E2M1 elements only",
+    "fp8_delayed_scaling": "fp8_delayed_scaling is read where a layer runs it, with the elements that it has there",
+}
+"""Recipe -> why the format of its elements cannot be chosen."""
+
+
+def _is_e5m2(element_format: str | None) -> bool | None:
+    return None if element_format is None else element_format == "e5m2"
 
 
 class _QuantizedName(NamedTuple):
-    """The parts of ``[<recipe>_]<statistic>[_columnwise]``; whether they go together is not checked."""
+    """The parts of ``[<recipe>_[<element format>_]]<statistic>[_columnwise]``.
+
+    Whether they go together is not checked.
+    """
 
     recipe: str | None
+    element_format: str | None
     statistic: str
     columnwise: bool
 
@@ -607,8 +651,11 @@ class _QuantizedName(NamedTuple):
         prefixes = sorted([*RECIPES, *_ALIASES], key=len, reverse=True)
         prefix = next((prefix for prefix in prefixes if name.startswith(f"{prefix}_")), None)
         if prefix is None:
-            return cls(None, name, columnwise)
-        return cls(_ALIASES.get(prefix, prefix), name.removeprefix(f"{prefix}_"), columnwise)
+            return cls(None, None, name, columnwise)
+        name = name.removeprefix(f"{prefix}_")
+        element_format = next((one for one in ELEMENT_FORMATS if name.startswith(f"{one}_")), None)
+        statistic = name if element_format is None else name.removeprefix(f"{element_format}_")
+        return cls(_ALIASES.get(prefix, prefix), element_format, statistic, columnwise)
 
 
 _BLOCKWISE_LABEL = re.compile(rf"{BLOCKWISE}_block_size_(\d+)_dims_([12])(_max_over_orientations)?")
@@ -628,10 +675,12 @@ def logged_request(label: str) -> Request | None:
         return Request(
             label, STATISTICS[BLOCKWISE], blocks=Blocks(int(blocks[1]), int(blocks[2]), blocks[3] is not None)
         )
-    recipe, name, columnwise = _QuantizedName.parse(label)
-    if name not in QUANTIZED_STATISTICS:
+    recipe, element_format, name, columnwise = _QuantizedName.parse(label)
+    if name not in QUANTIZED_STATISTICS or (element_format is not None and recipe not in WITH_ELEMENT_FORMAT):
         return None
-    return Request(label, STATISTICS[name], OWN_RECIPE if recipe is None else recipe, columnwise)
+    return Request(
+        label, STATISTICS[name], OWN_RECIPE if recipe is None else recipe, columnwise, e5m2=_is_e5m2(element_format)
+    )
 
 
 def histogram_bins(label: str) -> Bins:

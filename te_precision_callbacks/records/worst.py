@@ -20,7 +20,8 @@ WORST_OF_ALL: Mapping[str, str] = {
     "worst_sqnr_db": "sqnr_db",
     "nonfinite_num": "nonfinite_num",
 }
-"""Last part of the metric's name, and the statistic whose worst value it is, of any layer, recipe and direction."""
+"""Last part of the metric's name, and the statistic whose worst value it is, of any layer, tensor, recipe, element
+format and direction."""
 
 _DELAYED_SCALING = "fp8_delayed_scaling"
 

@@ -35,7 +35,13 @@ from te_precision_callbacks.engine.quantization import (
     scale_columns,
     simulate,
 )
-from te_precision_callbacks.engine.statistics import BLOCK_STATISTICS, QUANTIZED_STATISTICS, Of, quantized_request
+from te_precision_callbacks.engine.statistics import (
+    BLOCK_STATISTICS,
+    QUANTIZED_STATISTICS,
+    WITH_ELEMENT_FORMAT,
+    Of,
+    quantized_request,
+)
 from te_precision_callbacks.formats import E2M1, E4M3, E5M2, FloatFormat
 from tests.engine import exact
 from tests.engine.recipes import BLOCKS, FLOAT32_MAX, FP4, FP8, Codes, Format, Pair, Quantized, factors_of, quantize
@@ -61,8 +67,8 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 def simulated(recipe: str, x: torch.Tensor, **options: bool) -> tuple[list[float], list[float], list[float]]:
     """COMPARISON_SUMS, SCALE_SUMS and SCALE_MAXIMA of what simulate() makes of a tensor with elements."""
     amax = kernels.measure(x)[1][:2].amax()
-    columnwise = options.pop("columnwise", False)
-    settings = default_settings(recipe, **options) if recipe in SIMULATED else Settings()
+    columnwise, tensor = options.pop("columnwise", False), "weight" if options.pop("weight", False) else "activation"
+    settings = default_settings(recipe, tensor, **options) if recipe in SIMULATED else Settings()
     found = simulate(recipe, x, amax, {Of.QUANTIZED, Of.SCALES}, settings, columnwise=columnwise)
     (compared, _), (sums, maxima) = found[Of.QUANTIZED], found[Of.SCALES]
     assert compared is not None
@@ -239,9 +245,15 @@ def test_fp8_blocks_are_those_of_transformer_engines_reference(
 
 
 def test_a_layer_in_high_precision_is_told_what_recipes_would_give() -> None:
-    """Over micro-batches; gradients in the format of the recipe's default."""
+    """Over micro-batches; gradients in the format of the recipe's default, and in the one that the name has."""
     batches = [normal(20, 70), 100 * normal(9, 70, seed=1)]
     names = ["mse", "mxfp8_mse_columnwise", "nvfp4_scale_inv_max", "fp8_delayed_scaling_mse"]
+    chosen = [
+        (f"{recipe}_{('e4m3', 'e5m2')[e5m2]}_mse{'_columnwise' if columnwise else ''}", recipe, e5m2, columnwise)
+        for recipe, columnwise in [("fp8_current_scaling", False), ("mxfp8", True), ("fp8_block_scaling", True)]
+        for e5m2 in (False, True)
+    ]
+    names += [name for name, *_ in chosen]
     engine, failures = StatisticsEngine(), []
     engine.on_failure = lambda what, of, error: failures.append((f"{what} {of}", str(error)))
     for x in batches:
@@ -262,11 +274,34 @@ def test_a_layer_in_high_precision_is_told_what_recipes_would_give() -> None:
             "fp8_current_scaling_mse": mse(current),
             "mxfp8_mse_columnwise": mse(mxfp8),
             "nvfp4_scale_inv_max": max(block.factor for quantized in nvfp4 for block in quantized.blocks),
+        }
+        | {
+            name: mse([quantize(recipe, x.numpy(), e5m2=e5m2, columnwise=columnwise) for x in batches])
+            for name, recipe, e5m2, columnwise in chosen
         },
         rel=1e-12,
     )
     assert {what for what, _ in failures} == {"fp8_delayed_scaling_mse of layer gradient"}
     assert all("its scale comes from the amaxes of earlier steps" in error for _, error in failures)
+
+
+def test_a_name_without_a_format_has_that_of_transformer_engines_recipe() -> None:
+    """E4M3 for all, or E5M2 for gradients where the recipe is hybrid by default."""
+    from transformer_engine.common import recipe as recipes
+
+    classes = {
+        "fp8_current_scaling": recipes.Float8CurrentScaling,
+        "mxfp8": recipes.MXFP8BlockScaling,
+        "fp8_block_scaling": recipes.Float8BlockScaling,
+    }
+    assert tuple(classes) == WITH_ELEMENT_FORMAT
+    for name, recipe in classes.items():
+        hybrid = {recipes.Format.HYBRID: True, recipes.Format.E4M3: False}[recipe().fp8_format]
+        for tensor in ("activation", "weight", "gradient"):
+            assert default_settings(name, tensor).e5m2 is (hybrid and tensor == "gradient")
+            assert [default_settings(name, tensor, e5m2=e5m2).e5m2 for e5m2 in (False, True)] == [False, True]
+    assert recipes.DelayedScaling().fp8_format is recipes.Format.HYBRID
+    assert recipes.NVFP4BlockScaling().fp8_format is recipes.Format.E4M3
 
 
 # --- rounding to a format ---------------------------------------------------------------------------------------------

@@ -23,7 +23,12 @@ from te_precision_callbacks.engine.quantization import (
     round_blocks,
     settings_of,
 )
-from te_precision_callbacks.engine.statistics import BLOCK_STATISTICS, PERCENTILES, quantized_request
+from te_precision_callbacks.engine.statistics import (
+    BLOCK_STATISTICS,
+    PERCENTILES,
+    WITH_ELEMENT_FORMAT,
+    quantized_request,
+)
 from tests.engine.test_quantization import fp8_dtype, te
 
 ROWS, COLUMNS = 160, 288
@@ -79,7 +84,7 @@ def test_simulated_blocks_are_the_real_ones_bit_for_bit(
         x = tensor.to(dtype).nan_to_num(posinf=60_000.0, neginf=-60_000.0)
         real = read(quantizer(recipe, weight=weight, e5m2=e5m2)(x), columnwise=columnwise)
         assert isinstance(real, InBlocks)
-        settings = default_settings(recipe, e5m2=e5m2, weight=weight)
+        settings = default_settings(recipe, "weight" if weight else "activation", e5m2=e5m2)
         block = SIMULATED[recipe].block(settings)
         assert block is not None
 
@@ -227,6 +232,53 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, rel=1e-12), name
+
+
+@pytest.mark.parametrize("runs", ["mxfp8", "fp8_block_scaling", "fp8_current_scaling", "nvfp4"])
+@pytest.mark.parametrize("e5m2", [False, True], ids=["runs E4M3", "runs E5M2"])
+def test_a_format_in_the_name_is_what_a_quantizer_of_that_format_makes(runs: str, e5m2: bool) -> None:
+    """Of whatever recipe and format the layer runs; without a format its own, and of other recipes the default."""
+
+    def named(recipe: str, e5m2: bool) -> Any:
+        return current(e5m2=e5m2) if recipe == "fp8_current_scaling" else quantizer(recipe, e5m2=e5m2)
+
+    x = spread(by=1.0)
+    expected: dict[str, float] = {}
+    for recipe in WITH_ELEMENT_FORMAT:
+        for element_format, is_e5m2 in (("e4m3", False), ("e5m2", True)):
+            made = named(recipe, is_e5m2)(x).dequantize(dtype=torch.float32)
+            expected[f"{recipe}_{element_format}_mse"] = (made.double() - x.double()).square().mean().item()
+        default = "e5m2" if recipe == "fp8_current_scaling" else "e4m3"
+        own = ("e4m3", "e5m2")[e5m2] if recipe == runs else default
+        expected[f"{recipe}_mse"] = expected[f"{recipe}_{own}_mse"]
+    its = named(runs, e5m2)
+    expected["mse"] = (its(x).dequantize(dtype=torch.float32).double() - x.double()).square().mean().item()
+    engine = StatisticsEngine()
+    engine.on_failure = lambda doing, of, error: pytest.fail(f"{doing} {of}: {error}")
+    watched = Watched("l", "gradient", 0, x, rowwise=its(x), columnwise=its(x), quantizer=its)
+    engine.note(watched, [quantized_request(name) for name in expected])
+    engine.measure()
+    found = {one.statistic: one.value for one in engine.flush(reduce=False)}
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert all(found[f"{recipe}_e5m2_mse"] > 2 * found[f"{recipe}_e4m3_mse"] for recipe in WITH_ELEMENT_FORMAT)
+
+
+def test_a_format_that_is_not_the_layers_own_leaves_the_quantizers_other_settings() -> None:
+    """Of squares of a weight and of scales that are no powers of two."""
+    x = spread(by=1.0)
+    its, other = (
+        quantizer("fp8_block_scaling", weight=True, e5m2=e5m2, force_pow_2_scales=False) for e5m2 in (False, True)
+    )
+    engine = StatisticsEngine()
+    watched = Watched("l", "weight", 0, x, rowwise=its(x), columnwise=its(x), quantizer=its)
+    names = [f"fp8_block_scaling_e5m2_{name}" for name in ("mse", "scale_inv_max")]
+    engine.note(watched, [quantized_request(name) for name in names])
+    engine.measure()
+    found = [one.value for one in engine.flush(reduce=False)]
+    real = read(other(x), columnwise=False)
+    assert isinstance(real, InBlocks)
+    mse = (real.part.dequantized().double() - x.double()).square().mean().item()
+    assert found == pytest.approx([mse, real.part.factors().max().item()], rel=1e-12)
 
 
 def test_what_is_not_simulated_is_refused_where_a_layer_lacks_it() -> None:

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from te_precision_callbacks.engine.statistics import (
     STATISTICS,
     TENSOR_STATISTICS,
     UnknownStatisticError,
+    logged_request,
     quantized_request,
     table,
     tensor_request,
@@ -362,6 +364,43 @@ def test_names_of_quantized_statistics() -> None:
     assert label("fp8_delayed_scaling_overflows%")[1] == "fp8_delayed_scaling"
     assert label("mse", "nvfp4") == ("nvfp4_mse", "nvfp4", False)
     assert quantized_request("mse").under("mxfp8").label == "mxfp8_mse"
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "e5m2"),
+    [
+        ("mxfp8_mse", "mxfp8", None),
+        ("mxfp8_e4m3_mse", "mxfp8", False),
+        ("mxfp8_e5m2_block_underflows%_max_columnwise", "mxfp8", True),
+        ("fp8_block_scaling_e5m2_mse", "fp8_block_scaling", True),
+        ("block_scaling_e4m3_mse", "fp8_block_scaling", False),
+        ("fp8_block_e4m3_mse", "fp8_block_scaling", False),
+        ("fp8_current_scaling_e4m3_sqnr_db", "fp8_current_scaling", False),
+        ("fp8_current_e5m2_underflows%", "fp8_current_scaling", True),
+        ("fp8_current_underflows%", "fp8_current_scaling", None),
+    ],
+)
+def test_the_format_of_the_elements_stands_in_the_name(name: str, recipe: str, e5m2: bool | None) -> None:
+    request = quantized_request(name)
+    assert (request.label, request.recipe, request.e5m2) == (name, recipe, e5m2)
+    assert logged_request(name) == request
+    assert quantized_request(request.spelled_out) == replace(request, label=request.spelled_out)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nvfp4_e4m3_mse", "nvfp4 has E2M1 elements only; leave 'e4m3_' out, or choose the format of"),
+        ("fp8_delayed_scaling_e5m2_mse", "read where a layer runs it, .*leave 'e5m2_' out"),
+        ("mxfp8_e4m2_mse", "there is no statistic 'e4m2_mse'"),
+        ("e5m2_mse", "there is no statistic 'e5m2_mse'"),
+        ("mxfp8_e5m2_e4m3_mse", "there is no statistic 'e4m3_mse'"),
+    ],
+)
+def test_a_format_that_cannot_be_chosen(name: str, why: str) -> None:
+    with pytest.raises(UnknownStatisticError, match=why):
+        quantized_request(name)
+    assert logged_request(name) is None
 
 
 @pytest.mark.parametrize("name", ["max", "", "mxfp8", "mxfp8_", "mxfp4_mse", "mse_rowwise", "MSE", 3, None])

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from te_precision_callbacks.config import load_config
-from te_precision_callbacks.engine.statistics import BLOCK_STATISTICS, histogram_bins
+from te_precision_callbacks.engine.statistics import BLOCK_STATISTICS, ELEMENT_FORMATS, histogram_bins
 from te_precision_callbacks.records import MetricSelection, StepRecords
 from te_precision_callbacks.records.loggers import Histogram, add_to_tensorboard, wandb_histogram
 from tests.engine import recipes
@@ -88,13 +88,23 @@ def test_the_layers_own_blocks(found: dict[str | None, Found], layer: str, tenso
 
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_gradients(found: dict[str | None, Found], layer: str | None) -> None:
-    """FP8 elements are of the format that the layer's own quantizer of gradients has; NVFP4's are rounded at random."""
-    e5m2 = layer == "Float8CurrentScaling"
+    """FP8 elements are E4M3, also of a layer whose gradients are E5M2; NVFP4's are rounded at random."""
     for recipe in layers.BLOCK_RECIPES:
         at_random = layer == "NVFP4BlockScaling" and recipe == "nvfp4"
-        for name, value in expected(recipe, "gradient", e5m2=e5m2 and recipe != "nvfp4").items():
+        for name, value in expected(recipe, "gradient").items():
             if not at_random or "scale" in name or "range" in name or name == "overflow_blocks%":
                 assert_same(found[layer][f"gradient {recipe}_{name}"], value, name)
+
+
+@pytest.mark.parametrize("tensor", layers.TENSORS)
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_elements_in_the_format_of_the_name(found: dict[str | None, Found], layer: str | None, tensor: str) -> None:
+    """Whatever the layer runs, of every tensor."""
+    for recipe in layers.IN_EITHER_FORMAT:
+        for element_format in ELEMENT_FORMATS:
+            values = expected(recipe, tensor, e5m2=element_format == "e5m2")
+            for name in ("mse", "underflows%", "scale_inv_p50"):
+                assert_same(found[layer][f"{tensor} {recipe}_{element_format}_{name}"], values[name], name)
 
 
 def test_both_features_ask_for_nvfp4(found: dict[str | None, Found]) -> None:
