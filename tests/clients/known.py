@@ -155,6 +155,18 @@ _CODONS_SMALL = tuple(
 )
 # The recipes ask for transformers 5, and call what later versions of it lack.
 _RECIPE_PACKAGES = ("datasets", "hydra-core", "nvtx", "torchdata", "zstandard", "transformers==5.5.0")
+# The model code of these two recipes needs transformers 4; pinned, since pip searches long for what goes with it.
+_TRANSFORMERS_4 = (
+    "transformers==4.57.1",
+    "huggingface-hub==0.36.0",
+    "tokenizers==0.22.2",
+    "datasets==4.4.1",
+    "hydra-core==1.3.8",
+    "peft==0.21.2",
+    "torchdata==0.11.0",
+    "nvtx==0.2.17",
+)
+_ESM_CHECKPOINT = "example_8m_checkpoint with 2 layers of hidden size 64"
 
 
 def _recipe(
@@ -260,6 +272,60 @@ CLIENTS = (
         stands_in="a memory-mapped dataset of random codons",
         said=("lightning",),
     ),
+    Client(
+        name="esm2_accelerate_te",
+        marker="esm2_accelerate_te/train.py",
+        what="Hugging Face Trainer under accelerate launch; delayed scaling; 1 process",
+        environment="transformers_4",
+        packages=_TRANSFORMERS_4,
+        arguments=(
+            "train.py",
+            "--config-name",
+            "L0_sanity",
+            "stop_after_n_steps=3",
+            "dataset.max_seq_length=64",
+            "trainer.dataloader_num_workers=0",
+        ),
+        launcher=("accelerate", "launch", "--config_file", "accelerate_config/fp8.yaml"),
+        front_door="transformers",
+        stand_ins=(standins.small_esm2,),
+        stands_in=_ESM_CHECKPOINT,
+        said=("accelerate", "transformers"),
+        differs=_FUSED_NORM,
+    ),
+    Client(
+        name="esm2_peft_te",
+        marker="esm2_peft_te/train_lora_ddp.py",
+        what="own loop, DDP, LoRA on LayerNormLinear, BF16; 1 process",
+        environment="transformers_4",
+        packages=_TRANSFORMERS_4,
+        arguments=(
+            "train_lora_ddp.py",
+            "num_train_steps=3",
+            "validation_interval=2",
+            "use_torch_compile=false",
+            "dataset.micro_batch_size=2",
+            "dataset.val_micro_batch_size=2",
+            "dataset.max_seq_length=64",
+            "dataset.num_workers=0",
+        ),
+        launcher=("torchrun", "--nproc-per-node", "1"),
+        stand_ins=(standins.small_esm2,),
+        stands_in=_ESM_CHECKPOINT,
+        said=("peft", "transformers"),
+    ),
+    Client(
+        name="peft/accelerate",
+        marker="peft/train_lora.py",
+        what="LoRA, converted by Accelerator(mixed_precision=fp8); delayed scaling; 1 process",
+        environment="transformers_4",
+        packages=_TRANSFORMERS_4,
+        arguments=("train_lora.py",),
+        front_door="accelerate",
+        from_index=True,
+        stands_in="the script itself, tests/clients/scripts/peft/train_lora.py; random tokens",
+        said=("peft", "accelerate", "transformers"),
+    ),
     _megatron("one", "own loop, Megatron DDP, delayed scaling; 1 process", 1, differs=_FUSED_NORM),
     _megatron(
         "tp2",
@@ -280,6 +346,6 @@ CLIENTS = (
         "--recipe",
         "tensorwise",
     ),
-    _megatron("fp8-weights", "FP8 primary weights, delayed scaling; 1 process", 1, "--fp8-param"),
+    _megatron("fp8-weights", "FP8 primary weights, delayed scaling; 1 process", 1, "--fp8-param", differs=_FUSED_NORM),
     _megatron("mxfp8", "MXFP8; 1 process", 1, "--recipe", "mxfp8", capability="10.0"),
 )

@@ -107,6 +107,14 @@ def glue_metric(folder: Path, python: Path) -> None:
     )
 
 
+def small_esm2(folder: Path, python: Path) -> None:
+    """The configuration of ESM-2 that a recipe brings along, in the size that the other ESM-2 clients have."""
+    path = folder / "example_8m_checkpoint" / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config |= {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    path.write_text(json.dumps(config), encoding="utf-8")
+
+
 _MAKE_CODONS = """
 import json, numpy, pathlib, sys
 folder = pathlib.Path(sys.argv[1])

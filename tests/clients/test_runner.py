@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformer_engine.pytorch as te
 
 from tests.clients.__main__ import main
 from tests.clients.comparing import Notes, check_statistics, compare_gemms, compare_losses
 from tests.clients.inside.tensors import E4M3, E5M2, Summary
 from tests.clients.known import CLIENTS, tree_of
 from tests.clients.table import BEGIN, END, write_table
-from tests.clients.trial import Trial
+from tests.clients.trial import Trial, why_it_failed
 
 
 def operand(name: str, array: np.ndarray[Any, Any]) -> dict[str, Any]:
@@ -172,3 +173,28 @@ def test_a_known_difference_is_no_failure_and_its_end_is() -> None:
     assert (known.good, ended.good, wrong.good) == (True, False, False)
     assert "known: the norm" in known.verdict
     assert "nothing differs any more" in ended.verdict
+
+
+def test_of_a_failed_script_its_own_exception_is_told_not_its_launchers() -> None:
+    output = (
+        "[rank0]: Traceback (most recent call last):\n"
+        '[rank0]:   File "train.py", line 3, in main\n'
+        "[rank0]: ValueError: no such column: text\n"
+        "Traceback (most recent call last):\n"
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+        "=======\n"
+    )
+
+    assert why_it_failed(output) == "ValueError: no such column: text"
+    assert why_it_failed("usage: train.py\ntrain.py: no such option\n") == "train.py: no such option"
+
+
+def test_the_spy_reads_a_weight_that_is_kept_in_fp8_as_torch_does() -> None:
+    quantizer = te.Float8CurrentScalingQuantizer(fp8_dtype=te.DType.kFloat8E4M3, device="cpu")
+    weight = quantizer(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)).bfloat16())
+    wanted = (weight._data.view(torch.float8_e4m3fn).float() * weight._scale_inv).bfloat16()
+
+    found = Summary.of_quantized(weight)
+
+    assert found is not None
+    assert np.array_equal(found.array, wanted.double().numpy().reshape(-1))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass, field
@@ -128,9 +129,15 @@ def _how_it_ran(plain: Run, watched: Run) -> str:
         if done.code is None:
             return f"{which} the debugger: still running after {done.seconds:.0f} s"
         if done.code:
-            last = [line for line in done.output.splitlines() if line.strip()][-1:]
-            return f"{which} the debugger: exit code {done.code}: {''.join(last)[:300]}"
+            return f"{which} the debugger: exit code {done.code}: {why_it_failed(done.output)[:300]}"
     return RAN
+
+
+def why_it_failed(output: str) -> str:
+    """The exception that ended a script, in what it and its launcher printed; the last line if there is none."""
+    exceptions = re.findall(r"^(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*(?:Error|Exception)\b.*)$", output, re.MULTILINE)
+    of_the_script = [line for line in exceptions if not re.match(r"[\w.]*(ChildFailedError|CalledProcessError)", line)]
+    return of_the_script[-1] if of_the_script else output.rstrip().split("\n")[-1]
 
 
 def _compare(trial: Trial, plain: Run, watched: Run) -> None:

@@ -52,6 +52,7 @@ class Spy:
         self._running: list[tuple[torch.nn.Module, bool]] = []
         self._names: dict[int, str] = {}
         self._sources: dict[int, tuple[weakref.ref[torch.Tensor], Summary]] = {}
+        self._primary: dict[int, weakref.ref[torch.Tensor]] = {}
         atexit.register(self._file.close)
 
     def install(self) -> None:
@@ -76,6 +77,9 @@ class Spy:
     def _enter(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
         if not self._running:
             self._names.update((id(part), name) for name, part in module.named_modules())
+        for parameter in module.parameters(recurse=False):
+            if is_quantized(parameter):
+                self._primary.update((part.data_ptr(), weakref.ref(part)) for part in codes(parameter))
         self._running.append((module, module.training and torch.is_grad_enabled()))
 
     def _leave(self, module: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
@@ -122,6 +126,11 @@ class Spy:
                 return source
         return None
 
+    def _is_primary(self, quantized: Any) -> bool:
+        """Whether this is a weight that is kept in FP8 only: what it was made of is no tensor of training."""
+        found = (self._primary.get(part.data_ptr()) for part in codes(quantized))
+        return any(alive is not None and alive() is not None for alive in found)
+
     def _gemm(self, gemm: Any) -> Any:
         def spied(A: Any, transA: bool, B: Any, transB: bool, D: Any, *arguments: Any, **keywords: Any) -> Any:
             operands = self._operands(A, transA, B, transB)
@@ -150,6 +159,10 @@ class Spy:
         read = digest(read_by_gemm(tensor, rowwise=rowwise))
         if not is_quantized(tensor):
             return {"kind": kind_of(tensor), "read": read, "source": Summary.of(tensor).figures(), "quantized": None}
+        if self._is_primary(tensor):
+            source = Summary.of_quantized(tensor)
+            figures = None if source is None else source.figures()
+            return {"kind": kind_of(tensor), "read": read, "source": figures, "quantized": None}
         source = self._source(tensor)
         return {
             "kind": kind_of(tensor),

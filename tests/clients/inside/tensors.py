@@ -35,6 +35,12 @@ class Summary:
     def of(cls, tensor: torch.Tensor) -> Summary:
         return cls(digest([tensor]), tensor.detach().to(torch.float64).numpy().reshape(-1))
 
+    @classmethod
+    def of_quantized(cls, tensor: Any) -> Summary | None:
+        """Of a tensor that is kept in FP8 only: its numbers, rounded to the type that it stands for."""
+        exact = dequantized(tensor)
+        return None if exact is None else cls.of(torch.from_numpy(exact).float().to(tensor.dtype))
+
     def figures(self) -> dict[str, Any]:
         """Count, extremes, mean, sum of squares about the mean, sum of magnitudes."""
         if not self.array.size:
@@ -115,17 +121,24 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 def losses_of_quantization(array: np.ndarray, tensor: Any) -> dict[str, float] | None:
     """What quantization with one scale made of ``array``: squared error, underflows, scale; None of other formats."""
+    back = dequantized(tensor)
+    if back is None:
+        return None
+    return {
+        "squared_error": float(np.square(array - back).sum()),
+        "underflows": int(((array != 0) & (back == 0)).sum()),
+        "scale_inv": float(tensor._scale_inv.reshape(-1)[0]),
+    }
+
+
+def dequantized(tensor: Any) -> np.ndarray | None:
+    """The numbers of a tensor quantized with one scale, exact; None of other formats."""
     data = getattr(tensor, "_data", None)
     if data is None or not hasattr(tensor, "_scale_inv"):
         return None
     table = E5M2 if "E5M2" in repr(tensor._fp8_dtype) else E4M3
-    scale = float(tensor._scale_inv.reshape(-1)[0])
-    back = table[data.detach().contiguous().view(torch.uint8).numpy().reshape(-1)] * scale
-    return {
-        "squared_error": float(np.square(array - back).sum()),
-        "underflows": int(((array != 0) & (back == 0)).sum()),
-        "scale_inv": scale,
-    }
+    values: np.ndarray = table[data.detach().contiguous().view(torch.uint8).numpy().reshape(-1)]
+    return values * float(tensor._scale_inv.reshape(-1)[0])
 
 
 def numbers_of_codes(exponent_bits: int, mantissa_bits: int, *, has_inf: bool) -> np.ndarray:
