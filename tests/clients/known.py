@@ -38,6 +38,7 @@ class Client:
         from_index: the client is a library of the package index; its script lies in this repository.
         up: how many folders above that of the marker it runs in.
         differs: why losses and GEMMs differ when the debugger watches, where that is known.
+        fails: why it fails without the debugger, where that is known.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Client:
     from_index: bool = False
     up: int = 0
     differs: str = ""
+    fails: str = ""
 
     def find(self, folder: Path) -> Path | None:
         """Its folder in a folder of sources; None if it is not there. Of several the first by name."""
@@ -139,6 +141,7 @@ _LLAMA_SMALL = (
     "+config_kwargs.vocab_size=256",
     "dataset.tokenizer_name_or_path=./tokenizers/nucleotide_fast_tokenizer",
     "dataset.max_seq_length=64",
+    "dataset.stride=8",
     "dataset.num_workers=0",
     "dataset.buffer_size=100",
     "use_torch_compile=false",
@@ -313,6 +316,11 @@ CLIENTS = (
         stand_ins=(standins.small_esm2,),
         stands_in=_ESM_CHECKPOINT,
         said=("peft", "transformers"),
+        fails=(
+            "the script asks for a branch of PEFT that no index has; the wrapper of the released PEFT 0.21.2 lacks the "
+            "attribute `name`, for which the attention of Transformer Engine 2.20.2 asks its layers "
+            "(multi_head_attention.py:562); `peft/accelerate` stands for the script"
+        ),
     ),
     Client(
         name="peft/accelerate",

@@ -43,6 +43,9 @@ def table(trials: Sequence[Trial]) -> str:
     differing = [f"- `{trial.name}`: {trial.differs}." for trial in known if trial.differs]
     if differing:
         lines += ["", "Why losses and GEMMs of a row differ:", "", *differing]
+    failing = [f"- `{trial.name}`: {trial.fails}." for trial in known if trial.fails]
+    if failing:
+        lines += ["", "Why a row does not run, with the debugger or without:", "", *failing]
     return "\n".join(lines) + "\n"
 
 

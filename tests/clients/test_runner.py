@@ -175,6 +175,14 @@ def test_a_known_difference_is_no_failure_and_its_end_is() -> None:
     assert "nothing differs any more" in ended.verdict
 
 
+def test_a_known_failure_without_the_debugger_is_no_failure_of_ours() -> None:
+    known = Trial("peft", "a loop", "0123456789", ran="without the debugger: exit code 1: AttributeError", fails="PEFT")
+    ours = Trial("peft", "a loop", "0123456789", ran="with the debugger: exit code 1: KeyError", fails="PEFT")
+    mended = Trial("peft", "a loop", "0123456789", ran="runs", fails="PEFT")
+    assert (known.good, ours.good, mended.good) == (True, False, False)
+    assert "known: PEFT" in known.verdict
+
+
 def test_of_a_failed_script_its_own_exception_is_told_not_its_launchers() -> None:
     output = (
         "[rank0]: Traceback (most recent call last):\n"

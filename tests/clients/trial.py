@@ -33,7 +33,7 @@ class Trial:
     """What became of a client. Texts are empty where nothing is wrong.
 
     Attributes:
-        name, what, stands_in, differs: the client's.
+        name, what, stands_in, differs, fails: the client's.
         tree: what git calls the content of its folder.
         versions: of the packages that matter to it.
         ran: "runs", or how a run of the two ended.
@@ -52,6 +52,7 @@ class Trial:
     tree: str
     stands_in: str = ""
     differs: str = ""
+    fails: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     ran: str = ""
     losses: str = ""
@@ -67,14 +68,16 @@ class Trial:
 
     @property
     def good(self) -> bool:
-        """Whether it ran, and nothing differs but what is known to."""
+        """Whether it ran, and nothing differs but what is known to; or failed without the debugger, as is known."""
+        if self.fails:
+            return self.ran.startswith("without the debugger: exit code")
         return self.ran == RAN and not self.statistics and bool(self.losses or self.gemms) == bool(self.differs)
 
     @property
     def verdict(self) -> str:
         """One line."""
         if self.ran != RAN:
-            return self.ran
+            return f"{self.ran}; known: {self.fails}" if self.fails else self.ran
         different = [text for text in (self.losses, self.gemms, self.statistics) if text]
         if self.differs:
             different = different or ["nothing differs any more"]
@@ -99,7 +102,7 @@ def hold(client: Client, source: Path, sources: Path, cache: Path) -> Trial:
         sources: the folder of all sources, in which fp8_analysis may lie.
         cache: for environments, runs and findings.
     """
-    trial = Trial(client.name, client.what, tree_of(source), client.stands_in, client.differs)
+    trial = Trial(client.name, client.what, tree_of(source), client.stands_in, client.differs, client.fails)
     try:
         environment = prepare(cache, client.environment, client.packages)
     except NotInstalledError as error:
@@ -108,9 +111,12 @@ def hold(client: Client, source: Path, sources: Path, cache: Path) -> Trial:
     folder = cache / "runs" / client.name.replace("/", "-")
     trial.versions = {"python": platform.python_version()} | environment.versions([*VERSIONS, *client.said])
     plain = run(client, source, environment, folder / "without", watched=False)
-    watched = run(client, source, environment, folder / "with", watched=True)
-    trial.seconds = (round(plain.seconds, 1), round(watched.seconds, 1))
-    trial.ran = _how_it_ran(plain, watched)
+    trial.seconds = (round(plain.seconds, 1), 0.0)
+    trial.ran = _how_it_ran("without", plain)
+    if trial.ran == RAN:
+        watched = run(client, source, environment, folder / "with", watched=True)
+        trial.seconds = (round(plain.seconds, 1), round(watched.seconds, 1))
+        trial.ran = _how_it_ran("with", watched)
     if trial.ran == RAN:
         _compare(trial, plain, watched)
         trial.analysis = _analysis(sources, watched.logs, cache)
@@ -124,12 +130,11 @@ def _results(cache: Path) -> Path:
     return cache / "results"
 
 
-def _how_it_ran(plain: Run, watched: Run) -> str:
-    for which, done in (("without", plain), ("with", watched)):
-        if done.code is None:
-            return f"{which} the debugger: still running after {done.seconds:.0f} s"
-        if done.code:
-            return f"{which} the debugger: exit code {done.code}: {why_it_failed(done.output)[:300]}"
+def _how_it_ran(which: str, done: Run) -> str:
+    if done.code is None:
+        return f"{which} the debugger: still running after {done.seconds:.0f} s"
+    if done.code:
+        return f"{which} the debugger: exit code {done.code}: {why_it_failed(done.output)[:300]}"
     return RAN
 
 
