@@ -59,6 +59,21 @@ def exact_norm(tensor: torch.Tensor, p: float = 2) -> torch.Tensor:
     return exact.to(tensor.dtype)
 
 
+def no_attention(error: ValueError, context_parallel: bool) -> Exception:
+    """Stands for ``error``, which Transformer Engine raises where no attention takes the inputs: it says what does."""
+    if not context_parallel:
+        return MissingFunctionError(
+            f"{error} The reference backend has no fused attention, and what asked for this one cannot be computed by "
+            "Transformer Engine's unfused attention. Use the compiled Transformer Engine on a GPU for it."
+        )
+    return MissingFunctionError(
+        "Context parallelism is not in the reference backend: it needs a fused attention, which the backend does not "
+        "have, and Transformer Engine's unfused attention does not support it. Run without a context parallel group "
+        "(cp_size 1), with these ranks in data parallelism or in tensor parallelism with sequence parallelism; or use "
+        "the compiled Transformer Engine on GPUs."
+    )
+
+
 def scaled_mm(
     input: torch.Tensor,
     mat2: torch.Tensor,

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.reference.cuda_on_cpu import cuda_version, run_eagerly
+from te_precision_callbacks.reference.cuda_on_cpu import cuda_version, no_attention, run_eagerly
 from te_precision_callbacks.reference.target import capability
 
-__all__ = ["cuda_version", "get_device_capability", "get_device_properties", "run_eagerly"]
+__all__ = ["cuda_version", "get_device_capability", "get_device_properties", "no_attention", "run_eagerly"]
 
 
 class _Properties:

@@ -96,6 +96,9 @@ def _create_on_cpu() -> None:
     for name in dir(torch.Tensor):
         if name.startswith("new_"):
             _replace(torch.Tensor, **{name: _with_device_on_cpu(getattr(torch.Tensor, name))})
+    # A subclass of tensors says which device it is on, as those of Transformer Engine's quantizers do.
+    wrapper = _with_device_on_cpu(torch.Tensor._make_wrapper_subclass)
+    _replace(torch.Tensor, _make_wrapper_subclass=staticmethod(wrapper))
     pretended_random.remember_default_device()
     _replace(torch, Generator=Generator, device=Device)
 

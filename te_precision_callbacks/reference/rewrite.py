@@ -34,6 +34,8 @@ _MARKS = (
     "is_cpu",
 )
 
+_NO_ATTENTION = "No dot product attention backend is available"
+
 _Node = TypeVar("_Node", bound=ast.AST)
 
 
@@ -75,6 +77,13 @@ class _OnCuda(ast.NodeTransformer):
         if node.module == "torch.cuda" and node.level == 0:
             node.module = self.module
         return node
+
+    def visit_Raise(self, node: ast.Raise) -> ast.AST:
+        match node.exc:
+            case ast.Call(args=[ast.Constant(str(text))]) if text.startswith(_NO_ATTENTION):
+                context_parallel = ast.Name("context_parallel", ast.Load())  # a local variable there
+                node.exc = ast.Call(_backend("no_attention"), [node.exc, context_parallel], [])
+        return self.generic_visit(node)
 
 
 class _OnCpu(_OnCuda):

@@ -93,6 +93,14 @@ SEAMS = (
         everywhere=True,
     ),
     Seam(
+        "transformer_engine/pytorch/attention/dot_product_attention/dot_product_attention.py",
+        "No dot product attention backend is available for the provided inputs.",
+        "`MissingFunctionError`, which says what to use instead",
+        "There is unfused attention alone. It does not support context parallelism, and the message is of variables "
+        "that log why a fused one is not used.",
+        everywhere=True,
+    ),
+    Seam(
         "transformer_engine/pytorch/module/base.py",
         'device="cuda"',
         'the text `"cuda"` is `"cpu"`, in factories, defaults of arguments, comparisons, operators and map locations',

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformer_engine.pytorch as te
 
 from te_precision_callbacks.reference import extension as tex
-from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 
 DTYPES = [torch.bfloat16, torch.float16]
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
@@ -67,6 +68,28 @@ def test_causal_softmax_with_the_last_query_at_the_last_key(dtype: torch.dtype, 
     ahead = torch.arange(16) > torch.arange(queries).unsqueeze(1) + 16 - queries
     value = tex.scaled_aligned_causal_masked_softmax_forward(scores, SCALE)
     _check(scores, ahead.expand(2, 3, queries, 16), value, tex.scaled_aligned_causal_masked_softmax_backward, dtype)
+
+
+@pytest.mark.parametrize("kind", ["p2p", "a2a", "all_gather"])
+def test_context_parallelism_says_that_it_is_missing_and_what_to_use(kind: str) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        attention = te.DotProductAttention(2, 16, qkv_format="bshd")
+        attention.set_context_parallel_group(torch.distributed.new_group([0, 1]), [0, 1], None, kind)
+        inputs = torch.randn(1, 8, 2, 16, dtype=torch.bfloat16)
+        with pytest.raises(MissingFunctionError, match=r"Context parallelism .* tensor parallelism with sequence"):
+            attention(inputs, inputs, inputs)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_inputs_that_unfused_attention_does_not_take() -> None:
+    attention = te.DotProductAttention(2, 16, qkv_format="bshd", return_max_logit=True)
+    inputs = torch.randn(1, 8, 2, 16, dtype=torch.bfloat16)
+    with pytest.raises(MissingFunctionError, match=r"No dot product attention .* has no fused attention"):
+        attention(inputs, inputs, inputs, num_splits=2)
 
 
 def test_types_and_shapes_that_the_gpu_refuses() -> None:

@@ -131,6 +131,10 @@ def test_pretended_cuda_for_code_that_was_written_for_a_gpu() -> None:
         assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
         assert torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"] == 0
         assert torch.zeros(2, pin_memory=True).tolist() == [0, 0]
+        from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
+        copied = IdentityQuantizer().make_empty((2,), dtype=torch.float32, device="cuda")
+        copied.copy_(IdentityQuantizer()(torch.ones(2, device="cuda")))
+        assert copied.dequantize().tolist() == [1, 1]
         with warnings.catch_warnings(action="error"):
             loader = torch.utils.data.DataLoader(torch.arange(4), batch_size=2, pin_memory=True)
             assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]] and loader.pin_memory

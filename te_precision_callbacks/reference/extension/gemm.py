@@ -190,7 +190,7 @@ def te_general_grouped_gemm(
         workspace: has no effect.
         workspace_size: has no effect.
         accumulate: add to D.
-        use_split_accumulator: has no effect.
+        use_split_accumulator: as of :func:`generic_gemm`.
         math_sm_count: has no effect.
 
     Returns:
@@ -378,7 +378,11 @@ def _check_fp8_blocks(
             "was passed to the function. Ask for a bfloat16 result."
         )
     if not use_split_accumulator:
-        raise ReferenceBackendError(f"FP8 block scaling without use_split_accumulator: {NOT_SUPPORTED}.")
+        # So says test_split_accumulator_enforced of Transformer Engine's test_float8_blockwise_gemm_exact.py.
+        raise ReferenceBackendError(
+            f"FP8 block scaling without use_split_accumulator: {NOT_SUPPORTED}. te.ops.GroupedLinear asks for that "
+            "where cuBLAS is older than 13.6, which the reference backend stands for; use te.GroupedLinear."
+        )
 
 
 def _result_dtype(A: Any, a: Operand, out: Any, output_dtype: SupportsInt | None) -> torch.dtype:
