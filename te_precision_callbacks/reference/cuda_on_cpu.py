@@ -516,8 +516,44 @@ class nvtx:
         pass
 
     @staticmethod
+    def range_start(msg: str) -> int:
+        return 0
+
+    @staticmethod
+    def range_end(range_id: int) -> None:
+        pass
+
+    @staticmethod
     def range(msg: str, *_arguments: Any, **_options: Any) -> nullcontext[None]:
         return nullcontext()
+
+
+class _Runtime:
+    """What scripts and torch ask of CUDA's runtime by name. Each answers 0, success: there is nothing to do."""
+
+    @staticmethod
+    def cudaProfilerStart() -> int:
+        return 0
+
+    @staticmethod
+    def cudaProfilerStop() -> int:
+        return 0
+
+    @staticmethod
+    def cudaHostRegister(pointer: int, size: int, flags: int) -> int:
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(pointer: int) -> int:
+        return 0
+
+
+def cudart() -> type[_Runtime]:
+    return _Runtime
+
+
+def check_error(res: int) -> None:
+    pass
 
 
 __all__ = [
@@ -530,6 +566,8 @@ __all__ = [
     "_lazy_call",
     "_lazy_init",
     "can_device_access_peer",
+    "check_error",
+    "cudart",
     "current_device",
     "current_stream",
     "default_generators",

@@ -7,6 +7,9 @@ from typing import Any, NoReturn
 
 from te_precision_callbacks.reference.errors import MissingFunctionError
 
+VERSION = (2, 27, 3)
+"""Stands for ``torch.cuda.nccl.version()``: new enough for what scripts ask a version for."""
+
 
 class Options:
     """Options of a NCCL group: they can be set, and are left out when a group is made, for gloo has none of them."""

@@ -76,6 +76,8 @@ def _answer_for_cuda() -> None:
     _replace(torch.cuda, **answers)
     for module in (torch.cuda.graphs, torch.cuda.memory, torch.cuda.random, torch.cuda.streams):
         _replace(module, **{name: answer for name, answer in answers.items() if hasattr(module, name)})
+    _replace(torch.cuda.profiler, cudart=cuda_on_cpu.cudart, check_error=cuda_on_cpu.check_error)
+    _replace(torch.cuda.nccl, version=lambda: no_nccl.VERSION)
     _replace(torch.version, cuda=cuda_on_cpu.cuda_version)
     _replace(torch, Stream=cuda_on_cpu.GenericStream, Event=cuda_on_cpu.GenericEvent)
     for element in ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool"):
@@ -248,6 +250,8 @@ def _profile_cpu() -> None:
         options.pop("use_cuda", None)
         original_legacy(self, *arguments, **options)
 
+    emit_nvtx = torch.autograd.profiler.emit_nvtx
+    _replace(emit_nvtx, __enter__=lambda self: self, __exit__=lambda self, *error: None)
     _replace(kineto, __init__=of_kineto)
     _replace(legacy, __init__=of_legacy)
 

@@ -9,8 +9,9 @@ Usage::
 On GPUs such a group has gloo for tensors on the CPU and NCCL for those on the GPU, which know nothing of each other.
 Asynchronous checkpoints rely on that: a thread gathers objects, which travels over gloo, while the training reduces
 gradients over NCCL. With one gloo for both, the messages of the thread and of the training would be taken for each
-other, and the ranks hang. So a group that was asked for with two backends gets a second gloo, over which what sends
-objects goes, and barriers, as on GPUs. Read from torch 2.13 (torch/distributed/distributed_c10d.py).
+other, and the ranks hang. So a group that was asked for with two backends, or with none named, which is the same,
+gets a second gloo, over which what sends objects goes, and barriers, as on GPUs. Read from torch 2.13
+(torch/distributed/distributed_c10d.py).
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def keeping_apart(create: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(*arguments, **options).arguments
         group = create(*arguments, **options)
         asked = bound.get("backend")
-        if isinstance(asked, str) and "cpu:" in asked.lower() and "," in asked:
+        by_default = asked is None and "ranks" not in signature.parameters and bound.get("device_id") is None
+        if by_default or (isinstance(asked, str) and "cpu:" in asked.lower() and "," in asked):
             ranks = bound.get("ranks")
             local = bound.get("use_local_synchronization", False)
             second = distributed_c10d.new_group(ranks, backend="gloo", use_local_synchronization=local)

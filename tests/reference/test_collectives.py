@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from te_precision_callbacks.reference import ReferenceBackendError
+from te_precision_callbacks.reference import ReferenceBackendError, two_backends
 from te_precision_callbacks.reference.collectives import one_by_one
 from tests.reference.processes import answers
 
@@ -50,6 +51,16 @@ def test_a_manager_that_was_left_keeps_nothing_of_its_group() -> None:
         with one_by_one():
             dist.all_reduce(total)
             dist.all_reduce(total, op=dist.ReduceOp.MAX)
+
+
+@pytest.mark.parametrize(("options", "apart"), [({}, True), ({"backend": "gloo"}, False)])
+def test_a_group_without_a_named_backend_has_two(tmp_path: Path, options: dict[str, Any], apart: bool) -> None:
+    store = f"file://{tmp_path}/store"
+    two_backends.keeping_apart(dist.init_process_group)(init_method=store, rank=0, world_size=1, **options)
+    try:
+        assert (dist.group.WORLD in two_backends._for_objects) == apart
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_pretended_gpu_gathers_and_reduces_as_a_gpu_does(tmp_path: Path) -> None:

@@ -131,6 +131,9 @@ def test_pretended_cuda_for_code_that_was_written_for_a_gpu() -> None:
         assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
         assert torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"] == 0
         assert torch.zeros(2, pin_memory=True).tolist() == [0, 0]
+        with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx():
+            torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start("step"))
+        assert torch.cuda.cudart().cudaProfilerStart() == 0 and torch.cuda.nccl.version() >= (2, 20)
         from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
         copied = IdentityQuantizer().make_empty((2,), dtype=torch.float32, device="cuda")
         copied.copy_(IdentityQuantizer()(torch.ones(2, device="cuda")))
