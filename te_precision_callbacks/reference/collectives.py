@@ -14,7 +14,8 @@ every later collective of the group returns at once and does nothing. Here the r
 other, which is what they are defined to give.
 
 **Memory.** NCCL writes to the memory of a tensor, and knows neither autograd nor the type of what it only moves. gloo
-writes through torch's operators, which refuse leaves and split views that autograd follows, and has no float8 types.
+writes through torch's operators, which refuse leaves and split views that autograd follows, has no float8 types, and
+refuses to gather tensors of one shape into as many numbers of another.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _MOVING = (
     "all_to_all",
 )
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor")
+# Of a tensor of all ranks and one of each: NCCL counts their numbers, gloo compares their shapes, too.
+_COUNTING = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
 _FLOAT8 = tuple(
     getattr(torch, name)
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
@@ -114,7 +117,11 @@ def _on_memory(function: Callable[..., Any], moves: bool) -> Callable[..., Any]:
     @functools.wraps(function)
     def on_memory(*arguments: Any, **options: Any) -> Any:
         memory = functools.partial(_memory, as_bytes=moves)
-        return function(*map(memory, arguments), **{name: memory(value) for name, value in options.items()})
+        given = [memory(value) for value in (*arguments, *options.values())]
+        if function.__name__ in _COUNTING:
+            given = _flat(given)
+        positional, named = given[: len(arguments)], given[len(arguments) :]
+        return function(*positional, **dict(zip(options, named, strict=True)))
 
     return on_memory
 
@@ -127,6 +134,14 @@ def _memory(value: Any, *, as_bytes: bool) -> Any:
         return value
     plain = value.detach()
     return plain.view(torch.uint8) if as_bytes and plain.dtype in _FLOAT8 else plain
+
+
+def _flat(values: list[Any]) -> list[Any]:
+    """The values, tensors among them as rows of numbers, unless one of them is no contiguous memory of its own."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if not all(type(tensor) is torch.Tensor and tensor.is_contiguous() for tensor in tensors):
+        return values
+    return [value.view(-1) if isinstance(value, torch.Tensor) else value for value in values]
 
 
 def _holds_tensors(values: Any) -> bool:

@@ -99,6 +99,12 @@ def test_a_pretended_gpu_gathers_and_reduces_as_a_gpu_does(tmp_path: Path) -> No
         dist.all_gather(gathered, codes)
         dist.broadcast(codes, 0)
         answer.append(gathered[0].float().tolist())
+
+        sizes, row = torch.tensor([[30, 64]]), torch.zeros(2, dtype=torch.int64)  # of as many numbers, and other shapes
+        dist.all_gather_into_tensor(row, sizes)
+        scattered = torch.zeros_like(sizes)
+        dist.reduce_scatter_tensor(output=scattered, input=row)
+        answer.append([row.tolist(), scattered.tolist()])
         dist.destroy_process_group()
         """
     ) == [
@@ -106,4 +112,5 @@ def test_a_pretended_gpu_gathers_and_reduces_as_a_gpu_does(tmp_path: Path) -> No
         [7, pytest.approx(6.29)],
         [[1.0] * 4, [5.0] * 2],
         [1.5, -448.0],
+        [[30, 64], [[30, 64]]],
     ]
