@@ -13,7 +13,7 @@ from accelerate.utils import TERecipeKwargs
 from peft import LoraConfig, get_peft_model
 from transformers import BertConfig, BertForSequenceClassification
 
-VOCABULARY, SEQUENCE, BATCH, STEPS = 128, 32, 8, 3
+VOCABULARY, SEQUENCE, BATCH, STEPS = 128, 32, 16, 3
 
 
 def main() -> None:
