@@ -215,9 +215,11 @@ def _add(put: _Put, step: int, notes: list[dict[str, Any]]) -> None:
 
 
 def _strip(name: str) -> str:
-    return re.sub(r"(^|\.)(module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)(?=\.|$)", "", name).lstrip(
-        "."
-    )
+    return re.sub(
+        r"(^|\.)(module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module|base_layer|base_model\.model)(?=\.|$)",
+        "",
+        name,
+    ).lstrip(".")
 
 
 def _check_line(
