@@ -112,8 +112,8 @@ def check_statistics(watched: Notes, logs: Path) -> Checked:
     """Compare every line of the statistics logs with figures of the tensors that the spy took.
 
     The spy says which tensors a layer's GEMMs had: in the forward, the layer whose forward runs; in the backward, the
-    layer with that weight, that gradient, or that activation, by the bytes of the tensors in high precision. Figures of
-    all micro-batches and ranks are put together; of a weight the first micro-batch counts.
+    only layer with that weight, that gradient, or that activation, by the bytes of the tensors in high precision.
+    Figures of all micro-batches and ranks are put together; of a weight the first micro-batch counts.
     """
     checked = Checked()
     first_step = 0
@@ -180,38 +180,50 @@ class _Put:
 
 
 def _add(put: _Put, step: int, notes: list[dict[str, Any]]) -> None:
-    layers: dict[tuple[str, str], str] = {}
     forwards: collections.Counter[str] = collections.Counter()
     weights: set[str] = set()
+    owners: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
+
+    def owns(tensor: str, source: Mapping[str, Any] | None, layer: str) -> None:
+        if source is not None:
+            owners[tensor, source["hash"]].add(layer)
+
+    def owners_of(tensor: str, source: Mapping[str, Any] | None) -> set[str]:
+        return set() if source is None else owners.get((tensor, source["hash"]), set())
+
     for note in notes:
+        if note["layout"] != "TN" or not note["trains"]:
+            continue
+        layer = _strip(note["layer"] or "?")
+        forwards[layer] += 1
+        if note["of"] == "LayerNormMLP" and forwards[layer] % 2 == 0:
+            layer += "#2"
+        put((step, layer, "activation"), note["B"])
+        put((step, layer, "output"), note["D"])
+        if layer not in weights:
+            put((step, layer, "weight"), note["A"])
+        weights.add(layer)
+        owns("weight", note["A"]["source"], layer)
+        owns("activation", note["B"]["source"], layer)
+    for note in notes:  # of layers with the same bytes, such as LoRA's zeros, none is told apart
         first, second = (note[part]["source"] for part in ("A", "B"))
-        if note["layout"] == "TN" and note["trains"]:
-            layer = _strip(note["layer"] or "?")
-            forwards[layer] += 1
-            if note["of"] == "LayerNormMLP" and forwards[layer] % 2 == 0:
-                layer += "#2"
-            put((step, layer, "activation"), note["B"])
-            put((step, layer, "output"), note["D"])
-            if layer not in weights:
-                put((step, layer, "weight"), note["A"])
-            weights.add(layer)
-            if first is not None:
-                layers["weight", first["hash"]] = layer
-            if second is not None:
-                layers.setdefault(("activation", second["hash"]), layer)
-        elif note["layout"] == "NN" and first is not None and (layer := layers.get(("weight", first["hash"]), "")):
-            put((step, layer, "gradient"), note["B"])
-            put((step, layer, "dgrad"), note["D"])
-            if second is not None:
-                layers["gradient", second["hash"]] = layer
-        elif note["layout"] == "NT" and second is not None:
-            layer = layers.get(("gradient", second["hash"]), "")
-            if not layer and first is not None:
-                layer = layers.get(("activation", first["hash"]), "")
-                if layer:
+        if note["layout"] == "NN":
+            for layer in _the_one(owners_of("weight", first)):
+                put((step, layer, "gradient"), note["B"])
+                put((step, layer, "dgrad"), note["D"])
+                owns("gradient", second, layer)
+        elif note["layout"] == "NT":
+            by_gradient, by_activation = owners_of("gradient", second), owners_of("activation", first)
+            for layer in _the_one(by_gradient & by_activation or by_gradient or by_activation):
+                if layer not in by_gradient:
                     put((step, layer, "gradient"), note["B"])
-            if layer and not note["accumulate"]:
-                put((step, layer, "wgrad"), note["D"])
+                if not note["accumulate"]:
+                    put((step, layer, "wgrad"), note["D"])
+
+
+def _the_one(layers: set[str]) -> Iterable[str]:
+    """A layer, where it is the only one."""
+    return layers if len(layers) == 1 else ()
 
 
 def _strip(name: str) -> str:
