@@ -16,6 +16,7 @@ import torch
 from te_precision_callbacks import reference
 from te_precision_callbacks.engine.engine import ENGINE
 from te_precision_callbacks.records import RunInfo, StepRecords
+from te_precision_callbacks.session.uncaught import Uncaught
 
 if not torch.cuda.is_available():
     reference.install()
@@ -109,7 +110,8 @@ def global_state() -> dict[str, Any]:
             for found in [logging.getLogger(name)]
         },
         "open files": sorted(_target(fd) for fd in _descriptors() if "nvdlfw" in _target(fd)),
-        "excepthook": sys.excepthook,
+        # Others set one too: torch does where a process group is made.
+        "excepthook is ours": isinstance(getattr(sys.excepthook, "__self__", None), Uncaught),
         "environment": {key: value for key, value in os.environ.items() if key.startswith("NVDLFW")},
     }
 

@@ -142,13 +142,13 @@ def test_simulated_recipes_in_e5m2(recipe: str, name: str) -> None:
 def test_simulated_recipes_compiled(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of more elements the same, and in pieces."""
     monkeypatch.setattr(compiled, "SMALLEST", COMPILED_FROM)
+    monkeypatch.setattr(compiled, "_kernels", {})
     x = normal(150, 137) * torch.exp(3 * normal(150, 137, seed=1))
-    before = len(compiled._kernels)
     assert_simulated(recipe, x)
     monkeypatch.setattr(compiled, "_PIECE", 17_000)
     assert_simulated(recipe, x, columnwise=True)
     assert not compiled._failed
-    assert len(compiled._kernels) > before
+    assert compiled._kernels
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

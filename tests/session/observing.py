@@ -114,6 +114,9 @@ def train(name: str, recipe: str, dtype: str, observer: Observer) -> Run:
     make = RECIPES[recipe][1]
     torch.manual_seed(0)
     module = MODULES[name](params_dtype=DTYPES[dtype])
+    for kind, parameter in module.named_parameters():
+        if kind.endswith("bias"):  # as in training, not the zeros of a new layer, with which no rounding shows
+            torch.nn.init.normal_(parameter)
     outputs, gradients = [], []
     with observer(module) as step:
         for number in range(STEPS):

@@ -21,6 +21,7 @@ from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
+from te_precision_callbacks.reference import MissingFunctionError
 from te_precision_callbacks.session import InspectSession, ObservationError
 from te_precision_callbacks.session.refusals import CUDA_GRAPH, REFUSALS
 from te_precision_callbacks.session.upstream import Snapshot
@@ -390,7 +391,7 @@ def test_fp8_attention(tmp_path: Path) -> None:
     net = te.MultiheadAttention(64, 4, attention_dropout=0.0)
     recipe = DelayedScaling(fp8_dpa=True, fp8_mha=True)
     with (
-        pytest.raises(ValueError, match="No dot product attention backend is available"),
+        pytest.raises(MissingFunctionError, match="No dot product attention backend is available"),
         InspectSession(statistics(), model=net, log_dir=tmp_path) as session,
         te.autocast(enabled=True, recipe=recipe),
     ):
