@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import math
+import os
 import re
 import threading
 from pathlib import Path
@@ -47,21 +50,82 @@ def test_the_log_has_every_digit_and_no_exponent(tmp_path: Path, value: float) -
     assert "my_number" in second
 
 
-@pytest.mark.parametrize(("overwrite", "expected"), [(None, 1), ("1", 1), ("0", 2)])
-def test_a_log_of_an_earlier_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: str | None, expected: int
+def log_once(folder: Path, value: float) -> list[str]:
+    """What the statistics log of a folder holds after a run of one number."""
+    log = StatisticsLog()
+    log.start(run_info(folder))
+    log.write(records(Row("a", "activation", None, "max", value)))
+    log.close(None)
+    (path,) = (folder / "nvdlfw_inspect_statistics_logs").iterdir()
+    assert path.name == "nvdlfw_inspect_globalrank-0.log"
+    return [line.split(" - INFO - ")[-1].split("value=")[-1] for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("overwrite", "kept"), [("1", []), ("0", ["1.0"])])
+def test_what_upstreams_variable_says_of_a_log_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: str, kept: list[str]
 ) -> None:
-    """It is kept beside the new one; where upstream's variable says what to do, that is done."""
-    if overwrite is not None:
-        monkeypatch.setenv("NVDLFW_INSPECT_ENABLE_LOG_OVERWRITE", overwrite)
-    for _ in range(2):
-        log = StatisticsLog()
-        log.start(run_info(tmp_path))
-        log.write(records(Row("a", "activation", None, "max", 1.0)))
-        log.close(None)
-    folder = tmp_path / "nvdlfw_inspect_statistics_logs"
-    assert len((folder / "nvdlfw_inspect_globalrank-0.log").read_text().splitlines()) == expected
-    assert (folder / "nvdlfw_inspect_globalrank-0.log.1").exists() == (overwrite is None)
+    monkeypatch.setenv("NVDLFW_INSPECT_ENABLE_LOG_OVERWRITE", overwrite)
+    log_once(tmp_path, 1.0)
+    assert log_once(tmp_path, 2.0) == [*kept, "2.0"]
+
+
+def test_a_log_of_an_earlier_run_is_appended_to(tmp_path: Path) -> None:
+    begins = f"Here another run begins, of process {os.getpid()}."
+    log_once(tmp_path, 1.0)
+    assert log_once(tmp_path, 2.0) == ["1.0", begins, "2.0"]
+    path = tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log"
+    path.write_text(path.read_text()[:-4])  # killed while it wrote
+    assert log_once(tmp_path, 3.0) == ["1.0", begins, "", begins, "3.0"]
+
+
+def test_a_log_that_another_run_is_writing_is_left_to_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also while a process forked from that run lives on."""
+    path = tmp_path / "rank-0.log"
+    with claim(path) as first, claim(path) as second:
+        first.write("first")
+        second.write("second")
+    assert {kept.name: kept.read_text() for kept in tmp_path.iterdir()} == {
+        "rank-0.log": "first",
+        "rank-0.log.1": "second",
+    }
+    assert caplog.messages == [f"Another process is writing {path}; this one's log is rank-0.log.1."]
+    left_open = claim(path)
+    worker_s = os.dup(left_open.fileno())
+    left_open.close()
+    with claim(path) as third:
+        assert third.name == str(path)
+    os.close(worker_s)
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    log_once(tmp_path, 1.0)
+    assert log_once(tmp_path, 2.0)[::2] == ["1.0", "2.0"]
+
+
+def test_a_step_that_ctrl_c_broke_off_is_written_once_behind_an_earlier_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_once(tmp_path, 1.0)
+    log = StatisticsLog()
+    log.start(run_info(tmp_path))
+    step = records(Row("a", "activation", None, "max", 2.0), Row("b", "activation", None, "max", 3.0))
+
+    def interrupted(_: int) -> os.stat_result:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            log.write(step)
+    log.write(step)
+    log.close(None)
+    text = (tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log").read_text()
+    assert [line.split("value=")[-1] for line in text.splitlines() if "value=" in line] == ["1.0", "2.0", "3.0"]
 
 
 def test_a_rank_whose_numbers_another_one_writes_writes_its_own(tmp_path: Path) -> None:
@@ -98,21 +162,27 @@ def test_processes_that_start_together_lose_no_file(tmp_path: Path) -> None:
     for trial in range(20):
         path = tmp_path / str(trial) / "rank-0.log"
         path.parent.mkdir()
-        path.write_text("earlier")
+        path.write_text("earlier\n")
         together = threading.Barrier(8)
 
         def start(owner: int, path: Path = path, together: threading.Barrier = together) -> None:
             together.wait()
             with claim(path) as file:
-                file.write(str(owner))
+                file.write(f"{owner}\n")
+                file.flush()
+                together.wait()
 
         threads = [threading.Thread(target=start, args=(owner,)) for owner in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        found = sorted(kept.read_text() for kept in path.parent.iterdir())
-        assert found == [*map(str, range(8)), "earlier"]
+        earlier, *others = sorted(path.parent.iterdir())
+        assert earlier == path
+        first, begins, last = earlier.read_text().splitlines()
+        assert first == "earlier"
+        assert "another run begins" in begins
+        assert sorted([last, *(kept.read_text().strip() for kept in others)]) == [*map(str, range(8))]
 
 
 def test_a_sink_defines_what_it_needs(tmp_path: Path) -> None:

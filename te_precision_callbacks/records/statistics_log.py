@@ -4,16 +4,19 @@
     <time> - INFO - fc1_activation_max   iteration=000002   value=4.318804740905762
 
 A line ends with ``rank=<rank>`` where its number is of that rank alone although statistics are reduced over ranks, as
-after a reduction that failed.
+after a reduction that failed. A run that goes on in the folder of an earlier one appends to its file:
+    <time> - INFO - Here another run begins, of process 4711.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import io
 import itertools
+import logging
 import math
 import os
-import stat
 from collections.abc import Mapping
 from datetime import datetime
 from decimal import Decimal
@@ -24,6 +27,8 @@ from te_precision_callbacks.records.model import Row, RunInfo, StepRecords
 
 STATISTICS_FOLDER = "nvdlfw_inspect_statistics_logs"
 """As in nvidia-dlfw-inspect 0.2.2, ``logging.py: make_default_statistics_logger``."""
+
+logger = logging.getLogger(__name__)
 
 _LINE = "{time} - INFO - {name} \t\t\t\t iteration={iteration:06d} \t\t\t\t value={value}{mark}\n"
 _LOCAL_MARK = " \t\t\t\t rank={rank}"
@@ -43,29 +48,23 @@ def is_overwritten() -> bool:
     return OVERWRITE_VARIABLE in os.environ
 
 
-def keep_previous(path: Path) -> None:
-    """Move a file that is there aside, to the next free ``<name>.1``, ``<name>.2`` and so on.
+class _ClaimedFile(io.TextIOWrapper):
+    """A file for appending that is locked until it is closed."""
 
-    nvidia-dlfw-inspect empties it instead. It may belong to another process that is running: that one goes on writing
-    into it, under its new name. However many processes do this at once, no file takes the place of another.
-    """
-    if is_overwritten() or not path.is_file():
-        return
-    for count in itertools.count(1):
-        kept = path.with_name(f"{path.name}.{count}")
-        try:
-            kept.open("x").close()  # the name is ours: a rename alone would replace what another process has put there
-        except FileExistsError:
-            continue
-        try:
-            path.replace(kept)
-        except FileNotFoundError:  # another process was first
-            kept.unlink()
-        return
+    def close(self) -> None:
+        """Close the file; processes forked meanwhile, such as workers of a DataLoader, do not go on locking it."""
+        if not self.closed:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self, fcntl.LOCK_UN)
+        super().close()
 
 
 def claim(path: Path) -> TextIO:
-    """Open a new file that no other process has; what is there is kept.
+    """Open a file to append to that no other process writes.
+
+    What is there is kept, and a line says where the new part begins. A file that another running process has claimed is
+    left to it: then it is the first of ``<name>.1``, ``<name>.2`` and so on that is free. On a file system without
+    locks nobody is known to have a file.
 
     Raises:
         OSError: it cannot be made.
@@ -73,15 +72,37 @@ def claim(path: Path) -> TextIO:
     if is_overwritten():
         append = os.environ[OVERWRITE_VARIABLE] == "0"
         return path.open("a" if append else "w", encoding="utf-8")
-    while True:
-        keep_previous(path)
+    for name in itertools.chain([path.name], (f"{path.name}.{count}" for count in itertools.count(1))):
+        file = _ClaimedFile(path.with_name(name).open("ab+"), encoding="utf-8")
         try:
-            return path.open("x", encoding="utf-8")
-        except FileExistsError:
-            # Another process was first, whose file a third one may have moved aside since; or what is there is no file.
-            with contextlib.suppress(FileNotFoundError):
-                if not stat.S_ISREG(path.lstat().st_mode) and not path.is_file():
-                    raise
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            continue
+        except OSError:
+            pass
+        break
+    if name != path.name:
+        logger.warning("Another process is writing %s; this one's log is %s.", path, name)
+    _begin_part(file)
+    return file
+
+
+def _begin_part(file: TextIO) -> None:
+    """Tell what is there from what will be written."""
+    size = file.seek(0, os.SEEK_END)
+    if size:
+        file.buffer.seek(size - 1)
+        if file.buffer.read(1) != b"\n":  # the earlier process was killed while it wrote
+            file.write("\n")
+        file.write(f"{_now()} - INFO - Here another run begins, of process {os.getpid()}.\n")
+        file.flush()
+
+
+def _now() -> str:
+    """The time as logging writes it."""
+    now = datetime.now()
+    return f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03d}"
 
 
 def format_value(value: float) -> str:
@@ -114,10 +135,9 @@ class StatisticsLog:
         self._position = 0
 
     def start(self, run: RunInfo) -> None:
-        """Keep the file of an earlier run."""
+        """Take the place of the file from the run."""
         self._mark = _LOCAL_MARK.format(rank=run.rank)
         self._path = run.log_dir / STATISTICS_FOLDER / log_file_name(run.rank)
-        keep_previous(self._path)
 
     def write(self, records: StepRecords) -> None:
         """Append a line a number."""
@@ -129,8 +149,7 @@ class StatisticsLog:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = claim(self._path)
-        now = datetime.now()
-        time = f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03d}"
+        time = _now()
         mark = self._mark if records.local else ""
         text = "".join(
             _LINE.format(

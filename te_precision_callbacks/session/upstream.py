@@ -306,10 +306,13 @@ class Inspector:
         # What cannot be written now is reported with the first line after the start.
         raises, logging.raiseExceptions = logging.raiseExceptions, False
         overwritten = is_overwritten()
-        os.environ.setdefault(OVERWRITE_VARIABLE, "0")  # what is at the name may be another process's by now
+        os.environ.setdefault(OVERWRITE_VARIABLE, "0")  # what is at the name may be another process's
         try:
             # As debug_api.initialize() does, but for the config: there is none yet, and upstream refuses an empty one.
-            initialize_logger(str(self._log_dir))
+            try:
+                initialize_logger(str(self._log_dir))
+            finally:
+                _redirect_events(events)
             debug_api.DEBUG_MANAGER = DebugManager(
                 None,
                 feature_dirs=[*map(str, self._feature_dirs), *own, *upstream],
@@ -328,7 +331,6 @@ class Inspector:
             logging.raiseExceptions = raises
             if not overwritten:
                 del os.environ[OVERWRITE_VARIABLE]
-            _redirect_events(events)
 
     @property
     def registered(self) -> RegisteredFeatures:

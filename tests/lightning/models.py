@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -122,16 +123,21 @@ def trainer(root: Path, **keywords: Any) -> L.Trainer:
 
 
 def logged_lines(log_dir: Path, rank: int = 0) -> dict[tuple[str, int], float]:
-    """The statistics log of a rank: (name, iteration) -> value. A name that is there twice is an error."""
-    path = log_of(log_dir, rank)
+    """The statistics log of a rank's last run: (name, iteration) -> value. A name that is there twice is an error."""
     found: dict[tuple[str, int], float] = {}
-    for line in path.read_text().splitlines():
+    for line in _number_lines(log_dir, rank):
         _, _, rest = line.partition(" - INFO - ")
         name, iteration, value, *_ = (part.strip() for part in rest.split("\t\t\t\t"))
         key = (name, int(iteration.removeprefix("iteration=")))
         assert key not in found, key
         found[key] = float(value.removeprefix("value="))
     return found
+
+
+def _number_lines(log_dir: Path, rank: int) -> list[str]:
+    """The lines of the last run in a statistics log."""
+    parts = re.split(r".{23} - INFO - Here another run begins, of process \d+\.\n", log_of(log_dir, rank).read_text())
+    return parts[-1].splitlines()
 
 
 def log_of(log_dir: Path, rank: int) -> Path:
@@ -142,7 +148,7 @@ def log_of(log_dir: Path, rank: int) -> Path:
 def marked_lines(log_dir: Path, rank: int) -> dict[int, set[str]]:
     """What stands behind the values in the statistics log of a rank: iteration -> marks."""
     found: dict[int, set[str]] = {}
-    for line in log_of(log_dir, rank).read_text().splitlines():
+    for line in _number_lines(log_dir, rank):
         _, iteration, _, *marks = (part.strip() for part in line.split("\t\t\t\t"))
         found.setdefault(int(iteration.removeprefix("iteration=")), set()).update(marks)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import subprocess
 import sys
 import weakref
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import nvdlfw_inspect.api as debug_api
-import nvdlfw_inspect.logging as inspect_logging
 import pytest
 import torch
 import transformer_engine.pytorch as te
@@ -144,36 +144,27 @@ def test_sessions_in_turn_write_what_processes_in_turn_write(tmp_path: Path) -> 
     assert any("Feature=LogTensorStats" in line for line in texts[1]), "one-time messages are said in each session"
 
 
-def test_the_log_of_an_earlier_session_is_kept(tmp_path: Path) -> None:
+def test_logs_of_an_earlier_session_are_appended_to(tmp_path: Path) -> None:
     net = model()
-    for _ in range(3):
-        run(net, statistics(), 1, tmp_path)
-    folder = tmp_path / "nvdlfw_inspect_statistics_logs"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        f"nvdlfw_inspect_globalrank-0.log{suffix}" for suffix in ("", ".1", ".2")
-    ]
-    assert len({len(path.read_text().splitlines()) for path in folder.iterdir()}) == 1
+    for iteration in range(3):
+        run(net, statistics(), 1, tmp_path, start_step=iteration)
+    for folder in ("nvdlfw_inspect_statistics_logs", "nvdlfw_inspect_logs"):
+        (path,) = (tmp_path / folder).iterdir()
+        parts = path.read_text().split(f"Here another run begins, of process {os.getpid()}.\n")
+        assert len({len(part.splitlines()) for part in parts[:-1]}) == 1
+        assert len(parts) == 3
+        if "statistics" in folder:
+            assert [f"iteration=00000{i}" in part for i, part in enumerate(parts)] == [True] * 3
 
 
-def test_processes_that_start_together_in_one_folder_lose_no_log(tmp_path: Path) -> None:
-    """Another process takes the name after ours has made the file, and before upstream opens it."""
+def test_a_session_in_the_folder_of_a_running_one_leaves_its_logs_alone(tmp_path: Path) -> None:
     events = tmp_path / "nvdlfw_inspect_logs" / "nvdlfw_inspect_globalrank-0.log"
-    net = model()
-    begun = inspect_logging.initialize_logger
-
-    def interrupted(*args: Any, **keywords: Any) -> None:
-        with pytest.MonkeyPatch.context() as of_the_other:
-            of_the_other.delenv("NVDLFW_INSPECT_ENABLE_LOG_OVERWRITE", raising=False)
-            with claim(events) as other:
-                other.write("of another process\n")
-        begun(*args, **keywords)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inspect_logging, "initialize_logger", interrupted)
-        keeper = run(net, statistics(), 1, tmp_path)
+    events.parent.mkdir()
+    with claim(events) as of_the_other:
+        of_the_other.write("of another process\n")
+        keeper = run(model(), statistics(), 1, tmp_path)
     assert keeper.iterations == [0]
-    assert events.read_text().startswith("of another process\n")
-    assert "Feature=" not in events.read_text()
+    assert events.read_text() == "of another process\n"
     assert "Feature=LogTensorStats" in events.with_name(f"{events.name}.1").read_text()
 
 
