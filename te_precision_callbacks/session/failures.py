@@ -31,7 +31,7 @@ class ObservationFailures:
         self._reported: set[tuple[str, type[BaseException], str]] = set()
 
     def report(self, doing: str, of: str, error: BaseException) -> None:
-        """Take note of a failure; call it in an ``except`` block.
+        """Take note of a failure.
 
         Args:
             doing: what failed.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import sys
 import threading
 import weakref
@@ -45,7 +46,6 @@ from te_precision_callbacks.session.precision import (
     formats_of_fused_path,
     gemms_left_out,
     quantizer_format,
-    trainable,
 )
 from te_precision_callbacks.session.refusals import (
     ONNX_EXPORT,
@@ -102,7 +102,7 @@ class ForwardHooks:
         self._waiting: dict[int, dict[int, torch.nn.Module]] = {}
         self._idle_in_evaluation: dict[int, int] = {}
         self._last_state: dict[int, _State] = {}
-        self._trainable: list[tuple[bool, ...]] = []
+        self._trainable: list[bool] = []
         self._suspicions: dict[int, _Suspicion] = {}
         self._dropped: dict[int, list[Mapping[Operand, str]]] = {}
         self._own_wgrad = OwnWgrad()
@@ -196,7 +196,8 @@ class ForwardHooks:
 
     def _follow_trainable(self) -> None:
         """Ask all modules again where parameters were frozen or unfrozen: it decides which GEMMs a backward runs."""
-        now = [trainable(module) for module in self._modules.values()]
+        parameters = itertools.chain.from_iterable(module._parameters.values() for module in self._modules.values())
+        now = [parameter is not None and parameter.requires_grad for parameter in parameters]
         if self._trainable and now != self._trainable:
             for module in self._modules.values():
                 self._ask_again(module)
@@ -452,24 +453,26 @@ class ForwardHooks:
 
     def _report_quantized_input(self, module: Any, quantizers: Sequence[Any]) -> None:
         if any(quantizer.any_feature_enabled() for quantizer in quantizers if quantizer.tensor_name == "activation"):
-            try:
-                raise QuantizationError(
+            self._failures.report(
+                "What features do with activation",
+                f"of {module.name}",
+                QuantizationError(
                     "its input comes quantized, from a layer with fp8_output or from FP8 attention, so that"
                     " Transformer Engine quantizes none, and calls no feature for it"
-                )
-            except QuantizationError as error:
-                self._failures.report("What features do with activation", f"of {module.name}", error)
+                ),
+            )
 
     def _report_left_out(self, module: Any, quantizers: Sequence[Any]) -> None:
         tensors = ", ".join(dict.fromkeys(quantizer.tensor_name for quantizer in quantizers))
         override = _backward_override(module)
-        try:
-            raise QuantizationError(
+        self._failures.report(
+            f"What features do with {tensors}",
+            f"of {module.name}",
+            QuantizationError(
                 f"the recipe has backward_override={override!r}, with which Transformer Engine runs the backward in"
                 " high precision and outside of its debug path, where no feature is called"
-            )
-        except QuantizationError as error:
-            self._failures.report(f"What features do with {tensors}", f"of {module.name}", error)
+            ),
+        )
 
 
 @dataclass

@@ -255,11 +255,6 @@ def gemms_left_out(module: torch.nn.Module, layers: Sequence[str], *, input_need
     return found
 
 
-def trainable(module: torch.nn.Module) -> tuple[bool, ...]:
-    """Whether each parameter of a module itself, not of its children, needs a gradient."""
-    return tuple([parameter.requires_grad for parameter in module._parameters.values() if parameter is not None])
-
-
 def _frozen(module: Any, layers: Sequence[str]) -> list[bool]:
     """Of each layer of a module whether its weight needs no gradient."""
     if "LayerNormMLP" in _class_names(module):
