@@ -37,7 +37,7 @@ from te_precision_callbacks.errors import PrecisionDebugError
 
 logger = logging.getLogger(__name__)
 
-WAITING = 60
+WAITING = 60.0
 """Seconds after which a rank says that it waits for the others."""
 
 Values = npt.NDArray[np.float64]
@@ -227,7 +227,10 @@ class Reduction:
         if self._failed:
             raise ReductionError("An earlier reduction over ranks failed: from there on each rank has its own numbers.")
         try:
-            with _waiting(stamp.iteration):
+            with waiting(
+                f"to reduce the statistics of iteration {stamp.iteration} with them. Perhaps one has ended, or has"
+                " skipped a step(), so that it is in an iteration in which nothing is due."
+            ):
                 return self._reduce(slots, stamp)
         except BaseException:
             self._failed = True
@@ -307,17 +310,15 @@ def _out_of_step(stamps: Mapping[int, Stamp]) -> RanksDifferError:
 
 
 @contextlib.contextmanager
-def _waiting(iteration: int) -> Iterator[None]:
-    """Say it where the other ranks do not come, who may never do: without a word that is a hang."""
+def waiting(purpose: str) -> Iterator[None]:
+    """Say it where the other ranks do not come, who may never do: without a word that is a hang.
+
+    Args:
+        purpose: what this rank waits for them for, and why they may not come.
+    """
 
     def say() -> None:
-        logger.warning(
-            "Rank %d has waited %d s for the other ranks, to reduce the statistics of iteration %d with them. Perhaps"
-            " one has ended, or has skipped a step(), so that it is in an iteration in which nothing is due.",
-            rank,
-            WAITING,
-            iteration,
-        )
+        logger.warning("Rank %d has waited %g s for the other ranks, %s", rank, WAITING, purpose)
 
     rank = dist.get_rank()
     timer = threading.Timer(WAITING, say)

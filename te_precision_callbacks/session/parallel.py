@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch.distributed
@@ -18,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from te_precision_callbacks.config.comparing import FlatConfig, difference
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.engine.engine import Placement
-from te_precision_callbacks.engine.reduction import by_rank, in_words, is_distributed, pooled
+from te_precision_callbacks.engine.reduction import by_rank, in_words, is_distributed, pooled, waiting
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.forwards import outside_of_dynamo
 from te_precision_callbacks.naming import NamedModule
@@ -112,6 +113,16 @@ class Ranks:
     def several(self) -> bool:
         """Whether there are more than this one."""
         return self._several
+
+    def meeting(self) -> AbstractContextManager[None]:
+        """Around the first collective of an attach: says it where the other ranks do not come to theirs."""
+        if not self._several:
+            return nullcontext()
+        return waiting(
+            "to attach a session together with them. All of them have to start or attach theirs at the same place,"
+            " before one waits for another: in a pipeline before the first schedule, not in a stage's first forward."
+            " With reduce=False none waits."
+        )
 
     def pool(self, entries: Iterable[Entry]) -> list[Entry]:
         """The entries of all ranks, each once."""

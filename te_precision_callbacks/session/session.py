@@ -363,7 +363,8 @@ class InspectSession:
         """Name the Transformer Engine modules of ``model`` and begin to observe them.
 
         Call it when the model is complete, and again if modules were replaced since; where statistics are reduced, on
-        all ranks. They may have different layers, and a section must match one on any of them.
+        all ranks, at a place where none waits for another (in a pipeline: before the first schedule). They may have
+        different layers, and a section must match one on any of them.
 
         Raises:
             ConfigError: a section that matches no layer, an unknown feature, one feature from two sections in a layer;
@@ -375,7 +376,8 @@ class InspectSession:
         options = self._options
         ranks = Ranks(options.process_group, reduce=options.reduce)
         self._reduces = ranks.several
-        layers = ranks.together(lambda: self._find_layers(inspector, model))
+        with ranks.meeting():
+            layers = ranks.together(lambda: self._find_layers(inspector, model))
         layers_of_all = ranks.pool(layers)
         plan, sections = ranks.together(lambda: self._plan(inspector, model, layers, layers_of_all))
         config = {"layer_names": repr(options.layer_names), **flat_config(options.config.enabled_sections, sections)}

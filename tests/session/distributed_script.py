@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ reference.install()
 import torch
 import transformer_engine.pytorch as te
 
+from te_precision_callbacks.engine import reduction
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import statistics
 
@@ -25,6 +28,7 @@ def main(rank: int, folder: Path) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2, timeout=timedelta(seconds=20)
     )
+    start_late(rank, folder / "late")
     groups = [torch.distributed.new_group([index]) for index in range(2)]
     for case in CASES:
         keywords = {
@@ -47,6 +51,19 @@ def run(case: str, rank: int, folder: Path, keywords: dict[str, Any]) -> None:
             if case == "no reduction" and rank == 1:
                 continue  # a collective of rank 0 would wait for this rank
             session.step()
+
+
+def start_late(rank: int, folder: Path) -> None:
+    """Rank 1 comes when rank 0 has said that it waits, or not within 15 seconds."""
+    usual, reduction.WAITING = reduction.WAITING, 0.2
+    folder.mkdir(exist_ok=True)
+    said = folder / "rank-0.log"
+    logging.getLogger("te_precision_callbacks").addHandler(logging.FileHandler(folder / f"rank-{rank}.log"))
+    until = time.monotonic() + 15
+    while rank == 1 and not (said.exists() and said.stat().st_size) and time.monotonic() < until:
+        time.sleep(0.05)
+    with InspectSession(statistics(), model=te.Linear(32, 32), log_dir=folder):
+        reduction.WAITING = usual
 
 
 if __name__ == "__main__":

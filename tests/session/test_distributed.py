@@ -54,3 +54,11 @@ def test_what_a_failing_rank_had_gathered_is_its_own(two: Path) -> None:
     )
     for rank in range(2):
         assert marked_lines(two / "one fails", rank) == {0: set(), 1: set(), 2: {f"rank={rank}"}}
+
+
+def test_a_rank_that_starts_alone_says_that_it_waits(two: Path) -> None:
+    """As in a pipeline whose stages start a session at their first forward: the second one's never comes."""
+    first, second = ((two / "late" / f"rank-{rank}.log").read_text(encoding="utf-8") for rank in range(2))
+
+    assert "Rank 0 has waited 0.2 s for the other ranks, to attach a session together with them" in first
+    assert "has waited" not in second
