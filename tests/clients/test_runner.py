@@ -16,7 +16,7 @@ import transformer_engine.pytorch as te
 
 from tests.clients.__main__ import main
 from tests.clients.comparing import Notes, check_statistics, compare_gemms, compare_losses
-from tests.clients.inside.tensors import E4M3, E5M2, Summary
+from tests.clients.inside.tensors import E4M3, E5M2, Summary, digest, losses_of_quantization, read_by_gemm
 from tests.clients.known import CLIENTS, tree_of
 from tests.clients.table import BEGIN, END, write_table
 from tests.clients.trial import Trial, why_it_failed
@@ -206,3 +206,45 @@ def test_the_spy_reads_a_weight_that_is_kept_in_fp8_as_torch_does() -> None:
 
     assert found is not None
     assert np.array_equal(found.array, wanted.double().numpy().reshape(-1))
+
+
+def mxfp8(tensor: torch.Tensor, *, optimize_for_gemm: bool) -> Any:
+    quantizer = te.MXFP8Quantizer(te.DType.kFloat8E4M3)
+    quantizer.optimize_for_gemm = optimize_for_gemm
+    return quantizer(tensor)
+
+
+def nvfp4(tensor: torch.Tensor, *, optimize_for_gemm: bool) -> Any:
+    quantizer = te.NVFP4Quantizer()
+    quantizer.optimize_for_gemm = optimize_for_gemm
+    return quantizer(tensor)
+
+
+@pytest.mark.parametrize("quantized", [mxfp8, nvfp4])
+@pytest.mark.parametrize("rowwise", [True, False])
+def test_the_spy_reads_scales_alike_in_either_order(quantized: Any, rowwise: bool) -> None:
+    """The debug path keeps scales in rows and columns until a GEMM takes them; the usual path swizzles them at once."""
+    tensor = (
+        torch.randn(288, 160, generator=torch.Generator().manual_seed(0)).bfloat16()
+        * torch.logspace(-3, 3, 160).bfloat16()
+    )
+    plain, swizzled = (quantized(tensor, optimize_for_gemm=choice) for choice in (False, True))
+    assert (plain._with_gemm_swizzled_scales, swizzled._with_gemm_swizzled_scales) == (False, True)
+
+    read = [read_by_gemm(plain, rowwise=rowwise), read_by_gemm(swizzled, rowwise=rowwise)]
+
+    for of_plain, of_swizzled in zip(*read, strict=True):
+        assert torch.equal(of_plain, of_swizzled)
+    assert len(read[0][-1].unique()) > 4
+
+
+def test_the_spy_leaves_storage_resizable() -> None:
+    """FSDP2 takes the memory of gathered parameters away after each forward."""
+    exact = torch.randn(16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    quantized = te.Float8CurrentScalingQuantizer(fp8_dtype=te.DType.kFloat8E4M3, device="cpu")(exact.float())
+
+    digest(read_by_gemm(quantized, rowwise=True))
+    losses_of_quantization(Summary.of(exact).array, quantized)
+
+    for tensor in (exact, quantized._data):
+        tensor.untyped_storage().resize_(0)

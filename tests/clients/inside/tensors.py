@@ -33,7 +33,7 @@ class Summary:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Summary:
-        return cls(digest([tensor]), tensor.detach().to(torch.float64).numpy().reshape(-1))
+        return cls(digest([tensor]), array_of(tensor.detach().to(torch.float64)).reshape(-1))
 
     @classmethod
     def of_quantized(cls, tensor: Any) -> Summary | None:
@@ -81,18 +81,44 @@ def all_parts(tensor: Any) -> Iterator[torch.Tensor]:
 
 
 def read_by_gemm(tensor: Any, *, rowwise: bool) -> list[torch.Tensor]:
-    """What a GEMM reads: a plain tensor, or codes and scales of one direction. Codes of one scale in logical order."""
+    """What a GEMM reads: a plain tensor, or codes and scales of one direction, both in logical order."""
     if not is_quantized(tensor):
         return [tensor]
     if not hasattr(tensor, "_scale_inv"):
         direction = "_rowwise" if rowwise else "_columnwise"
-        names = (f"{direction}_data", f"{direction}_scale_inv", f"_amax{direction}")
-        return [part for name in names if (part := getattr(tensor, name, None)) is not None]
+        parts = [getattr(tensor, name, None) for name in (f"{direction}_data", f"_amax{direction}")]
+        return [part for part in (*parts, scales_of_blocks(tensor, rowwise=rowwise)) if part is not None]
     transpose = getattr(tensor, "_transpose", None)
     stored = transpose is not None and not getattr(tensor, "_transpose_invalid", False)
     if tensor._data is None or (not rowwise and stored):
         return [transpose.reshape(transpose.shape[0], -1).t(), tensor._scale_inv]
     return [tensor._data.reshape(-1, tensor._data.shape[-1]), tensor._scale_inv]
+
+
+def scales_of_blocks(tensor: Any, *, rowwise: bool) -> torch.Tensor | None:
+    """Scales of one direction by block row and block column, without padding, whatever order they lie in.
+
+    Those of MXFP8 and NVFP4 lie either so, or in the order of "1D Block Scaling Factors Layout" of cuBLAS's manual:
+    tiles of 128 rows and 4 columns, one after the other along the row of tiles; in a tile the scale of row i and
+    column j is at ``(i % 32) * 16 + (i // 32) * 4 + j``. Rows are those of the operand as the GEMM sums over it, which
+    are the columns of MXFP8's columnwise data. Others have one order, and are left as they lie.
+    """
+    direction = "_rowwise" if rowwise else "_columnwise"
+    data, scales = getattr(tensor, f"{direction}_data"), getattr(tensor, f"{direction}_scale_inv")
+    if scales is None or not hasattr(tensor, "_with_gemm_swizzled_scales"):
+        return scales
+    along_columns = not rowwise and not hasattr(tensor, "_fp4_dtype")
+    if tensor._with_gemm_swizzled_scales:
+        rows, columns = scales.shape[::-1] if along_columns else scales.shape
+        row, column = np.divmod(np.arange(rows * columns), columns)
+        tile = row // 128 * (columns // 4) + column // 4
+        places = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+        logical = scales.reshape(-1)[torch.from_numpy(places)].view(rows, columns)
+        scales = logical.t() if along_columns else logical
+    height, width = data.numel() // data.shape[-1], data.shape[-1]
+    if along_columns:
+        return scales[: -(-height // 32), :width]
+    return scales[:height, : width // 8 if hasattr(tensor, "_fp4_dtype") else -(-width // 32)]
 
 
 def kind_of(tensor: Any) -> str:
@@ -107,7 +133,12 @@ def kind_of(tensor: Any) -> str:
 def content(tensor: torch.Tensor) -> bytes:
     """The bytes of a tensor, row by row."""
     flat = tensor.detach().contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return array_of(flat.view(torch.uint8)).tobytes() if flat.numel() else b""
+
+
+def array_of(tensor: torch.Tensor) -> np.ndarray:
+    """A copy. A tensor whose memory numpy shares cannot be resized any more, as FSDP2 does with gathered parameters."""
+    return tensor.clone().numpy()
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
@@ -137,7 +168,7 @@ def dequantized(tensor: Any) -> np.ndarray | None:
     if data is None or not hasattr(tensor, "_scale_inv"):
         return None
     table = E5M2 if "E5M2" in repr(tensor._fp8_dtype) else E4M3
-    values: np.ndarray = table[data.detach().contiguous().view(torch.uint8).numpy().reshape(-1)]
+    values: np.ndarray = table[array_of(data.detach().contiguous().view(torch.uint8)).reshape(-1)]
     return values * float(tensor._scale_inv.reshape(-1)[0])
 
 

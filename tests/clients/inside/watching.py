@@ -6,6 +6,8 @@ front door      where it is put
 session         around the training of each model: from the model's first forward in training to the next model's, or
                 the end; a step after each step of an optimizer
 accelerate      the same, with ``PrecisionDebugger`` where ``Accelerator.prepare`` has returned a model
+megatron        the same session, from the first schedule on: inside of it a stage of a pipeline waits for the stage
+                before, so that ranks would not start together
 lightning       in the callbacks of a Trainer, when ``fit`` is called
 transformers    in the callbacks of a Trainer, when it is made
 ==============  ========================================================================================================
@@ -50,11 +52,15 @@ class Loop:
 
     def _enter(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
         self._depth += 1
-        outermost_in_training = self._depth == 1 and module.training and torch.is_grad_enabled()
-        if outermost_in_training and module is not self._model and has_layers(module):
+        if self._depth == 1 and module.training and torch.is_grad_enabled() and has_layers(module):
+            self.train(module)
+
+    def train(self, model: torch.nn.Module) -> None:
+        """End the debugger of the model before, and begin with this one's; nothing if it has begun."""
+        if model is not self._model:
             self._end()
-            self._model = module
-            self._step, self._stop = self._begin(module)
+            self._model = model
+            self._step, self._stop = self._begin(model)
 
     def _leave(self, module: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         self._depth -= 1
@@ -80,7 +86,7 @@ def watch(front_door: str, config: Path, folder: Path) -> None:
     """Put the debugger around what the rest of the process trains.
 
     Args:
-        front_door: "session", "accelerate", "lightning" or "transformers".
+        front_door: "session", "megatron", "accelerate", "lightning" or "transformers".
         config: YAML.
         folder: where logs go; of a process that trains several models one after the other, ``folder/0``, ``1``, ...
     """
@@ -88,6 +94,31 @@ def watch(front_door: str, config: Path, folder: Path) -> None:
 
 
 def _session(config: Path, folder: Path) -> None:
+    _sessions(config, folder).install()
+
+
+def _megatron(config: Path, folder: Path) -> None:
+    from megatron.core.pipeline_parallel import schedules
+
+    loop = _sessions(config, folder)
+    loop.install()
+    chosen = schedules.get_forward_backward_func
+
+    @functools.wraps(chosen)
+    def choosing(*arguments: Any, **keywords: Any) -> Any:
+        schedule = chosen(*arguments, **keywords)
+
+        @functools.wraps(schedule)
+        def running(*, model: torch.nn.Module, **keywords: Any) -> Any:
+            loop.train(model)
+            return schedule(model=model, **keywords)
+
+        return running
+
+    schedules.get_forward_backward_func = choosing
+
+
+def _sessions(config: Path, folder: Path) -> Loop:
     from te_precision_callbacks import InspectSession
 
     trained = 0
@@ -99,7 +130,7 @@ def _session(config: Path, folder: Path) -> None:
         session.start()
         return session.step, session.stop
 
-    Loop(begin).install()
+    return Loop(begin)
 
 
 def _accelerate(config: Path, folder: Path) -> None:
@@ -169,6 +200,7 @@ def _transformers(config: Path, folder: Path) -> None:
 
 INSTALL: dict[str, Callable[[Path, Path], None]] = {
     "session": _session,
+    "megatron": _megatron,
     "accelerate": _accelerate,
     "lightning": _lightning,
     "transformers": _transformers,
