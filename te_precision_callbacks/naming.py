@@ -67,6 +67,8 @@ class Layer:
             where it gave none.
         upstream: the name that nvidia-dlfw-inspect's ``infer_and_assign_layer_names`` gives for this model, and the
             one for the model inside of its wrappers, where that is another.
+        by_number: the path with the attribute ``layer_number`` of a ModuleList's children in the place of their index,
+            from 0: Megatron numbers through all stages of a pipeline, and each stage has its list from index 0 on.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Layer:
     types: tuple[str, ...]
     given: str = ""
     upstream: tuple[str, ...] = ()
+    by_number: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +100,9 @@ def snake_case(class_name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", words).lower()
 
 
-def named_te_modules(model: Model, layer_names: LayerNames = "path") -> tuple[NamedModule, ...]:
+def named_te_modules(
+    model: Model, layer_names: LayerNames = "path", *, by_number: bool = False
+) -> tuple[NamedModule, ...]:
     """Find and name the Transformer Engine modules of a model, in the order of the module tree.
 
     The name is the path in the tree without the parts that wrappers add (DDP, FSDP, torch.compile, checkpoint
@@ -109,6 +114,7 @@ def named_te_modules(model: Model, layer_names: LayerNames = "path") -> tuple[Na
         model: the model.
         layer_names: ``"upstream"``: the names are those of :func:`upstream_names`; a count tells modules apart to which
             it gives the same.
+        by_number: with ``"path"``: the names are :attr:`Layer.by_number`.
     """
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
@@ -118,7 +124,8 @@ def named_te_modules(model: Model, layer_names: LayerNames = "path") -> tuple[Na
     of_upstream = upstream_names(model)
     for prefix, root in named_roots(model) or ():
         is_lightning = any(base.__name__ == "LightningModule" for base in type(root).__mro__)
-        for path, full_path, module in _places(root, prefix, others=others, through_adapters=True):
+        for place in _places(root, prefix, others=others, through_adapters=True):
+            module, path = place.module, place.by_number if by_number else place.path
             if not isinstance(module, TransformerEngineBaseModule):
                 continue
             if id(module) in found:
@@ -129,10 +136,10 @@ def named_te_modules(model: Model, layer_names: LayerNames = "path") -> tuple[Na
                 continue
             upstream = of_upstream[id(module)]
             name = _unique(path if layer_names == "path" else upstream[0], taken)
-            found[id(module)] = _Found(module, name, full_path, upstream, parts, is_lightning)
+            found[id(module)] = _Found(module, name, place, upstream, parts, is_lightning)
     named = []
     for each in found.values():
-        name, also = each.name, [each.full_path]
+        name, also = each.name, [] if by_number else [each.place.full_path]
         also += [again + name[len(first) :] for first, again in others if f"{name}.".startswith(f"{first}.")]
         if layer_names == "upstream":
             layers = [_layer_of_upstream(each, part) for part in each.parts]
@@ -147,7 +154,7 @@ class _Found(NamedTuple):
 
     module: torch.nn.Module
     name: str
-    full_path: str
+    place: _Place
     upstream: tuple[str, ...]
     parts: tuple[str, ...]
     is_lightning: bool
@@ -207,6 +214,18 @@ def _inside(module: torch.nn.Module, *, deep: bool = True) -> torch.nn.Module:
 
 def _with_part(names: tuple[str, ...], part: str) -> tuple[str, ...]:
     return tuple(name + part for name in names)
+
+
+def of_different_stages(layers: Iterable[Layer]) -> dict[str, list[str]]:
+    """The names under which ranks have different layers, as stages of a pipeline do; each with those by number.
+
+    Args:
+        layers: of all ranks, named by path.
+    """
+    found: dict[str, dict[str, None]] = {}
+    for layer in layers:
+        found.setdefault(layer.name, {})[layer.by_number] = None
+    return {name: list(numbered) for name, numbered in found.items() if len(numbered) > 1}
 
 
 def by_given_name(layers: Iterable[Layer]) -> dict[str, list[str]]:
@@ -274,8 +293,24 @@ def module_paths(
         prefix: what the paths begin with. A root of Transformer Engine adds its class.
         opaque: says of a module that nothing below it is wanted.
     """
-    for path, _, module in _places(root, prefix, opaque=opaque):
-        yield path, module
+    for place in _places(root, prefix, opaque=opaque):
+        yield place.path, place.module
+
+
+class _Place(NamedTuple):
+    """A module in the tree.
+
+    Attributes:
+        path: without wrapper parts.
+        full_path: with PEFT's parts.
+        by_number: as :attr:`Layer.by_number`.
+        module: what is there.
+    """
+
+    path: str
+    full_path: str
+    by_number: str
+    module: torch.nn.Module
 
 
 def _places(
@@ -285,8 +320,8 @@ def _places(
     opaque: Callable[[torch.nn.Module], bool] = lambda module: False,
     others: list[tuple[str, str]] | None = None,
     through_adapters: bool = False,
-) -> Iterator[tuple[str, str, torch.nn.Module]]:
-    """As :func:`module_paths`: the path of each module, the path with PEFT's parts, and the module.
+) -> Iterator[_Place]:
+    """As :func:`module_paths`, with the other paths of each module.
 
     Args:
         root, prefix, opaque: as there.
@@ -300,25 +335,36 @@ def _places(
         # fully_shard puts a class of torch before the module's own.
         own = next(base for base in type(root).__mro__ if not base.__module__.startswith("torch."))
         prefix, full_prefix = (_joined(path, snake_case(own.__name__)) for path in (prefix, full_prefix))
-    stack = [(prefix, full_prefix, root)]
+    stack = [_Place(prefix, full_prefix, prefix, root)]
     while stack:
-        path, full_path, module = stack.pop()
+        place = stack.pop()
+        path, full_path, by_number, module = place
         if id(module) in seen:
             if others is not None and path != seen[id(module)]:
                 others.append((seen[id(module)], path))
             continue
         seen[id(module)] = path
-        yield path, full_path, module
+        yield place
         if opaque(module):
             continue
         children = []
         for child_name, child in _children(module, through_adapters):
             if _is_process_wrapper_part(module, child_name):
-                children.append((path, full_path, child))
+                children.append(place._replace(module=child))
                 continue
-            transparent = _is_peft_part(module, child_name) or (through_adapters and is_adapted(module, child_name))
-            children.append((path if transparent else _joined(path, child_name), _joined(full_path, child_name), child))
+            full = _joined(full_path, child_name)
+            if _is_peft_part(module, child_name) or (through_adapters and is_adapted(module, child_name)):
+                children.append(_Place(path, full, by_number, child))
+            else:
+                number = _number(child, child_name) if isinstance(module, torch.nn.ModuleList) else child_name
+                children.append(_Place(_joined(path, child_name), full, _joined(by_number, number), child))
         stack.extend(reversed(children))
+
+
+def _number(child: torch.nn.Module, index: str) -> str:
+    """The ``layer_number`` of a ModuleList's child, which counts from 1, as an index; its index if it has none."""
+    number = getattr(_inside(child), "layer_number", None)
+    return str(number - 1) if isinstance(number, int) and number > 0 else index
 
 
 def _joined(path: str, name: str) -> str:
@@ -419,4 +465,5 @@ def _layer(found: _Found, part: str, also: Sequence[str]) -> Layer:
         types=tuple(spelling for kind in classes for spelling in (kind, snake_case(kind))),
         given=given + part if is_whole else "",
         upstream=_with_part(found.upstream, part),
+        by_number=found.place.by_number + part,
     )

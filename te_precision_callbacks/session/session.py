@@ -38,6 +38,7 @@ from te_precision_callbacks.naming import (
     by_given_name,
     named_roots,
     named_te_modules,
+    of_different_stages,
 )
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.records.model import LayerInfo, Row, RunInfo, Sink, StepRecords
@@ -144,6 +145,7 @@ class InspectSession:
         self._changed_precision = False
         self._modules: tuple[NamedModule, ...] = ()
         self._layer_names: frozenset[str] = frozenset()
+        self._through_stages = False
         self._refused = RefusedLayers(strict=options.strict)
         self._sinks = Sinks((), self._failures)
         self._at_exit: Finalize | None = None
@@ -379,6 +381,10 @@ class InspectSession:
         with ranks.meeting():
             layers = ranks.together(lambda: self._find_layers(inspector, model))
         layers_of_all = ranks.pool(layers)
+        if alike := of_different_stages(layers_of_all):
+            self._count_through_stages(alike)
+            layers = ranks.together(lambda: self._find_layers(inspector, model))
+            layers_of_all = ranks.pool(layers)
         plan, sections = ranks.together(lambda: self._plan(inspector, model, layers, layers_of_all))
         config = {"layer_names": repr(options.layer_names), **flat_config(options.config.enabled_sections, sections)}
         ranks.require_alike(config, inspector.iteration)
@@ -767,10 +773,23 @@ class InspectSession:
         if named_roots(model) is None:
             raise SessionError(f"The model is a torch.nn.Module, or a list or mapping of them, not {model!r}.")
         inspector.forget_names()
-        self._modules = named_te_modules(model, self._options.layer_names or "path")
+        names = self._options.layer_names or "path"
+        self._modules = named_te_modules(model, names, by_number=self._through_stages)
         layers = [layer for module in self._modules for layer in module.layers]
         self._layer_names = frozenset(layer.name for layer in layers)
         return layers
+
+    def _count_through_stages(self, alike: Mapping[str, Sequence[str]]) -> None:
+        """Call layers by their number in the whole model: statistics of different ones would go under one name."""
+        self._through_stages = True
+        if self._rank == 0:
+            name, numbered = next(iter(alike.items()))
+            logger.warning(
+                "Ranks have different layers at one path, as stages of a pipeline do, such as %r, which is %s. So"
+                " layers are called by the layer_number of the blocks that they are in, counted from 0.",
+                name,
+                " or ".join(map(repr, numbered)),
+            )
 
     def _plan(
         self, inspector: Inspector, model: Model, layers: Sequence[Layer], layers_of_all: Sequence[Layer]

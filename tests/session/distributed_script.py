@@ -29,6 +29,7 @@ def main(rank: int, folder: Path) -> None:
         "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2, timeout=timedelta(seconds=20)
     )
     start_late(rank, folder / "late")
+    stages(rank, folder / "stages")
     groups = [torch.distributed.new_group([index]) for index in range(2)]
     for case in CASES:
         keywords = {
@@ -51,6 +52,23 @@ def run(case: str, rank: int, folder: Path, keywords: dict[str, Any]) -> None:
             if case == "no reduction" and rank == 1:
                 continue  # a collective of rank 0 would wait for this rank
             session.step()
+
+
+class Stage(torch.nn.Module):
+    """What a stage of a pipeline has of a model: a list from index 0 on, with the numbers of the whole model."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        block = torch.nn.Sequential(te.Linear(32, 32))
+        block.layer_number = rank + 1
+        self.layers = torch.nn.ModuleList([block])
+
+
+def stages(rank: int, folder: Path) -> None:
+    net = Stage(rank)
+    with InspectSession(statistics(), model=net, log_dir=folder) as session:
+        net.layers[0]((rank + 1) * torch.ones(16, 32)).sum().backward()
+        session.step()
 
 
 def start_late(rank: int, folder: Path) -> None:

@@ -42,6 +42,15 @@ def test_reduction(two: Path, case: str, expected: list[dict[int, float] | None]
         assert not set().union(*marked_lines(two / case, rank).values()), "nothing is out of the ordinary"
 
 
+def test_stages_of_a_pipeline_are_not_mixed(two: Path) -> None:
+    """Both have ``layers.0``; what it is in the whole model says the attribute ``layer_number``, as Megatron has it."""
+    lines = logged_lines(two / "stages", 0)
+    assert {name: value for (name, _), value in lines.items() if name.endswith("activation_max")} == {
+        "layers.0.0_activation_max": 1.0,
+        "layers.1.0_activation_max": 2.0,
+    }
+
+
 def test_what_a_failing_rank_had_gathered_is_its_own(two: Path) -> None:
     survivor = logged_lines(two / "one fails", 0)
     assert {step: value for (name, step), value in survivor.items() if name == NAME} == {0: 2.0, 1: 2.0, 2: 1.0}, (

@@ -17,7 +17,7 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,18 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 LAYERS = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
+
+
+def names_of(model: torch.nn.Module) -> Iterator[tuple[int, str]]:
+    """The id and the path of each module, with Megatron's ``layer_number`` for the index in a stage of a pipeline."""
+    numbers: dict[str, str] = {}
+    for path, module in model.named_modules():
+        above, _, last = path.rpartition(".")
+        number = getattr(module, "layer_number", None)
+        if last.isdigit() and isinstance(number, int):
+            last = str(number - 1)
+        numbers[path] = ".".join(filter(None, [numbers.get(above, ""), last]))
+        yield id(module), numbers[path]
 
 
 class Spy:
@@ -76,7 +88,7 @@ class Spy:
 
     def _enter(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
         if not self._running:
-            self._names.update((id(part), name) for name, part in module.named_modules())
+            self._names.update(names_of(module))
         for parameter in module.parameters(recurse=False):
             if is_quantized(parameter):
                 self._primary.update((part.data_ptr(), weakref.ref(part)) for part in codes(parameter))
