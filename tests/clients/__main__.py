@@ -5,7 +5,7 @@ Usage::
     python -m tests.clients --src FOLDER [--cache FOLDER] [--table docs/clients.md] [NAME ...]
 
 Each client gets an environment of its own in the cache, outside of this repository, and runs in a copy of its folder.
-Rows of clients that this call does not run stay as the last call that did has left them in the cache.
+Rows of clients that this call does not run stay as they are.
 
 Exits with 0 if every client gave what the table says, 1 if not, 2 on wrong use.
 """
@@ -17,13 +17,13 @@ import sys
 from pathlib import Path
 
 from tests.clients.known import CLIENTS, Client
-from tests.clients.table import write_table
-from tests.clients.trial import Trial, hold
+from tests.clients.table import not_a_page, write_table
+from tests.clients.trial import Trial, hold, runs_of
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.clients", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--src", type=Path, required=True, metavar="FOLDER", help="the folder of sources")
+    parser.add_argument("--src", type=_named, required=True, metavar="FOLDER", help="the folder of sources")
     parser.add_argument(
         "--cache",
         type=Path,
@@ -35,6 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="clients to run; all that are found if none is given")
     options = parser.parse_args(arguments)
     clients = chosen(parser, options.names)
+    if options.table is not None and (wrong := not_a_page(options.table)):
+        parser.error(f"--table {options.table}: {wrong}")
     found = [(client, folder) for client in clients if (folder := client.find(options.src)) is not None]
     if not options.src.is_dir():
         parser.error(f"--src {options.src}: there is no such folder")
@@ -44,15 +46,28 @@ def main(arguments: list[str] | None = None) -> int:
             + ", ".join(sorted({client.marker for client in clients if not client.from_index}))
             + ". Clients from the package index run without sources when they are named."
         )
-    good = True
+    there = {client.name for client, _ in found}
+    missing = [client for client in clients if client.name not in there]
+    if options.names and missing:
+        markers = ", ".join(f"{client.name} is {client.marker}" for client in missing)
+        parser.error(f"--src {options.src}: what was named does not lie in it, at any depth: {markers}")
+    trials: list[Trial] = []
     for client, folder in found:
         print(f"{client.name}: runs", flush=True)
         trial = hold(client, folder, options.src.resolve(), options.cache.resolve())
         print(f"{client.name}: {trial.verdict}", flush=True)
-        good = good and trial.good
-    if options.table is not None:
-        write_table(options.table, Trial.read_all(options.cache))
-    return 0 if good else 1
+        if not trial.good:
+            print(f"{client.name}: its output is in {runs_of(client, options.cache.resolve())}", flush=True)
+        trials.append(trial)
+        if options.table is not None and trial.versions:  # without any it was not run
+            write_table(options.table, [trial])
+    return 0 if all(trial.good for trial in trials) else 1
+
+
+def _named(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("a folder is needed: make clients SRC=FOLDER")
+    return Path(text)
 
 
 def chosen(parser: argparse.ArgumentParser, names: list[str]) -> list[Client]:

@@ -23,6 +23,7 @@ HERE = Path(__file__).parent
 INSIDE = HERE / "inside" / "run.py"
 CONFIG = HERE / "watched.yaml"
 LIMIT_SECONDS = 1200
+TERMINATION_SECONDS = 60  # torchrun gives its ranks 30
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,17 @@ def _done(command: list[str], folder: Path, variables: dict[str, str]) -> tuple[
         output, _ = process.communicate(timeout=LIMIT_SECONDS)
         return (process.returncode, output), time.monotonic() - started
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # a launcher's ranks, too
-        output, _ = process.communicate()
-        return (None, output), time.monotonic() - started
+        return (None, _ended(process)), time.monotonic() - started
+    except BaseException:  # Ctrl-C
+        _ended(process)
+        raise
+
+
+def _ended(process: subprocess.Popen[str]) -> str:
+    """End a run, and give what it has printed. A launcher's ranks are in sessions of their own: it has to end them."""
+    process.terminate()
+    try:
+        return process.communicate(timeout=TERMINATION_SECONDS)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0]

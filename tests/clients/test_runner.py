@@ -166,6 +166,46 @@ def test_the_table_says_what_differs_and_leaves_the_page_around_it(tmp_path: Pat
     assert (same.good, other.good, stopped.good) == (True, False, False)
 
 
+def test_a_page_keeps_what_it_says_of_clients_that_were_not_run(tmp_path: Path) -> None:
+    page = tmp_path / "clients.md"
+    page.write_text(f"{BEGIN}\n{END}\n", encoding="utf-8")
+    first = Trial("megatron-core/one", "a loop", "01", ran="runs", differs="the norm", losses="loss 0")
+    second = Trial("esm2_peft_te", "a loop", "23", ran="without the debugger: exit code 1", fails="PEFT")
+    write_table(page, [first, second])
+    before = page.read_text(encoding="utf-8")
+
+    write_table(page, [])
+    assert page.read_text(encoding="utf-8") == before
+    write_table(page, [Trial("megatron-core/one", "a loop", "45", ran="runs", steps=3)])
+
+    text = page.read_text(encoding="utf-8")
+    assert "| `esm2_peft_te` | a loop | without the debugger: exit code 1 |" in text
+    assert "- `esm2_peft_te`: PEFT." in text
+    assert "- `megatron-core/one`: folder `45`" in text
+    assert "the same, 3 steps" in text
+    assert "the norm" not in text
+    assert "folder `01`" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--src", "", "esm2_native_te"], "make clients SRC=FOLDER"),
+        (["--src", "{here}", "esm2_native_te"], "esm2_native_te is esm2_native_te/train_ddp.py"),
+        (["--src", "{here}", "esm2"], "esm2: not a client; known are accelerate/non_distributed"),
+        (["--src", "{here}", "--table", "{here}/none.md", "megatron-core/one"], "none.md: there is no such file"),
+    ],
+)
+def test_wrong_use_is_told_before_anything_runs(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([argument.format(here=tmp_path) for argument in arguments] + ["--cache", str(tmp_path / "cache")])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
+
+
 def test_a_known_difference_is_no_failure_and_its_end_is() -> None:
     known = Trial("esm2_native_te", "a loop", "0123456789", ran="runs", losses="loss 0 of rank 0", differs="the norm")
     ended = Trial("esm2_native_te", "a loop", "0123456789", ran="runs", differs="the norm")

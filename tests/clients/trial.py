@@ -87,11 +87,6 @@ class Trial:
             "; ".join(different) if different else f"the same with and without: {counts}; fp8_analysis {self.analysis}"
         )
 
-    @classmethod
-    def read_all(cls, cache: Path) -> list[Trial]:
-        """The last trial of each client that the cache has."""
-        return [cls(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(_results(cache).glob("*.json"))]
-
 
 def hold(client: Client, source: Path, sources: Path, cache: Path) -> Trial:
     """Run a client twice, compare, and keep the findings in the cache.
@@ -108,7 +103,7 @@ def hold(client: Client, source: Path, sources: Path, cache: Path) -> Trial:
     except NotInstalledError as error:
         trial.ran = f"not run: {error}"
         return trial
-    folder = cache / "runs" / client.name.replace("/", "-")
+    folder = runs_of(client, cache)
     trial.versions = {"python": platform.python_version()} | environment.versions([*VERSIONS, *client.said])
     plain = run(client, source, environment, folder / "without", watched=False)
     trial.seconds = (round(plain.seconds, 1), 0.0)
@@ -124,6 +119,11 @@ def hold(client: Client, source: Path, sources: Path, cache: Path) -> Trial:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dataclasses.asdict(trial), indent=1), encoding="utf-8")
     return trial
+
+
+def runs_of(client: Client, cache: Path) -> Path:
+    """The folder in which a client's two runs lie, with what they printed in ``with*/output.txt``."""
+    return cache / "runs" / client.name.replace("/", "-")
 
 
 def _results(cache: Path) -> Path:
