@@ -49,6 +49,9 @@ _OLD_SPELLINGS = (
 )
 """Module attributes of TE 2.20, and what TE's documentation calls them."""
 
+_NUMBERED_EXPERTS = re.compile(r"\bexperts_\d+_\d+\b")
+"""What :attr:`Layer.by_number` calls the experts of a rank; a selector that knows no numbers means those of all."""
+
 _AUTOMATIC_NAME = re.compile(r"Layer_\d+(\.|\Z)")
 """TE's name for a module that was built without one: a process-wide count."""
 
@@ -67,8 +70,10 @@ class Layer:
             where it gave none.
         upstream: the name that nvidia-dlfw-inspect's ``infer_and_assign_layer_names`` gives for this model, and the
             one for the model inside of its wrappers, where that is another.
-        by_number: the path with the attribute ``layer_number`` of a ModuleList's children in the place of their index,
-            from 0: Megatron numbers through all stages of a pipeline, and each stage has its list from index 0 on.
+        by_number: the path with what tells apart where ranks have different layers at one path, as Megatron does. The
+            children of a ModuleList have their attribute ``layer_number``, from 0, in the place of their index: each
+            stage of a pipeline has its list from index 0 on. Experts have the first and the last of their layer's
+            ``local_expert_indices`` behind their name (``experts_2_3``): each rank of expert parallelism has its own.
     """
 
     name: str
@@ -139,7 +144,7 @@ def named_te_modules(
             found[id(module)] = _Found(module, name, place, upstream, parts, is_lightning)
     named = []
     for each in found.values():
-        name, also = each.name, [] if by_number else [each.place.full_path]
+        name, also = each.name, [_NUMBERED_EXPERTS.sub("experts", each.name) if by_number else each.place.full_path]
         also += [again + name[len(first) :] for first, again in others if f"{name}.".startswith(f"{first}.")]
         if layer_names == "upstream":
             layers = [_layer_of_upstream(each, part) for part in each.parts]
@@ -216,8 +221,8 @@ def _with_part(names: tuple[str, ...], part: str) -> tuple[str, ...]:
     return tuple(name + part for name in names)
 
 
-def of_different_stages(layers: Iterable[Layer]) -> dict[str, list[str]]:
-    """The names under which ranks have different layers, as stages of a pipeline do; each with those by number.
+def different_at_one_path(layers: Iterable[Layer]) -> dict[str, list[str]]:
+    """The names under which ranks have different layers, by stage of a pipeline or by expert; each with their numbers.
 
     Args:
         layers: of all ranks, named by path.
@@ -356,15 +361,18 @@ def _places(
             if _is_peft_part(module, child_name) or (through_adapters and is_adapted(module, child_name)):
                 children.append(_Place(path, full, by_number, child))
             else:
-                number = _number(child, child_name) if isinstance(module, torch.nn.ModuleList) else child_name
+                number = _number(module, child, child_name)
                 children.append(_Place(_joined(path, child_name), full, _joined(by_number, number), child))
         stack.extend(reversed(children))
 
 
-def _number(child: torch.nn.Module, index: str) -> str:
-    """The ``layer_number`` of a ModuleList's child, which counts from 1, as an index; its index if it has none."""
-    number = getattr(_inside(child), "layer_number", None)
-    return str(number - 1) if isinstance(number, int) and number > 0 else index
+def _number(module: torch.nn.Module, child: torch.nn.Module, child_name: str) -> str:
+    """What a child is called in :attr:`Layer.by_number`. The attributes are those of Megatron Core 0.16."""
+    if isinstance(module, torch.nn.ModuleList):
+        number = getattr(_inside(child), "layer_number", None)
+        return str(number - 1) if isinstance(number, int) and number > 0 else child_name
+    experts = getattr(module, "local_expert_indices", None)
+    return f"{child_name}_{experts[0]}_{experts[-1]}" if experts and child_name == "experts" else child_name
 
 
 def _joined(path: str, name: str) -> str:

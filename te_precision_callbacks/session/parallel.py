@@ -1,8 +1,9 @@
 """How the layers of a model are split over ranks, and what ranks must decide together.
 
 Read from Transformer Engine 2.20.2: the attributes ``tp_group``, ``tp_size``, ``parallel_mode`` and
-``sequence_parallel`` of the modules in ``pytorch/module``. What it is not told stays unknown: experts that differ from
-rank to rank under one name (expert parallelism) are taken as copies, unless ``process_group`` keeps them apart.
+``sequence_parallel`` of the modules in ``pytorch/module``. What it is not told stays unknown: layers that differ from
+rank to rank under one name are taken as copies, unless they have numbers (``Layer.by_number``), or ``process_group``
+keeps them apart.
 """
 
 from __future__ import annotations

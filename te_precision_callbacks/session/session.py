@@ -36,9 +36,9 @@ from te_precision_callbacks.naming import (
     ModuleTree,
     NamedModule,
     by_given_name,
+    different_at_one_path,
     named_roots,
     named_te_modules,
-    of_different_stages,
 )
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.records.model import LayerInfo, Row, RunInfo, Sink, StepRecords
@@ -145,7 +145,7 @@ class InspectSession:
         self._changed_precision = False
         self._modules: tuple[NamedModule, ...] = ()
         self._layer_names: frozenset[str] = frozenset()
-        self._through_stages = False
+        self._by_number = False
         self._refused = RefusedLayers(strict=options.strict)
         self._sinks = Sinks((), self._failures)
         self._at_exit: Finalize | None = None
@@ -381,8 +381,8 @@ class InspectSession:
         with ranks.meeting():
             layers = ranks.together(lambda: self._find_layers(inspector, model))
         layers_of_all = ranks.pool(layers)
-        if alike := of_different_stages(layers_of_all):
-            self._count_through_stages(alike)
+        if alike := different_at_one_path(layers_of_all):
+            self._name_by_number(alike)
             layers = ranks.together(lambda: self._find_layers(inspector, model))
             layers_of_all = ranks.pool(layers)
         plan, sections = ranks.together(lambda: self._plan(inspector, model, layers, layers_of_all))
@@ -774,19 +774,20 @@ class InspectSession:
             raise SessionError(f"The model is a torch.nn.Module, or a list or mapping of them, not {model!r}.")
         inspector.forget_names()
         names = self._options.layer_names or "path"
-        self._modules = named_te_modules(model, names, by_number=self._through_stages)
+        self._modules = named_te_modules(model, names, by_number=self._by_number)
         layers = [layer for module in self._modules for layer in module.layers]
         self._layer_names = frozenset(layer.name for layer in layers)
         return layers
 
-    def _count_through_stages(self, alike: Mapping[str, Sequence[str]]) -> None:
+    def _name_by_number(self, alike: Mapping[str, Sequence[str]]) -> None:
         """Call layers by their number in the whole model: statistics of different ones would go under one name."""
-        self._through_stages = True
+        self._by_number = True
         if self._rank == 0:
             name, numbered = next(iter(alike.items()))
             logger.warning(
-                "Ranks have different layers at one path, as stages of a pipeline do, such as %r, which is %s. So"
-                " layers are called by the layer_number of the blocks that they are in, counted from 0.",
+                "Ranks have different layers at one path, as in pipeline and expert parallelism, such as %r, which is"
+                " %s. So layers are called by the layer_number of their block, counted from 0, and experts"
+                " by the first and the last of their numbers.",
                 name,
                 " or ".join(map(repr, numbered)),
             )

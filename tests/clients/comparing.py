@@ -194,7 +194,7 @@ def _add(put: _Put, step: int, notes: list[dict[str, Any]]) -> None:
     for note in notes:
         if note["layout"] != "TN" or not note["trains"]:
             continue
-        layer = _strip(note["layer"] or "?")
+        layer = _strip(note["layer"] or "?") + ("" if note["expert"] is None else f".gemm_{note['expert']}")
         forwards[layer] += 1
         if note["of"] == "LayerNormMLP" and forwards[layer] % 2 == 0:
             layer += "#2"

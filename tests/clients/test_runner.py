@@ -29,9 +29,8 @@ def operand(name: str, array: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 def gemm(layout: str, a: str, b: str, d: str, arrays: dict[str, np.ndarray[Any, Any]], **more: Any) -> dict[str, Any]:
     parts = {part: operand(name, arrays[name]) for part, name in (("A", a), ("B", b), ("D", d))}
-    return (
-        {"kind": "gemm", "step": 0, "layout": layout, "layer": None, "trains": None, "accumulate": False} | parts | more
-    )
+    of_backward = {"layer": None, "trains": None, "accumulate": False, "expert": None}
+    return {"kind": "gemm", "step": 0, "layout": layout} | of_backward | parts | more
 
 
 def step_of_a_layer() -> tuple[list[dict[str, Any]], dict[str, np.ndarray[Any, Any]]]:

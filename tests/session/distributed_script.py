@@ -62,12 +62,15 @@ class Stage(torch.nn.Module):
         block = torch.nn.Sequential(te.Linear(32, 32))
         block.layer_number = rank + 1
         self.layers = torch.nn.ModuleList([block])
+        self.mixture = torch.nn.ModuleDict({"experts": te.GroupedLinear(2, 32, 32)})
+        self.mixture.local_expert_indices = [2 * rank, 2 * rank + 1]
 
 
 def stages(rank: int, folder: Path) -> None:
     net = Stage(rank)
     with InspectSession(statistics(), model=net, log_dir=folder) as session:
-        net.layers[0]((rank + 1) * torch.ones(16, 32)).sum().backward()
+        tokens = net.layers[0]((rank + 1) * torch.ones(16, 32))
+        net.mixture["experts"](torch.cat([torch.full_like(tokens, 4 + rank)] * 2), [16, 16]).sum().backward()
         session.step()
 
 

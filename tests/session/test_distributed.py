@@ -42,12 +42,14 @@ def test_reduction(two: Path, case: str, expected: list[dict[int, float] | None]
         assert not set().union(*marked_lines(two / case, rank).values()), "nothing is out of the ordinary"
 
 
-def test_stages_of_a_pipeline_are_not_mixed(two: Path) -> None:
-    """Both have ``layers.0``; what it is in the whole model says the attribute ``layer_number``, as Megatron has it."""
+def test_layers_of_a_pipeline_and_experts_are_not_mixed(two: Path) -> None:
+    """Both ranks have them at one path; what each is in the whole model say attributes that Megatron has."""
     lines = logged_lines(two / "stages", 0)
     assert {name: value for (name, _), value in lines.items() if name.endswith("activation_max")} == {
         "layers.0.0_activation_max": 1.0,
         "layers.1.0_activation_max": 2.0,
+        **{f"mixture.experts_0_1.gemm_{index}_activation_max": 4.0 for index in range(2)},
+        **{f"mixture.experts_2_3.gemm_{index}_activation_max": 5.0 for index in range(2)},
     }
 
 

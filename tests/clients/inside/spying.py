@@ -39,10 +39,14 @@ LAYERS = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
 
 
 def names_of(model: torch.nn.Module) -> Iterator[tuple[int, str]]:
-    """The id and the path of each module, with Megatron's ``layer_number`` for the index in a stage of a pipeline."""
+    """The id and the path of each module, as Megatron numbers layers and experts, not as a rank's lists do."""
     numbers: dict[str, str] = {}
+    several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
     for path, module in model.named_modules():
         above, _, last = path.rpartition(".")
+        experts = getattr(model.get_submodule(above), "local_expert_indices", None)
+        if experts and last == "experts" and several:
+            last += f"_{experts[0]}_{experts[-1]}"
         number = getattr(module, "layer_number", None)
         if last.isdigit() and isinstance(number, int):
             last = str(number - 1)
