@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ class Spy:
         self._running: list[tuple[torch.nn.Module, bool]] = []
         self._names: dict[int, str] = {}
         self._sources: dict[int, tuple[weakref.ref[torch.Tensor], Summary]] = {}
+        self._experts: Counter[int] = Counter()
         self._primary: dict[int, weakref.ref[torch.Tensor]] = {}
         atexit.register(self._file.close)
 
@@ -193,6 +195,8 @@ class Spy:
         layer, trains, kind = self._layer()
         if layer is not None:
             self._uncast(operands["A"])
+        if kind == "GroupedLinear" and expert is None:  # watched, its experts have a GEMM each, one after the other
+            expert = self._next_expert()
         plain = not is_quantized(out)
         self.note(
             "gemm",
@@ -212,6 +216,11 @@ class Spy:
             cast = parameter.dtype == torch.float32 and digest([parameter.detach().to(torch.bfloat16)])
             if cast == weight["read"]:
                 weight["source"] = Summary.of(parameter).figures() | {"hash": weight["source"]["hash"]}
+
+    def _next_expert(self) -> int:
+        module: Any = next(module for module, _ in reversed(self._running) if hasattr(module, "num_gemms"))
+        self._experts[id(module)] += 1
+        return (self._experts[id(module)] - 1) % int(module.num_gemms)
 
     def _layer(self) -> tuple[str | None, bool | None, str | None]:
         """The name of the Transformer Engine layer whose forward is running, whether it trains, and its class."""
