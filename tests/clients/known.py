@@ -245,7 +245,7 @@ CLIENTS = (
     _recipe(
         "llama3_native_te",
         "train_ddp.py",
-        "own loop, DDP, delayed scaling; 1 process",
+        "own loop, DDP, block scaling; 1 process",
         1,
         (*_LLAMA_SMALL, *_BLOCKS, _GENOMES, _SEQUENCE),
     ),
