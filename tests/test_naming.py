@@ -10,7 +10,7 @@ import transformer_engine.pytorch as te
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from te_precision_callbacks.accelerate import unconverted_layers
-from te_precision_callbacks.naming import Layer, module_paths, named_te_modules, snake_case
+from te_precision_callbacks.naming import Layer, different_at_one_path, module_paths, named_te_modules, snake_case
 
 
 def layers(model: Any) -> list[Layer]:
@@ -176,3 +176,34 @@ def test_names_given_to_a_transformer_layer_reach_its_parts() -> None:
 )
 def test_snake_case_is_transformer_engines(name: str, expected: str) -> None:
     assert snake_case(name) == expected
+
+
+class Stage(torch.nn.Module):
+    """A stage of a pipeline of two blocks a stage, with the attributes that Megatron Core has."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
+        for index, block in enumerate(self.layers):
+            block.layer_number = 2 * stage + index + 1
+            block.attention = te.Linear(32, 32)
+            block.mixture = torch.nn.ModuleDict({"experts": te.GroupedLinear(2, 32, 32)})
+            block.mixture.local_expert_indices = [2 * stage, 2 * stage + 1]
+
+
+def test_layers_of_other_ranks_at_one_path_have_numbers_of_the_whole_model() -> None:
+    first, second = Stage(0), torch.nn.DataParallel(checkpoint_wrapper(Stage(1)))
+    alike = different_at_one_path([*layers(first), *layers(second)])
+    assert alike["layers.1.attention"] == ["layers.1.attention", "layers.3.attention"]
+    assert len(alike) == len(layers(first))
+    assert not different_at_one_path([*layers(first), *layers(Stage(0))]), "replicas are alike"
+
+    numbered = {layer.name: layer for module in named_te_modules(second, by_number=True) for layer in module.layers}
+
+    assert [*numbered][:3] == [
+        "layers.2.attention",
+        "layers.2.mixture.experts_2_3.gemm_0",
+        "layers.2.mixture.experts_2_3.gemm_1",
+    ]
+    assert numbered["layers.2.attention"].aliases == (), "its path is another stage's layer"
+    assert numbered["layers.2.mixture.experts_2_3.gemm_0"].aliases == ("layers.2.mixture.experts.gemm_0",)
