@@ -241,10 +241,11 @@ def _pieces(header: bytes, tensors: list[torch.Tensor]) -> Iterator[bytes | memo
     for tensor in tensors:
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         # One element counts as contiguous with any stride, and is not taken as bytes with most.
-        array: Any = plain.reshape(-1).as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
-        buffer = memoryview(array)
-        for start in range(0, len(buffer), _PIECE):
-            yield buffer[start : start + _PIECE]
+        flat = plain.reshape(-1).as_strided((plain.numel(),), (1,)).view(torch.uint8)
+        # numpy's view of a copy: memory that numpy has seen cannot be resized any more, as FSDP2 does with parameters.
+        for start in range(0, flat.numel(), _PIECE):
+            array: Any = flat[start : start + _PIECE].clone().numpy()
+            yield memoryview(array)
 
 
 @contextlib.contextmanager

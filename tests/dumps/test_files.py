@@ -143,6 +143,13 @@ def test_views(tmp_path: Path, tensor: torch.Tensor) -> None:
     assert torch.equal(dumps.load(tmp_path / "a").tensors["high_precision"], tensor)
 
 
+def test_memory_that_was_saved_can_still_be_resized(tmp_path: Path) -> None:
+    """As FSDP2 does with gathered parameters, after each forward."""
+    tensor = X.clone()
+    dumps.save(tensor, tmp_path / "dump.safetensors")
+    tensor.untyped_storage().resize_(0)
+
+
 def test_the_library_writes_the_same_format(tmp_path: Path) -> None:
     """Its own file of the same tensors has them in the same places."""
     dump = dumps.save(some_nvfp4(), tmp_path / "ours", high_precision=X[:16, :32])
