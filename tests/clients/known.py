@@ -92,13 +92,14 @@ def _object(kind: str, content: bytes) -> bytes:
     return hashlib.sha1(f"{kind} {len(content)}\0".encode() + content, usedforsecurity=False).digest()
 
 
-_BERT = (standins.bert_base_cased, standins.mrpc, standins.glue_metric)
 _BERT_STANDS_IN = "bert-base-cased, MRPC of GLUE, and its metric"
 _GENOMES = "dataset.load_dataset_kwargs.data_files=test_genomic_sequences.parquet"
 _SEQUENCE = "dataset.text_column=sequence"
 
 
-def _accelerate(name: str, what: str, launcher: tuple[str, ...] = ()) -> Client:
+def _accelerate(
+    name: str, what: str, launcher: tuple[str, ...] = (), bert: Callable[[Path, Path], None] = standins.bert_base_cased
+) -> Client:
     return Client(
         name=f"accelerate/{name}",
         marker=f"benchmarks/fp8/transformer_engine/{name}.py",
@@ -108,7 +109,7 @@ def _accelerate(name: str, what: str, launcher: tuple[str, ...] = ()) -> Client:
         arguments=(f"{name}.py",),
         launcher=launcher,
         front_door="accelerate",
-        stand_ins=_BERT,
+        stand_ins=(bert, standins.mrpc, standins.glue_metric),
         stands_in=_BERT_STANDS_IN,
         said=("accelerate", "transformers"),
     )
@@ -224,7 +225,10 @@ CLIENTS = (
         "ddp", "the same under DDP; 2 processes", ("accelerate", "launch", "--num_processes", "2", "--multi_gpu")
     ),
     _accelerate(
-        "fsdp", "the same under FSDP; 2 processes", ("accelerate", "launch", "--num_processes", "2", "--multi_gpu")
+        "fsdp",
+        "the same under FSDP; 2 processes",
+        ("accelerate", "launch", "--num_processes", "2", "--multi_gpu"),
+        standins.bert_of_two_sides,
     ),
     _recipe(
         "esm2_native_te",

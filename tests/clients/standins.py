@@ -18,10 +18,18 @@ WORDS = tuple("abcdefghijklmnopqrst")
 def bert_base_cased(folder: Path, python: Path) -> None:
     """``bert-base-cased``: 2 layers, hidden size 32, a vocabulary of a few words; weights from a fixed seed.
 
-    The scripts that load it assert that training raises accuracy and F1. So that a few small steps do, in whatever
-    precision, the classifier begins at zero, a hair on the side of label 0, and the words of the two labels in
-    :func:`mrpc` lie on two sides.
+    The scripts that load it assert that training raises accuracy and F1. So that a few small steps do, the classifier
+    begins at zero, a hair on the side of label 0.
     """
+    _bert(folder, python, sides=0.0)
+
+
+def bert_of_two_sides(folder: Path, python: Path) -> None:
+    """The same, with the words of the two labels in :func:`mrpc` apart: FSDP evaluates in bfloat16."""
+    _bert(folder, python, sides=1.0)
+
+
+def _bert(folder: Path, python: Path, *, sides: float) -> None:
     target = folder / "bert-base-cased"
     target.mkdir()
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
@@ -43,7 +51,7 @@ def bert_base_cased(folder: Path, python: Path) -> None:
         "initializer_range": 0.2,
     }
     (target / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    _with_weights(target, python)
+    _with_weights(target, python, sides)
 
 
 def mrpc(folder: Path, python: Path, *, train: int = 96, validation: int = 32) -> None:
@@ -153,13 +161,13 @@ model = getattr(transformers, config.architectures[0])(config)
 with torch.no_grad():
     words = model.bert.embeddings.word_embeddings.weight[5:25]
     side = torch.randn(words.shape[1])
-    words += torch.where(torch.arange(len(words)) < 10, 1.0, -1.0).outer(side)
+    words += float(sys.argv[2]) * torch.where(torch.arange(len(words)) < 10, 1.0, -1.0).outer(side)
     model.classifier.weight.zero_()
     model.classifier.bias.copy_(torch.tensor([1e-6, 0.0]))
 model.save_pretrained(sys.argv[1])
 """
 
 
-def _with_weights(model: Path, python: Path) -> None:
+def _with_weights(model: Path, python: Path, sides: float) -> None:
     """Weights of the model that ``config.json`` describes, made in the client's environment."""
-    subprocess.run([str(python), "-c", _MAKE_WEIGHTS, str(model)], check=True, capture_output=True)
+    subprocess.run([str(python), "-c", _MAKE_WEIGHTS, str(model), str(sides)], check=True, capture_output=True)
