@@ -16,6 +16,9 @@ other, which is what they are defined to give.
 **Memory.** NCCL writes to the memory of a tensor, and knows neither autograd nor the type of what it only moves. gloo
 writes through torch's operators, which refuse leaves and split views that autograd follows, has no float8 types, and
 refuses to gather tensors of one shape into as many numbers of another.
+
+**Groups.** Ranks may ask NCCL for disjoint groups at the same time, each rank for its own group alone. torch gives such
+groups one name, under which gloo's ranks look for one another, and find those of another group.
 """
 
 from __future__ import annotations
@@ -104,6 +107,8 @@ def make_gloo_stand_for_nccl() -> None:
         if hasattr(_functional_collectives, one) and hasattr(_functional_collectives, coalesced):
             gather = getattr(_functional_collectives, one)
             _replace(_functional_collectives, name=coalesced, by=_gathering_one_by_one(gather))
+    meeting = _meeting_in_a_store_of_its_own(distributed_c10d._new_process_group_helper)
+    _replace(distributed_c10d, name="_new_process_group_helper", by=meeting)
 
 
 def _replace(*modules: Any, name: str, by: Any) -> None:
@@ -153,3 +158,19 @@ def _gathering_one_by_one(gather: Callable[..., torch.Tensor]) -> Callable[..., 
         return [gather(tensor, 0, group, tag) for tensor in tensors]
 
     return coalesced
+
+
+def _meeting_in_a_store_of_its_own(create: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.distributed``'s maker of groups, with the ranks of a group in the names under which they meet."""
+
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    @functools.wraps(create)
+    def created(
+        size: int, rank: int | None, ranks: list[int], backend: Any, store: Any, *arguments: Any, **options: Any
+    ) -> Any:
+        if ranks:  # those of the default group are not listed
+            store = PrefixStore(f"ranks_{'_'.join(map(str, ranks))}", store)
+        return create(size, rank, ranks, backend, store, *arguments, **options)
+
+    return created

@@ -68,13 +68,26 @@ def test_a_pretended_gpu_gathers_and_reduces_as_a_gpu_does(tmp_path: Path) -> No
         f"""
         from te_precision_callbacks import reference
         reference.install(pretend_cuda=True)
+        import multiprocessing
+        from datetime import timedelta
         import torch
         import torch.distributed as dist
         from torch.distributed import _functional_collectives as functional
 
+        def sum_of_own_group(rank):
+            wait = timedelta(seconds=20)
+            store = "file://{tmp_path}/store_of_four"
+            dist.init_process_group("nccl", init_method=store, rank=rank, world_size=4, timeout=wait)
+            own = dist.new_group([0, 1] if rank < 2 else [2, 3], wait)  # each rank asks for its own group alone
+            total = torch.tensor([10**rank], device="cuda")
+            dist.all_reduce(total, group=own)
+            return total.item()
+
+        with multiprocessing.get_context("fork").Pool(4) as ranks:
+            answer = [ranks.map(sum_of_own_group, range(4), chunksize=1)]
+
         dist.init_process_group("nccl", init_method="file://{tmp_path}/nccl_store", rank=0, world_size=1)
         loss, count = torch.tensor([6.29], device="cuda"), torch.tensor([7], device="cuda")
-        answer = []
         for device in (None, torch.device("cuda", 0)):
             with dist._coalescing_manager(device=device):
                 dist.all_reduce(loss)
@@ -108,6 +121,7 @@ def test_a_pretended_gpu_gathers_and_reduces_as_a_gpu_does(tmp_path: Path) -> No
         dist.destroy_process_group()
         """
     ) == [
+        [11, 11, 1100, 1100],
         *[[7, pytest.approx(6.29), 7]] * 2,
         [7, pytest.approx(6.29)],
         [[1.0] * 4, [5.0] * 2],
