@@ -19,6 +19,7 @@ and hold for one thread only.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from te_precision_callbacks.reference import cuda_on_cpu, no_nccl, pretended_random, two_backends
+from te_precision_callbacks.reference import cuda_on_cpu, no_nccl, pretended_pinning, pretended_random, two_backends
 from te_precision_callbacks.reference.collectives import make_gloo_stand_for_nccl
 from te_precision_callbacks.reference.pretended_types import (
     Device,
@@ -51,7 +52,7 @@ def make_cuda_mean_cpu() -> None:
     _communicate_on_cpu()
     _compile_for_cpu()
     _profile_cpu()
-    _load_without_pinning()
+    pretended_pinning.pin_as_on_gpu()
 
 
 def _device_for_number(device: Any) -> Any:
@@ -112,7 +113,6 @@ def _move_to_cpu() -> None:
         to=_moving_to_cpu(tensor.to),
         type=_type_on_cuda(tensor.type),
         cuda=_to_cpu,
-        pin_memory=lambda tensor, device=None: tensor,
         record_stream=lambda tensor, stream: None,
         is_cuda=property(cuda_on_cpu.is_on_device),
     )
@@ -182,6 +182,7 @@ def _communicate_on_cpu() -> None:
         function = _with_arguments_on_cpu(_without_devices(getattr(distributed_c10d, name)), _gloo_for_nccl)
         _replace(distributed_c10d, torch.distributed, **{name: two_backends.keeping_apart(function)})
     two_backends.send_objects_apart()
+    _stage_on_cpu()
     for name in ("barrier", "monitored_barrier"):
         function = _without_devices(getattr(distributed_c10d, name))
         _replace(distributed_c10d, torch.distributed, **{name: function})
@@ -195,6 +196,19 @@ def _communicate_on_cpu() -> None:
         original_init(self, *arguments, **options | {"device_id": _CPU})  # it refuses a CPU that it finds by itself
 
     _replace(FullyShardedDataParallel, __init__=init)
+
+
+def _stage_on_cpu() -> None:
+    """Let torch's checkpoints stage with copies that block: what does not block asks for an accelerator's streams."""
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    original_init: Callable[..., None] = DefaultStager.__init__
+
+    @functools.wraps(original_init)
+    def init(self: Any, config: Any = StagingOptions()) -> None:  # noqa: B008  # as in torch
+        original_init(self, dataclasses.replace(config, use_non_blocking_copy=False))
+
+    _replace(DefaultStager, __init__=init)
 
 
 def _compile_for_cpu() -> None:
@@ -211,22 +225,6 @@ def _compile_for_cpu() -> None:
         if name.startswith("torch.") and vars(module).get("has_triton") is known:
             _replace(module, has_triton=lambda: False)
     _replace(torch._C, _cuda_cudaCachingAllocator_is_enabled=lambda: True)
-
-
-def _load_without_pinning() -> None:
-    """Let a ``DataLoader`` with ``pin_memory=True`` do without, and without a warning: there is no copy to speed up."""
-    iterator = torch.utils.data.dataloader._BaseDataLoaderIter
-    original_init: Callable[..., None] = iterator.__init__
-
-    @functools.wraps(original_init)
-    def init(self: Any, loader: Any) -> None:
-        pin_memory, loader.pin_memory = loader.pin_memory, False
-        try:
-            original_init(self, loader)
-        finally:
-            loader.pin_memory = pin_memory
-
-    _replace(iterator, __init__=init)
 
 
 def _profile_cpu() -> None:
@@ -266,12 +264,14 @@ def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
         on_host = pretended_random.creates_on_host(arguments, options)
         if "device" in options:
             options["device"] = cpu_for_cuda(options["device"])
-        options.pop("pin_memory", None)  # which needs a GPU
+        pinned = options.pop("pin_memory", None)  # which needs a GPU
         if on_host and draws:
             options |= pretended_random.generator_for(arguments, options)
         created = function(*arguments, **options)
         if on_host:
             pretended_random.mark(created, on_host=True)
+        if pinned:
+            pretended_pinning.mark(created)
         return created
 
     builtins: Any = torch.jit._builtins  # TorchScript knows functions by their identity

@@ -69,6 +69,7 @@ def test_pretended_cuda_for_code_that_was_written_for_a_gpu() -> None:
         from te_precision_callbacks import reference
         reference.install(pretend_cuda=True)
         import transformer_engine.pytorch as te
+        from torch.distributed.checkpoint.staging import DefaultStager
         """
         + _indented(TRAIN)
         + """
@@ -130,7 +131,12 @@ def test_pretended_cuda_for_code_that_was_written_for_a_gpu() -> None:
         assert torch.empty(2, device="meta").type() != torch.ones(2).type()
         assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
         assert torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"] == 0
-        assert torch.zeros(2, pin_memory=True).tolist() == [0, 0]
+        ordinary = torch.zeros(2)
+        pinned = ordinary.pin_memory()
+        pinned += 1
+        assert ordinary.tolist() == [0, 0] and not ordinary.is_pinned()
+        assert pinned[1:].is_pinned() and pinned.pin_memory() is pinned and not (pinned * 2).is_pinned()
+        assert torch.zeros(2, pin_memory=True).is_pinned() and not torch.zeros(2, pin_memory=False).is_pinned()
         with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx():
             torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start("step"))
         assert torch.cuda.cudart().cudaProfilerStart() == 0 and torch.cuda.nccl.version() >= (2, 20)
@@ -138,9 +144,21 @@ def test_pretended_cuda_for_code_that_was_written_for_a_gpu() -> None:
         copied = IdentityQuantizer().make_empty((2,), dtype=torch.float32, device="cuda")
         copied.copy_(IdentityQuantizer()(torch.ones(2, device="cuda")))
         assert copied.dequantize().tolist() == [1, 1]
+        quantized = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cuda")(torch.ones(16, 16))
+        assert quantized.pin_memory().is_pinned() and not quantized.is_pinned()
         with warnings.catch_warnings(action="error"):
-            loader = torch.utils.data.DataLoader(torch.arange(4), batch_size=2, pin_memory=True)
-            assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]] and loader.pin_memory
+            for options in ({"pin_memory": True}, {"pin_memory": True, "num_workers": 1}, {}):
+                loader = torch.utils.data.DataLoader(torch.arange(4), batch_size=2, **options)
+                batches = [(batch.tolist(), batch.is_pinned()) for batch in loader]
+                pins = loader.pin_memory
+                assert batches == [([0, 1], pins), ([2, 3], pins)] and pins == ("pin_memory" in options)
+        weight = torch.ones(2, device="cuda")
+        stager = DefaultStager()
+        for value in (1, 2):
+            staged = stager.stage({"weight": weight.fill_(value)}).result()["weight"]
+            weight.zero_()
+            assert staged.tolist() == [value, value]
+        stager.close()
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profiler:
             torch.ones(4, 4, device="cuda") @ torch.ones(4, 4, device="cuda")
