@@ -15,7 +15,8 @@ other, which is what they are defined to give.
 
 **Memory.** NCCL writes to the memory of a tensor, and knows neither autograd nor the type of what it only moves. gloo
 writes through torch's operators, which refuse leaves and split views that autograd follows, has no float8 types, and
-refuses to gather tensors of one shape into as many numbers of another.
+refuses to gather tensors of one shape into as many numbers of another. Given a tensor with gaps, such as every second
+element of another, it takes the numbers in the gaps instead; NCCL refuses the tensor, and so does the backend.
 
 **Groups.** Ranks may ask NCCL for disjoint groups at the same time, each rank for its own group alone. torch gives such
 groups one name, under which gloo's ranks look for one another, and find those of another group.
@@ -46,6 +47,7 @@ _MOVING = (
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor")
 # Of a tensor of all ranks and one of each: NCCL counts their numbers, gloo compares their shapes, too.
 _COUNTING = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
+_IN_PLACE = ("all_reduce", "broadcast", "reduce")  # of which gloo takes the memory from a tensor's first element on
 _FLOAT8 = tuple(
     getattr(torch, name)
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
@@ -123,6 +125,8 @@ def _on_memory(function: Callable[..., Any], moves: bool) -> Callable[..., Any]:
     def on_memory(*arguments: Any, **options: Any) -> Any:
         memory = functools.partial(_memory, as_bytes=moves)
         given = [memory(value) for value in (*arguments, *options.values())]
+        if function.__name__ in _IN_PLACE:
+            _refuse_gaps(function.__name__, given)
         if function.__name__ in _COUNTING:
             given = _flat(given)
         positional, named = given[: len(arguments)], given[len(arguments) :]
@@ -139,6 +143,18 @@ def _memory(value: Any, *, as_bytes: bool) -> Any:
         return value
     plain = value.detach()
     return plain.view(torch.uint8) if as_bytes and plain.dtype in _FLOAT8 else plain
+
+
+def _refuse_gaps(name: str, values: list[Any]) -> None:
+    for tensor in values:
+        if type(tensor) is not torch.Tensor or tensor.is_contiguous():
+            continue
+        by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        if not tensor.permute(by_stride).is_contiguous():
+            raise ReferenceBackendError(
+                f"{name}: the tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps or "
+                "overlaps, which NCCL refuses (Tensors must be contiguous). Give it tensor.contiguous()."
+            )
 
 
 def _flat(values: list[Any]) -> list[Any]:

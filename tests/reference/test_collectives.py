@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from te_precision_callbacks.reference import ReferenceBackendError, two_backends
-from te_precision_callbacks.reference.collectives import one_by_one
+from te_precision_callbacks.reference.collectives import _on_memory, one_by_one
 from tests.reference.processes import answers
 
 
@@ -128,3 +128,15 @@ def test_a_pretended_gpu_gathers_and_reduces_as_a_gpu_does(tmp_path: Path) -> No
         [1.5, -448.0],
         [[30, 64], [[30, 64]]],
     ]
+
+
+@pytest.mark.usefixtures("gloo")
+def test_a_tensor_with_gaps_is_refused_as_nccl_refuses_it() -> None:
+    """gloo reduces the memory from its first element on: numbers that are not the tensor's."""
+    all_reduce = _on_memory(dist.all_reduce, moves=False)
+    numbers = torch.arange(12.0).view(3, 4)
+    for dense in (numbers, numbers.t(), numbers[1:]):
+        all_reduce(dense)
+    for gaps in (numbers[:, ::2], numbers[:, :3], numbers[0, :1].expand(3)):
+        with pytest.raises(ReferenceBackendError, match=r"all_reduce: .* has gaps or overlaps"):
+            all_reduce(gaps)
