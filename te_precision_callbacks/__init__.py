@@ -1,5 +1,7 @@
 """Precision debugging for NVIDIA Transformer Engine, one callback away.
 
+Usage::
+
     import lightning as L
     from te_precision_callbacks import PrecisionDebugCallback
 

@@ -1,9 +1,9 @@
 """What ``debug=`` and ``--debug`` take, and the flag for any script with an argparse parser.
 
-parse_debug("activation_overflow te_precision") == parse_debug(["activation_overflow", "te_precision"])
+Usage::
 
     parser = argparse.ArgumentParser()
-    add_debug_options(parser)                 # --debug NAME [NAME ...], --te_precision_config PATH
+    add_debug_options(parser)  # --debug NAME [NAME ...], --te_precision_config PATH
     arguments = parser.parse_args()
     ...
     with debugging(arguments, model, log_dir="run") as debug:
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from te_precision_callbacks.debug_utils import DebugActivationOverflow
     from te_precision_callbacks.naming import Model
     from te_precision_callbacks.options import SessionKeywords, SessionOptions
+
+__all__ = ["DebugRun", "UnknownDebugOptionError", "add_debug_options", "debugging"]
 
 ACTIVATION_OVERFLOW = "activation_overflow"
 """Stop where an activation or a gradient becomes inf or nan: :mod:`te_precision_callbacks.debug_utils`."""

@@ -6,6 +6,8 @@ this package raises on purpose, and nothing else.
 
 from __future__ import annotations
 
+__all__ = ["FeatureError", "MissingExtraError", "OptionError", "PrecisionDebugError"]
+
 
 class PrecisionDebugError(Exception):
     """Base class of every exception that this package raises on purpose."""

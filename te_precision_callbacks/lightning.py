@@ -1,9 +1,11 @@
 """Precision debugging for Lightning: one callback.
 
-import lightning as L
-from te_precision_callbacks.lightning import PrecisionDebugCallback
+Usage::
 
-trainer = L.Trainer(callbacks=[PrecisionDebugCallback("config.yaml")])
+    import lightning as L
+    from te_precision_callbacks.lightning import PrecisionDebugCallback
+
+    trainer = L.Trainer(callbacks=[PrecisionDebugCallback("config.yaml")])
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ try:
     from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 except ImportError as error:
     raise MissingExtraError("te_precision_callbacks.lightning", "lightning") from error
+
+__all__ = ["PrecisionDebugCallback"]
 
 logger = logging.getLogger(__name__)
 

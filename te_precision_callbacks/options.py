@@ -21,6 +21,8 @@ from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.records.metrics import LogFilter, MetricSelection
 from te_precision_callbacks.records.model import Sink
 
+__all__ = ["SessionKeywords", "SessionOptions", "StatisticsLogRanks", "StepOn"]
+
 StrPath = str | os.PathLike[str]
 
 StepOn = Literal["optimizer_step", "batch"]

@@ -1,7 +1,9 @@
 """What a session found out, for the terminal.
 
-from rich.console import Console
-Console().print(summary(session))
+Usage::
+
+    from rich.console import Console
+    Console().print(summary(session))
 
 The same is in ``<log_dir>/precision_summary.txt`` when a session has ended. Names come from a user's model and config:
 they are shown as text, not as markup, and without control characters.
@@ -27,6 +29,8 @@ from te_precision_callbacks.records.worst import badness
 from te_precision_callbacks.session import InspectSession, SessionOutcome
 from te_precision_callbacks.session.precision import GEMMS, GemmPrecision
 from te_precision_callbacks.session.upstream import EVENTS_FOLDER
+
+__all__ = ["summary"]
 
 SUMMARY_FILE = "precision_summary.txt"
 

@@ -1,13 +1,15 @@
 """Precision debugging for Accelerate: one object around the training loop.
 
-from te_precision_callbacks.accelerate import PrecisionDebugger
+Usage::
 
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-with PrecisionDebugger(accelerator, model, "config.yaml") as debugger:
-    for batch in loader:
-        with accelerator.accumulate(model):
-            ...
-        debugger.step()
+    from te_precision_callbacks.accelerate import PrecisionDebugger
+
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with PrecisionDebugger(accelerator, model, "config.yaml") as debugger:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                ...
+            debugger.step()
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """What a debug config may say, and what it means for the layers of a model.
 
-config = load_config("config.yaml")          # or a mapping, or None for the defaults
-plan = config.plan(layers)                   # which features act on which layer
+Usage::
+
+    config = load_config("config.yaml")  # or a mapping, or None for the defaults
+    plan = config.plan(layers, registered)  # which features act on which layer
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Activation overflow: where an activation or a gradient becomes inf or nan, and what led to it.
 
+Usage::
+
     from te_precision_callbacks.debug_utils import DebugActivationOverflow
 
     debug_overflow = DebugActivationOverflow(model)

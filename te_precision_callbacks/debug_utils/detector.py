@@ -165,8 +165,8 @@ class DebugActivationOverflow:
         on_failure: what a failure of detection itself does: ``raise`` a :class:`DetectionFailedError` in the next look,
             on all ranks, since an overflow may have been missed; ``warn`` logs it as an error, and training goes on
             without detection.
-        trace_batch_nums, abort_after_batch_num: ``trace_batches`` and ``abort_after_batch``, as
-            ``transformers.debug_utils.DebugUnderflowOverflow`` names them.
+        **names_of_transformers: ``trace_batch_nums`` and ``abort_after_batch_num``, as
+            ``transformers.debug_utils.DebugUnderflowOverflow`` names ``trace_batches`` and ``abort_after_batch``.
 
     After an :class:`ActivationOverflowError` it goes on watching, for a loop that catches it. A second detector on a
     model takes the place of the first.

@@ -41,10 +41,14 @@ def save(
             or a plain tensor.
         path: the file. Its folder is made if it is not there; a file of that name is replaced.
         high_precision: what ``tensor`` was before it was quantized, into the same file.
-        layer, tensor_name, iteration, micro_batch, rank: where the tensor is from, for the header.
+        layer: the layer that the tensor is from, for the header.
+        tensor_name: ``activation``, ``weight`` or another name, for the header.
+        iteration: the debug iteration, for the header.
+        micro_batch: the micro-batch of the iteration, for the header.
+        rank: the rank, for the header.
         recipe: the recipe, an object or words.
         internals: add what is decoded from the data and scales: FP4 numbers one by one, scales as float32.
-        file_format: ``"safetensors"`` or ``"torch"``: see :func:`te_precision_callbacks.dumps.files.write`.
+        file_format: ``"safetensors"`` or ``"torch"``, a pickle.
         fsync: wait until the file is on the disk.
 
     Returns:

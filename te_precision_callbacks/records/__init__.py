@@ -1,22 +1,31 @@
 """What a session measures, and who receives it.
 
-class Printer(Sink):                             # a sink: start, write and close; the base does nothing
-    def write(self, records: StepRecords) -> None:
-        for row in records:
-            print(records.iteration, row.layer, row.tensor, row.statistic, row.value)
+Usage::
 
-InspectSession("config.yaml", model=model, sinks=[Printer()])
+    class Printer(Sink):  # a sink: start, write and close; the base does nothing
+        def write(self, records: StepRecords) -> None:
+            for row in records:
+                print(records.iteration, row.layer, row.tensor, row.statistic, row.value)
+
+    InspectSession("config.yaml", model=model, sinks=[Printer()])
 """
 
 from __future__ import annotations
 
-from te_precision_callbacks.records.loggers import LoggerSink
+from te_precision_callbacks.records.loggers import (
+    Histogram,
+    LoggerSink,
+    add_to_tensorboard,
+    names_for_mlflow,
+    wandb_histogram,
+)
 from te_precision_callbacks.records.metrics import LogFilter, MetricSelection, metric_name
 from te_precision_callbacks.records.model import LayerInfo, Row, RunInfo, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
 from te_precision_callbacks.records.worst import Worst
 
 __all__ = [
+    "Histogram",
     "LayerInfo",
     "LogFilter",
     "LoggerSink",
@@ -27,5 +36,8 @@ __all__ = [
     "StatisticsLog",
     "StepRecords",
     "Worst",
+    "add_to_tensorboard",
     "metric_name",
+    "names_for_mlflow",
+    "wandb_histogram",
 ]

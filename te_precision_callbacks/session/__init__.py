@@ -1,9 +1,11 @@
 """One inspect session: start, name, step, stop.
 
-with InspectSession("config.yaml", model=model) as session:
-    for batch in loader:
-        ...
-        session.step()
+Usage::
+
+    with InspectSession("config.yaml", model=model) as session:
+        for batch in loader:
+            ...
+            session.step()
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from te_precision_callbacks.session.errors import (
     TransformerEngineUnavailableError,
 )
 from te_precision_callbacks.session.outcome import SessionOutcome
+from te_precision_callbacks.session.precision import GemmPrecision
 from te_precision_callbacks.session.session import InspectSession, running_session
 
 __all__ = [
     "FeatureLoadError",
+    "GemmPrecision",
     "InspectSession",
     "ObservationError",
     "SessionError",

@@ -1,14 +1,17 @@
 """Precision debugging for the Hugging Face Trainer: a callback, or a drop-in pair with a ``--debug`` flag.
 
-import transformers
-from te_precision_callbacks.transformers import PrecisionDebugTrainerCallback
+Usage::
 
-trainer = transformers.Trainer(model, args, callbacks=[PrecisionDebugTrainerCallback("config.yaml")], ...)
+    import transformers
+    from te_precision_callbacks.transformers import PrecisionDebugTrainerCallback
 
-from te_precision_callbacks.transformers import Trainer, TrainingArguments
+    callback = PrecisionDebugTrainerCallback("config.yaml")
+    trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=[callback])
 
-args = TrainingArguments("run", debug="te_precision activation_overflow", te_precision_config="config.yaml")
-trainer = Trainer(model, args, ...)        # on the command line: --debug te_precision activation_overflow ...
+    from te_precision_callbacks.transformers import Trainer, TrainingArguments
+
+    args = TrainingArguments("run", debug="te_precision activation_overflow", te_precision_config="config.yaml")
+    trainer = Trainer(model, args, train_dataset=data)  # or with --debug te_precision activation_overflow
 """
 
 from __future__ import annotations

@@ -27,9 +27,10 @@ class Trainer(transformers.Trainer):
     :class:`PrecisionDebugTrainerCallback` among ``callbacks``.
 
     Args:
-        *arguments, **keywords: as transformers' Trainer takes them.
+        *arguments: as transformers' Trainer takes them.
         debug: debug options beside those of ``args.debug``, in the same form; all that transformers takes as well.
         te_precision_config: the config of ``te_precision``, in the place of ``args.te_precision_config``.
+        **keywords: as transformers' Trainer takes them.
 
     Raises:
         UnknownDebugOptionError: an unknown name; a ValueError.
