@@ -1,9 +1,11 @@
 # make demo   train a small FP8 language model under the callback, and show what came out
 # make test   lint, types and all tests
+# make docs   the docs site, in site/; open site/index.html
 # make te-suite TE_SRC=<checkout of NVIDIA/TransformerEngine>   Transformer Engine's own tests on the reference backend
 # make clients SRC=<folder of sources>   other people's training scripts, without the debugger and with it; docs/clients.md
 #
-# Each makes a virtual environment in .venv with pip on its first call; later calls reuse it.
+# Each makes a virtual environment in .venv with pip on its first call (make docs: one in .venv-docs, which holds the
+# site's tools alone); later calls reuse it.
 
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -11,11 +13,13 @@ CAPABILITY ?= 9.0
 FEATURES ?= te
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DOCS_VENV ?= .venv-docs
+DOCS_INSTALLED := $(DOCS_VENV)/.installed
 
 # Processes start sooner where Python may keep what it compiles.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint te-suite clients clean
+.PHONY: demo test lint docs te-suite clients clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): requirements.lock pyproject.toml
@@ -31,10 +35,20 @@ demo: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy te_precision_callbacks features examples benchmarks
+	$(BIN)/mypy te_precision_callbacks features examples benchmarks docs/site
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+
+$(DOCS_INSTALLED): requirements-docs.lock
+	@echo "Setting up $(DOCS_VENV): this takes half a minute the first time."
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --requirement requirements-docs.lock
+	@touch $@
+
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(DOCS_INSTALLED)
+	$(DOCS_VENV)/bin/mkdocs build --strict
 
 te-suite: $(INSTALLED)
 	$(BIN)/python tests/reference/te_suite.py --te-src "$(TE_SRC)" --capability $(CAPABILITY) --features $(FEATURES) $(if $(WHOLE),--whole)
@@ -43,4 +57,4 @@ clients: $(INSTALLED)
 	$(BIN)/python -m tests.clients --src "$(SRC)" $(if $(CACHE),--cache "$(CACHE)") --table docs/clients.md $(CLIENTS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(DOCS_VENV) site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

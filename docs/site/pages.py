@@ -1,0 +1,95 @@
+"""What mkdocs is told beside mkdocs.yml: pages from files outside of docs/, a page for each public module, and links.
+
+The pages of docs/ and the README link to one another as files of the repository, so that they can be read there.
+"""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from public_names import PACKAGE, public_modules, public_names
+
+ROOT = Path(__file__).parents[2]
+
+ELSEWHERE = {
+    "README.md": "index.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+}
+"""File of the repository outside of docs/ -> page."""
+
+_LINK = re.compile(r"\[(?P<text>[^\[\]]+)\]\((?P<target>[^()\s#]+)(?P<anchor>#[^()\s]*)?\)")
+
+_ON_A_HOST = re.compile(r"https?://[^/]+/[^/]+/[^/]+/(?:blob|tree)/[^/]+/(?P<path>.+)")
+"""A link to a file of a repository, which an index page of packages needs in the place of a relative one."""
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the pages of modules, and those of files that there are, into the navigation."""
+    nav: Any = config.nav
+    sections = {title: entries for section in nav for title, entries in section.items() if isinstance(entries, list)}
+    sections["API reference"] += [
+        {module.removeprefix(f"{PACKAGE}."): _page_of(module)} for module in public_names(ROOT)
+    ]
+    if (ROOT / "CONTRIBUTING.md").exists():
+        sections["The project"].insert(0, {"Contributing": "contributing.md"})
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add what is not in docs/."""
+    for path, page in ELSEWHERE.items():
+        if (ROOT / path).exists():
+            files.append(File.generated(config, page, content=(ROOT / path).read_text()))
+    sources = public_modules(ROOT)
+    for module, names in public_names(ROOT).items():
+        text = "\n".join(_reference(module, names, ast.get_docstring(sources[module]) or ""))
+        files.append(File.generated(config, _page_of(module), content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links between files of the repository as links between pages; those to files that are no pages are left out."""
+    pages = dict(ELSEWHERE)
+    pages |= {f"docs/{file.src_uri}": file.src_uri for file in files.documentation_pages()}
+    own = next((path for path, target in ELSEWHERE.items() if target == page.file.src_uri), f"docs/{page.file.src_uri}")
+
+    def link(found: re.Match[str]) -> str:
+        target, anchor = found["target"], found["anchor"] or ""
+        on_a_host = _ON_A_HOST.fullmatch(target)
+        path = on_a_host["path"] if on_a_host else posixpath.normpath(posixpath.join(posixpath.dirname(own), target))
+        if path in pages:
+            there = posixpath.relpath(pages[path], posixpath.dirname(page.file.src_uri) or ".")
+            return f"[{found['text']}]({there}{anchor})"
+        return found["text"] if (ROOT / path).exists() else found[0]
+
+    return "".join(part if part.startswith("```") else _LINK.sub(link, part) for part in _fenced_apart(markdown))
+
+
+def _fenced_apart(markdown: str) -> list[str]:
+    return re.split(r"(?ms)(^ *```.*?^ *```$)", markdown)
+
+
+def _page_of(module: str) -> str:
+    return f"api/{module}.md"
+
+
+def _reference(module: str, names: tuple[str, ...], docstring: str) -> Iterator[str]:
+    """The page of a module."""
+    yield f"# {module} {{ #{module} }}\n"
+    yield f"::: {module}\n    options: {{show_root_heading: false, show_root_toc_entry: false, members: false}}\n"
+    if module == PACKAGE:
+        homes = {name: home for home, found in public_names(ROOT).items() if home != PACKAGE for name in found}
+        yield "Its names, each with its home:\n"
+        yield from (f"- [`{name}`][{homes[name]}.{name}]" for name in names)
+        return
+    yield from (f"::: {module}.{name}\n" for name in names)
