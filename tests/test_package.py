@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import subprocess
 import sys
 import zipfile
@@ -18,6 +17,7 @@ from setuptools import find_namespace_packages
 
 import te_precision_callbacks
 from te_precision_callbacks.reference.children import ENVIRONMENT_VARIABLE
+from tests.docs.pages import blocks
 
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = ("lightning", "accelerate", "transformers", "transformer_engine", "nvdlfw_inspect", "tensorboard")
@@ -160,14 +160,10 @@ except ImportError as error:
 
 def test_the_readme_does_as_it_says(tmp_path: Path) -> None:
     """Its config and its Lightning script, word for word."""
-    config, script = (
-        re.search(rf"```{language}\n({first}.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-        for language, first in (("yaml", "# config.yaml"), ("python", "import lightning"))
-    )
-    assert config
-    assert script
-    (tmp_path / "config.yaml").write_text(config[1])
-    shown = python(script[1].replace("max_steps=100", "max_steps=2"), folder=tmp_path)
+    (config,) = blocks("README.md", "yaml")
+    (script,) = blocks("README.md", "python", "import lightning as L")
+    (tmp_path / "config.yaml").write_text(config)
+    shown = python(script.replace("max_steps=100", "max_steps=2"), folder=tmp_path)
     assert "block.layernorm_mlp.fc1 fprop {'activation': 'FP32', 'weight': 'FP32'}" in shown
     assert "block.self_attention.proj fprop {'activation': 'FP8 E4M3', 'weight': 'FP8 E4M3'}" in shown
     assert list(tmp_path.rglob("nvdlfw_inspect_statistics_logs/*.log"))

@@ -454,7 +454,13 @@ flag takes nothing but a config:
 layer_names: upstream     # or path: the paths are meant, and no warning is wanted
 statistics:
   enabled: True
-  ...
+  layers:
+    layer_types: [layernorm_mlp]
+  transformer_engine:
+    LogTensorStats:
+      enabled: True
+      tensors: [activation]
+      stats: [max]
 ```
 
 - A layer's number is then the only number in its name, not counting that of `fc1` or `fc2`; a layer whose name has

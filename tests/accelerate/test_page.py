@@ -13,21 +13,18 @@ from typing import Any
 import pytest
 import torch
 
+from tests.docs.pages import blocks
 from tests.lightning.models import board_scalars, log_of, logged_lines
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "docs" / "accelerate.md").read_text(), re.MULTILINE | re.DOTALL)
-
-
-def blocks(language: str) -> list[str]:
-    return [text for found, text in BLOCKS if found == language]
+PAGE = "docs/accelerate.md"
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (config,) = blocks("yaml")
+    (config,) = blocks(PAGE, "yaml")
     (tmp_path / "config.yaml").write_text(config)
-    (tmp_path / "train.py").write_text(blocks("python")[0])
+    (tmp_path / "train.py").write_text(blocks(PAGE, "python")[0])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
     return tmp_path
@@ -35,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_every_block_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One after the other, in one process: 16 batches, so 8 optimizer steps each."""
-    script, *others = blocks("python")
+    script, *others = blocks(PAGE, "python")
     names: dict[str, Any] = {"resume": False}
     exec(script, names)
     board = board_scalars(folder / "run" / "board")
@@ -60,7 +57,7 @@ def test_every_block_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_command_runs_the_script_in_two_processes(folder: Path) -> None:
-    (command,) = [line for text in blocks("") for line in text.splitlines() if line.startswith("accelerate launch")]
+    (command,) = blocks(PAGE, "bash")
     program = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     on_cpu = {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
     environment = {**os.environ, **on_cpu, "OMP_NUM_THREADS": "1"}

@@ -16,20 +16,17 @@ from typer.testing import CliRunner
 from te_precision_callbacks import cli, dumps
 from te_precision_callbacks.dumps.contents import dump_of
 from te_precision_callbacks.dumps.header import Direction, Header, Quantized
+from tests.docs.pages import blocks
 from tests.dumps.storages import some_mxfp8, some_nvfp4
 from tests.reference.processes import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "dumps.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-
-
 def test_the_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    saving, reading, by_hand, pickled = blocks("python")
+    saving, reading, by_hand, pickled = blocks("docs/dumps.md", "python")
     names: dict[str, object] = {}
     exec(saving, names)
     exec(reading, names)
@@ -42,8 +39,8 @@ def test_the_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     exec(by_hand, names)
     exec(pickled, names)
     assert sorted(os.listdir("logs")) == ["fc1.pt", "fc1.safetensors", "plain.safetensors"]
-    commands = re.findall(r"^te-precision (.*)$", PAGE, re.MULTILINE)
-    codes = [CliRunner().invoke(cli.app, command.split()).exit_code for command in commands]
+    (commands,) = blocks("docs/dumps.md", "bash")
+    codes = [CliRunner().invoke(cli.app, line.split()[1:]).exit_code for line in commands.splitlines()]
     assert codes == [0, 0, 1]
 
 

@@ -6,26 +6,27 @@ import re
 from pathlib import Path
 from typing import Any
 
+import nvdlfw_inspect
 import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
 import transformer_engine.pytorch as te
 import yaml
+from nvdlfw_inspect.registry import Registry
 from transformer_engine.common.recipe import DelayedScaling
 
+import te_precision_callbacks.features
 from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session.upstream import Snapshot
 from tests.conftest import Keeper
+from tests.docs.pages import blocks
 from tests.features.plain import OURS, plain
 from tests.features.probes import ANYTHING
 from tests.reference.processes import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "custom-features.md").read_text()
-
-
-def block(language: str) -> str:
-    """The only block in this language."""
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    return str(found)
+FEATURE, STARTS, RARELY = blocks("docs/custom-features.md", "python")
+(CONFIG,) = blocks("docs/custom-features.md", "yaml")
 
 
 class Net(torch.nn.Module):
@@ -41,7 +42,7 @@ class Net(torch.nn.Module):
 
 
 def keywords_for(how: str, folder: Path) -> dict[str, Any]:
-    source = block("python")
+    source = FEATURE
     if how == "folder":
         folder.mkdir()
         (folder / "clip_outliers.py").write_text(source)
@@ -66,7 +67,7 @@ def clipped(values: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("how", ["folder", "class"])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_in_a_session(tmp_path: Path, keeper: Keeper, how: str, fp8: bool) -> None:
-    (tmp_path / "config.yaml").write_text(block("yaml"))
+    (tmp_path / "config.yaml").write_text(CONFIG)
     keywords = keywords_for(how, tmp_path / "my_features")
     net, inputs = Net(), torch.randn(64, 32)
     options: dict[str, Any] = {"log_dir": tmp_path, "sinks": [keeper], "strict": True, "start_step": 98}
@@ -86,7 +87,7 @@ def test_in_a_session(tmp_path: Path, keeper: Keeper, how: str, fp8: bool) -> No
 
 
 def test_alone(tmp_path: Path) -> None:
-    options = yaml.safe_load(block("yaml"))["clip_gradients"]["transformer_engine"]["ClipOutliers"]
+    options = yaml.safe_load(CONFIG)["clip_gradients"]["transformer_engine"]["ClipOutliers"]
     folder = keywords_for("folder", tmp_path / "my_features")["feature_dirs"][0]
     with plain({"ClipOutliers": {**options, "start_step": 1}}, tmp_path, folders=[folder, OURS]) as logged:
         net = te.Linear(32, 32, name="linear")
@@ -96,6 +97,42 @@ def test_alone(tmp_path: Path) -> None:
             output.backward(gradient())
             debug_api.step()
     assert logged.rows == {"linear_gradient_clipped%": dict.fromkeys((1, 2), 100 * 2 / (64 * 32))}
+
+
+def test_the_three_ways_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    names = {
+        "ClipOutliers": keywords_for("class", tmp_path)["features"][0],
+        "InspectSession": InspectSession,
+        "model": Net(),
+        "nvdlfw_inspect": nvdlfw_inspect,
+        "te_precision_callbacks": te_precision_callbacks,
+    }
+    keywords_for("folder", tmp_path / "my_features")
+    by_folder, by_class, alone = STARTS.splitlines()
+    for start in (by_folder, by_class):
+        with eval(start, names) as session:
+            assert [layer.name for layer in session.layers if layer.features] == ["fc2"]
+    snapshot = Snapshot()
+    try:
+        exec(alone, names)
+        assert "ClipOutliers" in Registry.data["transformer_engine"].features
+    finally:
+        debug_api.end_debug()
+        snapshot.restore()
+
+
+def test_the_answer_of_a_feature_that_acts_rarely() -> None:
+    names: dict[str, Any] = {}
+    exec(RARELY, names)
+    asked, acted, iteration = [], [], 0
+    while iteration < 100:
+        acts, following = names["inspect_tensor_enabled"](None, {"freq": 10}, "fc2", "gradient", iteration)
+        asked.append(iteration)
+        acted += [iteration] if acts else []
+        iteration = following
+    assert asked == acted == list(range(0, 100, 10))
 
 
 def test_the_table_has_the_calls_and_their_arguments(tmp_path: Path) -> None:

@@ -12,16 +12,19 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
 from torch.utils.data import DataLoader
 
 from tests.conftest import statistics
+from tests.docs.pages import blocks
 from tests.lightning.models import logged_lines
 from tests.reference.processes import REPOSITORY
 from tests.transformers.models import Tokens, llama
 
-PAGE = (REPOSITORY / "docs" / "transformers.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-COMMANDS = re.findall(r"^python train.py (.*)$", PAGE, re.MULTILINE)
+PAGE = "docs/transformers.md"
+BLOCKS = blocks(PAGE, "python")
+(CALLS,) = blocks(PAGE, "bash", "python train.py")
+COMMANDS = [call.removeprefix("python train.py ") for call in CALLS.splitlines()]
 
 
 @pytest.fixture(autouse=True)
@@ -83,9 +86,13 @@ def test_the_loop_with_argparse(flags: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_launchers_file() -> None:
-    (block,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (block,) = blocks(PAGE, "yaml")
     Path("launch.yaml").write_text(block)
     assert yaml.safe_load(block) == yaml.safe_load((REPOSITORY / "examples" / "hf_trainer_fp8_launch.yaml").read_text())
-    loaded = load_config_from_file("launch.yaml")
+    (command,) = blocks(PAGE, "bash", "accelerate launch")
+    given = launch_command_parser().parse_args(shlex.split(command)[2:])
+    assert (given.config_file, given.training_script) == ("launch.yaml", "train.py")
+    assert f"{given.training_script} {shlex.join(given.training_script_args)}" in CALLS.replace("--output_dir run ", "")
+    loaded = load_config_from_file(given.config_file)
     assert loaded.mixed_precision == "fp8"
     assert loaded.fp8_config["backend"] == "TE"

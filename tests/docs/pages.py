@@ -1,0 +1,94 @@
+"""The pages, their blocks of code, and which test runs each of them.
+
+A block runs in tests/docs/test_blocks.py unless :data:`RUN_BY` names another test, or the line above it in the page
+says why it does not run at all: ``<!-- not run: needs two GPUs -->``. A block of ``text`` is no code: what a program
+prints, or a drawing.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+ROOT = Path(__file__).parents[2]
+
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path
+    for path in (*sorted(ROOT.glob("*.md")), ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+
+LANGUAGES = ("python", "yaml", "bash", "text")
+
+RUN_BY = {
+    ("README.md", "python", "import lightning as L"): "tests/test_package.py",
+    ("docs/accelerate.md", "python", ""): "tests/accelerate/test_page.py",
+    ("docs/accelerate.md", "bash", ""): "tests/accelerate/test_page.py",
+    ("docs/custom-features.md", "python", ""): "tests/features/test_custom_features_page.py",
+    ("docs/custom-features.md", "yaml", ""): "tests/features/test_custom_features_page.py",
+    ("docs/dumps.md", "python", ""): "tests/dumps/test_page.py",
+    ("docs/dumps.md", "bash", ""): "tests/dumps/test_page.py",
+    ("docs/session.md", "python", ""): "tests/docs/test_session_page.py",
+    ("docs/sinks.md", "python", ""): "tests/docs/test_sinks_page.py",
+    ("docs/transformers.md", "python", ""): "tests/transformers/test_page.py",
+    ("docs/transformers.md", "yaml", ""): "tests/transformers/test_page.py",
+    ("docs/transformers.md", "bash", "python train.py"): "tests/transformers/test_page.py",
+    ("docs/transformers.md", "bash", "accelerate launch"): "tests/transformers/test_page.py",
+}
+"""Page, language and how the code begins -> the test that runs it, which takes all such blocks by :func:`blocks`."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page.
+
+    Attributes:
+        page: its path in the repository.
+        line: that of the fence, from 1.
+        language: after the fence.
+        code: what is in it.
+        not_run: why it is not run, as the page says it; empty for all others.
+    """
+
+    page: str
+    line: int
+    language: str
+    code: str
+    not_run: str = ""
+
+    @property
+    def run_by(self) -> str:
+        """The test that runs it, of :data:`RUN_BY`."""
+        found = {
+            test
+            for (page, language, begin), test in RUN_BY.items()
+            if (page, language) == (self.page, self.language) and self.code.startswith(begin)
+        }
+        assert len(found) <= 1, self
+        return next(iter(found), "")
+
+
+def tokens(page: str) -> list[Token]:
+    """The page as GitHub reads it."""
+    return MarkdownIt().enable("table").parse(PAGES[page].read_text())
+
+
+def all_blocks(page: str) -> list[Block]:
+    """The blocks of a page, in order."""
+    found, before = [], ""
+    for token in tokens(page):
+        if token.type in ("fence", "code_block"):
+            assert token.map is not None
+            reason = re.fullmatch(r"<!-- not run: (.+) -->", before.strip())
+            found.append(Block(page, token.map[0] + 1, token.info, token.content, reason[1] if reason else ""))
+        before = token.content if token.type == "html_block" else ""
+    return found
+
+
+def blocks(page: str, language: str, begin: str = "") -> list[str]:
+    """The code of those blocks in a language that are run, and begin so."""
+    found = [block for block in all_blocks(page) if block.language == language and not block.not_run]
+    return [block.code for block in found if block.code.startswith(begin)]

@@ -1,0 +1,224 @@
+"""Every block of code of the README and of docs/: run as it stands, read by what it is for, or run by another test."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import tomllib
+import torch
+import transformer_engine.pytorch as te
+import transformers
+import typer
+from accelerate import Accelerator
+from lightning.pytorch.cli import LightningCLI
+from packaging.requirements import Requirement
+
+from te_precision_callbacks import PrecisionDebugCallback, cli
+from te_precision_callbacks.config import load_config
+from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow
+from tests.conftest import statistics
+from tests.docs.pages import LANGUAGES, PAGES, ROOT, RUN_BY, Block, all_blocks, blocks
+from tests.lightning.models import Plain, loader, logged_lines
+from tests.transformers.models import Net, Vectors
+
+BLOCKS = [block for page in PAGES for block in all_blocks(page)]
+HERE = [block for block in BLOCKS if not block.run_by and not block.not_run]
+
+
+def of(language: str) -> list[Any]:
+    found = [block for block in HERE if block.language == language]
+    return [pytest.param(block, id=f"{block.page}:{block.line}") for block in found]
+
+
+def test_each_block_has_a_language_and_a_test() -> None:
+    for block in BLOCKS:
+        assert block.language in LANGUAGES, f"{block.page}, line {block.line}"
+    for (page, language, begin), test in RUN_BY.items():
+        assert blocks(page, language, begin), f"{page} has no block of {language} that begins with {begin!r}"
+        assert "blocks(" in (ROOT / test).read_text(), f"{test} runs no blocks of {page}"
+    marks = sum(path.read_text().count("<!-- not run:") for path in PAGES.values())
+    assert marks == sum(bool(block.not_run) for block in BLOCKS), "a mark stands above a block, with its reason"
+
+
+# ---------------------------------------------------------------------- Python
+
+
+def run(code: str, **names: Any) -> dict[str, Any]:
+    """What the page leaves to its reader is given by name; the names that there are afterwards."""
+    names["__name__"] = "__main__"
+    exec(compile(code, "a block", "exec"), names)
+    return names
+
+
+class WithLoss(torch.nn.Module):
+    """A model as in transformers: its forward returns an object with a ``loss``, which becomes inf when it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.factor = 1.0
+
+    def forward(self, inputs: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=(self.factor * self.last(self.first(inputs).abs())).square().mean())
+
+
+def readme(folder: Path, line: str, accelerate: str, callback: str, pair: str, loop: str, overflow: str) -> None:
+    (config,) = blocks("README.md", "yaml")
+    Path("config.yaml").write_text(config)
+    trainer = run(line, L=L, PrecisionDebugCallback=PrecisionDebugCallback)["trainer"]
+    assert any(isinstance(found, PrecisionDebugCallback) for found in trainer.callbacks)
+
+    model = torch.nn.ModuleDict({"block": te.TransformerLayer(64, 128, 4)})
+    accelerator = Accelerator(cpu=True)
+    names = {"accelerator": accelerator, "model": accelerator.prepare(model), "loader": range(3)}
+    assert run(accelerate, **names)["debugger"].session.iteration == 3
+
+    given = {"transformers": transformers, "model": Net(), "data": Vectors(8)}
+    given["args"] = transformers.TrainingArguments("run", use_cpu=True, report_to=[])
+    found = run(callback, **given)
+    assert found["callback"] in found["trainer"].callback_handler.callbacks
+    run(pair)
+
+    names = run(loop, **names)
+    assert names["session"].iteration == 3
+    assert len(names["session"].layers) == 4
+    run(overflow, model=WithLoss())
+
+
+def lightning_page(folder: Path, fit: str, overflow: str) -> None:
+    Path("config.yaml").write_text(str(statistics()))
+    quick = "max_steps=2, accelerator='cpu', enable_progress_bar=False, default_root_dir='runs', logger=False"
+    names = {"L": L, "PrecisionDebugCallback": PrecisionDebugCallback, "model": Plain(), "data": loader(2)}
+    callback = run(fit.replace("max_steps=100", quick), **names)["callback"]
+    assert callback.session.iteration == 2
+    assert len(logged_lines(folder / "runs")) == 2 * 2 * 2, "layers, statistics, steps"
+    run(overflow, PrecisionDebugCallback=PrecisionDebugCallback)
+
+
+def activation_overflow(folder: Path, block: str, label: str, look: str, skip: str) -> None:
+    model = WithLoss()
+    names: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.01)}
+    names["loader"] = [{"inputs": torch.ones(2, 4)}] * 3
+    run(block, **names)
+    model.factor = float("inf")
+    with pytest.raises(ActivationOverflowError, match=r"\[0\]"):
+        run(block, **names)
+
+    labelled = type("Labelled", (torch.nn.Module,), {"forward": run(label)["forward"]})()
+    labelled.layer_norm = lambda hidden: hidden * float("inf")  # no module: nothing else watches what it makes
+    watch = DebugActivationOverflow(labelled)
+    labelled(torch.ones(2, 4))
+    with pytest.raises(ActivationOverflowError, match="after layer_norm"):
+        watch.close()
+
+    names |= {"ActivationOverflowError": ActivationOverflowError, "debug_overflow": DebugActivationOverflow(model)}
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(ActivationOverflowError):
+        run(look, loss=model(torch.ones(2, 4)).loss, **names)
+    names["debug_overflow"].close()
+    with DebugActivationOverflow(model):
+        run(skip, loss=model(torch.ones(2, 4)).loss, **names)
+        assert all(map(torch.equal, before, model.parameters())), "the batch was left out"
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model.factor = 1.0
+        run(skip, loss=model(torch.ones(2, 4)).loss, **names)
+    assert not all(map(torch.equal, before, model.parameters()))
+
+
+def reference_backend(folder: Path, code: str) -> None:
+    assert run(code)["layer"].weight.grad.isfinite().all()
+
+
+PYTHON: dict[str, Callable[..., None]] = {
+    "README.md": readme,
+    "docs/activation-overflow.md": activation_overflow,
+    "docs/lightning.md": lightning_page,
+    "docs/reference-backend.md": reference_backend,
+}
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in HERE if block.language == "python"}))
+def test_python(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    codes = [block.code for block in HERE if (block.page, block.language) == (page, "python")]
+    PYTHON[page](tmp_path, *codes)
+
+
+# ---------------------------------------------------------------------- YAML
+
+
+@pytest.mark.parametrize("block", of("yaml"))
+def test_yaml(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text(block.code)
+    if block.code.startswith("trainer:"):  # of LightningCLI
+        Path("trainer.yaml").write_text(block.code)
+        Path("config.yaml").write_text(str(statistics()))
+        monkeypatch.setattr("sys.argv", ["train.py", "--config", "trainer.yaml"])
+        parsed = LightningCLI(Plain, run=False, save_config_callback=None, seed_everything_default=False)
+        assert any(isinstance(found, PrecisionDebugCallback) for found in parsed.trainer.callbacks)
+        return
+    assert load_config(tmp_path / "config.yaml").enabled_sections
+
+
+# ---------------------------------------------------------------------- shell
+
+
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def make(arguments: list[str], comment: str) -> None:
+    for word in arguments:
+        variable, is_variable, _ = word.partition("=")
+        pattern = rf"\$\({variable}\)" if is_variable else rf"^{word}:"
+        assert re.search(pattern, MAKEFILE, re.MULTILINE), f"the Makefile has no {variable}"
+
+
+def pip(arguments: list[str], comment: str) -> None:
+    assert arguments[0] == "install"
+    for wanted in map(Requirement, arguments[1:]):
+        assert wanted.name == SETTINGS["name"]
+        assert wanted.extras <= set(SETTINGS["optional-dependencies"])
+
+
+def te_precision(arguments: list[str], comment: str) -> None:
+    """Its arguments are taken; what they do is tested in tests/reference/test_run.py."""
+    command: Any = typer.main.get_command(cli.app)
+    with command.make_context("te-precision", arguments) as context:
+        name, found, rest = command.resolve_command(context, arguments)
+        found.make_context(name, rest, parent=context).close()
+
+
+def pytest_(arguments: list[str], comment: str) -> None:
+    assert arguments[0] == "-p"
+    assert "pytest_" in " ".join(vars(importlib.import_module(arguments[1])))
+
+
+def python(arguments: list[str], comment: str) -> None:
+    """A script of the repository; the comment names some of its options."""
+    script = ROOT / arguments[0]
+    sources = "".join(path.read_text() for path in script.parent.glob("*.py"))
+    assert script.is_file()
+    for option in re.findall(r"--[\w-]+", comment):
+        assert f'"{option}"' in sources, option
+
+
+SHELL = {"make": make, "pip": pip, "te-precision": te_precision, "pytest": pytest_, "python": python}
+
+
+@pytest.mark.parametrize("block", of("bash"))
+def test_shell(block: Block) -> None:
+    """Commands that install, or that run all tests, are read: each target, extra, file and option must be there."""
+    for line in block.code.splitlines():
+        command, _, comment = line.partition("  #")
+        program, *arguments = shlex.split(re.sub(r"[\[\]](?![^\[]*')", "", command) if "make" in command else command)
+        SHELL[program](arguments, comment)

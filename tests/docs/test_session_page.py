@@ -1,0 +1,134 @@
+"""docs/session.md: its code as it stands there, and what it says of names, starts and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+
+from te_precision_callbacks.config import ConfigError
+from te_precision_callbacks.errors import OptionError, PrecisionDebugError
+from te_precision_callbacks.session import FeatureLoadError, InspectSession, SessionError, running_session
+from tests.conftest import Keeper, feature, statistics
+from tests.docs.pages import PAGES, blocks
+from tests.lightning.models import logged_lines
+
+PAGE = "docs/session.md"
+SCRIPT, ACCUMULATION, PIECES, RUNNING, EVALUATION, KNOWN = blocks(PAGE, "python")
+
+
+@pytest.fixture
+def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The names that the first block leaves, and what it has printed, in a folder with the page's config."""
+    monkeypatch.chdir(tmp_path)
+    (config,) = blocks(PAGE, "yaml")
+    Path("config.yaml").write_text(config)
+    found: dict[str, Any] = {}
+    exec(SCRIPT, found)
+    found["printed"] = capsys.readouterr().out.splitlines()
+    return found
+
+
+def test_the_blocks_run_one_after_another(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"print(entry.layer, entry.gemm, entry.operands)  # {names['printed'][0]}\n" in SCRIPT
+    assert names["session"].iteration == 4
+    numbers = 2 * 2 * 2  # layers, tensors, statistics
+    assert len(logged_lines(Path("run"))) == numbers * 4
+    exec(ACCUMULATION, names)
+    assert capsys.readouterr().out.splitlines() == [f"1 0 1 {numbers}", f"2 1 3 {numbers}"]
+    exec(PIECES, names)
+    assert (names["session"].running, names["session"].iteration) == (False, 4)
+    exec(RUNNING, names)
+    assert running_session() is None
+    exec(EVALUATION, names)
+    exec(KNOWN, names)
+    shown = capsys.readouterr().out
+    assert "Precision that really ran" in shown
+    assert shown.splitlines()[-1].startswith("0 activation max ")
+    assert "Precision that really ran" in Path("run/precision_summary.txt").read_text()
+
+
+def test_what_is_not_to_be_observed_is_not(names: dict[str, Any]) -> None:
+    """What was gathered since the last step is written at the end: here the forward of the evaluation, or nothing."""
+    for log_dir, code in {
+        "paused": EVALUATION,
+        "observed": EVALUATION.replace("observing = False", "observing = True"),
+    }.items():
+        exec(code.replace('"run"', repr(log_dir)), names)
+        iterations = {iteration for _, iteration in logged_lines(Path(log_dir))}
+        assert iterations == set(range(4 if log_dir == "paused" else 5))
+
+
+def test_a_loop_that_fails_ends_its_session(names: dict[str, Any]) -> None:
+    def batches() -> Iterator[torch.Tensor]:
+        yield torch.randn(32, 64)
+        raise OSError("no data")
+
+    with pytest.raises(OSError, match="no data"):
+        exec(PIECES, names | {"loader": batches()})
+    assert running_session() is None
+
+
+def test_the_names_of_several_models(tmp_path: Path) -> None:
+    first, second = torch.nn.Sequential(te.Linear(16, 16)), torch.nn.Sequential(torch.nn.ReLU(), te.Linear(16, 16))
+    for models, expected in (
+        ({"generator": first, "critic": second}, ["generator.0", "critic.1"]),
+        ([first, second], ["chunk0.0", "chunk1.1"]),
+    ):
+        with InspectSession(statistics(), model=models, log_dir=tmp_path) as session:
+            assert [layer.name for layer in session.layers] == expected
+
+
+def test_a_session_that_was_stopped_begins_anew(tmp_path: Path, keeper: Keeper) -> None:
+    model = torch.nn.Sequential(te.Linear(16, 16))
+    session = InspectSession(statistics(), model=model, log_dir=tmp_path, sinks=[keeper])
+    for _ in range(2):
+        session.start()
+        model(torch.randn(16, 16)).sum().backward()
+        session.step()
+        session.stop()
+        session.stop()
+    assert keeper.iterations == [0, 0]
+    assert keeper.closed == [None, None]
+
+
+def test_the_errors_of_the_table(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "own.py").write_text("raise RuntimeError('no')")
+    model = torch.nn.Sequential(te.Linear(16, 16))
+    nowhere = {"s": feature("DisableFP8Layer", ["fc7"])}
+
+    def with_another() -> None:
+        with InspectSession(statistics(), log_dir=tmp_path):
+            InspectSession(statistics(), log_dir=tmp_path).start()
+
+    def without_model() -> None:
+        with InspectSession(statistics(), log_dir=tmp_path) as session:
+            session.step()
+
+    raised = {
+        "made with an unknown feature": (ConfigError, lambda: InspectSession({"s": feature("Nothing", ["fc1"])})),
+        "a section that matches no layer": (ConfigError, InspectSession(nowhere, model=model, log_dir=tmp_path).start),
+        "an unknown keyword": (OptionError, lambda: InspectSession(stepon="batch")),  # type: ignore[call-arg]
+        "a feature that raises": (
+            FeatureLoadError,
+            InspectSession(feature_dirs=[tmp_path / "broken"], log_dir=tmp_path).start,
+        ),
+        "step() without start()": (SessionError, InspectSession(model=model).step),
+        "attach() without start()": (SessionError, lambda: InspectSession().attach(model)),
+        "step() without a model": (SessionError, without_model),
+        "a second session": (SessionError, with_another),
+    }
+    page = PAGES[PAGE].read_text()
+    for what, (expected, call) in raised.items():
+        assert issubclass(expected, PrecisionDebugError)
+        assert f"`{expected.__name__}`" in page
+        with pytest.raises(expected) as caught:
+            call()
+        if what == "a second session":
+            assert __file__ in str(caught.value)
+    assert running_session() is None
