@@ -5,6 +5,7 @@ An extension of griffe, by which mkdocstrings reads the sources.
 
 from __future__ import annotations
 
+import ast
 import re
 import textwrap
 from pathlib import Path
@@ -71,6 +72,14 @@ def _with_blocks(text: str) -> str:
     def block(found: re.Match[str]) -> str:
         code = textwrap.dedent(found["code"]).strip("\n")
         heading = "" if found["before"] in ("Usage", "Example") else f"{found['before']}:"
-        return f"{heading}\n\n```python\n{code}\n```\n\n"
+        return f"{heading}\n\n```{_language(code)}\n{code}\n```\n\n"
 
     return re.sub(r"(?m)^(?P<before>.*)::\n\n(?P<code>(?:(?: {4,}.*)?\n|(?: {4,}.+)\Z)+)", block, text)
+
+
+def _language(code: str) -> str:
+    try:
+        ast.parse(code)
+    except SyntaxError:
+        return "text"
+    return "python"

@@ -58,7 +58,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links between files of the repository as links between pages; those to files that are no pages are left out."""
+    """Links between files of the repository as links between pages, which have titles in the place of file names.
+
+    Links to files that are no pages are left out.
+    """
     pages = dict(ELSEWHERE)
     pages |= {f"docs/{file.src_uri}": file.src_uri for file in files.documentation_pages()}
     own = next((path for path, target in ELSEWHERE.items() if target == page.file.src_uri), f"docs/{page.file.src_uri}")
@@ -69,14 +72,31 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = on_a_host["path"] if on_a_host else posixpath.normpath(posixpath.join(posixpath.dirname(own), target))
         if path in pages:
             there = posixpath.relpath(pages[path], posixpath.dirname(page.file.src_uri) or ".")
-            return f"[{found['text']}]({there}{anchor})"
+            text = _title(ROOT / path) if found["text"].endswith(path.rpartition("/")[2]) else found["text"]
+            return f"[{text}]({there}{anchor})"
         return found["text"] if (ROOT / path).exists() else found[0]
 
+    if own == "docs/api.md":
+        markdown = re.sub(r"(?m)^\| `.*?(?= \|)", _to_modules, markdown)
     return "".join(part if part.startswith("```") else _LINK.sub(link, part) for part in _fenced_apart(markdown))
+
+
+def _to_modules(cell: re.Match[str]) -> str:
+    """The names of modules in a cell of the table of docs/api.md as links to their pages."""
+
+    def link(name: re.Match[str]) -> str:
+        module = PACKAGE + name[1] if name[1].startswith(".") else name[1]
+        return f"[{name[0]}]({_page_of(module)})"
+
+    return re.sub(r"`([\w.]+)`", link, cell[0])
 
 
 def _fenced_apart(markdown: str) -> list[str]:
     return re.split(r"(?ms)(^ *```.*?^ *```$)", markdown)
+
+
+def _title(path: Path) -> str:
+    return path.read_text().partition("\n")[0].removeprefix("# ")
 
 
 def _page_of(module: str) -> str:
