@@ -443,7 +443,8 @@ PEFT add are left out: `layers.3.q_proj`, and beside it `layers.3.q_proj.lora_A.
 the one that the script gave (`te.Linear(..., name="head")`, or nvidia-dlfw-inspect's `infer_and_assign_layer_names`
 before `attach()`), the path with PEFT's parts (`base_model.model.layers.3.q_proj.base_layer`), and the path without a
 LightningModule's own attribute. A name that the script gave to one layer alone stands for it in the statistics log and
-in `summary`. Layers of one name are told apart by their paths, which is said.
+in `summary`. Layers of one name are told apart by their paths, which is said. Where ranks have different layers at one
+path, the names have Megatron's numbers ([statistics.md](statistics.md#what-a-value-is-of)).
 
 nvidia-dlfw-inspect calls the same layer `model.layers.4.q_proj` where the modules have an attribute `layer_number`. A
 config that was written for its names may so mean other layers here; then one warning names both sets. To have exactly
