@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -62,8 +63,16 @@ def _attributes(value: type) -> list[str]:
     """What the package itself defines: without what a framework's base class has and the package overrides."""
     foreign = {name for base in _foreign(value) for name in dir(base)}
     ours = [base for base in value.__mro__ if base not in _foreign(value)]
-    names = {name for base in ours for name in (*vars(base), *vars(base).get("__annotations__", ()))}
+    names = {
+        name for base in ours for name in (*vars(base), *vars(base).get("__annotations__", ()), *_documented(base))
+    }
     return sorted(name for name in names - foreign if not name.startswith("_"))
+
+
+def _documented(value: type) -> list[str]:
+    """What the docstring's section of attributes names: also those that a constructor sets."""
+    section = inspect.cleandoc(value.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    return [name for names in re.findall(r"^    (\w[\w, ]*):", section, re.MULTILINE) for name in names.split(", ")]
 
 
 def _parameters(value: Any) -> str:
