@@ -29,9 +29,6 @@ ELSEWHERE = {
 
 _LINK = re.compile(r"\[(?P<text>[^\[\]]+)\]\((?P<target>[^()\s#]+)(?P<anchor>#[^()\s]*)?\)")
 
-_ON_A_HOST = re.compile(r"https?://[^/]+/[^/]+/[^/]+/(?:blob|tree)/[^/]+/(?P<path>.+)")
-"""A link to a file of a repository, which an index page of packages needs in the place of a relative one."""
-
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the pages of modules, and those of files that there are, into the navigation."""
@@ -68,8 +65,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def link(found: re.Match[str]) -> str:
         target, anchor = found["target"], found["anchor"] or ""
-        on_a_host = _ON_A_HOST.fullmatch(target)
-        path = on_a_host["path"] if on_a_host else posixpath.normpath(posixpath.join(posixpath.dirname(own), target))
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(own), target))
         if path in pages:
             there = posixpath.relpath(pages[path], posixpath.dirname(page.file.src_uri) or ".")
             text = _title(ROOT / path) if found["text"].endswith(path.rpartition("/")[2]) else found["text"]
