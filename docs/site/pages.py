@@ -5,7 +5,6 @@ The pages of docs/ and the README link to one another as files of the repository
 
 from __future__ import annotations
 
-import ast
 import posixpath
 import re
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from public_names import PACKAGE, public_modules, public_names
+from public_names import PACKAGE, public_names
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,10 +46,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, page in ELSEWHERE.items():
         if (ROOT / path).exists():
             files.append(File.generated(config, page, content=(ROOT / path).read_text()))
-    sources = public_modules(ROOT)
     for module, names in public_names(ROOT).items():
-        text = "\n".join(_reference(module, names, ast.get_docstring(sources[module]) or ""))
-        files.append(File.generated(config, _page_of(module), content=text))
+        files.append(File.generated(config, _page_of(module), content="\n".join(_reference(module, names))))
     return files
 
 
@@ -74,7 +71,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     if own == "docs/api.md":
         markdown = re.sub(r"(?m)^\| `.*?(?= \|)", _to_modules, markdown)
-    return "".join(part if part.startswith("```") else _LINK.sub(link, part) for part in _fenced_apart(markdown))
+    return "".join(
+        part if part.lstrip().startswith("```") else _LINK.sub(link, part) for part in _fenced_apart(markdown)
+    )
 
 
 def _to_modules(cell: re.Match[str]) -> str:
@@ -99,7 +98,7 @@ def _page_of(module: str) -> str:
     return f"api/{module}.md"
 
 
-def _reference(module: str, names: tuple[str, ...], docstring: str) -> Iterator[str]:
+def _reference(module: str, names: tuple[str, ...]) -> Iterator[str]:
     """The page of a module."""
     yield f"# {module} {{ #{module} }}\n"
     yield f"::: {module}\n    options: {{show_root_heading: false, show_root_toc_entry: false, members: false}}\n"

@@ -13,23 +13,18 @@ from pathlib import Path
 PACKAGE = "te_precision_callbacks"
 
 
-def public_modules(repository: Path) -> dict[str, ast.Module]:
-    """The package and the modules right below it that have an ``__all__``: name -> source."""
-    folder = repository / PACKAGE
-    files = {PACKAGE: folder / "__init__.py"}
-    files |= {f"{PACKAGE}.{path.stem}": path for path in folder.glob("[!_]*.py")}
-    files |= {f"{PACKAGE}.{path.parent.name}": path for path in folder.glob("*/__init__.py")}
-    parsed = {module: ast.parse(path.read_text()) for module, path in sorted(files.items())}
-    return {module: source for module, source in parsed.items() if _exported(source) is not None}
-
-
 def public_names(repository: Path) -> dict[str, tuple[str, ...]]:
-    """Each public module and its public names, in the order of its ``__all__``.
+    """The package and the modules right below it that have an ``__all__``: each with its names, in their order.
 
     Raises:
         ValueError: an ``__all__`` is no literal list of names.
     """
-    return {module: _exported(source) or () for module, source in public_modules(repository).items()}
+    folder = repository / PACKAGE
+    files = {PACKAGE: folder / "__init__.py"}
+    files |= {f"{PACKAGE}.{path.stem}": path for path in folder.glob("[!_]*.py")}
+    files |= {f"{PACKAGE}.{path.parent.name}": path for path in folder.glob("*/__init__.py")}
+    found = {module: _exported(ast.parse(path.read_text())) for module, path in sorted(files.items())}
+    return {module: names for module, names in found.items() if names is not None}
 
 
 def _exported(source: ast.Module) -> tuple[str, ...] | None:
