@@ -43,7 +43,7 @@ from te_precision_callbacks import reference
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import ENGINE, Watched
 from te_precision_callbacks.engine.kernels import eager
-from te_precision_callbacks.engine.statistics import Request, quantized_request, tensor_request
+from te_precision_callbacks.statistics.names import Request, quantized_request, tensor_request
 
 COLUMNS = ("case", "path", "ours_ms", "te_ms", "te_mode", "ratio", "read_once_ms", "flush_ms")
 ON_GPU = ("pass_ms", "bandwidth_share")

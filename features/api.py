@@ -41,11 +41,12 @@ from transformer_engine.debug.pytorch.debug_state import TEDebugState
 from te_precision_callbacks.dumps.recording import RECORDER
 from te_precision_callbacks.engine.engine import ENGINE, Measurement
 from te_precision_callbacks.engine.reduction import NO_STAMP, Stamp, is_distributed
-from te_precision_callbacks.engine.schedule import Schedule, fingerprint
 from te_precision_callbacks.errors import FeatureError
 from te_precision_callbacks.features.base import StatisticsFeature, every_options, matching_options
 from te_precision_callbacks.features.registration import NAMESPACE, is_upstream, namespace
 from te_precision_callbacks.layouts import is_quantized
+from te_precision_callbacks.statistics.schedule import Schedule, fingerprint
+from te_precision_callbacks.vocabulary import COLUMNWISE, RESULT, ROWWISE
 
 logger = logging.getLogger("te_precision_callbacks.features")
 
@@ -74,12 +75,6 @@ _OPTIONAL: Mapping[str, Mapping[str, Any]] = {
     "inspect_tensor_postquantize": {"tensor": None, "rowwise": True, "tp_group": None, "tp_size": 1},
 }
 """What else the calls have, and what a feature gets where Transformer Engine does not pass it."""
-
-_RESULTS = ("output", "wgrad", "dgrad")
-"""The tensors that a GEMM makes, which are no GEMM's operands."""
-
-_GEMMS = {"activation": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "gradient": ("dgrad", "wgrad")}
-"""The GEMMs that read a tensor's rowwise and its columnwise data."""
 
 _OF_GEMMS = frozenset({"fp8_gemm_enabled", "modify_tensor"})
 """The calls that are about one GEMM."""
@@ -169,7 +164,7 @@ class TransformerEngineAPI(UpstreamAPI):
             arguments["iteration"] = TEDebugState.get_iteration()
         tensor, gemm = arguments.get("tensor_name"), arguments.get("gemm")
         if api_name == "inspect_tensor_postquantize" and gemm is None:
-            gemm = _GEMMS.get(str(tensor), (None, None))[0 if arguments["rowwise"] else 1]
+            gemm = (ROWWISE if arguments["rowwise"] else COLUMNWISE).get(str(tensor))
             arguments["gemm"] = gemm
         key = (layer_name, api_name, tensor, gemm)
         calls = self._api_cache.get(key)
@@ -276,7 +271,7 @@ class TransformerEngineAPI(UpstreamAPI):
         given = arguments["tensor"]
         if given is not None and returned.size() != given.size():
             raise call.wrong(layer, returned, f"the shape of the tensor that it was given, {tuple(given.shape)}")
-        if given is not None and tensor in _RESULTS and returned.dtype != given.dtype:
+        if given is not None and tensor in RESULT.values() and returned.dtype != given.dtype:
             raise call.wrong(layer, returned, f"a tensor of {given.dtype}, as the {tensor} that it was given")
         dtype = arguments["dtype"]
         if dtype is None or getattr(returned, "dtype", dtype) == dtype:
@@ -293,7 +288,7 @@ class TransformerEngineAPI(UpstreamAPI):
         the other would have no effect; with one, the GEMM could not be had at all.
         """
         layer, _, tensor, gemm = key
-        if tensor in _RESULTS or not is_quantized(made):
+        if tensor in RESULT.values() or not is_quantized(made):
             return
         allowed, _ = self.route_api(layer, "fp8_gemm_enabled", gemm=gemm)
         if not allowed:

@@ -20,9 +20,9 @@ from te_precision_callbacks.dumps.files import TORCH
 from te_precision_callbacks.dumps.recording import RECORDER
 from te_precision_callbacks.dumps.wanted import Seen, Wanted
 from te_precision_callbacks.engine.reduction import is_distributed
-from te_precision_callbacks.engine.schedule import Schedule
 from te_precision_callbacks.features.base import Feature, Options
 from te_precision_callbacks.features.registration import NAMESPACE, own_feature
+from te_precision_callbacks.statistics.schedule import Schedule
 
 logger = logging.getLogger("te_precision_callbacks.features")
 

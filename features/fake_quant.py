@@ -12,9 +12,7 @@ from te_precision_callbacks.engine.quantization import round_to_mxfp8
 from te_precision_callbacks.features.base import HighPrecisionFeature, ModifyingFeature, Options
 from te_precision_callbacks.features.registration import own_feature
 from te_precision_callbacks.formats import E4M3, E5M2
-
-_COLUMNWISE = frozenset({("weight", "dgrad"), ("activation", "wgrad"), ("gradient", "wgrad")})
-"""The tensors and GEMMs whose contraction runs down the columns, and with it the blocks of MXFP8."""
+from te_precision_callbacks.vocabulary import COLUMNWISE
 
 
 @own_feature()
@@ -37,7 +35,7 @@ class FakeQuant(HighPrecisionFeature, ModifyingFeature):
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
         """The rounded tensor, in ``dtype`` or its own; None where it was written into ``out``."""
-        rounded = self._rounded(config, tensor, columnwise=(tensor_name, gemm) in _COLUMNWISE)
+        rounded = self._rounded(config, tensor, columnwise=gemm == COLUMNWISE[tensor_name])
         if out is not None:
             out.copy_(rounded)
             return None

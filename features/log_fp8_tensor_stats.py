@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from te_precision_callbacks.engine.statistics import Request, quantized_request
 from te_precision_callbacks.features.base import StatisticsFeature
 from te_precision_callbacks.features.registration import own_feature
+from te_precision_callbacks.statistics.names import Request, quantized_request
 
 
 @own_feature()

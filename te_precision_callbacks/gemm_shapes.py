@@ -30,12 +30,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from te_precision_callbacks.layouts import BLOCK_1D, BLOCK_2D, MXFP8, NVFP4, PER_TENSOR
+from te_precision_callbacks.vocabulary import GEMMS, GemmName
 
-Gemm = Literal["fprop", "dgrad", "wgrad"]
 Dimension = Literal["tokens", "in_features", "out_features"]
 Size = Literal["m", "n", "k", "lda", "ldb"]
-
-GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
 
 SCALING_OF_RECIPE: Mapping[str, str] = {
     "fp8_delayed_scaling": PER_TENSOR,
@@ -82,7 +80,7 @@ class Refusal:
         asked_by: who refuses.
     """
 
-    gemm: Gemm
+    gemm: GemmName
     dimension: Dimension
     size: int
     multiple: int
@@ -147,7 +145,7 @@ def refusals(
     tokens: int,
     in_features: int,
     out_features: int,
-    gemms: Collection[Gemm] = GEMMS,
+    gemms: Collection[GemmName] = GEMMS,
     result_bytes: int = 2,
     asserted: bool = True,
 ) -> list[Refusal]:
@@ -171,7 +169,7 @@ def refusals(
     sizes: dict[Dimension, int] = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
     if 0 in sizes.values():
         return []
-    found: dict[tuple[Gemm, Dimension], Refusal] = {}
+    found: dict[tuple[GemmName, Dimension], Refusal] = {}
     for gemm in GEMMS:
         if gemm not in gemms:
             continue
@@ -188,7 +186,7 @@ def refusals(
     return list(found.values())
 
 
-_DIMENSIONS: Mapping[Gemm, Mapping[Size, Dimension]] = {
+_DIMENSIONS: Mapping[GemmName, Mapping[Size, Dimension]] = {
     # lda is k where A is transposed, else m; ldb is n where B is transposed, else k.
     "fprop": {
         "m": "out_features",

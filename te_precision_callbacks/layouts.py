@@ -141,6 +141,11 @@ def is_quantized(tensor: Any) -> bool:
     return _mode(tensor) is not None
 
 
+def has_scale(tensor: Any) -> bool:
+    """Whether this is one of Transformer Engine's quantized tensors, also of a format that is not known here."""
+    return hasattr(tensor, "_scale_inv") or hasattr(tensor, "_rowwise_scale_inv")
+
+
 def gemm_operand(tensor: Any, *, columnwise: bool) -> Any:
     """What a GEMM reads of a tensor that it is handed.
 

@@ -23,12 +23,14 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from te_precision_callbacks.engine.statistics import Of, logged_request
 from te_precision_callbacks.records.statistics_log import STATISTICS_FOLDER
 from te_precision_callbacks.records.worst import badness
 from te_precision_callbacks.session import InspectSession, SessionOutcome
-from te_precision_callbacks.session.precision import GEMMS, GemmPrecision
+from te_precision_callbacks.session.precision import GemmPrecision
 from te_precision_callbacks.session.upstream import EVENTS_FOLDER
+from te_precision_callbacks.statistics.names import logged_request
+from te_precision_callbacks.statistics.table import Of
+from te_precision_callbacks.vocabulary import GEMMS
 
 __all__ = ["summary"]
 

@@ -19,7 +19,7 @@ from te_precision_callbacks.config.dumping import (
     size_in_bytes,
 )
 from te_precision_callbacks.config.schemas import FEATURES
-from te_precision_callbacks.engine.schedule import Schedule
+from te_precision_callbacks.statistics.schedule import Schedule
 from tests.test_config import LAYERS
 
 HEAD = """

@@ -17,20 +17,13 @@ import yaml
 from te_precision_callbacks import InspectSession, PrecisionDebugError
 from te_precision_callbacks.config.loading import DEFAULT_CONFIG
 from te_precision_callbacks.engine.kernels import compiled
-from te_precision_callbacks.engine.statistics import (
-    BLOCKWISE,
-    PREFIXES,
-    QUANTIZED_STATISTICS,
-    RECIPES,
-    STATISTICS,
-    TENSOR_STATISTICS,
-    logged_request,
-    tensor_request,
-)
 from te_precision_callbacks.records import LoggerSink, MetricSelection, Row, StepRecords, metric_name
 from te_precision_callbacks.records.choice import LATER_PLACES, MOST_SERIES, PATIENCE, PLACES
 from te_precision_callbacks.records.loggers import Histogram, names_for_mlflow
 from te_precision_callbacks.records.worst import badness, by_family, worst_of_all
+from te_precision_callbacks.statistics.names import PREFIXES, logged_request, tensor_request
+from te_precision_callbacks.statistics.table import BLOCKWISE, QUANTIZED_STATISTICS, STATISTICS, TENSOR_STATISTICS
+from te_precision_callbacks.vocabulary import RECIPES
 from tests.conftest import Keeper, feature
 
 INF, NAN = math.inf, math.nan

@@ -13,8 +13,10 @@ import yaml
 from te_precision_callbacks.config import Config, ConfigError, load_config
 from te_precision_callbacks.config.loading import DEFAULT_CONFIG
 from te_precision_callbacks.config.schemas import FEATURES, as_markdown, keys_of, schema_of
-from te_precision_callbacks.engine.statistics import BLOCK_STATISTICS, QUANTIZED_STATISTICS, RECIPES, TENSOR_STATISTICS
+from te_precision_callbacks.statistics.table import QUANTIZED_STATISTICS, TENSOR_STATISTICS
+from te_precision_callbacks.vocabulary import RECIPES
 from tests.conftest import feature
+from tests.engine.exact import BLOCK_STATISTICS
 from tests.test_config import LAYERS
 
 ROOT = Path(__file__).parents[1]

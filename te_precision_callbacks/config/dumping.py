@@ -15,30 +15,27 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator
 
-from te_precision_callbacks.config.fields import Tensor, Words
+from te_precision_callbacks.config.fields import Words
 from te_precision_callbacks.config.problems import ConfigError, KeyPath, suggestion
-from te_precision_callbacks.engine.schedule import Schedule
-from te_precision_callbacks.engine.statistics import (
-    BLOCKWISE,
+from te_precision_callbacks.statistics.names import (
     OWN_RECIPE,
     PREFIXES,
-    QUANTIZED_STATISTICS,
-    RECIPES,
-    TENSOR_STATISTICS,
     Request,
     UnknownStatisticError,
     quantized_request,
     tensor_request,
 )
+from te_precision_callbacks.statistics.schedule import Schedule
+from te_precision_callbacks.statistics.table import BLOCKWISE, QUANTIZED_STATISTICS, TENSOR_STATISTICS
+from te_precision_callbacks.vocabulary import RECIPES, TENSORS
 
 if TYPE_CHECKING:
     from te_precision_callbacks.config.planning import Plan, Section
 
-TENSORS = get_args(Tensor)
 
 NONFINITE = "nonfinite"
 """The condition that a tensor has an inf or nan."""

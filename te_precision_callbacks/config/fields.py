@@ -17,24 +17,17 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Strict
 from pydantic.fields import FieldInfo
 
 from te_precision_callbacks.config.problems import nearest, shortened, shown, suggestion
-from te_precision_callbacks.engine.statistics import (
-    BLOCKWISE,
-    ELEMENT_FORMATS,
+from te_precision_callbacks.statistics.names import (
     OWN_RECIPE,
     PREFIXES,
-    QUANTIZED_STATISTICS,
-    RECIPES,
-    TENSOR_STATISTICS,
-    WITH_ELEMENT_FORMAT,
     Request,
     UnknownStatisticError,
     quantized_request,
     tensor_request,
 )
+from te_precision_callbacks.statistics.table import BLOCKWISE, QUANTIZED_STATISTICS, TENSOR_STATISTICS
+from te_precision_callbacks.vocabulary import ELEMENT_FORMATS, RECIPES, WITH_ELEMENT_FORMAT
 
-Gemm = Literal["fprop", "dgrad", "wgrad"]
-Operand = Literal["activation", "weight", "gradient"]
-Tensor = Literal["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
 QuantFormat = Literal["FP8E4M3", "FP8E5M2", "MXFP8E4M3", "MXFP8E5M2"]
 
 T = TypeVar("T")

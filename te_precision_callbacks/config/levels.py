@@ -18,7 +18,6 @@ from te_precision_callbacks.config.dumping import ConditionText, Size, in_words
 from te_precision_callbacks.config.effects import Effect, Pair
 from te_precision_callbacks.config.fields import (
     Fp8Statistic,
-    Gemm,
     Intervals,
     ListOf,
     Nvfp4Statistic,
@@ -29,13 +28,10 @@ from te_precision_callbacks.config.fields import (
     words,
 )
 from te_precision_callbacks.config.problems import KeyPath
-from te_precision_callbacks.engine.schedule import Schedule as Steps
+from te_precision_callbacks.statistics.schedule import Schedule as Steps
+from te_precision_callbacks.vocabulary import GEMMS, OPERANDS, RESULT, GemmName
 
-TAKES_PART: Mapping[str, tuple[str, ...]] = {
-    "fprop": ("activation", "weight", "output"),
-    "dgrad": ("gradient", "weight", "dgrad"),
-    "wgrad": ("activation", "gradient", "wgrad"),
-}
+TAKES_PART: Mapping[str, tuple[str, ...]] = {gemm: (*OPERANDS[gemm], RESULT[gemm]) for gemm in GEMMS}
 """GEMM -> its two operands and its result."""
 
 _NOT_GIVEN: Any = None
@@ -165,7 +161,7 @@ class TensorChoice(Level, Generic[NameT, TensorItemT]):
 class GemmChoice(Level, Generic[GemmItemT]):
     """Which GEMMs."""
 
-    gemms: ListOf[Gemm] = Field(
+    gemms: ListOf[GemmName] = Field(
         default_factory=list, description="GEMMs that the feature acts on. One name needs no brackets."
     )
     gemms_struct: ListOf[GemmItemT] = Field(
@@ -215,7 +211,7 @@ class OneTensor(Level, Generic[NameT]):
 class OneGemm(Level):
     """An item of ``gemms_struct``."""
 
-    gemm: Gemm = Field(description="The GEMM that the item is for.")
+    gemm: GemmName = Field(description="The GEMM that the item is for.")
 
 
 class Schedule(Level):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pydantic.fields import FieldInfo
 
 from te_precision_callbacks.config.effects import Effect
-from te_precision_callbacks.config.fields import Operand, Tensor, words
+from te_precision_callbacks.config.fields import words
 from te_precision_callbacks.config.levels import (
     TAKES_PART,
     Dumped,
@@ -41,13 +41,14 @@ from te_precision_callbacks.config.levels import (
     TensorStatistics,
     levels,
 )
+from te_precision_callbacks.vocabulary import OperandName, TensorName
 
 
-class LogTensorStatsItem(Schedule, TensorStatistics, OneTensor[Tensor]):
+class LogTensorStatsItem(Schedule, TensorStatistics, OneTensor[TensorName]):
     """One tensor of LogTensorStats."""
 
 
-class LogTensorStats(Schedule, TensorStatistics, ObservingFeature[Tensor, LogTensorStatsItem]):
+class LogTensorStats(Schedule, TensorStatistics, ObservingFeature[TensorName, LogTensorStatsItem]):
     """Logs statistics of tensors as they are before quantization, over all micro-batches and ranks of a step."""
 
     example = """
@@ -68,11 +69,11 @@ tensor_statistics:
 """
 
 
-class LogFp8TensorStatsItem(Schedule, Fp8Statistics, OneTensor[Operand]):
+class LogFp8TensorStatsItem(Schedule, Fp8Statistics, OneTensor[OperandName]):
     """One tensor of LogFp8TensorStats."""
 
 
-class LogFp8TensorStats(Schedule, Fp8Statistics, ObservingFeature[Operand, LogFp8TensorStatsItem]):
+class LogFp8TensorStats(Schedule, Fp8Statistics, ObservingFeature[OperandName, LogFp8TensorStatsItem]):
     """Logs what quantization does to the operands of the GEMMs: what is lost below and above, the error, the scales.
 
     It can also tell what another recipe than the layer's own would do to the same tensors.
@@ -92,11 +93,11 @@ quantization_statistics:
 """
 
 
-class LogNvfp4TensorStatsItem(Schedule, Nvfp4Statistics, OneTensor[Operand]):
+class LogNvfp4TensorStatsItem(Schedule, Nvfp4Statistics, OneTensor[OperandName]):
     """One tensor of LogNvfp4TensorStats."""
 
 
-class LogNvfp4TensorStats(Schedule, Nvfp4Statistics, ObservingFeature[Operand, LogNvfp4TensorStatsItem]):
+class LogNvfp4TensorStats(Schedule, Nvfp4Statistics, ObservingFeature[OperandName, LogNvfp4TensorStatsItem]):
     """Logs what quantization to NVFP4 does to the operands of the GEMMs."""
 
     example = """
@@ -200,15 +201,15 @@ fc2_in_high_precision:
 """
 
 
-class PerTensorScalingTensorItem(Margin, OneTensor[Operand]):
+class PerTensorScalingTensorItem(Margin, OneTensor[OperandName]):
     """One tensor of PerTensorScaling."""
 
 
-class PerTensorScalingGemmItem(Margin, TensorChoice[Operand, PerTensorScalingTensorItem], OneGemm):
+class PerTensorScalingGemmItem(Margin, TensorChoice[OperandName, PerTensorScalingTensorItem], OneGemm):
     """One GEMM of PerTensorScaling."""
 
 
-class PerTensorScaling(Margin, ModifyingFeature[Operand, PerTensorScalingTensorItem, PerTensorScalingGemmItem]):
+class PerTensorScaling(Margin, ModifyingFeature[OperandName, PerTensorScalingTensorItem, PerTensorScalingGemmItem]):
     """Scales tensors by their amax of this step, in layers whose recipe is delayed scaling, which takes earlier amaxes.
 
     It needs that recipe, and acts in every step. Only one feature can change a tensor of a GEMM, and none beside it can
@@ -233,15 +234,15 @@ scale_by_current_amax:
         return Effect(self.modifies(), quantizes=True)
 
 
-class FakeQuantTensorItem(Quantization, OneTensor[Tensor]):
+class FakeQuantTensorItem(Quantization, OneTensor[TensorName]):
     """One tensor of FakeQuant."""
 
 
-class FakeQuantGemmItem(Quantization, TensorChoice[Tensor, FakeQuantTensorItem], OneGemm):
+class FakeQuantGemmItem(Quantization, TensorChoice[TensorName, FakeQuantTensorItem], OneGemm):
     """One GEMM of FakeQuant."""
 
 
-class FakeQuant(Quantization, ModifyingFeature[Tensor, FakeQuantTensorItem, FakeQuantGemmItem]):
+class FakeQuant(Quantization, ModifyingFeature[TensorName, FakeQuantTensorItem, FakeQuantGemmItem]):
     """Rounds tensors to a format and back, and runs the GEMM in high precision.
 
     So each tensor's part in the loss of precision can be seen alone, and formats can be tried that the GPU does not
@@ -290,11 +291,11 @@ what_if_gradients_were_e5m2:
             )
 
 
-class DumpTensorsItem(Schedule, Dumped, OneTensor[Tensor]):
+class DumpTensorsItem(Schedule, Dumped, OneTensor[TensorName]):
     """One tensor of DumpTensors."""
 
 
-class DumpTensors(DumpLimits, Schedule, Dumped, ObservingFeature[Tensor, DumpTensorsItem]):
+class DumpTensors(DumpLimits, Schedule, Dumped, ObservingFeature[TensorName, DumpTensorsItem]):
     """Writes tensors to files, a file for each rank, step, layer, tensor and micro-batch.
 
     They are written beside training, whole or not at all, to `tensor_dumps/rank_R/iter_N/` in the log folder. With

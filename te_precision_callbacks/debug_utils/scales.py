@@ -14,6 +14,7 @@ import torch
 from te_precision_callbacks.debug_utils.slots import Slot, Slots
 from te_precision_callbacks.engine.quantization import is_e5m2
 from te_precision_callbacks.formats import E4M3, E5M2
+from te_precision_callbacks.vocabulary import recipe_of
 
 
 def fp8_scale(module: Any, direction: Literal["scaling_fwd", "scaling_bwd"], slots: Slots) -> Slot | float | None:
@@ -55,7 +56,7 @@ def _name_in_transformer_engine(module: Any) -> str | None:
 
 
 def _current_scaling(quantizer: Any) -> float | None:
-    if type(quantizer).__name__ != "Float8CurrentScalingQuantizer":
+    if recipe_of(quantizer) != "fp8_current_scaling":
         return None
     if quantizer.with_amax_reduction or quantizer.force_pow_2_scales or quantizer.amax_epsilon:
         return None

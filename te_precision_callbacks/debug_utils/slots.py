@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from te_precision_callbacks.engine.quantization import is_quantized
+from te_precision_callbacks.layouts import has_scale
 
 _FIRST_CHUNK = 256
 _LARGEST_CHUNK = 8192
@@ -263,7 +263,7 @@ def _plain_values(tensor: torch.Tensor) -> torch.Tensor | Unmeasured:
         return _plain_values(tensor.to_local())
     if tensor.layout is not torch.strided:
         return _plain_values(tensor._values() if tensor.layout is torch.sparse_coo else tensor.values())
-    if tensor.is_quantized or (type(tensor) not in _PLAIN and is_quantized(tensor)):  # torch's, or Transformer Engine's
+    if tensor.is_quantized or (type(tensor) not in _PLAIN and has_scale(tensor)):  # torch's, or Transformer Engine's
         tensor = tensor.dequantize()
     if tensor.numel() == 0:
         return Unmeasured("empty")

@@ -46,7 +46,7 @@ from te_precision_callbacks.dumps.sizes import most_bytes
 from te_precision_callbacks.dumps.wanted import Seen, Wanted
 from te_precision_callbacks.dumps.writer import Stop, Writer
 from te_precision_callbacks.engine.engine import Measurement
-from te_precision_callbacks.engine.quantization import recipe_of
+from te_precision_callbacks.vocabulary import recipe_of
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,8 @@ import torch
 
 from te_precision_callbacks.engine.kernels import compiled, eager
 from te_precision_callbacks.engine.kernels.columns import NOTHING
-from te_precision_callbacks.engine.statistics import RANGES, Blocks, Of
+from te_precision_callbacks.statistics.names import Blocks
+from te_precision_callbacks.statistics.table import RANGES, Of
 
 RANGE_SUMS = ("ranges", "range_sum")
 """Number of blocks with a finite element other than 0; the sum of their dynamic ranges."""

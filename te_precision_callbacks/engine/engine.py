@@ -36,29 +36,17 @@ from te_precision_callbacks.engine.quantization import (
     Settings,
     default_settings,
     is_e5m2,
-    is_quantized,
     read,
-    recipe_of,
     scale_columns,
     settings_of,
     simulate,
 )
 from te_precision_callbacks.engine.reduction import NO_STAMP, Reduction, Stamp, Table
 from te_precision_callbacks.engine.slots import Segment, SegmentKey, Slots
-from te_precision_callbacks.engine.statistics import (
-    ELEMENT_FORMATS,
-    EXPONENTS,
-    OF_BLOCKS,
-    OWN_RECIPE,
-    RANGES,
-    SCALES,
-    STATISTICS,
-    Blocks,
-    Of,
-    Request,
-    Statistic,
-    no_blocks,
-)
+from te_precision_callbacks.layouts import has_scale
+from te_precision_callbacks.statistics.names import OWN_RECIPE, Blocks, Request, no_blocks
+from te_precision_callbacks.statistics.table import EXPONENTS, OF_BLOCKS, RANGES, SCALES, STATISTICS, Of, Statistic
+from te_precision_callbacks.vocabulary import ELEMENT_FORMATS, IDENTITY_QUANTIZER, recipe_of
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +93,7 @@ class Watched:
     def quantized(self, *, columnwise: bool = False) -> Any:
         """The quantized tensor that the GEMM of a direction reads, else that of the other one; None without either."""
         both = (self.columnwise, self.rowwise) if columnwise else (self.rowwise, self.columnwise)
-        return next((tensor for tensor in both if is_quantized(tensor)), None)
+        return next((tensor for tensor in both if has_scale(tensor)), None)
 
 
 class Placement(NamedTuple):
@@ -346,7 +334,7 @@ class _Measuring:
         self._quantized = watched.quantized()
         self._recipe = recipe_of(watched.quantizer)
         kind = type(watched.quantizer).__name__
-        no_quantizer = watched.quantizer is None or kind == "IdentityQuantizer"  # Transformer Engine's for no recipe
+        no_quantizer = watched.quantizer is None or kind == IDENTITY_QUANTIZER  # Transformer Engine's for no recipe
         self._unknown_quantizer = None if no_quantizer or self._recipe is not None else kind
         if watched.values is None and self._quantized is not None:
             self._values = self._quantized.dequantize().detach()

@@ -27,10 +27,11 @@ from te_precision_callbacks.engine import blockwise
 from te_precision_callbacks.engine.blockwise import as_matrix, in_blocks, padded
 from te_precision_callbacks.engine.kernels import compiled, eager
 from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, NOTHING
-from te_precision_callbacks.engine.statistics import OF_BLOCKS, SCALES, Of, no_blocks
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
 from te_precision_callbacks.layouts import MXFP8, NVFP4, PER_TENSOR, LayoutError, Stored, stored
+from te_precision_callbacks.statistics.names import no_blocks
+from te_precision_callbacks.statistics.table import OF_BLOCKS, SCALES, Of
 
 SCALE_SUMS = ("scales", "scale_sum", "scale_square_sum")
 """Of the factors: their number, their sum, that of their squares."""
@@ -65,31 +66,6 @@ class PerTensor(NamedTuple):
     codes: torch.Tensor
     scale_inv: torch.Tensor
     e5m2: bool
-
-
-def recipe_of(quantizer: Any) -> str | None:
-    """The recipe (as in statistics' names) that one of Transformer Engine's quantizers belongs to; None for no recipe.
-
-    A quantizer is recognised by the name of its class or of a class that it derives from.
-    """
-    for base in type(quantizer).__mro__:
-        if base.__name__ in _RECIPE_OF_QUANTIZER:
-            return _RECIPE_OF_QUANTIZER[base.__name__]
-    return None
-
-
-_RECIPE_OF_QUANTIZER = {
-    "Float8Quantizer": "fp8_delayed_scaling",
-    "Float8CurrentScalingQuantizer": "fp8_current_scaling",
-    "MXFP8Quantizer": "mxfp8",
-    "Float8BlockQuantizer": "fp8_block_scaling",
-    "NVFP4Quantizer": "nvfp4",
-}
-
-
-def is_quantized(tensor: Any) -> bool:
-    """Whether a tensor is one of Transformer Engine's quantized tensors, with a scale."""
-    return tensor is not None and (hasattr(tensor, "_scale_inv") or hasattr(tensor, "_rowwise_scale_inv"))
 
 
 def is_e5m2(thing: Any) -> bool:
@@ -301,7 +277,7 @@ def scale_columns(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def scale_bins(scales: torch.Tensor) -> torch.Tensor:
-    """How many factors are in each bin of :data:`~te_precision_callbacks.engine.statistics.SCALES`: float64."""
+    """How many factors are in each bin of :data:`~te_precision_callbacks.statistics.table.SCALES`: float64."""
     wide = scales.reshape(-1).to(torch.float64)
     return eager.count_in_bins(torch.log2(wide), (wide > 0) & (wide < math.inf), SCALES)
 

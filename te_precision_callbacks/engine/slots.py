@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from te_precision_callbacks.engine.kernels.columns import NOTHING
-from te_precision_callbacks.engine.statistics import Request
+from te_precision_callbacks.statistics.names import Request
 
 _FIRST_CAPACITY = 1024
 

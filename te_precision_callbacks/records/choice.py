@@ -19,8 +19,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 
-from te_precision_callbacks.engine.statistics import Worse
 from te_precision_callbacks.records.worst import Family, Values, badness, direction, judged, worst_layers
+from te_precision_callbacks.statistics.table import Worse
 
 MOST_SERIES = 2_000
 PLACES = 50

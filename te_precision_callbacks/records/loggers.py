@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import Self
 
-from te_precision_callbacks.engine.statistics import EXPONENTS, Bins
 from te_precision_callbacks.records.model import Sink, StepRecords
+from te_precision_callbacks.statistics.table import EXPONENTS, Bins
 
 if TYPE_CHECKING:
     from te_precision_callbacks.records.metrics import MetricSelection

@@ -27,12 +27,12 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 
-from te_precision_callbacks.engine.statistics import histogram_bins
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.records.choice import LATER_PLACES, MOST_SERIES, PLACES, SeriesChoice
 from te_precision_callbacks.records.loggers import Histogram
 from te_precision_callbacks.records.model import Row, StepRecords
 from te_precision_callbacks.records.worst import Family, Values, by_family, judged, worst_of_all
+from te_precision_callbacks.statistics.names import histogram_bins
 
 logger = logging.getLogger(__name__)
 

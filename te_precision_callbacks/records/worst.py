@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
-from te_precision_callbacks.engine.statistics import OWN_RECIPE, Worse, logged_request
 from te_precision_callbacks.records.model import Row, StepRecords
+from te_precision_callbacks.statistics.names import OWN_RECIPE, logged_request
+from te_precision_callbacks.statistics.table import Worse
 
 WORST_OF_ALL: Mapping[str, str] = {
     "worst_underflows%": "underflows%",

@@ -22,14 +22,15 @@ from typing import Any, NamedTuple
 import torch
 
 from te_precision_callbacks.layouts import gemm_operand
-
-GEMMS = ("fprop", "dgrad", "wgrad")
-
-OPERANDS = {"fprop": ("activation", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("gradient", "activation")}
-"""The two tensors that each GEMM multiplies."""
-
-ROWWISE = {"activation": "fprop", "weight": "fprop", "gradient": "dgrad"}
-"""The GEMM that reads the rowwise data of a tensor; the other one reads its columnwise data."""
+from te_precision_callbacks.vocabulary import (
+    GEMMS,
+    HYBRID_QUANTIZER,
+    IDENTITY_QUANTIZER,
+    OPERANDS,
+    ROWWISE,
+    GemmName,
+    class_names,
+)
 
 MODIFIED = " (modified)"
 """What is added to the format of a tensor that a feature has made."""
@@ -70,8 +71,8 @@ class GemmPrecision:
     """
 
     layer: str
-    gemm: str
-    operands: dict[str, str]
+    gemm: GemmName
+    operands: Mapping[str, str]
     seen: bool
     not_run: str = ""
 
@@ -86,7 +87,7 @@ class Operand(NamedTuple):
     """One of the two tensors of a GEMM."""
 
     layer: str
-    gemm: str
+    gemm: GemmName
     tensor: str
 
 
@@ -94,7 +95,7 @@ class Gemm(NamedTuple):
     """One of the three GEMMs of a layer."""
 
     layer: str
-    gemm: str
+    gemm: GemmName
 
 
 class _Told(enum.Enum):
@@ -169,7 +170,9 @@ class PrecisionAudit:
                 yield GemmPrecision(*gemm, {}, seen=False, not_run=self._left_out.get(gemm, NO_BACKWARD))
                 continue
             texts = {tensor: self._told.get(Operand(*gemm, tensor), {}) for tensor in OPERANDS[gemm.gemm]}
-            operands = {tensor: " -> ".join(_those_that_ran(found)) for tensor, found in texts.items() if found}
+            operands: dict[str, str] = {
+                tensor: " -> ".join(_those_that_ran(found)) for tensor, found in texts.items() if found
+            }
             seen = all(set(found.values()) == {_Told.SEEN} for found in texts.values())
             yield GemmPrecision(*gemm, operands, seen and gemm.layer not in self._doubted)
 
@@ -198,11 +201,11 @@ def quantizer_format(quantizer: Any, high_precision: torch.dtype | None, *, colu
         high_precision: that of a tensor that is not quantized; None where it is not known.
         columnwise: for which data.
     """
-    names = _class_names(quantizer)
-    if "HybridQuantizer" in names:
+    names = class_names(quantizer)
+    if HYBRID_QUANTIZER in names:
         one = quantizer.columnwise_quantizer if columnwise else quantizer.rowwise_quantizer
         return quantizer_format(one, high_precision, columnwise=columnwise)
-    if quantizer is None or "IdentityQuantizer" in names:
+    if quantizer is None or IDENTITY_QUANTIZER in names:
         return UNKNOWN if high_precision is None else dtype_name(high_precision)
     return _known(quantizer, getattr(quantizer, "dtype", None)) or type(quantizer).__name__
 
@@ -250,14 +253,14 @@ def gemms_left_out(module: torch.nn.Module, layers: Sequence[str], *, input_need
     found = {
         Gemm(layer, "wgrad"): FROZEN for layer, frozen in zip(layers, _frozen(module, layers), strict=True) if frozen
     }
-    if not input_needs_gradient and not _class_names(module) & {"LayerNormLinear", "LayerNormMLP"}:
+    if not input_needs_gradient and {"LayerNormLinear", "LayerNormMLP"}.isdisjoint(class_names(module)):
         found |= {Gemm(layer, "dgrad"): NO_INPUT_GRADIENT for layer in layers}
     return found
 
 
 def _frozen(module: Any, layers: Sequence[str]) -> list[bool]:
     """Of each layer of a module whether its weight needs no gradient."""
-    if "LayerNormMLP" in _class_names(module):
+    if "LayerNormMLP" in class_names(module):
         return [not module.fc1_weight.requires_grad, not module.fc2_weight.requires_grad]
     # A weight in several parameters is one to its GEMM; of GroupedLinear the first weight decides for all.
     names = getattr(module, "weight_names", ["weight0"])
@@ -269,12 +272,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _HIGH_PRECISION.get(dtype, str(dtype))
 
 
-def _class_names(thing: Any) -> frozenset[str]:
-    return frozenset(base.__name__ for base in type(thing).__mro__)
-
-
 def _known(thing: Any, dtype: Any) -> str | None:
-    names = _class_names(thing)
+    names = class_names(thing)
     if getattr(thing, "custom", False):
         return None  # a user's own, whatever it derives from: it has a GEMM of its own
     for name, text in _FORMATS.items():
@@ -287,7 +286,7 @@ def _named(tensor: Any) -> str:
     """The type of a plain tensor, or the name of a class that is not known."""
     if type(tensor).__module__.partition(".")[0] == "torch":
         return dtype_name(tensor.dtype)
-    if "QuantizedTensorStorage" not in _class_names(tensor):
+    if "QuantizedTensorStorage" not in class_names(tensor):
         return dtype_name(tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
     if getattr(tensor, "custom", False):
         return type(tensor).__name__

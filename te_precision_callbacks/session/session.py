@@ -60,13 +60,12 @@ from te_precision_callbacks.session.upstream import (
     import_transformer_engine,
     warn_unless_supported,
 )
+from te_precision_callbacks.vocabulary import TENSORS
 
 if TYPE_CHECKING:
     from te_precision_callbacks.debug_utils import DebugActivationOverflow
 
 logger = logging.getLogger(__name__)
-
-TENSORS = ("activation", "weight", "gradient", "output", "wgrad", "dgrad")
 
 _VERSIONED = ("torch", "transformer_engine", "nvdlfw_inspect", "te-precision-callbacks")
 

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from te_precision_callbacks.gemm_shapes import GEMMS, Gemm, Refusal, refusals
+from te_precision_callbacks.gemm_shapes import Refusal, refusals
 from te_precision_callbacks.naming import NamedModule
 from te_precision_callbacks.session.errors import transformer_engine_error
+from te_precision_callbacks.vocabulary import GEMMS, GemmName, name_of_recipe
 
 logger = logging.getLogger(__name__)
 
-_GEMM_OF_LAYOUT: Mapping[str, Gemm] = {"TN": "fprop", "NN": "dgrad", "NT": "wgrad"}
+_GEMM_OF_LAYOUT: Mapping[str, GemmName] = {"TN": "fprop", "NN": "dgrad", "NT": "wgrad"}
 
 
 def explain_shape(error: BaseException | None, modules: Sequence[NamedModule]) -> None:
@@ -64,7 +65,7 @@ class _Place:
     in_backward: bool
     rows: int | None = None
     splits: Sequence[int] | None = None
-    gemm: Gemm | None = None
+    gemm: GemmName | None = None
 
 
 def _explanation(error: Exception, modules: Sequence[NamedModule]) -> str | None:
@@ -72,12 +73,12 @@ def _explanation(error: Exception, modules: Sequence[NamedModule]) -> str | None
     if place is None or not place.named.module.fp8:
         return None
     module: Any = place.named.module
-    recipe = _recipe_name(module.fp8_meta["recipe"])
+    recipe = name_of_recipe(module.fp8_meta["recipe"])
     if recipe is None:
         return None
     from transformer_engine.pytorch.utils import get_device_compute_capability
 
-    own: tuple[Gemm, ...] = ("dgrad", "wgrad") if place.in_backward else ("fprop",)
+    own: tuple[GemmName, ...] = ("dgrad", "wgrad") if place.in_backward else ("fprop",)
     gemms = own if place.gemm is None else (place.gemm,)
     trained = GEMMS if module.training and module.fp8_meta["recipe"].backward_override is None else ("fprop",)
     layers = list(zip(place.named.layers, _sizes(place), strict=True))
@@ -174,15 +175,3 @@ def _sizes(place: _Place) -> list[tuple[int, int, int]]:
     # With sequence parallelism the side that is not split over features is split over tokens.
     split = module.sequence_parallel and module.parallel_mode == ("row" if place.in_backward else "column")
     return [(rows * (module.tp_size if split else 1), module.in_features, module.out_features)]
-
-
-def _recipe_name(recipe: Any) -> str | None:
-    """As in the names of statistics; None for a user's own."""
-    kinds = {
-        "fp8_delayed_scaling": recipe.delayed(),
-        "fp8_current_scaling": recipe.float8_current_scaling(),
-        "fp8_block_scaling": recipe.float8_block_scaling(),
-        "mxfp8": recipe.mxfp8(),
-        "nvfp4": recipe.nvfp4(),
-    }
-    return next((name for name, holds in kinds.items() if holds), None)

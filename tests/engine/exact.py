@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from te_precision_callbacks.engine.kernels import COMPARISON_SUMS, EXPONENT_BINS, MAXIMA, MOMENT_SUMS
-from te_precision_callbacks.engine.statistics import STATISTICS
+from te_precision_callbacks.statistics.table import OF_BLOCKS, STATISTICS
 
 Array = npt.NDArray[np.float64]
 Columns = dict[str, Any]
+
+BLOCK_STATISTICS = tuple(name for name, statistic in STATISTICS.items() if statistic.of in OF_BLOCKS)
+"""What recipes with one scale for a tensor have not."""
 
 FLOAT8 = {False: (torch.float8_e4m3fn, 448.0), True: (torch.float8_e5m2, 57344.0)}  # e5m2? -> torch's dtype, largest
 

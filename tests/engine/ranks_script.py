@@ -35,9 +35,10 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks.engine.engine import StatisticsEngine, Watched
 from te_precision_callbacks.engine.reduction import RanksDifferError, Stamp
-from te_precision_callbacks.engine.statistics import BLOCK_STATISTICS, quantized_request, tensor_request
 from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.statistics.names import quantized_request, tensor_request
 from tests.conftest import Keeper, feature
+from tests.engine.exact import BLOCK_STATISTICS
 
 TENSORS = ["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
 STATISTICS = ["l1_norm", "numel", "std", "mean", "max", "nonfinite_num"]

@@ -17,17 +17,16 @@ import torch
 
 from te_precision_callbacks.engine.engine import StatisticsEngine, Watched
 from te_precision_callbacks.engine.kernels import compiled
-from te_precision_callbacks.engine.quantization import recipe_of
-from te_precision_callbacks.engine.statistics import (
-    BLOCK_STATISTICS,
+from te_precision_callbacks.statistics.names import quantized_request, tensor_request
+from te_precision_callbacks.statistics.table import (
     BLOCKWISE,
     QUANTIZED_STATISTICS,
     STATISTICS,
     TENSOR_STATISTICS,
-    quantized_request,
-    tensor_request,
 )
+from te_precision_callbacks.vocabulary import recipe_of
 from tests.engine import exact
+from tests.engine.exact import BLOCK_STATISTICS
 from tests.engine.recipes import BLOCKS, Pair, Quantized, by_block, factors_of, quantize
 from tests.engine.test_blockwise import by_loop
 from tests.engine.test_real_quantizers import SET, current, quantizer

@@ -14,16 +14,10 @@ import torch
 from te_precision_callbacks.engine.engine import StatisticsEngine, Watched
 from te_precision_callbacks.engine.kernels import compiled
 from te_precision_callbacks.engine.quantization import Settings, round_blocks
-from te_precision_callbacks.engine.statistics import (
-    BLOCK_STATISTICS,
-    PERCENTILES,
-    RANGES,
-    SCALES,
-    UnknownStatisticError,
-    histogram_bins,
-    quantized_request,
-)
+from te_precision_callbacks.statistics.names import UnknownStatisticError, histogram_bins, quantized_request
+from te_precision_callbacks.statistics.table import PERCENTILES, RANGES, SCALES
 from tests.engine import recipes
+from tests.engine.exact import BLOCK_STATISTICS
 from tests.engine.recipes import INF, NAN, Pair, quantize
 from tests.engine.test_quantization import TENSORS, fp8_dtype, mxfp8_storage, packed, padded, scales_of, te
 

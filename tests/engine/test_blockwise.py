@@ -11,7 +11,7 @@ import torch
 
 from te_precision_callbacks.engine.blockwise import largest_range
 from te_precision_callbacks.engine.kernels import compiled
-from te_precision_callbacks.engine.statistics import Blocks
+from te_precision_callbacks.statistics.names import Blocks
 from tests.engine import exact
 
 INF, NAN = math.inf, math.nan

@@ -27,23 +27,19 @@ from te_precision_callbacks.engine.quantization import (
     Settings,
     default_settings,
     is_e5m2,
-    is_quantized,
     read,
-    recipe_of,
     round_blocks,
     round_to_mxfp8,
     scale_columns,
     simulate,
 )
-from te_precision_callbacks.engine.statistics import (
-    BLOCK_STATISTICS,
-    QUANTIZED_STATISTICS,
-    WITH_ELEMENT_FORMAT,
-    Of,
-    quantized_request,
-)
 from te_precision_callbacks.formats import E2M1, E4M3, E5M2, FloatFormat
+from te_precision_callbacks.layouts import has_scale
+from te_precision_callbacks.statistics.names import quantized_request
+from te_precision_callbacks.statistics.table import QUANTIZED_STATISTICS, Of
+from te_precision_callbacks.vocabulary import WITH_ELEMENT_FORMAT, recipe_of
 from tests.engine import exact
+from tests.engine.exact import BLOCK_STATISTICS
 from tests.engine.recipes import BLOCKS, FLOAT32_MAX, FP4, FP8, Codes, Format, Pair, Quantized, factors_of, quantize
 
 INF, NAN = math.inf, math.nan
@@ -474,10 +470,10 @@ def test_what_is_recognised() -> None:
     assert recipe_of(None) is None
     assert is_e5m2(current)
     real = current(normal(16, 16))
-    assert is_quantized(real)
+    assert has_scale(real)
     assert is_e5m2(real)
-    assert not is_quantized(normal(2))
-    assert not is_quantized(None)
+    assert not has_scale(normal(2))
+    assert not has_scale(None)
 
 
 def test_a_format_of_the_users_own_is_refused() -> None:

@@ -19,16 +19,13 @@ from te_precision_callbacks.engine.quantization import (
     QuantizationError,
     default_settings,
     read,
-    recipe_of,
     round_blocks,
     settings_of,
 )
-from te_precision_callbacks.engine.statistics import (
-    BLOCK_STATISTICS,
-    PERCENTILES,
-    WITH_ELEMENT_FORMAT,
-    quantized_request,
-)
+from te_precision_callbacks.statistics.names import quantized_request
+from te_precision_callbacks.statistics.table import PERCENTILES
+from te_precision_callbacks.vocabulary import WITH_ELEMENT_FORMAT, recipe_of
+from tests.engine.exact import BLOCK_STATISTICS
 from tests.engine.test_quantization import fp8_dtype, te
 
 ROWS, COLUMNS = 160, 288

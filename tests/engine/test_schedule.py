@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from te_precision_callbacks.engine.schedule import Schedule
+from te_precision_callbacks.statistics.schedule import Schedule
 
 LAST = 130  # of the iterations that are tried
 OPTIONS: list[dict[str, Any]] = [

@@ -16,20 +16,22 @@ import torch
 
 from te_precision_callbacks.engine.engine import StatisticsEngine, Watched
 from te_precision_callbacks.engine.kernels import compiled
-from te_precision_callbacks.engine.statistics import (
-    BLOCK_STATISTICS,
-    BLOCKWISE,
-    QUANTIZED_STATISTICS,
-    RECIPES,
-    STATISTICS,
-    TENSOR_STATISTICS,
+from te_precision_callbacks.statistics.names import (
     UnknownStatisticError,
     logged_request,
     quantized_request,
-    table,
     tensor_request,
 )
+from te_precision_callbacks.statistics.table import (
+    BLOCKWISE,
+    QUANTIZED_STATISTICS,
+    STATISTICS,
+    TENSOR_STATISTICS,
+    table,
+)
+from te_precision_callbacks.vocabulary import RECIPES
 from tests.engine import exact
+from tests.engine.exact import BLOCK_STATISTICS
 
 INF, NAN = math.inf, math.nan
 PAGE = Path(__file__).parents[2] / "docs" / "statistics.md"
@@ -429,9 +431,9 @@ def test_unknown_statistics_of_a_tensor(entry: object) -> None:
 
 
 def test_the_table_of_the_page_is_the_code() -> None:
-    """Made anew by: python -m te_precision_callbacks.engine.statistics"""
+    """Made anew by: python -m te_precision_callbacks.statistics.table"""
     printed = subprocess.run(
-        [sys.executable, "-m", "te_precision_callbacks.engine.statistics"], check=True, capture_output=True, text=True
+        [sys.executable, "-m", "te_precision_callbacks.statistics.table"], check=True, capture_output=True, text=True
     ).stdout
     assert printed == table() + "\n"
     assert printed in PAGE.read_text()

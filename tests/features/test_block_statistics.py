@@ -11,10 +11,12 @@ import torch
 import yaml
 
 from te_precision_callbacks.config import load_config
-from te_precision_callbacks.engine.statistics import BLOCK_STATISTICS, ELEMENT_FORMATS, histogram_bins
 from te_precision_callbacks.records import MetricSelection, StepRecords
 from te_precision_callbacks.records.loggers import Histogram, add_to_tensorboard, wandb_histogram
+from te_precision_callbacks.statistics.names import histogram_bins
+from te_precision_callbacks.vocabulary import ELEMENT_FORMATS
 from tests.engine import recipes
+from tests.engine.exact import BLOCK_STATISTICS
 from tests.engine.recipes import Pair, quantize
 from tests.features import layers
 from tests.reference.processes import REPOSITORY, python

@@ -18,8 +18,8 @@ from te_precision_callbacks.engine.kernels.columns import (
     MOMENT_SUMS,
     NOTHING,
 )
-from te_precision_callbacks.engine.statistics import Bins
 from te_precision_callbacks.formats import E4M3, E5M2
+from te_precision_callbacks.statistics.table import Bins
 
 PIECE = 65_536
 """Elements of a piece on a CPU: a float64 temporary of one is 512 KiB. Larger ones were several times slower, since

@@ -18,6 +18,7 @@ import torch
 
 from te_precision_callbacks.reference.errors import UnsupportedRecipeError
 from te_precision_callbacks.reference.extension import float8, float8_block, mxfp8, nvfp4
+from te_precision_callbacks.vocabulary import RECIPE_OF_QUANTIZER, recipe_of
 
 # Transformer Engine's classes are known only at run time.
 Quantizer = Any
@@ -63,11 +64,11 @@ class Casting(Protocol):
 
 
 _CASTINGS: dict[str, Casting] = {
-    "Float8Quantizer": float8.DelayedScaling(),
-    "Float8CurrentScalingQuantizer": float8.CurrentScaling(),
-    "Float8BlockQuantizer": float8_block.BlockScaling(),
-    "MXFP8Quantizer": mxfp8.BlockScaling(),
-    "NVFP4Quantizer": nvfp4.BlockScaling(),
+    "fp8_delayed_scaling": float8.DelayedScaling(),
+    "fp8_current_scaling": float8.CurrentScaling(),
+    "fp8_block_scaling": float8_block.BlockScaling(),
+    "mxfp8": mxfp8.BlockScaling(),
+    "nvfp4": nvfp4.BlockScaling(),
 }
 
 
@@ -77,10 +78,10 @@ def casting_for(quantizer: Quantizer) -> Casting:
     Raises:
         UnsupportedRecipeError: the reference backend has none for it.
     """
-    names = [base.__name__ for base in type(quantizer).__mro__]
-    for name in names:
-        if name in _CASTINGS:
-            return _CASTINGS[name]
-    raise UnsupportedRecipeError(
-        f"{names[0]}: the reference backend does not have this quantizer. It has {', '.join(_CASTINGS)}."
-    )
+    recipe = recipe_of(quantizer)
+    if recipe is None:
+        raise UnsupportedRecipeError(
+            f"{type(quantizer).__name__}: the reference backend does not have this quantizer. It has"
+            f" {', '.join(RECIPE_OF_QUANTIZER)}."
+        )
+    return _CASTINGS[recipe]

@@ -1,66 +1,27 @@
 """Every statistic, defined once: its name, its formula, its unit, and how it follows from what a pass measured.
 
-    request = tensor_request("std")                        # of a tensor itself: LogTensorStats
-    request = quantized_request("mxfp8_mse_columnwise")    # of its quantized form: LogFp8TensorStats
-    request = quantized_request("mxfp8_e5m2_mse")          # in another format than the recipe's default
-    request.statistic.value(columns)                       # float64, one for each row of the columns
+    STATISTICS["std"].value(columns)    # float64, one for each row of the columns
 
 The table of docs/statistics.md is made from :data:`STATISTICS` (``python -m
-te_precision_callbacks.engine.statistics``). Upstream's names and formulas: Transformer Engine 2.20.2,
+te_precision_callbacks.statistics.table``). Upstream's names and formulas: Transformer Engine 2.20.2,
 ``debug/features/utils/stats_computation.py``.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from te_precision_callbacks.errors import PrecisionDebugError
 
 Values = npt.NDArray[np.float64]
 Columns = Mapping[str, Values]
 """Column name (see :mod:`te_precision_callbacks.engine.kernels.columns`) -> values, float64, one a row."""
 
-RECIPES = ("fp8_delayed_scaling", "fp8_current_scaling", "mxfp8", "fp8_block_scaling", "nvfp4")
-"""The recipes that a statistic's name can start with."""
-
-_ALIASES = {
-    "delayed_scaling": "fp8_delayed_scaling",
-    "current_scaling": "fp8_current_scaling",
-    "block_scaling": "fp8_block_scaling",
-    "fp8_current": "fp8_current_scaling",
-    "fp8_block": "fp8_block_scaling",
-}
-"""Other spellings: those of Transformer Engine's documentation that its code refuses, and short ones."""
-
-ELEMENT_FORMATS = ("e4m3", "e5m2")
-"""What can follow a recipe of :data:`WITH_ELEMENT_FORMAT` in a statistic's name: the format of its elements."""
-
-WITH_ELEMENT_FORMAT = ("fp8_current_scaling", "mxfp8", "fp8_block_scaling")
-"""The recipes whose elements can be either of :data:`ELEMENT_FORMATS`, and which can be simulated."""
-
-PREFIXES: Mapping[str, tuple[str, ...]] = {
-    recipe: (recipe, *(f"{recipe}_{name}" for name in ELEMENT_FORMATS if recipe in WITH_ELEMENT_FORMAT))
-    for recipe in RECIPES
-}
-"""Recipe -> what a statistic's name can start with to mean it, other spellings aside."""
-
-_PER_TENSOR = ("fp8_delayed_scaling", "fp8_current_scaling")
-_COLUMNWISE = "_columnwise"
 BLOCKWISE = "max_blockwise_dynamic_range"
-OWN_RECIPE = ""
-"""Stands for the recipe that the layer runs."""
-
-
-class UnknownStatisticError(PrecisionDebugError, ValueError):
-    """A statistic that does not exist, or parameters that it does not take."""
+"""The one statistic that takes parameters."""
 
 
 class Of(Enum):
@@ -492,215 +453,6 @@ QUANTIZED_STATISTICS = tuple(
     name for name, s in STATISTICS.items() if s.of in (Of.QUANTIZED, Of.SCALES) or s.of in OF_BLOCKS
 )
 """What LogFp8TensorStats and LogNvfp4TensorStats take, with a recipe before and ``_columnwise`` after it or not."""
-
-BLOCK_STATISTICS = tuple(name for name, s in STATISTICS.items() if s.of in OF_BLOCKS)
-"""Those of them that recipes with one scale for a tensor have not."""
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """The blocks of ``max_blockwise_dynamic_range``.
-
-    Attributes:
-        size: elements along a side.
-        dims: 1 for pieces of a row, 2 for square tiles.
-        both: whether the transposed tensor is looked at too.
-    """
-
-    size: int = 32
-    dims: int = 1
-    both: bool = False
-
-
-@dataclass(frozen=True)
-class Request:
-    """One number that is asked for.
-
-    Attributes:
-        label: the statistic's name in logs.
-        statistic: its row of the table.
-        recipe: None for a statistic of the tensor itself; :data:`OWN_RECIPE`; or one of :data:`RECIPES`, and where the
-            layer runs another one, what that recipe would give.
-        columnwise: whether the columnwise data are meant.
-        blocks: the blocks, of :data:`BLOCKWISE` only.
-        e5m2: of a recipe of :data:`WITH_ELEMENT_FORMAT`, whether E5M2 elements are meant, or E4M3; None for those that
-            the layer's own quantizer makes where it is of the recipe, else those of the recipe's default.
-    """
-
-    label: str
-    statistic: Statistic
-    recipe: str | None = None
-    columnwise: bool = False
-    blocks: Blocks | None = None
-    e5m2: bool | None = None
-
-    @property
-    def spelled_out(self) -> str:
-        """The label of a statistic of a quantized tensor, with the recipe's full name, whatever its alias."""
-        parts = [self.recipe or "", "" if self.e5m2 is None else ELEMENT_FORMATS[self.e5m2], self.statistic.name]
-        return "_".join(filter(None, parts)) + (_COLUMNWISE if self.columnwise else "")
-
-    def beside(self, name: str) -> str:
-        """The label of another statistic of the same quantized tensor: of the same recipe, format and direction."""
-        statistic = f"{self.statistic.name}{_COLUMNWISE}" if self.columnwise else self.statistic.name
-        return f"{self.label.removesuffix(statistic)}{name}{_COLUMNWISE if self.columnwise else ''}"
-
-    def under(self, recipe: str) -> Request:
-        """This request of a layer that runs no recipe: what ``recipe`` would give, and called that."""
-        return replace(self, label=f"{recipe}_{self.label}", recipe=recipe)
-
-
-def tensor_request(entry: object, tensor_name: str = "") -> Request:
-    """What an entry of ``stats`` of LogTensorStats asks for.
-
-    Args:
-        entry: a name of :data:`TENSOR_STATISTICS`, or :data:`BLOCKWISE` with parameters, as
-            ``{"max_blockwise_dynamic_range": {"block_size": 32, "dims": 1}}``.
-        tensor_name: the tensor that it is asked of; decides whether blocks of the transposed tensor are looked at.
-
-    Raises:
-        UnknownStatisticError: there is no such statistic.
-    """
-    if isinstance(entry, Mapping):
-        return _blockwise_request(entry, tensor_name)
-    if not isinstance(entry, str) or entry not in (*TENSOR_STATISTICS, BLOCKWISE):
-        raise UnknownStatisticError(f"there is no statistic {entry!r} of a tensor")
-    if entry == BLOCKWISE:
-        return _blockwise_request({BLOCKWISE: {}}, tensor_name)
-    return Request(entry, STATISTICS[entry])
-
-
-def _blockwise_request(entry: Mapping[Any, Any], tensor_name: str) -> Request:
-    if list(entry) != [BLOCKWISE]:
-        raise UnknownStatisticError(f"only {BLOCKWISE!r} takes parameters, not {', '.join(map(repr, entry))}")
-    parameters = entry[BLOCKWISE] if entry[BLOCKWISE] is not None else {}
-    if not isinstance(parameters, Mapping):
-        raise UnknownStatisticError(f"the parameters of {BLOCKWISE!r} are block_size and dims, not {parameters!r}")
-    for key in parameters:
-        if key not in ("block_size", "dims"):
-            raise UnknownStatisticError(f"{BLOCKWISE!r} takes block_size and dims, not {key!r}")
-    size, dims = parameters.get("block_size", 32), parameters.get("dims", 1)
-    if type(size) is not int or size < 1:
-        raise UnknownStatisticError(f"block_size of {BLOCKWISE!r} is a number of elements above 0, not {size!r}")
-    if type(dims) is not int or dims not in (1, 2):
-        raise UnknownStatisticError(f"dims of {BLOCKWISE!r} is 1 or 2, not {dims!r}")
-    blocks = Blocks(size, dims, tensor_name in ("activation", "weight"))
-    suffix = "_max_over_orientations" if blocks.both else ""
-    return Request(f"{BLOCKWISE}_block_size_{size}_dims_{dims}{suffix}", STATISTICS[BLOCKWISE], blocks=blocks)
-
-
-def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Request:
-    """What an entry of ``stats`` of LogFp8TensorStats asks for.
-
-    Args:
-        entry: the name, ``[<recipe>_[<element format>_]]<statistic>[_columnwise]``.
-        default_recipe: the recipe of a name without one. Other than :data:`OWN_RECIPE`, the label gets it as a prefix.
-
-    Raises:
-        UnknownStatisticError: there is no such statistic, or the recipe has no choice of the format.
-    """
-    if not isinstance(entry, str):
-        raise UnknownStatisticError(f"a statistic of a quantized tensor is a name, not {entry!r}")
-    prefix, element_format, name, columnwise = _QuantizedName.parse(entry)
-    recipe = default_recipe if prefix is None else prefix
-    if name not in QUANTIZED_STATISTICS:
-        raise UnknownStatisticError(f"there is no statistic {name!r} of a quantized tensor")
-    if element_format is not None and recipe not in WITH_ELEMENT_FORMAT:
-        raise UnknownStatisticError(
-            f"{entry!r}: {_NO_CHOICE[recipe]}; leave '{element_format}_' out, or choose the format of"
-            f" {', '.join(WITH_ELEMENT_FORMAT[:-1])} or {WITH_ELEMENT_FORMAT[-1]}"
-        )
-    if STATISTICS[name].of in OF_BLOCKS and recipe in _PER_TENSOR:
-        raise UnknownStatisticError(f"{entry!r}: {no_blocks(recipe)}")
-    if columnwise and recipe in _PER_TENSOR:
-        raise UnknownStatisticError(
-            f"{entry!r}: {recipe} has one scale for the whole tensor, so its columnwise data are its rowwise data;"
-            f" leave {_COLUMNWISE!r} out"
-        )
-    label = entry if prefix is not None or not recipe else f"{recipe}_{entry}"
-    return Request(label, STATISTICS[name], recipe, columnwise, e5m2=_is_e5m2(element_format))
-
-
-_NO_CHOICE = {
-    "nvfp4": "nvfp4 has E2M1 elements only",
-    "fp8_delayed_scaling": "fp8_delayed_scaling is read where a layer runs it, with the elements that it has there",
-}
-"""Recipe -> why the format of its elements cannot be chosen."""
-
-
-def _is_e5m2(element_format: str | None) -> bool | None:
-    return None if element_format is None else element_format == "e5m2"
-
-
-class _QuantizedName(NamedTuple):
-    """The parts of ``[<recipe>_[<element format>_]]<statistic>[_columnwise]``.
-
-    Whether they go together is not checked.
-    """
-
-    recipe: str | None
-    element_format: str | None
-    statistic: str
-    columnwise: bool
-
-    @classmethod
-    def parse(cls, name: str) -> _QuantizedName:
-        """The longest recipe that the name starts with is its recipe."""
-        columnwise = name.endswith(_COLUMNWISE)
-        name = name.removesuffix(_COLUMNWISE)
-        prefixes = sorted([*RECIPES, *_ALIASES], key=len, reverse=True)
-        prefix = next((prefix for prefix in prefixes if name.startswith(f"{prefix}_")), None)
-        if prefix is None:
-            return cls(None, None, name, columnwise)
-        name = name.removeprefix(f"{prefix}_")
-        element_format = next((one for one in ELEMENT_FORMATS if name.startswith(f"{one}_")), None)
-        statistic = name if element_format is None else name.removeprefix(f"{element_format}_")
-        return cls(_ALIASES.get(prefix, prefix), element_format, statistic, columnwise)
-
-
-_BLOCKWISE_LABEL = re.compile(rf"{BLOCKWISE}_block_size_(\d+)_dims_([12])(_max_over_orientations)?")
-
-
-@lru_cache(maxsize=4096)
-def logged_request(label: str) -> Request | None:
-    """What a name in logs and records was asked for by; None for a number that is not of the table, a user's own.
-
-    Args:
-        label: a :attr:`Request.label`, such as ``mxfp8_underflows%_columnwise``.
-    """
-    if label in TENSOR_STATISTICS:
-        return Request(label, STATISTICS[label])
-    blocks = _BLOCKWISE_LABEL.fullmatch(label)
-    if blocks:
-        return Request(
-            label, STATISTICS[BLOCKWISE], blocks=Blocks(int(blocks[1]), int(blocks[2]), blocks[3] is not None)
-        )
-    recipe, element_format, name, columnwise = _QuantizedName.parse(label)
-    if name not in QUANTIZED_STATISTICS or (element_format is not None and recipe not in WITH_ELEMENT_FORMAT):
-        return None
-    return Request(
-        label, STATISTICS[name], OWN_RECIPE if recipe is None else recipe, columnwise, e5m2=_is_e5m2(element_format)
-    )
-
-
-def histogram_bins(label: str) -> Bins:
-    """The bins of a histogram, from its name in logs, such as ``mxfp8_scale_inv_histogram_columnwise``.
-
-    Raises:
-        UnknownStatisticError: it is not the name of a histogram.
-    """
-    request = logged_request(label)
-    if request is None or request.statistic.bins is None:
-        raise UnknownStatisticError(f"there is no histogram {label!r}")
-    return request.statistic.bins
-
-
-def no_blocks(recipe: str) -> str:
-    """Why a recipe that scales per tensor has no statistics of blocks, and what has."""
-    return (
-        f"{recipe} has one scale for the whole tensor, and no blocks; 'scale_inv_max' and 'underflows%' are there for"
-        " it, and 'mxfp8_', 'fp8_block_scaling_' or 'nvfp4_' in front of the name asks what blocks would give"
-    )
 
 
 def table() -> str:

@@ -1,0 +1,1 @@
+"""Statistics: the table of all of them, the grammar of their names, series, and when they are due."""

@@ -1,0 +1,90 @@
+"""The words that all parts share: tensors, GEMMs and what they read, recipes, and Transformer Engine's quantizers.
+
+Each of these facts stands here alone. Nothing of Transformer Engine, torch or the rest of the package is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+GemmName = Literal["fprop", "dgrad", "wgrad"]
+OperandName = Literal["activation", "weight", "gradient"]
+TensorName = Literal["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
+
+GEMMS: tuple[GemmName, ...] = ("fprop", "dgrad", "wgrad")
+"""The GEMMs of a linear layer: of its forward, and for the gradients of its input and of its weight."""
+
+OPERANDS: Mapping[GemmName, tuple[OperandName, OperandName]] = {
+    "fprop": ("activation", "weight"),
+    "dgrad": ("gradient", "weight"),
+    "wgrad": ("gradient", "activation"),
+}
+"""The two tensors that each GEMM multiplies."""
+
+RESULT: Mapping[GemmName, TensorName] = {"fprop": "output", "dgrad": "dgrad", "wgrad": "wgrad"}
+"""The tensor that each GEMM makes."""
+
+ROWWISE: Mapping[str, GemmName] = {"activation": "fprop", "weight": "fprop", "gradient": "dgrad"}
+"""The GEMM that reads the rowwise data of a tensor; the other one reads its columnwise data."""
+
+COLUMNWISE: Mapping[str, GemmName] = {"activation": "wgrad", "weight": "dgrad", "gradient": "wgrad"}
+"""The GEMM that reads the columnwise data of a tensor."""
+
+TENSORS: tuple[TensorName, ...] = ("activation", "weight", "gradient", "output", "wgrad", "dgrad")
+"""The tensors of a layer that can be watched: what the GEMMs read, and what they make."""
+
+RECIPES = ("fp8_delayed_scaling", "fp8_current_scaling", "mxfp8", "fp8_block_scaling", "nvfp4")
+"""The recipes, as statistics' names have them."""
+
+ONE_SCALE = ("fp8_delayed_scaling", "fp8_current_scaling")
+"""The recipes with one scale for a tensor; the others have one for each block."""
+
+ELEMENT_FORMATS = ("e4m3", "e5m2")
+"""The formats of FP8 elements, as statistics' names have them."""
+
+WITH_ELEMENT_FORMAT = ("fp8_current_scaling", "mxfp8", "fp8_block_scaling")
+"""The recipes whose elements can be either of :data:`ELEMENT_FORMATS`, and which can be simulated."""
+
+RECIPE_OF_QUANTIZER: Mapping[str, str] = {
+    "Float8Quantizer": "fp8_delayed_scaling",
+    "Float8CurrentScalingQuantizer": "fp8_current_scaling",
+    "MXFP8Quantizer": "mxfp8",
+    "Float8BlockQuantizer": "fp8_block_scaling",
+    "NVFP4Quantizer": "nvfp4",
+}
+"""Transformer Engine's quantizers (2.20.2, ``pytorch/tensor``) and the recipe that each belongs to."""
+
+_ASKED_OF_RECIPE: Mapping[str, str] = {
+    "fp8_delayed_scaling": "delayed",
+    "fp8_current_scaling": "float8_current_scaling",
+    "mxfp8": "mxfp8",
+    "fp8_block_scaling": "float8_block_scaling",
+    "nvfp4": "nvfp4",
+}
+"""The question that says yes of each recipe (Transformer Engine 2.20.2, ``common/recipe: Recipe``)."""
+
+IDENTITY_QUANTIZER = "IdentityQuantizer"
+"""Transformer Engine's quantizer that leaves a tensor as it is."""
+
+HYBRID_QUANTIZER = "HybridQuantizer"
+"""Transformer Engine's quantizer with another one for each direction."""
+
+
+def class_names(thing: Any) -> tuple[str, ...]:
+    """The names of an object's class and of those that it derives from, the most derived first.
+
+    Transformer Engine's classes are recognised by them, so that a user's subclass is taken for its parent, and nothing
+    of Transformer Engine is imported.
+    """
+    return tuple([base.__name__ for base in type(thing).__mro__])
+
+
+def recipe_of(quantizer: Any) -> str | None:
+    """The recipe (of :data:`RECIPES`) that one of Transformer Engine's quantizers belongs to; None for no recipe."""
+    return next((RECIPE_OF_QUANTIZER[name] for name in class_names(quantizer) if name in RECIPE_OF_QUANTIZER), None)
+
+
+def name_of_recipe(recipe: Any) -> str | None:
+    """The name (of :data:`RECIPES`) of one of Transformer Engine's recipes; None for a user's own."""
+    return next((name for name, question in _ASKED_OF_RECIPE.items() if getattr(recipe, question)()), None)
