@@ -39,13 +39,14 @@ from transformer_engine.debug.features.utils.stats_buffer import STATS_BUFFERS
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
 from te_precision_callbacks.dumps.recording import RECORDER
-from te_precision_callbacks.engine.engine import ENGINE, Measurement
+from te_precision_callbacks.engine.engine import ENGINE
 from te_precision_callbacks.engine.reduction import NO_STAMP, Stamp, is_distributed
 from te_precision_callbacks.errors import FeatureError
 from te_precision_callbacks.features.base import StatisticsFeature, every_options, matching_options
 from te_precision_callbacks.features.registration import NAMESPACE, is_upstream, namespace
 from te_precision_callbacks.layouts import is_quantized
 from te_precision_callbacks.statistics.schedule import Schedule, fingerprint
+from te_precision_callbacks.statistics.series import Measured, log_name
 from te_precision_callbacks.vocabulary import COLUMNWISE, RESULT, ROWWISE
 
 logger = logging.getLogger("te_precision_callbacks.features")
@@ -82,7 +83,7 @@ _OF_GEMMS = frozenset({"fp8_gemm_enabled", "modify_tensor"})
 _ENABLED = "_enabled"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
-Receiver = Callable[[Sequence[Measurement]], None]
+Receiver = Callable[[Measured], None]
 
 
 class _Call(NamedTuple):
@@ -330,11 +331,11 @@ class TransformerEngineAPI(UpstreamAPI):
             RECORDER.end_step()
             RECORDER.flush()
 
-    def _log_statistics(self) -> tuple[list[Measurement], int, dict[tuple[str, str, str, int], torch.Tensor]]:
+    def _log_statistics(self) -> tuple[Measured | None, int, dict[tuple[str, str, str, int], torch.Tensor]]:
         """Hand over the statistics of the engine and of Transformer Engine's buffers, and return them."""
         group = debug_api.get_tensor_reduction_group()
         iteration = TEDebugState.get_iteration() - 1  # it counts before it calls
-        found: list[Measurement] = []
+        found: Measured | None = None
         # Whether to reduce must be decided alike on all ranks: by the config, and not by what this rank has run.
         reduce = is_distributed(group) and self._is_due(iteration)
         stamp = Stamp(iteration, fingerprint(self._schedules()), self.optimizer_steps()) if reduce else NO_STAMP
@@ -347,7 +348,7 @@ class TransformerEngineAPI(UpstreamAPI):
 
     def _log_statistics_by_name(self) -> dict[tuple[str, str, str, int], torch.Tensor]:
         found, iteration, of_buffers = self._log_statistics()
-        by_name = {(m.layer, m.tensor, m.statistic, iteration): torch.tensor(m.value) for m in found}
+        by_name = {(m.layer, m.tensor, m.statistic, iteration): torch.tensor(m.value) for m in found or ()}
         return {**of_buffers, **by_name}
 
     def log_local_statistics(self) -> None:
@@ -370,16 +371,15 @@ class TransformerEngineAPI(UpstreamAPI):
         ENGINE.reset()
         vars(STATS_BUFFERS).pop("log_stats", None)
 
-    def _hand_over(self, measurements: Sequence[Measurement], iteration: int) -> None:
+    def _hand_over(self, measured: Measured, iteration: int) -> None:
         if self.receiver is not None:
-            self.receiver(measurements)
-        RECORDER.learn(measurements)
+            self.receiver(measured)
+        RECORDER.learn(measured)
         if self.receiver is not None:
             return
-        for measurement in measurements:
-            if isinstance(measurement.value, float):  # a histogram is no scalar
-                label = f"{measurement.layer}_{measurement.tensor}_{measurement.statistic}"
-                MetricLogger.log_scalar(label, measurement.value, iteration)
+        for layer, tensor, statistic, value in measured:
+            if isinstance(value, float):  # a histogram is no scalar
+                MetricLogger.log_scalar(log_name(layer, tensor, statistic), value, iteration)
 
     def _schedules(self) -> frozenset[Schedule]:
         if self.schedules is None:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from nvdlfw_inspect.registry import api_method
 
-from te_precision_callbacks.engine.engine import ENGINE, Watched
+from te_precision_callbacks.engine.engine import ENGINE
 from te_precision_callbacks.layouts import gemm_operand
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
 from te_precision_callbacks.statistics.schedule import Schedule
+from te_precision_callbacks.watched import Watched
 
 Options = dict[str, Any]
 

@@ -18,11 +18,12 @@ from te_precision_callbacks.config.dumping import Collected, collected
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.dumps.files import TORCH
 from te_precision_callbacks.dumps.recording import RECORDER
-from te_precision_callbacks.dumps.wanted import Seen, Wanted
+from te_precision_callbacks.dumps.wanted import Wanted
 from te_precision_callbacks.engine.reduction import is_distributed
 from te_precision_callbacks.features.base import Feature, Options
 from te_precision_callbacks.features.registration import NAMESPACE, own_feature
 from te_precision_callbacks.statistics.schedule import Schedule
+from te_precision_callbacks.watched import Watched
 
 logger = logging.getLogger("te_precision_callbacks.features")
 
@@ -83,7 +84,7 @@ class DumpTensors(Feature):
         """Take a snapshot, which is written later."""
         if not RECORDER.started:
             RECORDER.start(Path(get_logger().root_log_dir), file_format=TORCH)
-        seen = Seen(
+        seen = Watched(
             layer=layer_name,
             tensor=tensor_name,
             iteration=iteration,

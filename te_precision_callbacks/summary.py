@@ -24,11 +24,11 @@ from rich.table import Table
 from rich.text import Text
 
 from te_precision_callbacks.records.statistics_log import STATISTICS_FOLDER
-from te_precision_callbacks.records.worst import badness
 from te_precision_callbacks.session import InspectSession, SessionOutcome
 from te_precision_callbacks.session.precision import GemmPrecision
 from te_precision_callbacks.session.upstream import EVENTS_FOLDER
 from te_precision_callbacks.statistics.names import logged_request
+from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.statistics.table import Of
 from te_precision_callbacks.vocabulary import GEMMS
 
@@ -200,7 +200,7 @@ class StatisticsTables:
                 (*_, value), iteration = worst[row[:4]]
                 if f"{value:.3g}" != text:
                     text += f" ({value:.3g} @ {iteration})"
-            cell = _Cell(text, badness(row.statistic, value))
+            cell = _Cell(text, family_of(row.tensor, row.statistic).badness(value))
             tensor = _Tensor(given_names.get(row.layer, row.layer), row.tensor)
             self._cells.setdefault(row.statistic, {})[tensor] = cell
 

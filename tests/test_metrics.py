@@ -20,8 +20,9 @@ from te_precision_callbacks.engine.kernels import compiled
 from te_precision_callbacks.records import LoggerSink, MetricSelection, Row, StepRecords, metric_name
 from te_precision_callbacks.records.choice import LATER_PLACES, MOST_SERIES, PATIENCE, PLACES
 from te_precision_callbacks.records.loggers import Histogram, names_for_mlflow
-from te_precision_callbacks.records.worst import badness, by_family, worst_of_all
+from te_precision_callbacks.records.worst import worst_of_all
 from te_precision_callbacks.statistics.names import PREFIXES, logged_request, tensor_request
+from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.statistics.table import BLOCKWISE, QUANTIZED_STATISTICS, STATISTICS, TENSOR_STATISTICS
 from te_precision_callbacks.vocabulary import RECIPES
 from tests.conftest import Keeper, feature
@@ -106,9 +107,10 @@ def test_names_of_tensors_and_names_of_a_users_own() -> None:
     ],
 )
 def test_values_from_the_best_to_the_worst(statistic: str, values: list[float]) -> None:
-    bad = [badness(statistic, value) for value in values]
+    badness = family_of("activation", statistic).badness
+    bad = [badness(value) for value in values]
     assert bad == sorted(set(bad))
-    assert badness(statistic, NAN) == INF
+    assert badness(NAN) == INF
 
 
 def test_the_worst_is_of_the_statistic_that_it_is_named_for() -> None:
@@ -121,8 +123,8 @@ def test_the_worst_is_of_the_statistic_that_it_is_named_for() -> None:
         ("e", "overflows%", 3.0),
         ("f", "sqnr_db", INF),
     ]
-    worst = worst_of_all(by_family(step(0, rows)))
-    assert {key: (row.layer, row.value) for key, row in worst.items()} == {
+    worst = worst_of_all(step(0, rows).families)
+    assert {key: (series.layer, value) for key, (series, value) in worst.items()} == {
         "worst_underflows%": ("c", 2.0),
         "worst_overflows%": ("e", 3.0),
     }

@@ -43,10 +43,11 @@ from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.files import SUFFIXES, TORCH, write_new
 from te_precision_callbacks.dumps.names import file_stem, iteration_folder, numbered, rank_folder
 from te_precision_callbacks.dumps.sizes import most_bytes
-from te_precision_callbacks.dumps.wanted import Seen, Wanted
+from te_precision_callbacks.dumps.wanted import Wanted, has_nonfinite, quantized_form
 from te_precision_callbacks.dumps.writer import Stop, Writer
-from te_precision_callbacks.engine.engine import Measurement
+from te_precision_callbacks.statistics.series import Measurement
 from te_precision_callbacks.vocabulary import recipe_of
+from te_precision_callbacks.watched import Watched
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +206,7 @@ class Recorder:
 
     # ------------------------------------------------------------------ a tensor
 
-    def note(self, seen: Seen, wanted: Wanted, collected: Callable[[], Mapping[str, Collected]]) -> None:
+    def note(self, seen: Watched, wanted: Wanted, collected: Callable[[], Mapping[str, Collected]]) -> None:
         """Take a snapshot of a tensor, if it may be wanted.
 
         Args:
@@ -255,7 +256,7 @@ class Recorder:
                 self._held.append(_Held(job._replace(dump=dump.copied()), *held))
 
     def _conditions_left(
-        self, seen: Seen, wanted: Wanted, collected: Callable[[], Mapping[str, Collected]]
+        self, seen: Watched, wanted: Wanted, collected: Callable[[], Mapping[str, Collected]]
     ) -> tuple[torch.Tensor | None, tuple[_OnStatistic, ...], bool] | None:
         """What is known of the conditions only at the end of the step; None where the tensor is written in any case."""
         if not wanted.conditions:
@@ -265,7 +266,7 @@ class Recorder:
         overflow = False
         for condition in wanted.conditions:
             if condition.text == NONFINITE:
-                nonfinite = seen.nonfinite()
+                nonfinite = has_nonfinite(seen)
                 if nonfinite is not None and nonfinite.device.type == "cpu":
                     if nonfinite.item():
                         return None
@@ -280,7 +281,7 @@ class Recorder:
                     statistics.append(_OnStatistic(condition, statistic.labels, statistic.asked))
         return nonfinite, tuple(statistics), overflow
 
-    def _statistic(self, condition: Condition, seen: Seen, collected: Mapping[str, Collected]) -> Collected | None:
+    def _statistic(self, condition: Condition, seen: Watched, collected: Mapping[str, Collected]) -> Collected | None:
         """The statistic of a condition, if there is one in this step."""
         found = find_statistic(str(condition.statistic), collected, _recipe_of_quantized(seen))
         if found is None:
@@ -288,15 +289,15 @@ class Recorder:
             return None
         return found if any(schedule.at(seen.iteration)[0] for schedule in found.schedules) else None
 
-    def _complain(self, condition: Condition, seen: Seen, text: str) -> None:
+    def _complain(self, condition: Condition, seen: Watched, text: str) -> None:
         """Report a condition that can never hold, once, with the first tensor."""
         if condition.text not in self._said:
             self._said.add(condition.text)
             error = DumpError(f"{text} Further tensors with this condition are not named.")
             self._report("dumping", f"{seen.layer} {seen.tensor}", error)
 
-    def _dump(self, seen: Seen, wanted: Wanted, micro_batch: int) -> Dump | None:
-        quantized, columnwise_from = seen.quantized() if wanted.quantized else (None, None)
+    def _dump(self, seen: Watched, wanted: Wanted, micro_batch: int) -> Dump | None:
+        quantized, columnwise_from = quantized_form(seen) if wanted.quantized else (None, None)
         values = seen.values if wanted.high_precision else None
         if values is None and quantized is None:
             asked = {"high_precision_tensor": wanted.high_precision, "quantized_tensor": wanted.quantized}
@@ -463,9 +464,9 @@ def _read(flags: Sequence[torch.Tensor | None]) -> list[bool]:
     return found
 
 
-def _recipe_of_quantized(seen: Seen) -> str | None:
+def _recipe_of_quantized(seen: Watched) -> str | None:
     """The recipe that a tensor was quantized with; None where it was not, for a layer without a recipe."""
-    quantized, _ = seen.quantized()
+    quantized, _ = quantized_form(seen)
     if quantized is None or not kind_is_known(quantized):
         return None
     return recipe_of(getattr(quantized, "_quantizer", None)) or recipe_of(seen.quantizer)

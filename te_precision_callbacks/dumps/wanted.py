@@ -1,14 +1,14 @@
-"""What is wanted of tensors, and what there is of one: the parts of :mod:`te_precision_callbacks.dumps.recording`.
+"""What DumpTensors wants of a tensor, and what there is of one; for :mod:`te_precision_callbacks.dumps.recording`.
 
 wanted = Wanted.of({"high_precision_tensor": True, "when": "nonfinite"})
-quantized, columnwise_from = Seen("fc1", "activation", 7, x, rowwise, columnwise).quantized()
+quantized, columnwise_from = quantized_form(Watched("fc1", "activation", 7, x, rowwise, columnwise))
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,6 +16,7 @@ from te_precision_callbacks.config.dumping import Condition, conditions_of, size
 from te_precision_callbacks.dumps.budget import Limits
 from te_precision_callbacks.dumps.contents import kind_is_known
 from te_precision_callbacks.dumps.files import SAFETENSORS, TORCH
+from te_precision_callbacks.watched import Watched
 
 
 @dataclass(frozen=True)
@@ -73,54 +74,37 @@ def _size(options: Mapping[str, Any], key: str, default: int) -> int:
         raise ValueError(f"{key!r} {error}") from error
 
 
-class Seen(NamedTuple):
-    """A tensor in the moment that a layer computes with it.
+def quantized_form(watched: Watched) -> tuple[Any, Any]:
+    """What the tensor became, and the object whose columnwise data count where that is another one.
 
-    Attributes:
-        layer, tensor, iteration: as in a dump's header.
-        values: in high precision; None for a weight that exists in its quantized form only.
-        rowwise, columnwise: what the two GEMMs that read it get: one quantized tensor, two, or plain ones.
-        quantizer: Transformer Engine's quantizer of the tensor; None without.
+    A GEMM that runs in high precision reads the tensor itself, which is none of them.
     """
+    operands = (watched.rowwise, watched.columnwise)
+    became = [operand for operand in operands if operand is not None and not _is_values(watched.values, operand)]
+    quantized = [operand for operand in became if kind_is_known(operand)]
+    chosen = quantized or became
+    if not chosen:
+        return None, None
+    other = chosen[-1]
+    return chosen[0], other if other is not chosen[0] and len(quantized) == 2 else None
 
-    layer: str
-    tensor: str
-    iteration: int
-    values: torch.Tensor | None
-    rowwise: Any = None
-    columnwise: Any = None
-    quantizer: Any = None
 
-    def quantized(self) -> tuple[Any, Any]:
-        """What the tensor became, and the object whose columnwise data count where that is another one.
+def _is_values(values: torch.Tensor | None, operand: Any) -> bool:
+    """Whether an operand is the high-precision tensor, perhaps another view of it."""
+    if values is None or operand is values:
+        return operand is values
+    plain = {type(operand), type(values)} <= {torch.Tensor, torch.nn.Parameter}
+    return plain and operand.dtype == values.dtype and operand.data_ptr() == values.data_ptr()
 
-        A GEMM that runs in high precision reads the tensor itself, which is none of them.
-        """
-        operands = (self.rowwise, self.columnwise)
-        became = [operand for operand in operands if operand is not None and not self._is_values(operand)]
-        quantized = [operand for operand in became if kind_is_known(operand)]
-        chosen = quantized or became
-        if not chosen:
-            return None, None
-        other = chosen[-1]
-        return chosen[0], other if other is not chosen[0] and len(quantized) == 2 else None
 
-    def _is_values(self, operand: Any) -> bool:
-        """Whether an operand is the high-precision tensor, perhaps another view of it."""
-        values = self.values
-        if values is None or operand is values:
-            return operand is values
-        plain = {type(operand), type(values)} <= {torch.Tensor, torch.nn.Parameter}
-        return plain and operand.dtype == values.dtype and operand.data_ptr() == values.data_ptr()
-
-    def nonfinite(self) -> torch.Tensor | None:
-        """Whether the tensor has an inf or nan: a bool on its device; None where there is nothing to look at."""
-        values = self.values
-        if values is None:
-            became, _ = self.quantized()
-            values = became.dequantize() if became is not None and kind_is_known(became) else became
-        if values is None or not values.is_floating_point() or not values.numel():
-            return None
-        # One pass without a copy: a nan is either of them.
-        low, high = torch.aminmax(values.detach())
-        return ~(torch.isfinite(low) & torch.isfinite(high))
+def has_nonfinite(watched: Watched) -> torch.Tensor | None:
+    """Whether a tensor has an inf or nan: a bool on its device; None where there is nothing to look at."""
+    values = watched.values
+    if values is None:
+        became, _ = quantized_form(watched)
+        values = became.dequantize() if became is not None and kind_is_known(became) else became
+    if values is None or not values.is_floating_point() or not values.numel():
+        return None
+    # One pass without a copy: a nan is either of them.
+    low, high = torch.aminmax(values.detach())
+    return ~(torch.isfinite(low) & torch.isfinite(high))

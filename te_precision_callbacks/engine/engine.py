@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -41,59 +42,17 @@ from te_precision_callbacks.engine.quantization import (
     settings_of,
     simulate,
 )
-from te_precision_callbacks.engine.reduction import NO_STAMP, Reduction, Stamp, Table
+from te_precision_callbacks.engine.reduction import NO_STAMP, Reduction, Rows, Stamp, Table
 from te_precision_callbacks.engine.slots import Segment, SegmentKey, Slots
-from te_precision_callbacks.layouts import has_scale
-from te_precision_callbacks.statistics.names import OWN_RECIPE, Blocks, Request, no_blocks
-from te_precision_callbacks.statistics.table import EXPONENTS, OF_BLOCKS, RANGES, SCALES, STATISTICS, Of, Statistic
+from te_precision_callbacks.statistics.names import OWN_RECIPE, Blocks, Request, UnknownStatisticError, no_blocks
+from te_precision_callbacks.statistics.series import Measured, SeriesTable
+from te_precision_callbacks.statistics.table import EXPONENTS, OF_BLOCKS, RANGES, SCALES, STATISTICS, Of
 from te_precision_callbacks.vocabulary import ELEMENT_FORMATS, IDENTITY_QUANTIZER, recipe_of
+from te_precision_callbacks.watched import Watched
 
 logger = logging.getLogger(__name__)
 
 _WEIGHT = "weight"
-
-
-class Measurement(NamedTuple):
-    """One statistic of one tensor in one step.
-
-    Attributes:
-        layer, tensor: what was watched.
-        statistic: the label that was asked for.
-        value: float; a tuple of floats for a histogram.
-    """
-
-    layer: str
-    tensor: str
-    statistic: str
-    value: float | tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Watched:
-    """A tensor in the moment that a layer computes with it.
-
-    Attributes:
-        layer, tensor: the layer's name and the tensor's: activation, weight, gradient, output, wgrad, dgrad.
-        iteration: the debug iteration.
-        values: in high precision; None for a weight that exists in its quantized form only.
-        rowwise, columnwise: what the two GEMMs that read it get: quantized tensors, or plain ones.
-        quantizer: Transformer Engine's quantizer of the tensor, None where the recipe has none.
-        tp_group: the tensor-parallel group, None without tensor parallelism.
-    """
-
-    layer: str
-    tensor: str
-    iteration: int
-    values: torch.Tensor | None
-    rowwise: Any = None
-    columnwise: Any = None
-    quantizer: Any = None
-    tp_group: dist.ProcessGroup | None = None
-
-    def quantized(self, *, columnwise: bool = False) -> Any:
-        """The quantized tensor that the GEMM of a direction reads, else that of the other one; None without either."""
-        both = (self.columnwise, self.rowwise) if columnwise else (self.rowwise, self.columnwise)
-        return next((tensor for tensor in both if has_scale(tensor)), None)
 
 
 class Placement(NamedTuple):
@@ -156,6 +115,7 @@ class StatisticsEngine:
             split, but for its weight.
         has_news: whether anything was watched since the last flush.
         iteration: of what was watched last.
+        series: those of the run.
         on_failure: called with what was tried, of what, and the exception where a statistic cannot be had. The others
             of the tensor are measured all the same.
     """
@@ -169,6 +129,8 @@ class StatisticsEngine:
         self.on_failure: Callable[[str, str, Exception], None] = _log_failure_once()
         self.has_news = False
         self.iteration = 0
+        self.series = SeriesTable()
+        self._readings: WeakKeyDictionary[Rows, _Reading] = WeakKeyDictionary()
         self._slots = Slots()
         self._reduction = Reduction()
         self._noted: tuple[Watched, list[Request]] | None = None
@@ -199,17 +161,13 @@ class StatisticsEngine:
             wanted.setdefault(_Kind.of_request(request), []).append(request)
         measuring.run(wanted)
 
-    def flush(
-        self, *, reduce: bool, group: dist.ProcessGroup | None = None, stamp: Stamp = NO_STAMP
-    ) -> list[Measurement]:
+    def flush(self, *, reduce: bool, group: dist.ProcessGroup | None = None, stamp: Stamp = NO_STAMP) -> Measured:
         """The statistics since the last flush, and a fresh start: :meth:`collect` and :meth:`forget`."""
         found = self.collect(reduce=reduce, group=group, stamp=stamp)
         self.forget()
         return found
 
-    def collect(
-        self, *, reduce: bool, group: dist.ProcessGroup | None = None, stamp: Stamp = NO_STAMP
-    ) -> list[Measurement]:
+    def collect(self, *, reduce: bool, group: dist.ProcessGroup | None = None, stamp: Stamp = NO_STAMP) -> Measured:
         """The statistics since the last :meth:`forget`.
 
         Args:
@@ -225,7 +183,19 @@ class StatisticsEngine:
             self._reduction = Reduction(group)
         with torch.inference_mode(False), torch.no_grad():
             tables = self._reduction.collect(self._slots, reduce=reduce, stamp=stamp)
-        return [measurement for table in tables for measurement in _measurements(table)]
+        readings = [(self._reading(table.rows), table) for table in tables]
+        return Measured(
+            self.series,
+            np.concatenate([np.empty(0, np.int32), *(reading.series for reading, _ in readings)]),
+            np.concatenate([np.empty(0), *(reading.values(table) for reading, table in readings)]),
+            dict(histogram for reading, table in readings for histogram in reading.histograms(table)),
+        )
+
+    def _reading(self, rows: Rows) -> _Reading:
+        reading = self._readings.get(rows)
+        if reading is None:
+            reading = self._readings[rows] = _Reading(rows, self.series)
+        return reading
 
     def forget(self) -> None:
         """Begin afresh: what was collected is in good hands."""
@@ -246,24 +216,46 @@ def _log_failure_once() -> Callable[[str, str, Exception], None]:
     return log
 
 
-def _measurements(table: Table) -> Iterator[Measurement]:
-    rows_of: dict[str, list[int]] = {}
-    for row, outputs in enumerate(table.outputs):
-        for statistic in dict.fromkeys(statistic for _, statistic in outputs):
-            rows_of.setdefault(statistic, []).append(row)
-    values = {name: _values(STATISTICS[name], table, rows) for name, rows in rows_of.items()}
-    for row, (key, outputs) in enumerate(zip(table.keys, table.outputs, strict=True)):
-        for label, statistic in outputs:
-            yield Measurement(key.layer, key.tensor, label, values[statistic][row])
+class _Reading:
+    """How the numbers of a table's rows are had: made once for the steps in which the same is due.
 
+    Args:
+        rows: the rows.
+        table: the run's series.
+    """
 
-def _values(statistic: Statistic, table: Table, rows: Sequence[int]) -> dict[int, float | tuple[float, ...]]:
-    picked = {name: column[rows] for name, column in table.columns.items()}
-    if statistic.value is not None:
-        return dict(zip(rows, statistic.value(picked).tolist(), strict=True))
-    bins, _ = _COLUMNS[statistic.of]
-    histograms = np.stack([picked[name] for name in bins], axis=-1).tolist()
-    return dict(zip(rows, map(tuple, histograms), strict=True))
+    def __init__(self, rows: Rows, table: SeriesTable) -> None:
+        numbers: list[int] = []
+        places: dict[str, list[tuple[int, int]]] = {}  # of each statistic, in which row and at which place it is
+        self._histograms: list[tuple[int, int, Sequence[str]]] = []
+        for row, (key, labels) in enumerate(zip(rows.keys, rows.outputs, strict=True)):
+            for label in labels:
+                number = table.intern(key.layer, key.tensor, label)
+                request = table[number].family.request
+                if request is None:
+                    raise UnknownStatisticError(f"another rank has a statistic {label!r}, which is not known here")
+                if request.statistic.value is None:
+                    self._histograms.append((number, row, _COLUMNS[request.statistic.of][0]))
+                else:
+                    places.setdefault(request.statistic.name, []).append((row, len(numbers)))
+                    numbers.append(number)
+        self.series = np.array(numbers, dtype=np.int32)
+        self._formulas = [
+            (STATISTICS[name], *np.array(found, dtype=np.intp).T.copy()) for name, found in places.items()
+        ]
+
+    def values(self, table: Table) -> npt.NDArray[np.float64]:
+        """The numbers, in the order of :attr:`series`."""
+        found = np.empty(len(self.series))
+        for statistic, rows, places in self._formulas:
+            if statistic.value is not None:
+                found[places] = statistic.value({name: column[rows] for name, column in table.columns.items()})
+        return found
+
+    def histograms(self, table: Table) -> Iterator[tuple[int, tuple[float, ...]]]:
+        """The series of histograms, and their counts."""
+        for number, row, bins in self._histograms:
+            yield number, tuple([float(table.columns[name][row]) for name in bins])
 
 
 _COLUMNS: Mapping[Of, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -72,27 +72,37 @@ NO_STAMP = Stamp(0, 0, -1)
 
 
 class Described(NamedTuple):
-    """What ranks tell one another of a segment; ``outputs`` are pairs of label and statistic."""
+    """What ranks tell one another of a segment; ``outputs`` are the labels of statistics."""
 
     key: SegmentKey
     sums: tuple[str, ...]
     maxima: tuple[str, ...]
-    outputs: tuple[tuple[str, str], ...]
+    outputs: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Table:
-    """Segments of one kind after the reduction, one a row.
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Segments of one kind that are due: the same object in each step in which the same is due.
 
     Attributes:
-        keys: the segments.
-        columns: column name -> values.
-        outputs: for each row the labels that are due, with their statistics.
+        keys: the segments, one a row.
+        outputs: for each row the labels that are due.
     """
 
     keys: Sequence[SegmentKey]
+    outputs: Sequence[Sequence[str]]
+
+
+class Table(NamedTuple):
+    """Segments of one kind after the reduction.
+
+    Attributes:
+        rows: which segments.
+        columns: column name -> values, one a row.
+    """
+
+    rows: Rows
     columns: Mapping[str, Values]
-    outputs: Sequence[Sequence[tuple[str, str]]]
 
 
 def is_distributed(group: dist.ProcessGroup | None) -> bool:
@@ -331,7 +341,7 @@ def waiting(purpose: str) -> Iterator[None]:
 
 
 def _describe(segment: Segment) -> Described:
-    return Described(segment.key, segment.sums, segment.maxima, tuple(segment.outputs.items()))
+    return Described(segment.key, segment.sums, segment.maxima, tuple(segment.outputs))
 
 
 def _order(described: Described) -> tuple[str, str, str, int]:
@@ -435,7 +445,7 @@ class _Layout:
         resting: list[int] = []
         for entry, segment, _, sums_at, _ in self._pieces:
             asked = segment.due if segment is not None else ()
-            due.extend(label in asked for label, _ in entry.outputs)
+            due.extend(label in asked for label in entry.outputs)
             if segment is not None and not segment.measured and entry.key.shard is not None:
                 resting.extend(range(sums_at, sums_at + len(entry.sums)))
         vectors = {on: {"sums": sums, "maxima": maxima} for on, sums, maxima in slots.vectors()}
@@ -452,9 +462,9 @@ class _Layout:
 
     def unpack(self, values: Values) -> list[Table]:
         """The segments with an output that is due on some rank, the shards of replicas added up."""
-        due = (values[: self._due] > 0).tolist()
+        due = values[: self._due] > 0
         tables = (block.table(*columns, values, due) for columns, block in self._blocks.items())
-        return [table for table in tables if table.keys]
+        return [table for table in tables if table is not None]
 
 
 class _Piece(NamedTuple):
@@ -473,6 +483,7 @@ class _Block:
 
     pieces: list[tuple[_Piece, int]] = field(default_factory=list)
     rows: dict[SegmentKey, int] = field(default_factory=dict)
+    _picked: dict[bytes, _Picked] = field(default_factory=dict)
 
     def add(self, piece: _Piece) -> None:
         self.pieces.append((piece, self.rows.setdefault(piece.entry.key._replace(shard=None), len(self.rows))))
@@ -486,36 +497,67 @@ class _Block:
             [sums_at[:, None] + np.arange(len(entry.sums)), maxima_at[:, None] + np.arange(len(entry.maxima))], axis=1
         )
 
-    def table(self, sums: tuple[str, ...], maxima: tuple[str, ...], values: Values, due: Sequence[bool]) -> Table:
-        """What is due of them, one row for all shards of a tensor."""
-        outputs: dict[int, Sequence[tuple[str, str]]] = {}
-        chosen: list[int] = []
-        for index, ((entry, _, due_at, _, _), row) in enumerate(self.pieces):
-            wanted = due[due_at : due_at + len(entry.outputs)]
-            if not any(wanted):
-                continue
-            asked: Sequence[tuple[str, str]] = entry.outputs
-            if not all(wanted):
-                asked = [output for output, is_due in zip(asked, wanted, strict=True) if is_due]
-            outputs[row] = asked if row not in outputs else tuple(dict.fromkeys([*outputs[row], *asked]))
-            chosen.append(index)
-        if not chosen:
-            return Table((), {}, ())
-        cells = values[self._cells[chosen]]
-        row_of = [self.pieces[index][1] for index in chosen]
-        matrix = np.full((len(self.rows), cells.shape[1]), NOTHING)
+    @functools.cached_property
+    def _due_at(self) -> npt.NDArray[np.intp]:
+        """Where the flags of all outputs stand in the message, those of one segment after those of the other."""
+        return np.concatenate(
+            [np.arange(piece.due_at, piece.due_at + len(piece.entry.outputs)) for piece, _ in self.pieces]
+        )
+
+    def table(
+        self, sums: tuple[str, ...], maxima: tuple[str, ...], values: Values, due: npt.NDArray[np.bool_]
+    ) -> Table | None:
+        """What is due of them, one row for all shards of a tensor; None where nothing is."""
+        flags = due[self._due_at]
+        if not flags.any():
+            return None
+        pattern = flags.tobytes()
+        picked = self._picked.get(pattern)
+        if picked is None:
+            if len(self._picked) == _MOST_PATTERNS:
+                self._picked.clear()
+            picked = self._picked[pattern] = self._pick(flags.tolist())
+        cells = values[picked.cells]
+        matrix = np.full((len(picked.rows.keys), cells.shape[1]), NOTHING)
         matrix[:, : len(sums)] = 0.0
         # A replica of which nothing was measured anywhere has sent no sum at all.
         added = np.where(cells[:, : len(sums)] == NOTHING, 0.0, cells[:, : len(sums)])
-        np.add.at(matrix[:, : len(sums)], row_of, added)
-        np.maximum.at(matrix[:, len(sums) :], row_of, cells[:, len(sums) :])
-        keys = list(self.rows)
-        columns = matrix[list(outputs)].T
-        return Table(
-            [keys[row] for row in outputs],
-            dict(zip((*sums, *maxima), columns, strict=True)),
-            list(outputs.values()),
+        np.add.at(matrix[:, : len(sums)], picked.row_of, added)
+        np.maximum.at(matrix[:, len(sums) :], picked.row_of, cells[:, len(sums) :])
+        return Table(picked.rows, dict(zip((*sums, *maxima), matrix.T, strict=True)))
+
+    def _pick(self, due: Sequence[bool]) -> _Picked:
+        """The segments with a flag among those of :attr:`_due_at`."""
+        outputs: dict[int, dict[str, None]] = {}
+        chosen: list[int] = []
+        rows: list[int] = []
+        flags = iter(due)
+        for index, (piece, row) in enumerate(self.pieces):
+            asked = [label for label in piece.entry.outputs if next(flags)]
+            if asked:
+                outputs.setdefault(row, {}).update(dict.fromkeys(asked))
+                chosen.append(index)
+                rows.append(row)
+        keys, place = list(self.rows), {row: number for number, row in enumerate(outputs)}
+        return _Picked(
+            Rows([keys[row] for row in outputs], [tuple(asked) for asked in outputs.values()]),
+            self._cells[chosen],
+            np.array([place[row] for row in rows], dtype=np.intp),
         )
+
+
+_MOST_PATTERNS = 16
+"""Of what is due together in a step; features with different ``freq`` make some."""
+
+
+class _Picked(NamedTuple):
+    """What is due of a block: the rows of its table, where the columns of each segment stand in the message, and to
+    which row each segment belongs.
+    """
+
+    rows: Rows
+    cells: npt.NDArray[np.intp]
+    row_of: npt.NDArray[np.intp]
 
 
 def _places(starts: npt.NDArray[np.intp], widths: npt.NDArray[np.intp]) -> torch.Tensor:

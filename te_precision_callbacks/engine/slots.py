@@ -43,7 +43,7 @@ class Segment:
         sums, maxima: names of the columns that are added, and of those of which the maximum is kept.
         sum_start, maximum_start: where they begin in the vectors of ``device``.
         contributes: whether this rank's part counts, or another rank has the same.
-        outputs: label -> name of the statistic, for all that was ever asked of it.
+        outputs: the labels of all that was ever asked of it, in the order in which it was.
         due: the labels that were asked of it since the last flush.
         measured: whether anything was merged into it since the last flush.
     """
@@ -55,7 +55,7 @@ class Segment:
     sum_start: int
     maximum_start: int
     contributes: bool = True
-    outputs: dict[str, str] = field(default_factory=dict)
+    outputs: dict[str, None] = field(default_factory=dict)
     due: set[str] = field(default_factory=set)
     measured: bool = False
 
@@ -138,7 +138,7 @@ class Slots:
         """Note that statistics of a segment are wanted at the next flush."""
         for request in requests:
             if request.label not in segment.outputs:
-                segment.outputs[request.label] = request.statistic.name
+                segment.outputs[request.label] = None
                 self.version += 1
             segment.due.add(request.label)
 

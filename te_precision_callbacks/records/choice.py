@@ -19,7 +19,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 
-from te_precision_callbacks.records.worst import Family, Values, badness, direction, judged, worst_layers
+from te_precision_callbacks.records.worst import Values, worst_layers
+from te_precision_callbacks.statistics.series import Family
 from te_precision_callbacks.statistics.table import Worse
 
 MOST_SERIES = 2_000
@@ -44,14 +45,14 @@ class _Logged:
                 return
             self.layers.add(layer)
 
-    def join(self, ranked: Iterable[str], values: Values, statistic: str) -> None:
+    def join(self, ranked: Iterable[str], values: Values, family: Family) -> None:
         """Give a later place to layers that have become worse than those that are logged."""
         others = [layer for layer in ranked if layer not in self.layers]
         candidate = others[0] if others else None
         self._steps = self._steps + 1 if candidate == self._waiting else 1
         self._waiting = candidate
         for layer in others:
-            is_lost = badness(statistic, values[layer]) == math.inf
+            is_lost = family.badness(values[layer]) == math.inf
             is_worst = layer == candidate and self._steps >= PATIENCE
             if (is_lost or is_worst) and self._later < LATER_PLACES:
                 self.layers.add(layer)
@@ -70,19 +71,19 @@ class SeriesChoice:
         self._families: dict[Family, _Logged] = {}
         self._count = 0
 
-    def take(self, families: Mapping[Family, Values], unscaled: Set[str]) -> None:
+    def take(self, families: Mapping[Family, Values], telling: Mapping[Family, Values]) -> None:
         """Take the series of a step.
 
         Args:
             families: the numbers of the step, and its histograms with any value.
-            unscaled: its :attr:`~te_precision_callbacks.records.StepRecords.unscaled`.
+            telling: those that tell something of the run, see :func:`~te_precision_callbacks.records.worst.judged`.
         """
         new = {family: values.keys() - self.logged(family) for family, values in families.items()}
         if not self.crowded:
             self._count += sum(map(len, new.values()))
             self.crowded = self._count > MOST_SERIES
         if self.crowded:
-            self._take_worst([family for family in families if new[family]], judged(families, unscaled))
+            self._take_worst([family for family in families if new[family]], telling)
         else:
             for family, layers in new.items():
                 self._families.setdefault(family, _Logged()).layers.update(layers)
@@ -95,16 +96,15 @@ class SeriesChoice:
     def _take_worst(self, families: Iterable[Family], found: Mapping[Family, Values]) -> None:
         without_order = []
         for family in families:
-            if direction(family.statistic) is Worse.NEITHER:
+            if family.worse is Worse.NEITHER:
                 without_order.append(family)
                 continue
-            beside = {other.statistic: values for other, values in found.items() if other[:2] == family[:2]}
-            ranked = worst_layers(PLACES, family.statistic, found[family], beside)
+            ranked = worst_layers(PLACES, family, found[family], found)
             logged = self._families.setdefault(family, _Logged())
             if len(logged.layers) < PLACES:
                 logged.fill(ranked)
             else:
-                logged.join(ranked, found[family], family.statistic)
+                logged.join(ranked, found[family], family)
         for family in without_order:
             self._families.setdefault(family, _Logged()).fill(self._most_logged(family.tensor, found[family]))
 

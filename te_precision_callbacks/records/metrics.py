@@ -24,15 +24,15 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.records.choice import LATER_PLACES, MOST_SERIES, PLACES, SeriesChoice
 from te_precision_callbacks.records.loggers import Histogram
-from te_precision_callbacks.records.model import Row, StepRecords
-from te_precision_callbacks.records.worst import Family, Values, by_family, judged, worst_of_all
-from te_precision_callbacks.statistics.names import histogram_bins
+from te_precision_callbacks.records.model import Row, StepRecords, row_of
+from te_precision_callbacks.records.worst import Values, judged, worst_of_all
+from te_precision_callbacks.statistics.series import Family, Series
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,16 @@ def metric_name(prefix: str, row: Row) -> str:
     """
     group = f"{prefix}.{row.layer}" if prefix and row.layer else prefix or row.layer
     return "/".join(part for part in (group, row.tensor, row.gemm, row.statistic) if part)
+
+
+def series_name(prefix: str, series: Series) -> str:
+    """The :func:`metric_name` of a series."""
+    return metric_name(prefix, row_of(series, 0.0))
+
+
+def _histograms(records: StepRecords) -> Iterator[tuple[Series, tuple[float, ...]]]:
+    for number, counts in records.histograms.items():
+        yield records.table[number], counts
 
 
 def overall_name(prefix: str, name: str) -> str:
@@ -89,9 +99,9 @@ class MetricSelection:
         self._chosen(records)
         prefix = prefix_of(self._prefix, local=records.local)
         named = {
-            metric_name(prefix, Row(layer, tensor, None, statistic, 0.0)): Histogram(counts, histogram_bins(statistic))
-            for (layer, tensor, statistic), counts in records.vectors.items()
-            if self._wanted is not None or layer in self._series.logged(Family(tensor, None, statistic))
+            series_name(prefix, series): Histogram(counts, series.family.bins)
+            for series, counts in _histograms(records)
+            if self._wanted is not None or series.layer in self._series.logged(series.family)
         }
         return {name: counts for name, counts in named.items() if self._wanted is None or self._wanted(name)}
 
@@ -101,11 +111,14 @@ class MetricSelection:
         return self._last[1]
 
     def _choose(self, records: StepRecords) -> dict[str, float]:
-        families = by_family(records)
+        families, telling = records.families, judged(records)
         prefix = prefix_of(self._prefix, local=records.local)
-        overall = dict(self._overall(families, records.unscaled, prefix))
+        overall = dict(self._overall(families, telling, prefix))
         if self._wanted is not None:
-            named = {metric_name(prefix, row): row.value for row in records}
+            table, numbers = records.table, records.series.tolist()
+            named = {
+                series_name(prefix, table[number]): value for number, value in zip(numbers, records.values, strict=True)
+            }
             chosen = {name: value for name, value in {**overall, **named}.items() if self._wanted(name)}
             if named and not self._said and self._says_if_idle:
                 self._said = True
@@ -119,9 +132,9 @@ class MetricSelection:
                     )
             return chosen
         of_histograms: dict[Family, dict[str, float]] = {}
-        for layer, tensor, statistic in records.vectors:
-            of_histograms.setdefault(Family(tensor, None, statistic), {})[layer] = 0.0
-        self._series.take({**families, **of_histograms}, records.unscaled)
+        for series, _ in _histograms(records):
+            of_histograms.setdefault(series.family, {})[series.layer] = 0.0
+        self._series.take({**families, **of_histograms}, {**telling, **of_histograms})
         if self._series.crowded and not self._said:
             self._said = True
             logger.warning(
@@ -133,18 +146,18 @@ class MetricSelection:
                 LATER_PLACES,
             )
         return overall | {
-            metric_name(prefix, Row(layer, *family, value)): value
+            series_name(prefix, Series(layer, family)): value
             for family, values in families.items()
             for layer, value in values.items()
             if layer in self._series.logged(family)
         }
 
     def _overall(
-        self, families: Mapping[Family, Values], unscaled: Set[str], prefix: str
+        self, families: Mapping[Family, Values], telling: Mapping[Family, Values], prefix: str
     ) -> Iterator[tuple[str, float]]:
         """The metrics of the whole model."""
-        for key, row in worst_of_all(judged(families, unscaled)).items():
-            yield overall_name(prefix, key), row.value
+        for key, (_, value) in worst_of_all(telling).items():
+            yield overall_name(prefix, key), value
         for family, of_layers in families.items():
             values = [value for layer, value in of_layers.items() if layer]
             # With several freq, a step in which only some of the layers are due would be another "all".
@@ -152,7 +165,7 @@ class MetricSelection:
             if len(values) < self._layers_of[family]:
                 continue
             known = [value for value in values if not math.isnan(value)] or [math.nan]
-            name = overall_name(prefix, metric_name("all", Row("", *family, 0.0)))
+            name = overall_name(prefix, series_name("all", Series("", family)))
             yield f"{name}/min", min(known)
             yield f"{name}/median", statistics.median(known)
             yield f"{name}/max", max(known)

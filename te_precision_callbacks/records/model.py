@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from te_precision_callbacks.statistics.series import Family, Series, SeriesTable
 
 
 class Row(NamedTuple):
@@ -27,20 +33,21 @@ class Row(NamedTuple):
     value: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepRecords:
-    """The numbers of one debug iteration, in columns of equal length. Iterating gives :class:`Row` objects.
+    """The numbers of one debug iteration: series, and a value of each. Iterating gives :class:`Row` objects.
 
     Attributes:
         iteration: the debug iteration: 0-based, counted by the session, restored on resume.
         logging_step: the step under which the trainer's own metrics of the same batch are logged.
-        layers, tensors, gemms, statistics: the name columns, as in :class:`Row`.
-        values: float64.
-        vectors: further columns whose cells are sequences (histograms), by (layer, tensor, statistic).
+        table: the run's series.
+        series: [numbers], int32: the series of each number.
+        values: [numbers], float64.
+        histograms: series -> counts.
         local: True where the numbers are of this rank alone although statistics are reduced over ranks: what was
             gathered but not yet stepped when the run ended, and all that comes after a reduction that failed.
-        own: for each number whether it is this rank's alone. False where it is reduced over ranks, so that all of them
-            have the same one; what a user's own feature logs is not.
+        own: [numbers]: of each number whether it is this rank's alone. False where it is reduced over ranks, so that
+            all of them have the same one; what a user's own feature logs is not.
         unscaled: the layers that ran delayed scaling in this step with the scale 1, before it has an amax of an earlier
             step. What quantization did to their tensors (66 to 89 % of a gradient may underflow) tells nothing of the
             steps after it, and is left out where the worst of several steps is looked for.
@@ -48,14 +55,12 @@ class StepRecords:
 
     iteration: int
     logging_step: int
-    layers: tuple[str, ...] = ()
-    tensors: tuple[str, ...] = ()
-    gemms: tuple[str | None, ...] = ()
-    statistics: tuple[str, ...] = ()
+    table: SeriesTable = field(default_factory=SeriesTable)
+    series: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     values: array[float] = field(default_factory=lambda: array("d"))
-    vectors: Mapping[tuple[str, str, str], tuple[float, ...]] = field(default_factory=dict)
+    histograms: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     local: bool = False
-    own: tuple[bool, ...] = ()
+    own: Sequence[bool] = ()
     unscaled: frozenset[str] = frozenset()
 
     @classmethod
@@ -69,18 +74,27 @@ class StepRecords:
         local: bool = False,
         own: Iterable[bool] | None = None,
         unscaled: frozenset[str] = frozenset(),
+        table: SeriesTable | None = None,
     ) -> StepRecords:
-        """Put rows into columns, in their order. Without ``own`` all of them are this rank's alone."""
+        """Make records of rows, in their order. Without ``own`` all of them are this rank's alone.
+
+        Args:
+            iteration, logging_step, local, own, unscaled: see the class.
+            rows: the numbers.
+            vectors: histograms, by layer, tensor and statistic.
+            table: the series of the run, for records that go to one sink together; a new one where None.
+        """
+        table = SeriesTable() if table is None else table
         rows = list(rows)
         return cls(
             iteration=iteration,
             logging_step=logging_step,
-            layers=tuple(row.layer for row in rows),
-            tensors=tuple(row.tensor for row in rows),
-            gemms=tuple(row.gemm for row in rows),
-            statistics=tuple(row.statistic for row in rows),
+            table=table,
+            series=np.array(
+                [table.intern(row.layer, row.tensor, row.statistic, row.gemm) for row in rows], dtype=np.int32
+            ),
             values=array("d", (row.value for row in rows)),
-            vectors=vectors or {},
+            histograms={table.intern(*name): counts for name, counts in (vectors or {}).items()},
             local=local,
             own=(True,) * len(rows) if own is None else tuple(own),
             unscaled=unscaled,
@@ -90,7 +104,47 @@ class StepRecords:
         return len(self.values)
 
     def __iter__(self) -> Iterator[Row]:
-        return map(Row._make, zip(self.layers, self.tensors, self.gemms, self.statistics, self.values, strict=True))
+        return map(row_of, map(self.table.__getitem__, self.series.tolist()), self.values)
+
+    @functools.cached_property
+    def families(self) -> Mapping[Family, Mapping[str, float]]:
+        """The numbers by tensor and statistic: family -> layer -> value."""
+        found: dict[Family, dict[str, float]] = {}
+        for number, value in zip(self.series.tolist(), self.values, strict=True):
+            layer, family = self.table[number]
+            found.setdefault(family, {})[layer] = value
+        return found
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layer of each number, as in :class:`Row`."""
+        return tuple(row.layer for row in self)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The tensor of each number, as in :class:`Row`."""
+        return tuple(row.tensor for row in self)
+
+    @property
+    def gemms(self) -> tuple[str | None, ...]:
+        """The GEMM of each number, as in :class:`Row`."""
+        return tuple(row.gemm for row in self)
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """The statistic of each number, as in :class:`Row`."""
+        return tuple(row.statistic for row in self)
+
+    @property
+    def vectors(self) -> Mapping[tuple[str, str, str], tuple[float, ...]]:
+        """The histograms by layer, tensor and statistic."""
+        named = ((self.table[number], counts) for number, counts in self.histograms.items())
+        return {(series.layer, series.tensor, series.statistic): counts for series, counts in named}
+
+
+def row_of(series: Series, value: float) -> Row:
+    """A number of a series, with its names."""
+    return Row(series.layer, series.tensor, series.family.gemm, series.statistic, value)
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,14 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import TextIO
 
-from te_precision_callbacks.records.model import Row, RunInfo, StepRecords
+from te_precision_callbacks.records.model import RunInfo, StepRecords
+from te_precision_callbacks.statistics.series import SeriesTable, log_name
 
 STATISTICS_FOLDER = "nvdlfw_inspect_statistics_logs"
 """As in nvidia-dlfw-inspect 0.2.2, ``logging.py: make_default_statistics_logger``."""
@@ -110,11 +111,6 @@ def format_value(value: float) -> str:
     return format(Decimal(repr(value)), "f") if math.isfinite(value) else f"{value}"
 
 
-def statistic_label(row: Row, layer: str | None = None) -> str:
-    """Transformer Engine's name of a number: ``<layer>_<tensor>_<statistic>``; with another name for the layer."""
-    return "_".join(part for part in (layer or row.layer, row.tensor, row.statistic) if part)
-
-
 class StatisticsLog:
     """The sink that writes the statistics log of a rank. A step is in the file when ``write`` returns.
 
@@ -128,6 +124,9 @@ class StatisticsLog:
     def __init__(self, *, own_only: bool = False, given_names: Mapping[str, str] | None = None) -> None:
         self._own_only = own_only
         self._given_names = {} if given_names is None else given_names
+        self._named: SeriesTable | None = None
+        self._named_as: Mapping[str, str] = {}
+        self._names: list[str] = []
         self._path: Path | None = None
         self._file: TextIO | None = None
         self._mark = ""
@@ -141,25 +140,24 @@ class StatisticsLog:
 
     def write(self, records: StepRecords) -> None:
         """Append a line a number."""
-        rows = list(records)
-        if self._own_only:
-            rows = [row for row, own in zip(rows, records.own, strict=True) if own]
-        if self._path is None or not rows:
+        numbers = zip(records.series.tolist(), records.values, strict=True)
+        written = list(itertools.compress(numbers, records.own)) if self._own_only else list(numbers)
+        if self._path is None or not written:
             return
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = claim(self._path)
-        time = _now()
+        names, time = self._names_in(records.table), _now()
         mark = self._mark if records.local else ""
         text = "".join(
             _LINE.format(
                 time=time,
-                name=statistic_label(row, self._given_names.get(row.layer)),
+                name=names[number],
                 iteration=records.iteration,
-                value=format_value(row.value),
+                value=format_value(value),
                 mark=mark,
             )
-            for row in rows
+            for number, value in written
         )
         if records is self._begun:  # Ctrl-C came when it was written
             self._file.seek(self._position)
@@ -171,6 +169,16 @@ class StatisticsLog:
         self._file.flush()
         if os.fstat(self._file.fileno()).st_nlink == 0:
             raise FileNotFoundError(f"{self._path} was deleted while it was written")
+
+    def _names_in(self, table: SeriesTable) -> Sequence[str]:
+        """The names of a table's series, made once for each."""
+        if self._named is not table or self._named_as != self._given_names:
+            self._named, self._named_as, self._names = table, dict(self._given_names), []
+        for number in range(len(self._names), len(table)):
+            series = table[number]
+            layer = self._named_as.get(series.layer, series.layer)
+            self._names.append(log_name(layer, series.tensor, series.statistic))
+        return self._names
 
     def close(self, error: BaseException | None) -> None:
         """Close the file."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
-from te_precision_callbacks.records.model import Row, StepRecords
-from te_precision_callbacks.statistics.names import OWN_RECIPE, logged_request
+import numpy as np
+
+from te_precision_callbacks.records.model import Row, StepRecords, row_of
+from te_precision_callbacks.statistics.series import Family, Series, SeriesTable, family_of
 from te_precision_callbacks.statistics.table import Worse
 
 WORST_OF_ALL: Mapping[str, str] = {
@@ -24,97 +26,40 @@ WORST_OF_ALL: Mapping[str, str] = {
 """Last part of the metric's name, and the statistic whose worst value it is, of any layer, tensor, recipe, element
 format and direction."""
 
-_DELAYED_SCALING = "fp8_delayed_scaling"
-
-
-def badness(statistic: str, value: float) -> float:
-    """A key that grows as a value gets worse. nan is the worst, and of an SQNR inf the best.
-
-    Args:
-        statistic: the name in the records. One that is not in the table of statistics, or of which neither direction is
-            worse, goes by size.
-        value: its value.
-    """
-    if math.isnan(value):
-        return math.inf
-    match direction(statistic):
-        case Worse.HIGH:
-            return value
-        case Worse.LOW:
-            return -value
-        case _:
-            return abs(value)
-
-
-def direction(statistic: str) -> Worse | None:
-    """The direction in which a statistic gets worse; None where it is not in the table, a user's own."""
-    request = logged_request(statistic)
-    return None if request is None else request.statistic.worse
-
-
-class Family(NamedTuple):
-    """What the series of different layers have in common."""
-
-    tensor: str
-    gemm: str | None
-    statistic: str
-
 
 Values = Mapping[str, float]
 """Layer -> value."""
 
 
-def by_family(records: StepRecords) -> dict[Family, Values]:
-    """The numbers of a step by tensor and statistic."""
-    found: dict[tuple[str, str | None, str], dict[str, float]] = {}
-    columns = (records.layers, records.tensors, records.gemms, records.statistics, records.values)
-    for layer, tensor, gemm, statistic, value in zip(*columns, strict=True):
-        found.setdefault((tensor, gemm, statistic), {})[layer] = value
-    return {Family(*family): values for family, values in found.items()}
-
-
-def judged(families: Mapping[Family, Values], unscaled: Set[str]) -> Mapping[Family, Values]:
-    """The numbers that tell something of the run: without those of delayed scaling before it has a scale.
-
-    Args:
-        families: of a step.
-        unscaled: its :attr:`StepRecords.unscaled`.
-    """
-    if not unscaled:
-        return families
+def judged(records: StepRecords) -> Mapping[Family, Values]:
+    """The numbers of a step that tell something of the run: without those of delayed scaling before it has a scale."""
+    if not records.unscaled:
+        return records.families
     return {
-        family: {layer: value for layer, value in values.items() if layer not in unscaled}
-        if _is_of_delayed_scaling(family.statistic)
+        family: {layer: value for layer, value in values.items() if layer not in records.unscaled}
+        if family.is_of_delayed_scaling
         else values
-        for family, values in families.items()
+        for family, values in records.families.items()
     }
 
 
-def _is_of_delayed_scaling(statistic: str) -> bool:
-    """Whether it is what the recipe of a layer that runs delayed scaling did."""
-    request = logged_request(statistic)
-    return request is not None and request.recipe in (OWN_RECIPE, _DELAYED_SCALING)
-
-
-def worst_of_all(families: Mapping[Family, Values]) -> dict[str, Row]:
-    """The worst number for each name of :data:`WORST_OF_ALL` of which there is one.
+def worst_of_all(families: Mapping[Family, Values]) -> dict[str, tuple[Series, float]]:
+    """The worst number, with its series, for each name of :data:`WORST_OF_ALL` of which there is one.
 
     Args:
         families: of a step, those that are :func:`judged`.
     """
-    found: dict[str, Row] = {}
+    found: dict[str, tuple[Series, float]] = {}
     keys = {statistic: key for key, statistic in WORST_OF_ALL.items()}
     for family, values in families.items():
-        request = logged_request(family.statistic)
-        if request is None or request.statistic.name not in keys:
+        if family.request is None or family.request.statistic.name not in keys:
             continue
-        key = keys[request.statistic.name]
-        for layer in _worst(1, family.statistic, values):
-            row = Row(layer, *family, values[layer])
-            bad = badness(*row[3:])
+        key = keys[family.request.statistic.name]
+        for layer in _worst(1, family, values):
+            value = values[layer]
             # An SQNR of inf is nobody's worst: the quantized tensor is exact.
-            if bad > (badness(*found[key][3:]) if key in found else -math.inf):
-                found[key] = row
+            if family.badness(value) > (found[key][0].family.badness(found[key][1]) if key in found else -math.inf):
+                found[key] = (Series(layer, family), value)
     return found
 
 
@@ -130,28 +75,69 @@ class Worst(NamedTuple):
     iteration: int
 
 
-class WorstOfRun:
-    """The worst value so far of each statistic that has a worse direction; iterating gives :class:`Worst` objects."""
+class RunStatistics:
+    """The last value of each series of a run, and the worst so far of those that have a worse direction.
 
-    def __init__(self) -> None:
-        self._worst: dict[tuple[str, Family], tuple[float, Worst]] = {}
+    Args:
+        table: the series.
+    """
+
+    def __init__(self, table: SeriesTable) -> None:
+        self._table = table
+        self._last = np.empty(0)
+        self._worst = np.empty(0)
+        self._badness = np.empty(0)
+        self._iteration = np.empty(0, np.int64)
+        self._sign = np.empty(0)
+        self._has = np.empty(0, bool)
+        self._delayed = np.empty(0, bool)
 
     def add(self, records: StepRecords) -> None:
         """Take the numbers of a step."""
-        for family, values in judged(by_family(records), records.unscaled).items():
-            if direction(family.statistic) in (None, Worse.NEITHER):
-                continue
-            for layer, value in values.items():
-                bad = badness(family.statistic, value)
-                known = self._worst.get((layer, family))
-                if known is None or bad > known[0]:
-                    self._worst[layer, family] = (bad, Worst(Row(layer, *family, value), records.iteration))
+        self._grow()
+        series, values = records.series, np.frombuffer(records.values)
+        self._last[series], self._has[series] = values, True
+        sign = self._sign[series]
+        compared = sign != 0  # neither direction is worse, or it is a user's own
+        if records.unscaled:
+            waiting = [self._table[number].layer in records.unscaled for number in series.tolist()]
+            compared &= ~(self._delayed[series] & np.array(waiting, dtype=bool))
+        series, values, sign = series[compared], values[compared], sign[compared]
+        bad = np.where(np.isnan(sign), np.abs(values), values * sign)
+        bad[np.isnan(values)] = np.inf
+        worse = (bad > self._badness[series]) | (self._iteration[series] < 0)
+        taken = series[worse]
+        self._badness[taken], self._worst[taken] = bad[worse], values[worse]
+        self._iteration[taken] = records.iteration
 
-    def __iter__(self) -> Iterator[Worst]:
-        return (worst for _, worst in self._worst.values())
+    def last(self) -> Iterator[Row]:
+        """The last value of each series."""
+        for number in np.flatnonzero(self._has).tolist():
+            yield row_of(self._table[number], float(self._last[number]))
+
+    def worst(self) -> Iterator[Worst]:
+        """The worst value of each series, and when it first was."""
+        for number in np.flatnonzero(self._iteration >= 0).tolist():
+            row = row_of(self._table[number], float(self._worst[number]))
+            yield Worst(row, int(self._iteration[number]))
+
+    def _grow(self) -> None:
+        new = [self._table[number].family for number in range(len(self._sign), len(self._table))]
+        if new:
+            self._last, self._worst, self._badness = (
+                np.append(old, np.full(len(new), np.nan)) for old in (self._last, self._worst, self._badness)
+            )
+            self._iteration = np.append(self._iteration, np.full(len(new), -1))
+            self._sign = np.append(self._sign, [_SIGN[family.worse] for family in new])
+            self._has = np.append(self._has, np.zeros(len(new), bool))
+            self._delayed = np.append(self._delayed, [family.is_of_delayed_scaling for family in new])
 
 
-def worst_layers(most: int, statistic: str, values: Values, beside: Mapping[str, Values]) -> list[str]:
+_SIGN = {Worse.HIGH: 1.0, Worse.LOW: -1.0, Worse.AWAY_FROM_ZERO: math.nan, Worse.NEITHER: 0.0, None: 0.0}
+"""Direction -> what a value is multiplied with to grow as it gets worse; nan: its size counts, 0: nothing does."""
+
+
+def worst_layers(most: int, family: Family, values: Values, beside: Mapping[Family, Values]) -> list[str]:
     """The worst layers by a statistic, the worst first.
 
     An SQNR or a squared error tells little of elements that are lost beside an outlier. There the layers with the most
@@ -159,19 +145,21 @@ def worst_layers(most: int, statistic: str, values: Values, beside: Mapping[str,
 
     Args:
         most: how many.
-        statistic: the name in the records.
+        family: the statistic.
         values: of the layers.
-        beside: the name of another statistic of the same tensor -> its values.
+        beside: other families of the step -> their values.
     """
-    lists = [_worst(most, statistic, values)]
-    request = logged_request(statistic)
-    for name in () if request is None else request.statistic.misses:
-        label = request.beside(name) if request is not None else name
-        lost = {layer: value for layer, value in beside.get(label, {}).items() if layer in values and value != 0}
-        lists.append(_worst(most, label, lost))
+    lists = [_worst(most, family, values)]
+    request = family.request
+    if request is None:
+        return lists[0]
+    for name in request.statistic.misses:
+        losses = family_of(family.tensor, request.beside(name))
+        lost = {layer: value for layer, value in beside.get(losses, {}).items() if layer in values and value != 0}
+        lists.append(_worst(most, losses, lost))
     taking_turns: Sequence[str | None] = list(chain.from_iterable(zip_longest(*lists)))
     return list(dict.fromkeys(layer for layer in taking_turns if layer is not None))[:most]
 
 
-def _worst(most: int, statistic: str, values: Values) -> list[str]:
-    return heapq.nlargest(most, values, key=lambda layer: badness(statistic, values[layer]))
+def _worst(most: int, family: Family, values: Values) -> list[str]:
+    return heapq.nlargest(most, values, key=lambda layer: family.badness(values[layer]))

@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 import weakref
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from typing_extensions import Unpack
 
@@ -27,7 +29,6 @@ from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, Sec
 from te_precision_callbacks.debug_options import ACTIVATION_OVERFLOW
 from te_precision_callbacks.dumps.files import SAFETENSORS
 from te_precision_callbacks.dumps.recording import RECORDER
-from te_precision_callbacks.engine.engine import Measurement
 from te_precision_callbacks.engine.reduction import is_distributed
 from te_precision_callbacks.forwards import ForwardClassifier
 from te_precision_callbacks.naming import (
@@ -43,7 +44,7 @@ from te_precision_callbacks.naming import (
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.records.model import LayerInfo, Row, RunInfo, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
-from te_precision_callbacks.records.worst import Worst, WorstOfRun
+from te_precision_callbacks.records.worst import RunStatistics, Worst
 from te_precision_callbacks.session.delayed_scaling import DelayedScalingLayers
 from te_precision_callbacks.session.errors import ObservationError, SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
@@ -60,7 +61,7 @@ from te_precision_callbacks.session.upstream import (
     import_transformer_engine,
     warn_unless_supported,
 )
-from te_precision_callbacks.vocabulary import TENSORS
+from te_precision_callbacks.statistics.series import Measured, SeriesTable, parsed_log_name
 
 if TYPE_CHECKING:
     from te_precision_callbacks.debug_utils import DebugActivationOverflow
@@ -163,8 +164,8 @@ class InspectSession:
         self._ending: _Ending | None = None
         self._layers: tuple[LayerInfo, ...] = ()
         self._unconverted: Mapping[str, str] = {}
-        self._last: dict[tuple[str, str, str], Row] = {}
-        self._worst = WorstOfRun()
+        self._series = SeriesTable()
+        self._statistics = RunStatistics(self._series)
         self._delayed_scaling = DelayedScalingLayers()
         self._final_iteration = options.start_step or 0
         self._last_logging_step: int | None = None
@@ -281,13 +282,13 @@ class InspectSession:
     @property
     def last_statistics(self) -> tuple[Row, ...]:
         """The last value of each statistic."""
-        return tuple(self._last.values())
+        return tuple(self._statistics.last())
 
     @property
     def worst_statistics(self) -> tuple[Worst, ...]:
         """The worst value of each statistic so far, and the iteration in which it was: of those with a worse direction
         in the table of docs/statistics.md. Delayed scaling's first step is left out, see ``StepRecords.unscaled``."""
-        return tuple(self._worst)
+        return tuple(self._statistics.worst())
 
     # ------------------------------------------------------------------ the life of a session
 
@@ -330,6 +331,7 @@ class InspectSession:
             reduce=self._options.reduce,
             receive=self._receive,
             receive_statistics=self._receive_statistics,
+            series=self._series,
             report=self._failures.report,
             before_end=self._before_script_ends,
         )
@@ -840,8 +842,8 @@ class InspectSession:
             what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             self._failures.report("taking", f"the scalar {name!r}", TypeError(f"it is one number, not {what}"))
 
-    def _receive_statistics(self, measurements: Sequence[Measurement]) -> None:
-        self._gathered.measurements = [*self._gathered.measurements, *measurements]
+    def _receive_statistics(self, measured: Measured) -> None:
+        self._gathered.measured.append(measured)
 
     def _hand_over(self, ending: _Ending) -> StepRecords | None:
         """Turn what was received into records, and give them to the sinks. It may be repeated after an interruption."""
@@ -860,53 +862,46 @@ class InspectSession:
         return ending.records
 
     def _read(self, ending: _Ending) -> StepRecords | None:
-        scalars, measurements = self._gathered.scalars, self._gathered.measurements
-        if not scalars and not measurements:
+        scalars, measured = self._gathered.scalars, self._gathered.measured
+        if not scalars and not measured:
             return None
         try:
             values = _to_floats([value for _, value in scalars])
-            rows = [Row(m.layer, m.tensor, None, m.statistic, m.value) for m in measurements if type(m.value) is float]
-            reduced = len(rows) if self._reduces and not ending.local else 0
-            rows += [self._row(name, value) for (name, _), value in zip(scalars, values, strict=True)]
-            vectors = {(m.layer, m.tensor, m.statistic): m.value for m in measurements if isinstance(m.value, tuple)}
+            table = self._series
+            own = [table.intern(*parsed_log_name(name, self._layer_names)) for name, _ in scalars]
+            series = np.concatenate([*(found.series for found in measured), np.array(own, dtype=np.int32)])
+            numbers = np.concatenate([*(found.values for found in measured), np.array(values)])
+            histograms = {number: counts for found in measured for number, counts in found.histograms.items()}
         except Exception as error:
             self._gathered = _Gathered()
             self._failures.report("reading the statistics of", f"iteration {ending.iteration}", error)
             return None
-        self._last.update(((row.layer, row.tensor, row.statistic), row) for row in rows)
-        records = StepRecords.from_rows(
-            ending.iteration,
-            ending.logging_step,
-            rows,
-            vectors=vectors,
+        reduced = len(series) - len(own) if self._reduces and not ending.local else 0
+        records = StepRecords(
+            iteration=ending.iteration,
+            logging_step=ending.logging_step,
+            table=table,
+            series=series,
+            values=array("d", numbers.tobytes()),
+            histograms=histograms,
             local=ending.local,
-            own=(number >= reduced for number in range(len(rows))),
-            unscaled=self._delayed_scaling.unscaled(ending.iteration, self._modules, {row.layer for row in rows}),
+            own=[False] * reduced + [True] * (len(series) - reduced),
+            unscaled=self._delayed_scaling.unscaled(
+                ending.iteration, self._modules, {table[number].layer for number in series.tolist()}
+            ),
         )
-        self._worst.add(records)
+        self._statistics.add(records)
         return records
-
-    def _row(self, name: str, value: float) -> Row:
-        """Take ``<layer>_<tensor>_<statistic>`` apart; a name of another form is a user's own."""
-        best: Row | None = None
-        for tensor in TENSORS:
-            layer, found, statistic = name.partition(f"_{tensor}_")
-            while found:
-                if layer in self._layer_names and (best is None or len(layer) > len(best.layer)):
-                    best = Row(layer, tensor, None, statistic, value)
-                more, found, statistic = statistic.partition(f"_{tensor}_")
-                layer = f"{layer}_{tensor}_{more}"
-        return best or Row("", "", None, name, value)
 
     def _gather_local(self, inspector: Inspector, ending: _Ending) -> None:
         """Take what this rank has, unless the step's statistics were handed over already."""
-        received = self._gathered.measurements
+        received = list(self._gathered.measured)
         try:
             inspector.log_local_statistics()
         except Exception as error:
             logger.error("What was gathered since the last step cannot be had.", exc_info=error)
         if received and not inspector.ended:
-            self._gathered.measurements = received
+            self._gathered.measured = received
         else:  # also what was taken when the script ended upstream
             ending.local = self._reduces
 
@@ -967,7 +962,7 @@ class _Gathered:
     """What was received since the last step."""
 
     scalars: list[tuple[str, Any]] = field(default_factory=list)
-    measurements: Sequence[Measurement] = ()
+    measured: list[Measured] = field(default_factory=list)
 
 
 @dataclass

@@ -22,10 +22,11 @@ from typing import Any, TextIO
 import torch
 
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
-from te_precision_callbacks.engine.engine import ENGINE, Measurement, Placement
+from te_precision_callbacks.engine.engine import ENGINE, Placement
 from te_precision_callbacks.records.statistics_log import OVERWRITE_VARIABLE, claim, is_overwritten, log_file_name
 from te_precision_callbacks.session.errors import FeatureLoadError, SessionError, TransformerEngineUnavailableError
 from te_precision_callbacks.session.stray_calls import StrayCalls
+from te_precision_callbacks.statistics.series import Measured, SeriesTable
 
 logger = logging.getLogger(__name__)
 
@@ -200,6 +201,7 @@ class Inspector:
         process_group, reduce: as in :class:`te_precision_callbacks.options.SessionOptions`.
         receive: called with each scalar that a user's feature logs: name, and value (a number or a 0-d tensor).
         receive_statistics: called with the statistics of a step.
+        series: those of the run.
         report: told of failures: what was done, of what, and the exception.
         before_end: called where the script ends upstream by itself, before that happens.
     """
@@ -213,11 +215,13 @@ class Inspector:
         process_group: Any,
         reduce: bool,
         receive: ScalarReceiver,
-        receive_statistics: Callable[[Sequence[Measurement]], None],
+        receive_statistics: Callable[[Measured], None],
+        series: SeriesTable,
         report: Callable[[str, str, BaseException], None],
         before_end: Callable[[], None],
     ) -> None:
         self._receive_statistics = receive_statistics
+        self._series = series
         self._report = report
         self._before_end = before_end
         self._log_dir = log_dir
@@ -267,6 +271,7 @@ class Inspector:
         manager._tensor_reduction_group = self._process_group
         self._api.reduce = self._reduce
         self._api.receiver = self._receive_statistics
+        ENGINE.series = self._series
         # Modules that are built from here on must not take the session for one that came too late; those that were
         # built before take part all the same, since the state is the class's.
         TEDebugState.debug_enabled = True

@@ -24,7 +24,6 @@ from te_precision_callbacks.statistics.table import (
     QUANTIZED_STATISTICS,
     STATISTICS,
     TENSOR_STATISTICS,
-    Bins,
     Statistic,
 )
 from te_precision_callbacks.vocabulary import ELEMENT_FORMATS, ONE_SCALE, RECIPES, WITH_ELEMENT_FORMAT
@@ -89,10 +88,6 @@ class Request:
     columnwise: bool = False
     blocks: Blocks | None = None
     e5m2: bool | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Travels between ranks by its name."""
-        return logged_request, (self.label,)
 
     @property
     def spelled_out(self) -> str:
@@ -241,18 +236,6 @@ def logged_request(label: str) -> Request | None:
     return Request(
         label, STATISTICS[name], OWN_RECIPE if recipe is None else recipe, columnwise, e5m2=_is_e5m2(element_format)
     )
-
-
-def histogram_bins(label: str) -> Bins:
-    """The bins of a histogram, from its name in logs, such as ``mxfp8_scale_inv_histogram_columnwise``.
-
-    Raises:
-        UnknownStatisticError: it is not the name of a histogram.
-    """
-    request = logged_request(label)
-    if request is None or request.statistic.bins is None:
-        raise UnknownStatisticError(f"there is no histogram {label!r}")
-    return request.statistic.bins
 
 
 def no_blocks(recipe: str) -> str:

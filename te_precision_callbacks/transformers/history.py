@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from te_precision_callbacks.records import Row, StepRecords
+from te_precision_callbacks.records import StepRecords
 from te_precision_callbacks.records.metrics import overall_name, prefix_of
-from te_precision_callbacks.records.worst import badness, by_family, judged, worst_of_all
+from te_precision_callbacks.records.worst import judged, worst_of_all
+from te_precision_callbacks.statistics.series import Series
 
 _TRAINING_METRICS = ("loss", "train_loss")
 
@@ -25,16 +26,16 @@ class HistorySummary:
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._worst: dict[str, Row] = {}
+        self._worst: dict[str, tuple[Series, float]] = {}
         self._local = False
 
     def add(self, records: StepRecords) -> None:
         """Take the statistics of a step."""
         self._local |= records.local
-        for key, row in worst_of_all(judged(by_family(records), records.unscaled)).items():
-            known = self._worst.get(key)
-            if known is None or badness(*row[3:]) > badness(*known[3:]):
-                self._worst[key] = row
+        for key, (series, value) in worst_of_all(judged(records)).items():
+            known, worst = self._worst.get(key, (None, 0.0))
+            if known is None or series.family.badness(value) > known.family.badness(worst):
+                self._worst[key] = (series, value)
 
     def update(self, entry: dict[str, Any]) -> None:
         """Put the summary into the entry of a logging event of the training, and begin anew.
@@ -48,10 +49,10 @@ class HistorySummary:
 
     def _keys(self) -> Mapping[str, float | str]:
         keys: dict[str, float | str] = {}
-        for name, row in self._worst.items():
+        for name, (series, value) in self._worst.items():
             key = overall_name(prefix_of(self._prefix, local=self._local), name)
-            keys[key] = row.value
-            if row.value:  # no tensor is the worst where all have no underflow, or no inf and nan
-                keys[f"{key}_layer"] = row.layer
-                keys[f"{key}_tensor"] = row.tensor
+            keys[key] = value
+            if value:  # no tensor is the worst where all have no underflow, or no inf and nan
+                keys[f"{key}_layer"] = series.layer
+                keys[f"{key}_tensor"] = series.tensor
         return keys

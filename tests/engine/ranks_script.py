@@ -33,10 +33,11 @@ from torch.nn.functional import gelu
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_engine.common.recipe import Float8CurrentScaling
 
-from te_precision_callbacks.engine.engine import StatisticsEngine, Watched
+from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.reduction import RanksDifferError, Stamp
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.statistics.names import quantized_request, tensor_request
+from te_precision_callbacks.watched import Watched
 from tests.conftest import Keeper, feature
 from tests.engine.exact import BLOCK_STATISTICS
 

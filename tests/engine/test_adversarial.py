@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from te_precision_callbacks.engine.engine import StatisticsEngine, Watched
+from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels import compiled
 from te_precision_callbacks.statistics.names import quantized_request, tensor_request
 from te_precision_callbacks.statistics.table import (
@@ -25,6 +25,7 @@ from te_precision_callbacks.statistics.table import (
     TENSOR_STATISTICS,
 )
 from te_precision_callbacks.vocabulary import recipe_of
+from te_precision_callbacks.watched import Watched
 from tests.engine import exact
 from tests.engine.exact import BLOCK_STATISTICS
 from tests.engine.recipes import BLOCKS, Pair, Quantized, by_block, factors_of, quantize

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from te_precision_callbacks.engine.engine import StatisticsEngine, Watched
+from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels import compiled
 from te_precision_callbacks.engine.quantization import Settings, round_blocks
-from te_precision_callbacks.statistics.names import UnknownStatisticError, histogram_bins, quantized_request
+from te_precision_callbacks.statistics.names import UnknownStatisticError, quantized_request
+from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.statistics.table import PERCENTILES, RANGES, SCALES
+from te_precision_callbacks.watched import Watched
 from tests.engine import recipes
 from tests.engine.exact import BLOCK_STATISTICS
 from tests.engine.recipes import INF, NAN, Pair, quantize
@@ -336,11 +338,11 @@ def test_what_is_not_asked_for_is_not_kept() -> None:
 
 
 def test_the_bins_of_a_histogram_follow_from_its_name() -> None:
-    assert histogram_bins("mxfp8_scale_inv_histogram_columnwise") == SCALES
-    assert histogram_bins("block_dynamic_range_histogram") == RANGES
-    assert histogram_bins("exponent_histogram").number == 256
+    assert family_of("activation", "mxfp8_scale_inv_histogram_columnwise").bins == SCALES
+    assert family_of("activation", "block_dynamic_range_histogram").bins == RANGES
+    assert family_of("activation", "exponent_histogram").bins.number == 256
     with pytest.raises(UnknownStatisticError, match="no histogram 'mse'"):
-        histogram_bins("mse")
+        _ = family_of("activation", "mse").bins
 
 
 def test_rounded_blocks_take_what_is_not_finite_as_zero() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from te_precision_callbacks.engine import kernels
-from te_precision_callbacks.engine.engine import StatisticsEngine, Watched
+from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels import compiled
 from te_precision_callbacks.engine.quantization import (
     SIMULATED,
@@ -38,6 +38,7 @@ from te_precision_callbacks.layouts import has_scale
 from te_precision_callbacks.statistics.names import quantized_request
 from te_precision_callbacks.statistics.table import QUANTIZED_STATISTICS, Of
 from te_precision_callbacks.vocabulary import WITH_ELEMENT_FORMAT, recipe_of
+from te_precision_callbacks.watched import Watched
 from tests.engine import exact
 from tests.engine.exact import BLOCK_STATISTICS
 from tests.engine.recipes import BLOCKS, FLOAT32_MAX, FP4, FP8, Codes, Format, Pair, Quantized, factors_of, quantize

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from te_precision_callbacks.engine.blockwise import as_matrix, in_blocks
-from te_precision_callbacks.engine.engine import StatisticsEngine, Watched
+from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels import compiled
 from te_precision_callbacks.engine.quantization import (
     SIMULATED,
@@ -25,6 +25,7 @@ from te_precision_callbacks.engine.quantization import (
 from te_precision_callbacks.statistics.names import quantized_request
 from te_precision_callbacks.statistics.table import PERCENTILES
 from te_precision_callbacks.vocabulary import WITH_ELEMENT_FORMAT, recipe_of
+from te_precision_callbacks.watched import Watched
 from tests.engine.exact import BLOCK_STATISTICS
 from tests.engine.test_quantization import fp8_dtype, te
 

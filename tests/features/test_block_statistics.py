@@ -13,7 +13,7 @@ import yaml
 from te_precision_callbacks.config import load_config
 from te_precision_callbacks.records import MetricSelection, StepRecords
 from te_precision_callbacks.records.loggers import Histogram, add_to_tensorboard, wandb_histogram
-from te_precision_callbacks.statistics.names import histogram_bins
+from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.vocabulary import ELEMENT_FORMATS
 from tests.engine import recipes
 from tests.engine.exact import BLOCK_STATISTICS
@@ -147,7 +147,7 @@ def test_a_histogram_of_scales_in_tensorboard(tmp_path: Path) -> None:
 
     ((name, counts),) = histograms().items()
     assert name == "te.fc/weight/mxfp8_scale_inv_histogram_columnwise"
-    assert counts.bins == histogram_bins("scale_inv_histogram")
+    assert counts.bins == family_of("activation", "scale_inv_histogram").bins
     with SummaryWriter(str(tmp_path)) as writer:  # type: ignore[no-untyped-call]
         add_to_tensorboard(writer, name, counts, step=4)
     board = EventAccumulator(str(tmp_path), size_guidance={"histograms": 0})
@@ -172,7 +172,7 @@ def test_a_histogram_of_scales_in_wandb() -> None:
 
 
 def test_a_histogram_of_nothing() -> None:
-    counts = Histogram([0.0] * 513, histogram_bins("block_dynamic_range_histogram"))
+    counts = Histogram([0.0] * 513, family_of("activation", "block_dynamic_range_histogram").bins)
     assert (wandb_histogram(counts).histogram, wandb_histogram(counts).bins) == ([0.0], [0.0, 0.125])
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from te_precision_callbacks import InspectSession
 from te_precision_callbacks.config.loading import DEFAULT_CONFIG
-from te_precision_callbacks.records.worst import badness
+from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.summary import summary
 
 LONG = "fp8_block_scaling_block_dynamic_range_mean_columnwise"
@@ -61,7 +61,7 @@ def test_no_number_and_no_header_is_broken(session: InspectSession, width: int) 
     for statistic in {row.statistic for row in session.last_statistics}:
         # The worst of each: a table has it first, or at least among its rows.
         rows = [row for row in session.last_statistics if row.statistic == statistic]
-        row = max(rows, key=lambda row: badness(statistic, worst[row[:4]].row.value))
+        row = max(rows, key=lambda row: family_of(row.tensor, statistic).badness(worst[row[:4]].row.value))
         last, lost = f"{row.value:.3g}", f"{worst[row[:4]].row.value:.3g}"
         assert f" {last if last == lost else f'{last} ({lost} @ {worst[row[:4]].iteration})'} " in tables
     for name in ("min", "cur_amax", "nonfinite_num", "underflows%", "overflows%"):

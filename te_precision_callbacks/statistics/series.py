@@ -1,0 +1,204 @@
+"""Series: what is the same from step to step, so that a step is numbers alone.
+
+    table = SeriesTable()
+    number = table.intern("net.fc1", "activation", "mxfp8_underflows%")
+    table[number].statistic                # "mxfp8_underflows%"
+    table[number].family.badness(3.5)      # 3.5: more underflows are worse
+    log_name("net.fc1", "activation", "mxfp8_underflows%")  # as Transformer Engine has it
+
+A *series* is one statistic of one tensor of one layer, and those of different layers are a *family*. A run has one
+table of them; a step has the series' numbers and their values.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from te_precision_callbacks.statistics.names import OWN_RECIPE, Request, UnknownStatisticError, logged_request
+from te_precision_callbacks.statistics.table import Bins, Worse
+from te_precision_callbacks.vocabulary import TENSORS
+
+
+@dataclass(frozen=True)
+class Family:
+    """One statistic of one tensor, in whatever layer.
+
+    Attributes:
+        tensor: one of :data:`~te_precision_callbacks.vocabulary.TENSORS`; empty for a number of a user's own feature.
+        statistic: its name in records and logs, or the user's own name.
+        gemm: ``fprop``, ``dgrad`` or ``wgrad`` where a number belongs to one GEMM, else None.
+        request: what it was asked for by; None for a user's own, which is not in the table of statistics.
+    """
+
+    tensor: str
+    statistic: str
+    gemm: str | None = None
+    request: Request | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def worse(self) -> Worse | None:
+        """The direction in which its values get worse; None for a user's own."""
+        return None if self.request is None else self.request.statistic.worse
+
+    @property
+    def is_of_delayed_scaling(self) -> bool:
+        """Whether it is what the recipe of a layer that runs delayed scaling did."""
+        return self.request is not None and self.request.recipe in (OWN_RECIPE, "fp8_delayed_scaling")
+
+    @property
+    def bins(self) -> Bins:
+        """The bins of a histogram.
+
+        Raises:
+            UnknownStatisticError: it is no histogram.
+        """
+        if self.request is None or self.request.statistic.bins is None:
+            raise UnknownStatisticError(f"there is no histogram {self.statistic!r}")
+        return self.request.statistic.bins
+
+    def badness(self, value: float) -> float:
+        """A key that grows as a value gets worse; nan is the worst, and of an SQNR inf the best.
+
+        A statistic of which neither direction is worse, and a user's own, goes by size.
+        """
+        if math.isnan(value):
+            return math.inf
+        match self.worse:
+            case Worse.HIGH:
+                return value
+            case Worse.LOW:
+                return -value
+            case _:
+                return abs(value)
+
+
+def family_of(tensor: str, statistic: str, gemm: str | None = None) -> Family:
+    """The family of a tensor, a statistic's name, and a GEMM."""
+    return Family(tensor, statistic, gemm, logged_request(statistic) if tensor else None)
+
+
+class Series(NamedTuple):
+    """One statistic of one tensor of one layer.
+
+    Attributes:
+        layer: the layer's name; empty for a number that a user's own feature logged under a name of its own.
+        family: the tensor and the statistic.
+    """
+
+    layer: str
+    family: Family
+
+    @property
+    def tensor(self) -> str:
+        """The tensor's name; empty for a user's own number."""
+        return self.family.tensor
+
+    @property
+    def statistic(self) -> str:
+        """The statistic's name, or the user's own."""
+        return self.family.statistic
+
+
+class SeriesTable:
+    """The series of a run, by the number that each got when it was first seen."""
+
+    def __init__(self) -> None:
+        self._series: list[Series] = []
+        self._numbers: dict[tuple[str, str, str, str | None], int] = {}
+        self._families: dict[Family, Family] = {}
+
+    def __len__(self) -> int:
+        return len(self._series)
+
+    def __getitem__(self, number: int) -> Series:
+        return self._series[number]
+
+    def __iter__(self) -> Iterator[Series]:
+        return iter(self._series)
+
+    def intern(self, layer: str, tensor: str, statistic: str, gemm: str | None = None) -> int:
+        """The number of a series, a new one where it has none.
+
+        Args:
+            layer, tensor: whose it is; both empty for a user's own number.
+            statistic: the statistic's name in logs, or the user's own.
+            gemm: where the number belongs to one GEMM.
+        """
+        key = (layer, tensor, statistic, gemm)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._series)
+            family = family_of(tensor, statistic, gemm)
+            self._series.append(Series(layer, self._families.setdefault(family, family)))
+        return number
+
+
+class Measurement(NamedTuple):
+    """One statistic of one tensor in one step.
+
+    Attributes:
+        layer, tensor: what was watched.
+        statistic: its name in logs.
+        value: float; a tuple of floats for a histogram.
+    """
+
+    layer: str
+    tensor: str
+    statistic: str
+    value: float | tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured in a step; iterating gives :class:`Measurement` objects.
+
+    Attributes:
+        table: the run's series.
+        series: [numbers], int32: the series of each number.
+        values: [numbers], float64.
+        histograms: series -> counts.
+    """
+
+    table: SeriesTable
+    series: npt.NDArray[np.int32]
+    values: npt.NDArray[np.float64]
+    histograms: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.series) + len(self.histograms)
+
+    def __iter__(self) -> Iterator[Measurement]:
+        numbers = zip(self.series.tolist(), self.values.tolist(), strict=True)
+        for number, value in itertools.chain(numbers, self.histograms.items()):
+            series = self.table[number]
+            yield Measurement(series.layer, series.tensor, series.statistic, value)
+
+
+def log_name(layer: str, tensor: str, statistic: str) -> str:
+    """Transformer Engine's name of a number: ``<layer>_<tensor>_<statistic>``."""
+    return "_".join(part for part in (layer, tensor, statistic) if part)
+
+
+def parsed_log_name(name: str, layers: Collection[str]) -> tuple[str, str, str]:
+    """Layer, tensor and statistic of a :func:`log_name`; a name of another form is a user's own: ``("", "", name)``.
+
+    Args:
+        name: as a feature logs it through nvidia-dlfw-inspect.
+        layers: the names of all layers; the longest that fits is taken.
+    """
+    best = ("", "", name)
+    for tensor in TENSORS:
+        layer, found, statistic = name.partition(f"_{tensor}_")
+        while found:
+            if layer in layers and len(layer) > len(best[0]):
+                best = (layer, tensor, statistic)
+            more, found, statistic = statistic.partition(f"_{tensor}_")
+            layer = f"{layer}_{tensor}_{more}"
+    return best
