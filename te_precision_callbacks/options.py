@@ -16,7 +16,7 @@ from typing_extensions import TypedDict, get_type_hints
 from te_precision_callbacks.config.loading import Config, ConfigSource, load_config
 from te_precision_callbacks.config.problems import suggestion
 from te_precision_callbacks.config.selection import LayerNames
-from te_precision_callbacks.debug_options import DebugValue, parse_debug
+from te_precision_callbacks.debug_values import DebugValue, parse_debug
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.records.metrics import LogFilter, MetricSelection
 from te_precision_callbacks.records.model import Sink

@@ -16,17 +16,18 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import chain, zip_longest
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from te_precision_callbacks.records.statistics_log import STATISTICS_FOLDER
-from te_precision_callbacks.session import InspectSession, SessionOutcome
-from te_precision_callbacks.session.precision import GemmPrecision
-from te_precision_callbacks.session.upstream import EVENTS_FOLDER
+from te_precision_callbacks.records.model import LayerInfo, Row
+from te_precision_callbacks.records.precision import GemmPrecision
+from te_precision_callbacks.records.statistics_log import EVENTS_FOLDER, STATISTICS_FOLDER
+from te_precision_callbacks.records.worst import Worst
 from te_precision_callbacks.statistics.names import logged_request
 from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.statistics.table import Of
@@ -47,7 +48,39 @@ _NAME_WIDTH = 29
 _HEADER_WIDTH = 20
 
 
-def summary(session: InspectSession | SessionOutcome) -> RenderableType:
+class Observed(Protocol):
+    """What a summary is of: an ``InspectSession``, also one that was stopped, or what is left of one."""
+
+    @property
+    def precision(self) -> tuple[GemmPrecision, ...]:
+        """The precision that each GEMM really ran in."""
+
+    @property
+    def unconverted(self) -> Mapping[str, str]:
+        """Layers that a trainer left without Transformer Engine, name -> why."""
+
+    @property
+    def layers(self) -> tuple[LayerInfo, ...]:
+        """Every layer of the model that can be observed."""
+
+    @property
+    def last_statistics(self) -> tuple[Row, ...]:
+        """The last value of each statistic."""
+
+    @property
+    def worst_statistics(self) -> tuple[Worst, ...]:
+        """The worst value of each statistic, and the iteration in which it was."""
+
+    @property
+    def iteration(self) -> int:
+        """The debug iteration."""
+
+    @property
+    def log_dir(self) -> Path:
+        """Where the session writes."""
+
+
+def summary(session: Observed) -> RenderableType:
     """The precision of each GEMM, the last and the worst statistics of each watched tensor, and where the logs are.
 
     Args:
@@ -56,7 +89,7 @@ def summary(session: InspectSession | SessionOutcome) -> RenderableType:
     return Group(*(part for section in _SECTIONS for part in section(session)))
 
 
-def write_summary(session: InspectSession) -> None:
+def write_summary(session: Observed) -> None:
     """Append the summary of a session to the file in its log folder; nothing where no GEMM has run.
 
     Raises:
@@ -73,30 +106,30 @@ def write_summary(session: InspectSession) -> None:
         file.write(f"{lines}\n\n")
 
 
-def _precision(session: InspectSession | SessionOutcome) -> Iterator[RenderableType]:
+def _precision(session: Observed) -> Iterator[RenderableType]:
     table = precision_table(session)
     if table.row_count:
         yield table
 
 
-def _unconverted(session: InspectSession | SessionOutcome) -> Iterator[RenderableType]:
+def _unconverted(session: Observed) -> Iterator[RenderableType]:
     if session.unconverted:
         yield unconverted_table(session.unconverted)
 
 
-def _refused(session: InspectSession | SessionOutcome) -> Iterator[RenderableType]:
+def _refused(session: Observed) -> Iterator[RenderableType]:
     table = refused_table(session)
     if table.row_count:
         yield table
 
 
-def _statistics(session: InspectSession | SessionOutcome) -> Iterator[RenderableType]:
+def _statistics(session: Observed) -> Iterator[RenderableType]:
     tables = StatisticsTables(session)
     if tables:
         yield tables
 
 
-def _logs(session: InspectSession | SessionOutcome) -> Iterator[RenderableType]:
+def _logs(session: Observed) -> Iterator[RenderableType]:
     lines = [f"Logs: {session.log_dir / EVENTS_FOLDER}"]
     if (session.log_dir / STATISTICS_FOLDER).is_dir():  # statistics_log="off"
         lines.append(f"      {session.log_dir / STATISTICS_FOLDER}")
@@ -104,13 +137,13 @@ def _logs(session: InspectSession | SessionOutcome) -> Iterator[RenderableType]:
         yield Text(_printable(line), overflow="fold")
 
 
-_Section = Callable[[InspectSession | SessionOutcome], Iterable[RenderableType]]
+_Section = Callable[[Observed], Iterable[RenderableType]]
 
 _SECTIONS: Sequence[_Section] = (_precision, _unconverted, _refused, _statistics, _logs)
 """The parts of a summary, in their order."""
 
 
-def precision_table(session: InspectSession | SessionOutcome) -> Table:
+def precision_table(session: Observed) -> Table:
     """A row a layer, a column a GEMM: the formats of its two operands, as in ``session.precision``."""
     table = Table(title="Precision that really ran", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("layer", no_wrap=True)
@@ -138,7 +171,7 @@ def unconverted_table(unconverted: Mapping[str, str]) -> Table:
     return table
 
 
-def refused_table(session: InspectSession | SessionOutcome) -> Table:
+def refused_table(session: Observed) -> Table:
     """A row a layer that is left as it is, in all of its forwards or in some, and what Transformer Engine refuses."""
     table = Table(title="Not observed", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("layer", no_wrap=True)
@@ -188,7 +221,7 @@ class StatisticsTables:
     table has the :data:`MOST_ROWS` tensors that are worst by one of its columns, and names the others below.
     """
 
-    def __init__(self, session: InspectSession | SessionOutcome) -> None:
+    def __init__(self, session: Observed) -> None:
         worst = {worst.row[:4]: worst for worst in session.worst_statistics}
         given_names = _given_names(session)
         self._cells: dict[str, dict[_Tensor, _Cell]] = {}
@@ -264,7 +297,7 @@ class StatisticsTables:
         return table
 
 
-def _given_names(session: InspectSession | SessionOutcome) -> dict[str, str]:
+def _given_names(session: Observed) -> dict[str, str]:
     """Layer -> the name that the script has given to it."""
     return {layer.name: layer.given for layer in session.layers if layer.given}
 

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from setuptools import find_namespace_packages
 
 import te_precision_callbacks
-from te_precision_callbacks.reference.children import ENVIRONMENT_VARIABLE
+from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
 from tests.docs.pages import blocks
 
 ROOT = Path(__file__).parents[1]

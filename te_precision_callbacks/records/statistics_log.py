@@ -26,6 +26,8 @@ from typing import TextIO
 from te_precision_callbacks.records.model import RunInfo, StepRecords
 from te_precision_callbacks.statistics.series import SeriesTable, log_name
 
+EVENTS_FOLDER = "nvdlfw_inspect_logs"
+
 STATISTICS_FOLDER = "nvdlfw_inspect_statistics_logs"
 """As in nvidia-dlfw-inspect 0.2.2, ``logging.py: make_default_statistics_logger``."""
 

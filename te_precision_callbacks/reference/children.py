@@ -1,10 +1,7 @@
 """Processes that are started by one with the reference backend install it as well.
 
-Usage, in the process that has it::
-
-    install_in_children(pretend_cuda=True, capability=(9, 0), always=False)
-
-and in a process that it starts, by :mod:`te_precision_callbacks.reference.startup.sitecustomize`::
+Usage, in a process that was started by one with the backend, by
+:mod:`te_precision_callbacks.reference.startup.sitecustomize`::
 
     install_when_needed()
 
@@ -22,76 +19,25 @@ is first imported, and never in a child that does neither.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
-from te_precision_callbacks.reference.errors import InstallError
+from te_precision_callbacks.reference import compiled
+from te_precision_callbacks.reference.inherited import (
+    ENVIRONMENT_VARIABLE,
+    Inherited,
+    PendingInstallation,
+    inherited,
+    install_if_pending,
+)
 
 logger = logging.getLogger(__name__)
-
-ENVIRONMENT_VARIABLE = "TE_PRECISION_REFERENCE_INSTALL"
-"""Holds the arguments of ``install`` as JSON, in the environment of child processes."""
-
-_STARTUP_FOLDER = str(Path(__file__).with_name("startup"))
-
-
-class Inherited(NamedTuple):
-    """What a child is told.
-
-    Attributes:
-        pretend_cuda: whether "cuda" means the CPU in the parent.
-        capability: the compute capability that the parent's backend stands for.
-        always: install the backend also where a GPU and a compiled Transformer Engine are.
-    """
-
-    pretend_cuda: bool
-    capability: tuple[int, int]
-    always: bool
-
-
-def install_in_children(*, pretend_cuda: bool, capability: tuple[int, int], always: bool) -> None:
-    """Have the processes that are started from now on install the backend, see :class:`Inherited`."""
-    os.environ.update(environment(pretend_cuda=pretend_cuda, capability=capability, always=always))
-
-
-def environment(*, pretend_cuda: bool, capability: tuple[int, int], always: bool) -> dict[str, str]:
-    """The environment variables with which a Python process installs the backend by itself."""
-    before = os.environ.get("PYTHONPATH")
-    folders = before.split(os.pathsep) if before else []  # an empty entry is the current folder
-    if _STARTUP_FOLDER not in folders:
-        folders.insert(0, _STARTUP_FOLDER)
-    return {
-        ENVIRONMENT_VARIABLE: json.dumps(Inherited(pretend_cuda, capability, always)._asdict()),
-        "PYTHONPATH": os.pathsep.join(folders),
-    }
-
-
-def inherited() -> Inherited | None:
-    """What the environment tells this process; None where it tells nothing.
-
-    Raises:
-        InstallError: the variable holds something else.
-    """
-    text = os.environ.get(ENVIRONMENT_VARIABLE)
-    if not text:
-        return None
-    try:
-        told = json.loads(text)
-        major, minor = told["capability"]
-        return Inherited(bool(told["pretend_cuda"]), (major, minor), bool(told.get("always", False)))
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise InstallError(
-            f"{ENVIRONMENT_VARIABLE}={text!r} in the environment: a process with the reference backend sets this"
-            " variable for those that it starts. Unset it, and call reference.install()."
-        ) from None
 
 
 def arguments_here(told: Inherited, *, has_gpu: bool) -> dict[str, Any] | None:
@@ -101,8 +47,6 @@ def arguments_here(told: Inherited, *, has_gpu: bool) -> dict[str, Any] | None:
         told: by the parent.
         has_gpu: whether torch sees a GPU here.
     """
-    from te_precision_callbacks.reference import compiled
-
     if has_gpu and not told.always and compiled.why_unavailable() is None:
         logger.warning(
             "The process that started this one has the reference backend. This one uses the compiled Transformer"
@@ -128,16 +72,7 @@ def install_when_needed() -> None:
         sys.meta_path.insert(0, _Trigger())
 
 
-def install_if_pending() -> None:
-    """Install the backend now, if the environment says so and it has not been needed yet."""
-    for finder in sys.meta_path:
-        if isinstance(finder, _Trigger):
-            sys.meta_path.remove(finder)
-            _install_from_environment()
-            return
-
-
-class _Trigger(MetaPathFinder):
+class _Trigger(MetaPathFinder, PendingInstallation):
     """Gives torch and Transformer Engine loaders that install the backend.
 
     Looking for them is not enough: libraries do that to know whether they are there.
@@ -154,6 +89,19 @@ class _Trigger(MetaPathFinder):
                     spec.loader = _InstallingLoader(spec.loader)
                 return spec
         return None
+
+    def install(self) -> None:
+        """Install it as the environment says."""
+        told = inherited()
+        if told is None:
+            return
+        import torch
+
+        from te_precision_callbacks.reference.install import install
+
+        arguments = arguments_here(told, has_gpu=torch.cuda.is_available())
+        if arguments is not None:
+            install(**arguments)
 
 
 class _InstallingLoader(Loader):
@@ -174,16 +122,3 @@ class _InstallingLoader(Loader):
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         install_if_pending()
-
-
-def _install_from_environment() -> None:
-    from te_precision_callbacks.reference.install import install
-
-    told = inherited()
-    if told is None:
-        return
-    import torch
-
-    arguments = arguments_here(told, has_gpu=torch.cuda.is_available())
-    if arguments is not None:
-        install(**arguments)

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from te_precision_callbacks.reference import children
+from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
 
 
 def why_unavailable() -> str | None:
@@ -16,7 +16,7 @@ def why_unavailable() -> str | None:
     compiled part raises RuntimeError where one would look for ImportError.
     """
     code = "import transformer_engine.pytorch"
-    environment = {name: value for name, value in os.environ.items() if name != children.ENVIRONMENT_VARIABLE}
+    environment = {name: value for name, value in os.environ.items() if name != ENVIRONMENT_VARIABLE}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return None

@@ -16,7 +16,7 @@ import logging
 import sys
 from dataclasses import dataclass
 
-from te_precision_callbacks.reference import children, compiled, target, versions
+from te_precision_callbacks.reference import compiled, inherited, target, versions
 from te_precision_callbacks.reference.errors import InstallError
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ _installed: Installation | None = None
 
 def installed() -> Installation | None:
     """How the reference backend is installed in this process; None if it is not."""
-    children.install_if_pending()
+    inherited.install_if_pending()
     return _installed
 
 
@@ -81,7 +81,7 @@ def install(
     if (before := installed()) is not None:
         _require_same(before, pretend_cuda, capability)
         if always_in_children:
-            children.install_in_children(pretend_cuda=before.pretend_cuda, capability=before.capability, always=True)
+            inherited.install_in_children(pretend_cuda=before.pretend_cuda, capability=before.capability, always=True)
         return before
     chosen = target.capability() if capability is None else target.checked(capability)
 
@@ -105,7 +105,7 @@ def install(
         from te_precision_callbacks.reference import pretend
 
         pretend.make_cuda_mean_cpu()
-    children.install_in_children(pretend_cuda=pretend_cuda, capability=chosen, always=always_in_children)
+    inherited.install_in_children(pretend_cuda=pretend_cuda, capability=chosen, always=always_in_children)
     _installed = Installation(chosen, pretend_cuda, "cuda" if has_gpu else "cpu")
     logger.info(
         "Transformer Engine %s runs on the reference backend of te-precision-callbacks, not on its compiled extension: "

@@ -25,7 +25,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import NoReturn
 
-from te_precision_callbacks.reference import children, compiled, target, versions
+from te_precision_callbacks.reference import compiled, inherited, target, versions
 from te_precision_callbacks.reference.errors import InstallError, TransformerEngineVersionError
 
 
@@ -81,7 +81,7 @@ def plan_launch(backend: Backend) -> Launch:
         version, "the real GPU" if has_gpu else "the CPU as a pretended GPU", *capability
     )
     always = backend is Backend.REFERENCE
-    return Launch(description, children.environment(pretend_cuda=not has_gpu, capability=capability, always=always))
+    return Launch(description, inherited.environment(pretend_cuda=not has_gpu, capability=capability, always=always))
 
 
 def why_no_script(script: str) -> str | None:
@@ -130,7 +130,7 @@ def _changes_path(package: ModuleSpec) -> bool:
 
 def launch(plan: Launch, command: Sequence[str]) -> NoReturn:
     """Replace this process by ``python command``, which is a script, or ``-m`` and a module, and its arguments."""
-    os.environ.pop(children.ENVIRONMENT_VARIABLE, None)
+    os.environ.pop(inherited.ENVIRONMENT_VARIABLE, None)
     os.environ.update(plan.environment)
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     sys.stdout.flush()

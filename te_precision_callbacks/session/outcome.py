@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from te_precision_callbacks.records.model import LayerInfo, Row
+from te_precision_callbacks.records.precision import GemmPrecision
 from te_precision_callbacks.records.worst import Worst
-from te_precision_callbacks.session.precision import GemmPrecision
 
 if TYPE_CHECKING:
     from te_precision_callbacks.session.session import InspectSession

@@ -26,7 +26,7 @@ from te_precision_callbacks.config.comparing import flat_config
 from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, Section, resolve_features
-from te_precision_callbacks.debug_options import ACTIVATION_OVERFLOW
+from te_precision_callbacks.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.dumps.files import SAFETENSORS
 from te_precision_callbacks.dumps.recording import RECORDER
 from te_precision_callbacks.engine.reduction import is_distributed
@@ -43,6 +43,7 @@ from te_precision_callbacks.naming import (
 )
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.records.model import LayerInfo, Row, RunInfo, Sink, StepRecords
+from te_precision_callbacks.records.precision import GemmPrecision
 from te_precision_callbacks.records.statistics_log import StatisticsLog
 from te_precision_callbacks.records.worst import RunStatistics, Worst
 from te_precision_callbacks.session.delayed_scaling import DelayedScalingLayers
@@ -50,7 +51,7 @@ from te_precision_callbacks.session.errors import ObservationError, SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.forward import MOST_FORWARDS, ForwardHooks
 from te_precision_callbacks.session.parallel import OptimizerSteps, Ranks, placements
-from te_precision_callbacks.session.precision import GemmPrecision, PrecisionAudit
+from te_precision_callbacks.session.precision import PrecisionAudit
 from te_precision_callbacks.session.refusals import DebugRefusal, RefusedLayers
 from te_precision_callbacks.session.shapes import explain_shape
 from te_precision_callbacks.session.signals import Termination, Uninterrupted

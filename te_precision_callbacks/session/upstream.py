@@ -23,7 +23,13 @@ import torch
 
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
 from te_precision_callbacks.engine.engine import ENGINE, Placement
-from te_precision_callbacks.records.statistics_log import OVERWRITE_VARIABLE, claim, is_overwritten, log_file_name
+from te_precision_callbacks.records.statistics_log import (
+    EVENTS_FOLDER,
+    OVERWRITE_VARIABLE,
+    claim,
+    is_overwritten,
+    log_file_name,
+)
 from te_precision_callbacks.session.errors import FeatureLoadError, SessionError, TransformerEngineUnavailableError
 from te_precision_callbacks.session.stray_calls import StrayCalls
 from te_precision_callbacks.statistics.series import Measured, SeriesTable
@@ -33,7 +39,6 @@ logger = logging.getLogger(__name__)
 SUPPORTED_TE = ("2.20", "2.21")
 """The Transformer Engine versions that the seams were read from: from the first, below the second."""
 
-EVENTS_FOLDER = "nvdlfw_inspect_logs"
 
 _PYTHON_LOGGERS = ("nvdlfw_inspect", "Default Statistics")
 _TIMESTAMP_VARIABLE = "NVDLFW_INSPECT_LOG_TIMESTAMP"

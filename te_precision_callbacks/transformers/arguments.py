@@ -11,7 +11,7 @@ import transformers
 from transformers.debug_utils import DebugOption
 from transformers.utils.generic import ExplicitEnum
 
-from te_precision_callbacks.debug_options import (
+from te_precision_callbacks.debug_values import (
     ACTIVATION_OVERFLOW,
     DEBUG_OPTIONS,
     TE_PRECISION,

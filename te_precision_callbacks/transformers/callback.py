@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 
 from te_precision_callbacks.accelerate import scales_loss, warn_of_unconverted
 from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.debug_options import TE_PRECISION
+from te_precision_callbacks.debug_values import TE_PRECISION
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.records import MetricSelection

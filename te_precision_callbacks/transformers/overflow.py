@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from te_precision_callbacks.accelerate import scales_loss
-from te_precision_callbacks.debug_options import ACTIVATION_OVERFLOW
+from te_precision_callbacks.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.transformers.closing import DebugCallback, refuse_data_parallel
 from te_precision_callbacks.transformers.loop import find_handler, find_loop
 

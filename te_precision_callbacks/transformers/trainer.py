@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 
 from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.debug_options import ACTIVATION_OVERFLOW, TE_PRECISION, DebugValue, check_config_option
+from te_precision_callbacks.debug_values import ACTIVATION_OVERFLOW, TE_PRECISION, DebugValue, check_config_option
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.transformers.arguments import parse_options

@@ -8,7 +8,7 @@ from textwrap import dedent
 
 import pytest
 
-from te_precision_callbacks.reference import InstallError, children
+from te_precision_callbacks.reference import InstallError, children, inherited
 from tests.reference.processes import answers, python, run
 
 WORKER = """
@@ -125,7 +125,7 @@ def test_a_child_knows_before_it_imports_torch() -> None:
 # ---------------------------------------------------------------------- what a child makes of what it is told
 
 
-TOLD = children.Inherited(pretend_cuda=True, capability=(10, 0), always=False)
+TOLD = inherited.Inherited(pretend_cuda=True, capability=(10, 0), always=False)
 
 
 @pytest.fixture
@@ -171,24 +171,24 @@ def test_a_child_without_a_gpu_has_the_backend() -> None:
 @pytest.mark.parametrize("always", [True, False])
 def test_what_is_told_arrives(always: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     told = TOLD._replace(always=always)
-    for name, value in children.environment(**told._asdict()).items():
+    for name, value in inherited.environment(**told._asdict()).items():
         monkeypatch.setenv(name, value)
-    assert children.inherited() == told
+    assert inherited.inherited() == told
 
 
 def test_an_empty_variable_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(children.ENVIRONMENT_VARIABLE, "")
+    monkeypatch.setenv(inherited.ENVIRONMENT_VARIABLE, "")
     before = list(sys.meta_path)
     children.install_when_needed()
     assert sys.meta_path == before
-    assert children.inherited() is None
+    assert inherited.inherited() is None
 
 
 @pytest.mark.parametrize("text", ["1", "true", "{}", "[", '{"pretend_cuda": true, "capability": [9]}'])
 def test_a_variable_that_this_package_did_not_set_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(children.ENVIRONMENT_VARIABLE, text)
+    monkeypatch.setenv(inherited.ENVIRONMENT_VARIABLE, text)
     with pytest.raises(InstallError, match=r"TE_PRECISION_REFERENCE_INSTALL=.*Unset it"):
-        children.inherited()
+        inherited.inherited()
 
 
 @pytest.mark.parametrize(
@@ -201,6 +201,6 @@ def test_the_other_folders_of_the_path_stay(
     monkeypatch.delenv("PYTHONPATH", raising=False)
     if before is not None:
         monkeypatch.setenv("PYTHONPATH", before)
-    startup, *others = children.environment(**TOLD._asdict())["PYTHONPATH"].split(":")
+    startup, *others = inherited.environment(**TOLD._asdict())["PYTHONPATH"].split(":")
     assert Path(startup, "sitecustomize.py").is_file()
     assert others == after

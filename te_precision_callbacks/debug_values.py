@@ -1,0 +1,76 @@
+"""What ``debug=`` and ``--debug`` take: the names, and how they are read.
+
+parse_debug("activation_overflow te_precision") == parse_debug(["activation_overflow", "te_precision"])
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+from te_precision_callbacks.errors import OptionError
+
+ACTIVATION_OVERFLOW = "activation_overflow"
+"""Stop where an activation or a gradient becomes inf or nan: :mod:`te_precision_callbacks.debug_utils`."""
+
+TE_PRECISION = "te_precision"
+"""Precision debugging of Transformer Engine's layers: what a session does."""
+
+DEBUG_OPTIONS = (ACTIVATION_OVERFLOW, TE_PRECISION)
+
+DebugValue = str | Iterable[str] | None
+"""Names, or a text of names with spaces in between."""
+
+
+class UnknownDebugOptionError(OptionError, ValueError):
+    """A value that ``debug=`` or ``--debug`` does not take."""
+
+
+def parse_debug(value: DebugValue, *, valid: Sequence[str] = DEBUG_OPTIONS) -> tuple[str, ...]:
+    """The names that a value of ``debug=`` holds, each once.
+
+    Args:
+        value: a text such as ``"a b"``, a list of such texts, or None.
+        valid: the names that there are.
+
+    Raises:
+        UnknownDebugOptionError: another name, or something that holds no names; the text lists all valid ones.
+    """
+    parts = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
+    names: dict[str, None] = {}
+    for part in parts:
+        if part is None:
+            continue
+        if not isinstance(part, str):
+            raise UnknownDebugOptionError(f"debug= takes names, not {part!r}. There are {_listed(valid)}.")
+        for name in part.split():
+            if name not in valid:
+                close = difflib.get_close_matches(name, valid, n=1)
+                meant = f" Did you mean {close[0]!r}?" if close and "," not in name else ""
+                raise UnknownDebugOptionError(
+                    f"There is no debug option {name!r}.{meant} There are {_listed(valid)}; several are separated by"
+                    " spaces."
+                )
+            names[name] = None
+    return tuple(names)
+
+
+def _listed(valid: Sequence[str]) -> str:
+    return ", ".join(map(repr, valid))
+
+
+def check_config_option(debug: Iterable[str], config: object) -> None:
+    """Refuse a config that nothing would read.
+
+    Args:
+        debug: the debug options.
+        config: what was given as ``te_precision_config``.
+
+    Raises:
+        OptionError: there is a config, and ``te_precision`` is not among the options.
+    """
+    if config is not None and TE_PRECISION not in debug:
+        raise OptionError(
+            f"te_precision_config={config!r} is read with the debug option {TE_PRECISION!r} alone. Add --debug"
+            f" {TE_PRECISION} (or debug={TE_PRECISION!r}), or leave the config away."
+        )

@@ -1,0 +1,89 @@
+"""What a process with the reference backend tells those that it starts, in their environment.
+
+install_in_children(pretend_cuda=True, capability=(9, 0), always=False)
+told = inherited()                       # in a process that was started since
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import NamedTuple
+
+from te_precision_callbacks.reference.errors import InstallError
+
+ENVIRONMENT_VARIABLE = "TE_PRECISION_REFERENCE_INSTALL"
+"""Holds the arguments of ``install`` as JSON, in the environment of child processes."""
+
+_STARTUP_FOLDER = str(Path(__file__).with_name("startup"))
+
+
+class Inherited(NamedTuple):
+    """What a child is told.
+
+    Attributes:
+        pretend_cuda: whether "cuda" means the CPU in the parent.
+        capability: the compute capability that the parent's backend stands for.
+        always: install the backend also where a GPU and a compiled Transformer Engine are.
+    """
+
+    pretend_cuda: bool
+    capability: tuple[int, int]
+    always: bool
+
+
+def install_in_children(*, pretend_cuda: bool, capability: tuple[int, int], always: bool) -> None:
+    """Have the processes that are started from now on install the backend, see :class:`Inherited`."""
+    os.environ.update(environment(pretend_cuda=pretend_cuda, capability=capability, always=always))
+
+
+def environment(*, pretend_cuda: bool, capability: tuple[int, int], always: bool) -> dict[str, str]:
+    """The environment variables with which a Python process installs the backend by itself."""
+    before = os.environ.get("PYTHONPATH")
+    folders = before.split(os.pathsep) if before else []  # an empty entry is the current folder
+    if _STARTUP_FOLDER not in folders:
+        folders.insert(0, _STARTUP_FOLDER)
+    return {
+        ENVIRONMENT_VARIABLE: json.dumps(Inherited(pretend_cuda, capability, always)._asdict()),
+        "PYTHONPATH": os.pathsep.join(folders),
+    }
+
+
+def inherited() -> Inherited | None:
+    """What the environment tells this process; None where it tells nothing.
+
+    Raises:
+        InstallError: the variable holds something else.
+    """
+    text = os.environ.get(ENVIRONMENT_VARIABLE)
+    if not text:
+        return None
+    try:
+        told = json.loads(text)
+        major, minor = told["capability"]
+        return Inherited(bool(told["pretend_cuda"]), (major, minor), bool(told.get("always", False)))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise InstallError(
+            f"{ENVIRONMENT_VARIABLE}={text!r} in the environment: a process with the reference backend sets this"
+            " variable for those that it starts. Unset it, and call reference.install()."
+        ) from None
+
+
+class PendingInstallation(ABC):
+    """An entry of ``sys.meta_path`` that waits for an import to install the backend."""
+
+    @abstractmethod
+    def install(self) -> None:
+        """Install it."""
+
+
+def install_if_pending() -> None:
+    """Install the backend now, if the environment says so and it has not been needed yet."""
+    for finder in sys.meta_path:
+        if isinstance(finder, PendingInstallation):
+            sys.meta_path.remove(finder)
+            finder.install()
+            return
