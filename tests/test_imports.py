@@ -1,0 +1,110 @@
+"""Which module may import which: no circle, and facts, readers and overflow detection know no session."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import te_precision_callbacks
+
+PACKAGE = "te_precision_callbacks"
+HERE = Path(te_precision_callbacks.__path__[0])
+FEATURES = HERE.parent / "features"
+
+
+@cache
+def files() -> Mapping[str, Path]:
+    """Module -> its file; the features are importable as ``te_precision_callbacks.features``."""
+    found = {}
+    for folder, name in ((HERE, PACKAGE), (FEATURES, f"{PACKAGE}.features")):
+        for path in sorted(folder.rglob("*.py")):
+            parts = [name, *path.relative_to(folder).with_suffix("").parts]
+            found[".".join(part for part in parts if part != "__init__")] = path
+    return found
+
+
+def imports(node: ast.AST) -> Iterator[str]:
+    """What a module imports wherever it does, in functions too, but for the checker of types."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            continue
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom) and child.level == 0:
+            yield from (f"{child.module}.{alias.name}" for alias in child.names)
+        else:
+            yield from imports(child)
+
+
+@cache
+def graph() -> Mapping[str, frozenset[str]]:
+    """Module -> the modules of this project that it imports."""
+    found = {}
+    for module, path in files().items():
+        targets = set()
+        for name in imports(ast.parse(path.read_text())):
+            while name and name not in files():  # a name in a module
+                name = name.rpartition(".")[0]
+            targets.add(name)
+        found[module] = frozenset(targets - {module, ""})
+    return found
+
+
+def reached(module: str) -> set[str]:
+    """All that is imported with a module, at any time."""
+    found: set[str] = set()
+    left = [module]
+    while left:
+        for target in graph()[left.pop()] - found:
+            found.add(target)
+            left.append(target)
+    return found
+
+
+def test_the_graph_is_that_of_the_sources() -> None:
+    assert len(graph()) > 150
+    assert f"{PACKAGE}.session.session" in graph()[f"{PACKAGE}.session"]
+    assert f"{PACKAGE}.engine.engine" in graph()[f"{PACKAGE}.features.base"]
+    assert f"{PACKAGE}.session" in graph()[f"{PACKAGE}.debug_options"], "an import in a function counts"
+
+
+def test_there_is_no_circle() -> None:
+    assert [module for module in graph() if module in reached(module)] == []
+
+
+FLOOR = ("vocabulary", "errors", "formats", "layouts", "gemm_shapes", "statistics", "watched", "debug_values")
+WITHOUT_SESSION = (*FLOOR, "records", "debug_utils", "dumps", "engine", "config", "summary")
+
+
+@pytest.mark.parametrize("part", WITHOUT_SESSION)
+def test_a_part_that_knows_no_session(part: str) -> None:
+    modules = [module for module in graph() if f"{module}.".startswith(f"{PACKAGE}.{part}.")]
+    assert modules
+    above = {"session", "lightning", "accelerate", "transformers", "debug_options", "options"}
+    for module in modules:
+        assert {
+            target for target in reached(module) if target.split(".")[1:2] and target.split(".")[1] in above
+        } == set()
+
+
+@pytest.mark.parametrize("part", FLOOR)
+def test_the_floor_knows_only_itself(part: str) -> None:
+    for module in (module for module in graph() if f"{module}.".startswith(f"{PACKAGE}.{part}.")):
+        assert {target.split(".")[1] for target in reached(module)} <= set(FLOOR)
+
+
+def test_readers_load_neither_the_session_nor_transformer_engine() -> None:
+    """As it is, with what packages import by themselves."""
+    code = (
+        "import sys, te_precision_callbacks.dumps, te_precision_callbacks.records, te_precision_callbacks.debug_utils\n"
+        "loaded = [name for name in sys.modules if name.startswith(('te_precision_callbacks.session',"
+        " 'te_precision_callbacks.config', 'te_precision_callbacks.features', 'transformer_engine.', 'nvdlfw'))]\n"
+        "assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
