@@ -15,9 +15,9 @@ from te_precision_callbacks.debug_options import (
     UnknownDebugOptionError,
     add_debug_options,
     debugging,
-    parse_debug,
 )
 from te_precision_callbacks.debug_utils import ActivationOverflowError
+from te_precision_callbacks.debug_values import parse_debug
 from te_precision_callbacks.errors import OptionError, PrecisionDebugError
 from tests.conftest import Keeper, statistics
 from tests.lightning.models import logged_lines

@@ -10,6 +10,7 @@ Usage::
 
 from __future__ import annotations
 
+from te_precision_callbacks.records.precision import GemmPrecision
 from te_precision_callbacks.session.errors import (
     FeatureLoadError,
     ObservationError,
@@ -17,7 +18,6 @@ from te_precision_callbacks.session.errors import (
     TransformerEngineUnavailableError,
 )
 from te_precision_callbacks.session.outcome import SessionOutcome
-from te_precision_callbacks.session.precision import GemmPrecision
 from te_precision_callbacks.session.session import InspectSession, running_session
 
 __all__ = [
