@@ -37,6 +37,15 @@ _COMPILED_UPSTREAM = (
 
 
 @contextlib.contextmanager
+def as_in_a_long_run() -> Iterator[None]:
+    """Our kernels are compiled at once: a short run goes without them, a long one has them nearly all of its time."""
+    from te_precision_callbacks.engine.kernels import compiled
+
+    with mock.patch.object(compiled, "PAYS_FROM", 0):
+        yield
+
+
+@contextlib.contextmanager
 def upstream_functions(mode: Mode) -> Iterator[None]:
     """Transformer Engine's statistics in one of its two modes, and otherwise as its source has them.
 

@@ -30,6 +30,7 @@ from measuring import (
     TENSOR_STATISTICS,
     Timed,
     arguments,
+    as_in_a_long_run,
     best_of,
     device_milliseconds,
     machine,
@@ -217,7 +218,8 @@ def main(given: list[str] | None = None) -> None:
     cases = []
     for case in _cases():
         progress(case.name)
-        cases.append({**Measured(case, options.size, device).run(options.repeats), "machine": machine(device)})
+        with as_in_a_long_run():
+            cases.append({**Measured(case, options.size, device).run(options.repeats), "machine": machine(device)})
     columns = COLUMNS + (ON_GPU if device.type == "cuda" else ())
     notes = (
         "ours_ms: ENGINE.note and ENGINE.measure; flush_ms comes once a step, for all tensors together. te_ms: each"

@@ -40,6 +40,7 @@ from measuring import (
     TENSOR_STATISTICS,
     Mode,
     arguments,
+    as_in_a_long_run,
     machine,
     milliseconds,
     progress,
@@ -329,7 +330,7 @@ def of_training(
     described = machine(device)
     progress(described) if options.json else print(described, end="\n\n")
     training = Training(options.layers, options.hidden, options.sequence, options.batch, device)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, as_in_a_long_run():
         cases = cases_of(training, options.steps, Path(folder))
     sizes = {name: getattr(options, name) for name in ("layers", "hidden", "sequence", "batch")}
     return [{**case, **sizes, "machine": described} for case in cases], options.json

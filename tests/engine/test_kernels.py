@@ -277,6 +277,18 @@ def test_one_compilation_serves_all_shapes() -> None:
     assert graphs() == before + 1
 
 
+@pytest.mark.usefixtures("uncompiled")
+def test_nothing_is_compiled_before_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors, which are never compiled, do not count; the numbers are the same before and after."""
+    monkeypatch.setattr(compiled, "PAYS_FROM", 3 * PRIME)
+    monkeypatch.setattr(compiled, "_in_plain_torch", 0)
+    values, before = normal(PRIME), graphs()
+    for measurement in range(5):
+        kernels.measure(values[: compiled.SMALLEST - 1])
+        exact.assert_same(exact.named(*kernels.measure(values)), exact.columns(values))
+        assert graphs() == before + (measurement >= 3)
+
+
 class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

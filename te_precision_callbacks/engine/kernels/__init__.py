@@ -61,7 +61,10 @@ def measure(
 def _pass_for(values: torch.Tensor) -> Pass:
     if values.device.type == "cuda" and values.element_size() <= 4:
         return _gpu_pass()
-    return compiled.measure if compiled.takes(values) else eager.measure
+    if compiled.takes(values):
+        return compiled.measure
+    compiled.leaves(values)
+    return eager.measure
 
 
 def _gpu_pass() -> Pass:

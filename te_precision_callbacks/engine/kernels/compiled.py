@@ -1,8 +1,9 @@
-"""The pass on a CPU, compiled at first use by ``torch.compile``: each input is read once, in registers and cache.
+"""The pass on a CPU, compiled by ``torch.compile``: each input is read once, in registers and cache.
 
-A kernel for each combination of dtypes is compiled when the first tensor of at least :data:`SMALLEST` elements comes
-(some seconds each, kept on disk by Inductor); smaller tensors are cheaper in plain torch. Where there is no C++
-compiler everything is done in plain torch, and that is said once.
+A kernel for each combination of dtypes is compiled when a tensor of at least :data:`SMALLEST` elements comes (some
+seconds each, kept on disk by Inductor); smaller tensors are cheaper in plain torch. Nothing is compiled before plain
+torch has measured :data:`PAYS_FROM` elements in this process: a short run would wait longer for the compiler than for
+its numbers. Where there is no C++ compiler everything is done in plain torch, and that is said once.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 SMALLEST = 16_384
 """Elements from which the compiled pass is taken."""
 
+PAYS_FROM = 2**31
+"""Elements of such tensors that plain torch measures before a kernel is compiled: about as long as that takes."""
+
 _PIECE = 2**22
 """Elements that a compiled kernel is given together: where torch runs it as plain operations after all, under
 ``torch.compiler.set_stance("force_eager")`` for one, their temporaries stay within 200 MiB."""
@@ -37,17 +41,30 @@ _Function = Callable[..., Any]
 
 _kernels: dict[tuple[_Function, tuple[torch.dtype, ...]], _Function] = {}
 _failed = False
+_in_plain_torch = 0
+"""Elements that plain torch has measured though the compiled pass could have."""
 
 
 def takes(values: torch.Tensor) -> bool:
     """Whether the compiled pass is taken for a tensor: it is on the CPU and large enough, and nothing has failed.
 
     And it is of no class of its own, which dynamo may not know; and no dispatch mode is active: torch compiles nothing
-    then, and never again what it was asked for meanwhile.
+    then, and never again what it was asked for meanwhile. And compiling pays by now.
     """
-    if _failed or type(values) is not torch.Tensor or values.device.type != "cpu" or values.numel() < SMALLEST:
+    if _failed or _in_plain_torch < PAYS_FROM or not _could_take(values):
         return False
     return _get_current_dispatch_mode() is None and _has_compiler()
+
+
+def leaves(values: torch.Tensor) -> None:
+    """Count a tensor that plain torch measures."""
+    global _in_plain_torch
+    if _could_take(values):
+        _in_plain_torch += values.numel()
+
+
+def _could_take(values: torch.Tensor) -> bool:
+    return type(values) is torch.Tensor and values.device.type == "cpu" and values.numel() >= SMALLEST
 
 
 @functools.cache
@@ -162,6 +179,7 @@ def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:
                 return kernel(rows, *others)
         except Exception as error:
             _give_up(error)
+    leaves(rows)
     return function(rows, *others)
 
 
