@@ -1,41 +1,40 @@
 # make demo   train a small FP8 language model under the callback, and show what came out
 # make test   lint, types and all tests
+# make install   only set up the environment for tests and checks
 # make docs   the docs site, in site/; open site/index.html
 # make te-suite TE_SRC=<checkout of NVIDIA/TransformerEngine>   Transformer Engine's own tests on the reference backend
 # make clients SRC=<folder of sources>   other people's training scripts, without the debugger and with it; docs/clients.md
 #
-# Each makes a virtual environment in .venv with pip on its first call (make docs: one in .venv-docs, which holds the
-# site's tools alone); later calls reuse it.
+# Each sets up what it needs in .venv on its first call, and again where requirements.lock or pyproject.toml has changed:
+# tools/environment.py. make docs: in .venv-docs, which holds the site's tools alone.
 
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 CAPABILITY ?= 9.0
 FEATURES ?= te
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
 DOCS_VENV ?= .venv-docs
 DOCS_INSTALLED := $(DOCS_VENV)/.installed
 
 # Processes start sooner where Python may keep what it compiles.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint docs te-suite clients clean
+.PHONY: demo test lint docs te-suite clients install install-demo clean
 .DEFAULT_GOAL := test
 
-$(INSTALLED): requirements.lock pyproject.toml
-	@echo "Setting up $(VENV): this takes a few minutes the first time."
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq --disable-pip-version-check --requirement requirements.lock
-	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --editable .
-	@touch $@
+install-demo:
+	@$(PYTHON) tools/environment.py $(VENV) demo
 
-demo: $(INSTALLED)
+install:
+	@$(PYTHON) tools/environment.py $(VENV) all
+
+demo: install-demo
 	$(BIN)/python examples/byte_lm.py
 
-lint: $(INSTALLED)
+lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy te_precision_callbacks features examples benchmarks docs/site
+	$(BIN)/mypy te_precision_callbacks features examples benchmarks docs/site tools
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
@@ -50,10 +49,10 @@ docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(DOCS_INSTALLED)
 	$(DOCS_VENV)/bin/mkdocs build --strict
 
-te-suite: $(INSTALLED)
+te-suite: install
 	$(BIN)/python tests/reference/te_suite.py --te-src "$(TE_SRC)" --capability $(CAPABILITY) --features $(FEATURES) $(if $(WHOLE),--whole)
 
-clients: $(INSTALLED)
+clients: install
 	$(BIN)/python -m tests.clients --src "$(SRC)" $(if $(CACHE),--cache "$(CACHE)") --table docs/clients.md $(CLIENTS)
 
 clean:
