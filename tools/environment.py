@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -91,8 +92,12 @@ def _install(folder: Path, extras: str, started: float) -> int:
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         try:
+            told = ""
             while _still_runs(process):
-                print(f"  {time.monotonic() - started:3.0f} s: {progress(log.read_text(), folder)}", flush=True)
+                how_far = progress(log.read_text(), folder)
+                if how_far != told:
+                    print(f"  {time.monotonic() - started:3.0f} s: {how_far}", flush=True)
+                    told = how_far
         except BaseException:
             process.terminate()
             process.wait()
@@ -107,15 +112,18 @@ def _install(folder: Path, extras: str, started: float) -> int:
 
 def progress(log: str, folder: Path) -> str:
     """How far pip is, from what it has printed and from what is in the environment."""
-    collected = [line.split()[1] for line in log.splitlines() if line.startswith("Collecting ")]
-    installing = next((line for line in log.splitlines() if line.startswith("Installing collected packages: ")), None)
+    lines = log.splitlines()
+    found = [line for line in lines if line.startswith(("Collecting ", "Processing "))]
+    fetched = re.findall(r"^ *Downloading ([^-\s]+-[^-\s]+)-\S+ (\(.*\))$", log, re.MULTILINE)
+    installing = next((line for line in lines if line.startswith("Installing collected packages: ")), None)
     if installing is not None:
         names = {_plain(name) for name in installing.partition(": ")[2].split(", ")}
         done = {_plain(record.parent.name.split("-")[0]) for record in folder.glob("lib/*/site-packages/*/RECORD")}
         return f"{len(names & done)} of {len(names)} packages installed"
-    if collected:
-        return f"{len(collected)} packages found and fetched, the last {collected[-1]}"
-    return "pip looks for packages"
+    if not found:
+        return "pip looks for packages"
+    last = f", the last fetched: {' '.join(fetched[-1])}" if fetched else ""
+    return f"{len(found)} packages found{last}"
 
 
 def _still_runs(process: subprocess.Popen[bytes]) -> bool:
