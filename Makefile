@@ -29,7 +29,8 @@ install:
 	@$(PYTHON) tools/environment.py $(VENV) all
 
 demo: install-demo
-	$(BIN)/python examples/byte_lm.py
+	@echo "Training a language model of 3 FP8 layers for 100 steps; the imports before it take some seconds."
+	@$(BIN)/python examples/byte_lm.py
 
 lint: install
 	$(BIN)/ruff check .
