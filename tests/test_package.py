@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib.metadata import Distribution
 from pathlib import Path
@@ -176,12 +179,41 @@ def test_the_list_of_packages_is_complete() -> None:
     assert sorted(settings["packages"]) == sorted([*with_files, "te_precision_callbacks.features"])
 
 
+def test_a_source_distribution_is_the_whole_project(tmp_path: Path) -> None:
+    """From which the tests run: with docs, examples, Makefile, changelog and what the tests read."""
+    made_here = shutil.ignore_patterns(".venv", ".git", "runs", "build", "dist", "*_cache", "__pycache__", "*.egg-info")
+    source = shutil.copytree(ROOT, tmp_path / "source", ignore=made_here)
+    code = f"import setuptools.build_meta as build; build.build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        held = {name.partition("/")[2] for name in opened.getnames()}
+    assert {
+        "docs/features.md",
+        "examples/byte_lm.py",
+        "tests/conftest.py",
+        "Makefile",
+        "CHANGELOG.md",
+        ".ci/run",
+    } <= held
+    if (ROOT / ".git").exists():
+        tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        assert set(tracked.splitlines()) <= held
+
+
 def test_an_installed_wheel_holds_the_features_and_asks_for_no_transformer_engine(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     (metadata,) = (tmp_path / "site").glob("*.dist-info")
+    links = re.findall(r"\]\(([^)]+)\)", (metadata / "METADATA").read_text())
+    here = re.compile(r"https://github\.com/[\w-]+/te-precision-callbacks/blob/v[\d.]+/([^#]+)")
+    found = [here.match(link) for link in links if "NVIDIA" not in link and not link.startswith("#")]
+    assert len(found) > 20
+    assert all(link is not None and (ROOT / link[1]).is_file() for link in found), (
+        "an index page knows no relative links"
+    )
     needed = [Requirement(text) for text in Distribution.at(metadata).requires or ()]
     without_extra = {found.name for found in needed if found.marker is None or found.marker.evaluate({"extra": ""})}
     assert {"torch", "nvdlfw-inspect"} <= without_extra

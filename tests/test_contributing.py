@@ -1,0 +1,113 @@
+"""CONTRIBUTING.md: what it says to do to add a statistic, a feature, a format or a front door, done in a copy."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from te_precision_callbacks.reference.children import ENVIRONMENT_VARIABLE
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+from te_precision_callbacks import InspectSession, reference
+from te_precision_callbacks.formats import E3M2
+from te_precision_callbacks.options import SessionOptions
+reference.install()
+import transformer_engine.pytorch as te
+
+{front_door}
+
+class Loop:
+    folder = Path("logs")
+    step = 7
+
+class Kept:
+    rows = []
+    def start(self, run): pass
+    def write(self, records): self.rows += records
+    def close(self, error): pass
+
+config = {{"all": {{"enabled": True, "layers": {{"layer_types": ["linear"]}}, "transformer_engine": {{
+    "HighPrecisionWgrad": {{"enabled": True}},
+    "LogTensorStats": {{"enabled": True, "tensors": ["activation"], "stats": ["rms"], "freq": 1}},
+}}}}}}
+model, x, loop = te.Linear(32, 32), torch.randn(64, 32, requires_grad=True), Loop()
+debugger = LoopDebugger(model, config, sinks=[Kept()])
+debugger.on_train_start(loop)
+with te.autocast(enabled=True):
+    y = model(x)
+y.sum().backward()
+debugger.on_step_end(loop)
+debugger.on_end(loop)
+print({{found.gemm: sorted(set(found.operands.values())) for found in debugger.session.precision}})
+(row,) = Kept.rows
+torch.testing.assert_close(row.value, x.double().square().mean().sqrt().item(), rtol=1e-6, atol=0)
+print(row.statistic, E3M2.max, E3M2.min_subnormal, sys.modules["te_precision_callbacks"].__file__)
+"""
+
+
+def steps(heading: str) -> list[str]:
+    """The code blocks below a heading, without the indentation of a list."""
+    section = TEXT.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return [
+        textwrap.dedent(found) for found in re.findall(r"^ *```python\n(.*?)^ *```", section, re.MULTILINE | re.DOTALL)
+    ]
+
+
+def put(file: Path, before: str, text: str) -> None:
+    source = file.read_text()
+    assert source.count(before) == 1, f"{file.name} has no longer one {before!r}"
+    file.write_text(source.replace(before, text + before))
+
+
+def test_its_steps_do_as_they_say(tmp_path: Path) -> None:
+    for folder in ("te_precision_callbacks", "features"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.move(tmp_path / "features", tmp_path / "te_precision_callbacks" / "features")
+    package = tmp_path / "te_precision_callbacks"
+
+    (statistic,) = steps("A statistic")
+    put(package / "engine" / "statistics.py", '    yield tensor("l1_norm"', textwrap.indent(statistic, "    "))
+    feature, schema = steps("A feature")
+    (package / "features" / "high_precision_wgrad.py").write_text(feature)
+    put(package / "config" / "schemas.py", "FEATURES: Mapping", schema + "\n\n")
+    put(package / "config" / "schemas.py", "        DumpTensors,\n", "        HighPrecisionWgrad,\n")
+    (of_format,) = steps("A format")
+    put(package / "formats.py", "E2M1 = FloatFormat", of_format)
+    (front_door,) = steps("A front door")
+
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(front_door=front_door))
+    environment = {key: value for key, value in os.environ.items() if key != ENVIRONMENT_VARIABLE}
+    environment["PYTHONPATH"] = str(tmp_path)  # the copy, not the installed package
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    operands, last = done.stdout.splitlines()[-2:]
+    assert operands == "{'fprop': ['FP8 E4M3'], 'dgrad': ['FP8 E4M3', 'FP8 E5M2'], 'wgrad': ['FP32']}"
+    # OCP Microscaling Formats (MX) Specification 1.0, table 1: the largest number and the smallest subnormal of E3M2.
+    assert last == f"rms 28.0 0.0625 {package / '__init__.py'}"
+
+
+def test_each_takes_fewer_than_ten_lines() -> None:
+    for heading in ("A statistic", "A feature", "A format", "A front door"):
+        for block in steps(heading):
+            lines = [line for line in block.splitlines() if line.strip() and not line.startswith(("from ", "class "))]
+            assert len(lines) < 10, f"{heading}:\n{block}"
+
+
+def test_every_place_that_it_names_is_there() -> None:
+    named = re.findall(r"(?:te_precision_callbacks|tests|docs|features|engine|\.github)/[\w/]+\.(?:py|md|yml)", TEXT)
+    assert len(named) > 8
+    for path in set(named) - {"features/high_precision_wgrad.py"}:
+        assert any((base / path).exists() for base in (ROOT, ROOT / "te_precision_callbacks")), path
