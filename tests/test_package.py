@@ -14,13 +14,17 @@ from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
-import tomllib
 from packaging.requirements import Requirement
 from setuptools import find_namespace_packages
 
 import te_precision_callbacks
 from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
 from tests.docs.pages import blocks
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest brings it
 
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = ("lightning", "accelerate", "transformers", "transformer_engine", "nvdlfw_inspect", "tensorboard")

@@ -8,11 +8,15 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-import tomllib
 
 from te_precision_callbacks.cli import main
 from te_precision_callbacks.reference.launch import why_no_module
 from tests.reference.processes import REPOSITORY, answers, run, te_precision
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest brings it
 
 SCRIPT = """
 import json, logging, sys

@@ -11,9 +11,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import tomllib
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest brings it
 
 ROOT = Path(__file__).parents[2]
 PIP = """\
