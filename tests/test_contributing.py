@@ -10,7 +10,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-from te_precision_callbacks.reference.children import ENVIRONMENT_VARIABLE
+from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
+from tests.docs.pages import blocks
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
@@ -57,11 +58,9 @@ print(row.statistic, E3M2.max, E3M2.min_subnormal, sys.modules["te_precision_cal
 
 
 def steps(heading: str) -> list[str]:
-    """The code blocks below a heading, without the indentation of a list."""
+    """The code blocks below a heading."""
     section = TEXT.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    return [
-        textwrap.dedent(found) for found in re.findall(r"^ *```python\n(.*?)^ *```", section, re.MULTILINE | re.DOTALL)
-    ]
+    return [code for code in blocks("CONTRIBUTING.md", "python") if code.splitlines()[0] in section]
 
 
 def put(file: Path, before: str, text: str) -> None:
@@ -77,7 +76,7 @@ def test_its_steps_do_as_they_say(tmp_path: Path) -> None:
     package = tmp_path / "te_precision_callbacks"
 
     (statistic,) = steps("A statistic")
-    put(package / "engine" / "statistics.py", '    yield tensor("l1_norm"', textwrap.indent(statistic, "    "))
+    put(package / "statistics" / "table.py", '    yield tensor("l1_norm"', textwrap.indent(statistic, "    "))
     feature, schema = steps("A feature")
     (package / "features" / "high_precision_wgrad.py").write_text(feature)
     put(package / "config" / "schemas.py", "FEATURES: Mapping", schema + "\n\n")
@@ -107,7 +106,9 @@ def test_each_takes_fewer_than_ten_lines() -> None:
 
 
 def test_every_place_that_it_names_is_there() -> None:
-    named = re.findall(r"(?:te_precision_callbacks|tests|docs|features|engine|\.github)/[\w/]+\.(?:py|md|yml)", TEXT)
+    named = re.findall(
+        r"(?:te_precision_callbacks|tests|docs|features|engine|statistics|\.github)/[\w/]+\.(?:py|md|yml)", TEXT
+    )
     assert len(named) > 8
     for path in set(named) - {"features/high_precision_wgrad.py"}:
         assert any((base / path).exists() for base in (ROOT, ROOT / "te_precision_callbacks")), path

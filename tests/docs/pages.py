@@ -24,6 +24,7 @@ PAGES = {
 LANGUAGES = ("python", "yaml", "bash", "text")
 
 RUN_BY = {
+    ("CONTRIBUTING.md", "python", ""): "tests/test_contributing.py",
     ("README.md", "python", "import lightning as L"): "tests/test_package.py",
     ("docs/accelerate.md", "python", ""): "tests/accelerate/test_page.py",
     ("docs/accelerate.md", "bash", ""): "tests/accelerate/test_page.py",
