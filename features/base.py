@@ -117,12 +117,13 @@ class StatisticsFeature(Feature):
         raise NotImplementedError
 
     def options_for(self, config: Mapping[str, Any], tensor: str | None, gemm: str | None) -> list[Options]:
-        """As for every feature, with the entries of ``stats`` as requests to the engine."""
+        """As for every feature, with the entries of ``stats`` as requests to the engine, and the schedule."""
         found = super().options_for(config, tensor, gemm)
         for options in found:
             stats = options.get("stats", ())
             entries = [stats] if isinstance(stats, (str, Mapping)) else stats
             options["requests"] = tuple(self.request(entry, tensor or "") for entry in entries)
+            options["schedule"] = Schedule.of(options)
         return found
 
     @api_method
@@ -130,7 +131,8 @@ class StatisticsFeature(Feature):
         self, config: Options, layer_name: str, tensor_name: str, iteration: int
     ) -> tuple[bool, int | None]:
         """Whether a statistic is due, and in which iteration the next one is."""
-        return Schedule.of(config).at(iteration)
+        due: tuple[bool, int | None] = config["schedule"].at(iteration)
+        return due
 
     @api_method
     def inspect_tensor(

@@ -45,7 +45,7 @@ class DumpTensors(Feature):
     """
 
     def options_for(self, config: Mapping[str, Any], tensor: str | None, gemm: str | None) -> list[Options]:
-        """As for every feature, with what is wanted of the tensor; none where the options are wrong, which is said.
+        """As for every feature, with what is wanted of the tensor, and when. None where the options are wrong.
 
         A session has checked them before the run; under plain nvidia-dlfw-inspect nobody has.
         """
@@ -54,6 +54,7 @@ class DumpTensors(Feature):
         found: list[Options] = super().options_for(config, tensor, gemm)
         for options in found:
             options["wanted"] = Wanted.of(options)
+            options["schedule"] = Schedule.of(options)
         return found
 
     @api_method
@@ -67,7 +68,8 @@ class DumpTensors(Feature):
         """
         if RECORDER.stopped(config["wanted"].limits) and not is_distributed(None):
             return False, None
-        return Schedule.of(config).at(iteration)
+        due: tuple[bool, int | None] = config["schedule"].at(iteration)
+        return due
 
     @api_method
     def inspect_tensor(

@@ -28,7 +28,7 @@ from te_precision_callbacks.config.fields import (
     words,
 )
 from te_precision_callbacks.config.problems import KeyPath
-from te_precision_callbacks.statistics.schedule import Schedule as Steps
+from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.vocabulary import GEMMS, OPERANDS, RESULT, GemmName
 
 TAKES_PART: Mapping[str, tuple[str, ...]] = {gemm: (*OPERANDS[gemm], RESULT[gemm]) for gemm in GEMMS}
@@ -214,7 +214,7 @@ class OneGemm(Level):
     gemm: GemmName = Field(description="The GEMM that the item is for.")
 
 
-class Schedule(Level):
+class Scheduled(Level):
     """In which steps."""
 
     freq: StrictInt = Field(
@@ -240,7 +240,7 @@ def _check_schedule(scope: Scope) -> None:
     start, end = scope.get("start_step") or 0, scope.get("end_step")
     if not scope.get("start_end_list") and end is not None and -1 < end < start:
         raise Misfit(scope.path("end_step"), f"is {end}, which is before 'start_step', {start}. -1 is no end.")
-    schedule = Steps.of({key: scope.get(key) for key in _SCHEDULE_KEYS})
+    schedule = Schedule.of({key: scope.get(key) for key in _SCHEDULE_KEYS})
     if schedule.at(-1)[1] is None:
         raise Misfit(scope.path("freq"), f"leaves no step to act in: there are no {in_words(schedule)}.")
 

@@ -35,7 +35,7 @@ from te_precision_callbacks.config.levels import (
     OneGemm,
     OneTensor,
     Quantization,
-    Schedule,
+    Scheduled,
     Scope,
     TensorChoice,
     TensorStatistics,
@@ -44,11 +44,11 @@ from te_precision_callbacks.config.levels import (
 from te_precision_callbacks.vocabulary import OperandName, TensorName
 
 
-class LogTensorStatsItem(Schedule, TensorStatistics, OneTensor[TensorName]):
+class LogTensorStatsItem(Scheduled, TensorStatistics, OneTensor[TensorName]):
     """One tensor of LogTensorStats."""
 
 
-class LogTensorStats(Schedule, TensorStatistics, ObservingFeature[TensorName, LogTensorStatsItem]):
+class LogTensorStats(Scheduled, TensorStatistics, ObservingFeature[TensorName, LogTensorStatsItem]):
     """Logs statistics of tensors as they are before quantization, over all micro-batches and ranks of a step."""
 
     example = """
@@ -69,11 +69,11 @@ tensor_statistics:
 """
 
 
-class LogFp8TensorStatsItem(Schedule, Fp8Statistics, OneTensor[OperandName]):
+class LogFp8TensorStatsItem(Scheduled, Fp8Statistics, OneTensor[OperandName]):
     """One tensor of LogFp8TensorStats."""
 
 
-class LogFp8TensorStats(Schedule, Fp8Statistics, ObservingFeature[OperandName, LogFp8TensorStatsItem]):
+class LogFp8TensorStats(Scheduled, Fp8Statistics, ObservingFeature[OperandName, LogFp8TensorStatsItem]):
     """Logs what quantization does to the operands of the GEMMs: what is lost below and above, the error, the scales.
 
     It can also tell what another recipe than the layer's own would do to the same tensors.
@@ -93,11 +93,11 @@ quantization_statistics:
 """
 
 
-class LogNvfp4TensorStatsItem(Schedule, Nvfp4Statistics, OneTensor[OperandName]):
+class LogNvfp4TensorStatsItem(Scheduled, Nvfp4Statistics, OneTensor[OperandName]):
     """One tensor of LogNvfp4TensorStats."""
 
 
-class LogNvfp4TensorStats(Schedule, Nvfp4Statistics, ObservingFeature[OperandName, LogNvfp4TensorStatsItem]):
+class LogNvfp4TensorStats(Scheduled, Nvfp4Statistics, ObservingFeature[OperandName, LogNvfp4TensorStatsItem]):
     """Logs what quantization to NVFP4 does to the operands of the GEMMs."""
 
     example = """
@@ -291,11 +291,11 @@ what_if_gradients_were_e5m2:
             )
 
 
-class DumpTensorsItem(Schedule, Dumped, OneTensor[TensorName]):
+class DumpTensorsItem(Scheduled, Dumped, OneTensor[TensorName]):
     """One tensor of DumpTensors."""
 
 
-class DumpTensors(DumpLimits, Schedule, Dumped, ObservingFeature[TensorName, DumpTensorsItem]):
+class DumpTensors(DumpLimits, Scheduled, Dumped, ObservingFeature[TensorName, DumpTensorsItem]):
     """Writes tensors to files, a file for each rank, step, layer, tensor and micro-batch.
 
     They are written beside training, whole or not at all, to `tensor_dumps/rank_R/iter_N/` in the log folder. With

@@ -353,8 +353,12 @@ class InspectSession:
             # Runs also at the end of a spawned process, which calls no atexit function, and whose trainer no hook.
             self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=100)
             if stop_at_sigterm:
-                self._termination = Termination(self._stop_terminated)
-            self._uncaught = Uncaught(self._stop_uncaught)
+                self._termination = Termination(
+                    lambda: self._stop_before_the_end(
+                        SessionError("The process was ended by SIGTERM while the session was running.")
+                    )
+                )
+            self._uncaught = Uncaught(self._stop_before_the_end)
             inspector.iteration = self._options.start_step or 0
             if model is not None:
                 self.attach(model)
@@ -582,17 +586,12 @@ class InspectSession:
                 " here: its logs are that process's. Start a session of its own after the fork."
             )
 
-    def _stop_terminated(self) -> None:
+    def _stop_before_the_end(self, error: BaseException) -> None:
+        """Stop where the process is going to end of something: what fails here must not hide it."""
         try:
-            self.stop(SessionError("The process was ended by SIGTERM while the session was running."))
-        except Exception as error:
-            logger.error("The session could not be stopped before SIGTERM ended the process.", exc_info=error)
-
-    def _stop_uncaught(self, uncaught: BaseException) -> None:
-        try:
-            self.stop(uncaught)
-        except Exception as error:
-            logger.error("The session could not be stopped after %s.", type(uncaught).__name__, exc_info=error)
+            self.stop(error)
+        except Exception as failure:
+            logger.error("The session could not be stopped after %s.", type(error).__name__, exc_info=failure)
 
     def _stop_at_exit(self) -> None:
         self.release()
