@@ -5,6 +5,7 @@ Each of these facts stands here alone. Nothing of Transformer Engine, torch or t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -82,7 +83,14 @@ def class_names(thing: Any) -> tuple[str, ...]:
 
 def recipe_of(quantizer: Any) -> str | None:
     """The recipe (of :data:`RECIPES`) that one of Transformer Engine's quantizers belongs to; None for no recipe."""
-    return next((RECIPE_OF_QUANTIZER[name] for name in class_names(quantizer) if name in RECIPE_OF_QUANTIZER), None)
+    kind: type = type(quantizer)
+    return _recipe_of_class(kind)
+
+
+@functools.cache
+def _recipe_of_class(quantizer: type) -> str | None:
+    names = (base.__name__ for base in quantizer.__mro__)
+    return next((RECIPE_OF_QUANTIZER[name] for name in names if name in RECIPE_OF_QUANTIZER), None)
 
 
 def name_of_recipe(recipe: Any) -> str | None:

@@ -843,7 +843,8 @@ class InspectSession:
             self._failures.report("taking", f"the scalar {name!r}", TypeError(f"it is one number, not {what}"))
 
     def _receive_statistics(self, measured: Measured) -> None:
-        self._gathered.measured.append(measured)
+        if measured:
+            self._gathered.measured.append(measured)
 
     def _hand_over(self, ending: _Ending) -> StepRecords | None:
         """Turn what was received into records, and give them to the sinks. It may be repeated after an interruption."""
