@@ -79,9 +79,13 @@ class StepRecords:
         """Make records of rows, in their order. Without ``own`` all of them are this rank's alone.
 
         Args:
-            iteration, logging_step, local, own, unscaled: see the class.
+            iteration: the debug iteration.
+            logging_step: the step of the trainer's own metrics.
             rows: the numbers.
             vectors: histograms, by layer, tensor and statistic.
+            local: whether all of it is this rank's alone although statistics are reduced.
+            own: of each number whether it is this rank's alone.
+            unscaled: the layers in their first step of delayed scaling.
             table: the series of the run, for records that go to one sink together; a new one where None.
         """
         table = SeriesTable() if table is None else table
