@@ -20,7 +20,7 @@ from te_precision_callbacks.engine.kernels import compiled
 from te_precision_callbacks.records import LoggerSink, MetricSelection, Row, StepRecords, metric_name
 from te_precision_callbacks.records.choice import LATER_PLACES, MOST_SERIES, PATIENCE, PLACES
 from te_precision_callbacks.records.loggers import Histogram, names_for_mlflow
-from te_precision_callbacks.records.worst import worst_of_all
+from te_precision_callbacks.records.worst import RunStatistics, worst_of_all
 from te_precision_callbacks.statistics.names import PREFIXES, logged_request, tensor_request
 from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.statistics.table import BLOCKWISE, QUANTIZED_STATISTICS, STATISTICS, TENSOR_STATISTICS
@@ -129,6 +129,15 @@ def test_the_worst_is_of_the_statistic_that_it_is_named_for() -> None:
         "worst_overflows%": ("e", 3.0),
     }
     assert "te/worst_sqnr_db" not in MetricSelection()(step(0, rows)), "an exact tensor is nobody's worst"
+
+
+def test_of_a_series_that_a_step_has_twice_the_worst_counts() -> None:
+    """As where a feature of the user's own logs in each micro-batch."""
+    records = step(3, [("a", "max", 9.0), ("a", "max", 2.0)])
+    statistics = RunStatistics(records.table)
+    statistics.add(records)
+    assert [(worst.row.value, worst.iteration) for worst in statistics.worst()] == [(9.0, 3)]
+    assert [row.value for row in statistics.last()] == [2.0]
 
 
 def test_a_layer_that_lost_elements_is_listed_beside_a_good_sqnr() -> None:

@@ -30,22 +30,19 @@ _LINK = re.compile(r"\[(?P<text>[^\[\]]+)\]\((?P<target>[^()\s#]+)(?P<anchor>#[^
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the pages of modules, and those of files that there are, into the navigation."""
+    """Put the pages of modules into the navigation."""
     nav: Any = config.nav
     sections = {title: entries for section in nav for title, entries in section.items() if isinstance(entries, list)}
     sections["API reference"] += [
         {module.removeprefix(f"{PACKAGE}."): _page_of(module)} for module in public_names(ROOT)
     ]
-    if (ROOT / "CONTRIBUTING.md").exists():
-        sections["The project"].insert(0, {"Contributing": "contributing.md"})
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what is not in docs/."""
     for path, page in ELSEWHERE.items():
-        if (ROOT / path).exists():
-            files.append(File.generated(config, page, content=(ROOT / path).read_text()))
+        files.append(File.generated(config, page, content=(ROOT / path).read_text()))
     for module, names in public_names(ROOT).items():
         files.append(File.generated(config, _page_of(module), content="\n".join(_reference(module, names))))
     return files

@@ -227,7 +227,7 @@ class _Reading:
     def __init__(self, rows: Rows, table: SeriesTable) -> None:
         numbers: list[int] = []
         places: dict[str, list[tuple[int, int]]] = {}  # of each statistic, in which row and at which place it is
-        self._histograms: list[tuple[int, int, Sequence[str]]] = []
+        histograms: dict[Of, list[tuple[int, int]]] = {}  # of each kind, in which row and of which series it is
         for row, (key, labels) in enumerate(zip(rows.keys, rows.outputs, strict=True)):
             for label in labels:
                 number = table.intern(key.layer, key.tensor, label)
@@ -235,7 +235,7 @@ class _Reading:
                 if request is None:
                     raise UnknownStatisticError(f"another rank has a statistic {label!r}, which is not known here")
                 if request.statistic.value is None:
-                    self._histograms.append((number, row, _COLUMNS[request.statistic.of][0]))
+                    histograms.setdefault(request.statistic.of, []).append((row, number))
                 else:
                     places.setdefault(request.statistic.name, []).append((row, len(numbers)))
                     numbers.append(number)
@@ -243,6 +243,7 @@ class _Reading:
         self._formulas = [
             (STATISTICS[name], *np.array(found, dtype=np.intp).T.copy()) for name, found in places.items()
         ]
+        self._histograms = [(_COLUMNS[of][0], *zip(*found, strict=True)) for of, found in histograms.items()]
 
     def values(self, table: Table) -> npt.NDArray[np.float64]:
         """The numbers, in the order of :attr:`series`."""
@@ -254,8 +255,9 @@ class _Reading:
 
     def histograms(self, table: Table) -> Iterator[tuple[int, tuple[float, ...]]]:
         """The series of histograms, and their counts."""
-        for number, row, bins in self._histograms:
-            yield number, tuple([float(table.columns[name][row]) for name in bins])
+        for bins, rows, numbers in self._histograms:
+            counts = np.stack([table.columns[name][list(rows)] for name in bins], axis=-1).tolist()
+            yield from zip(numbers, map(tuple, counts), strict=True)
 
 
 _COLUMNS: Mapping[Of, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -105,7 +105,8 @@ class RunStatistics:
         series, values, sign = series[compared], values[compared], sign[compared]
         bad = np.where(np.isnan(sign), np.abs(values), values * sign)
         bad[np.isnan(values)] = np.inf
-        worse = (bad > self._badness[series]) | (self._iteration[series] < 0)
+        worse = np.flatnonzero((bad > self._badness[series]) | (self._iteration[series] < 0))
+        worse = worse[np.argsort(bad[worse], kind="stable")]  # of a series that is there twice, the worst comes last
         taken = series[worse]
         self._badness[taken], self._worst[taken] = bad[worse], values[worse]
         self._iteration[taken] = records.iteration

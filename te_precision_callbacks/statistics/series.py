@@ -120,9 +120,6 @@ class SeriesTable:
     def __getitem__(self, number: int) -> Series:
         return self._series[number]
 
-    def __iter__(self) -> Iterator[Series]:
-        return iter(self._series)
-
     def intern(self, layer: str, tensor: str, statistic: str, gemm: str | None = None) -> int:
         """The number of a series, a new one where it has none.
 
