@@ -67,14 +67,14 @@ class Ours:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[EndOfStep]:
-        from te_precision_callbacks.dumps.recording import RECORDER
         from te_precision_callbacks.session import InspectSession
 
         with tempfile.TemporaryDirectory() as folder:
             with InspectSession(self._path, model=self._model, log_dir=folder) as session:
                 yield session.step
                 start = time.perf_counter()
-                RECORDER.flush()
+                if session._run is not None:
+                    session._run.observation.recorder.flush()
                 self.left.append(1e3 * (time.perf_counter() - start) / (1 + _BLOCK))
             sizes = [file.stat().st_size for file in Path(folder).rglob("*.safetensors")]
             self.written = sum(sizes) / (1 + _BLOCK)

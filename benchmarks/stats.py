@@ -3,7 +3,7 @@
     python benchmarks/stats.py [--json] [--size 4096] [--repeats 7] [--device cpu|cuda]
 
 What is counted:
-  ours_ms       what a step spends on the tensor: ENGINE.note for each feature and ENGINE.measure, not only the kernel;
+  ours_ms       what a step spends on the tensor: a note for each feature and the measuring, not only the kernel;
                 flush_ms, once a step for all tensors, is told beside it.
   te_ms         the functions that Transformer Engine's buffer calls for these statistics (those of their
                 DEPENDENCIES), each once. Its buffer calls each of them twice in the first micro-batch of a step, and
@@ -42,7 +42,7 @@ from measuring import (
 
 from te_precision_callbacks import reference
 from te_precision_callbacks.engine import kernels
-from te_precision_callbacks.engine.engine import ENGINE
+from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels import eager
 from te_precision_callbacks.statistics.names import Request, quantized_request, tensor_request
 from te_precision_callbacks.watched import Watched
@@ -104,6 +104,7 @@ class Measured:
         generator = torch.Generator().manual_seed(0)
         self.case = case
         self.device = device
+        self._engine = StatisticsEngine(on_failure=_fail)
         self.values = torch.randn(size, size, generator=generator).to(device, case.dtype)
         self.quantizer = _quantizer(case.recipe, self.values) if case.quantized else None
         self.quantized = self.quantizer(self.values) if self.quantizer is not None else None
@@ -116,8 +117,8 @@ class Measured:
     def ours(self) -> None:
         """What a session does when a layer computes with the tensor: a note for each feature, then one pass."""
         for requests in self._notes:
-            ENGINE.note(self._watched, requests)
-        ENGINE.measure()
+            self._engine.note(self._watched, requests)
+        self._engine.measure()
 
     def upstream(self) -> None:
         """What Transformer Engine's buffers compute for one tensor: a buffer for each feature, each function once."""
@@ -131,10 +132,9 @@ class Measured:
     def run(self, repeats: int) -> dict[str, Any]:
         """The numbers of the case."""
         with _plain_torch() if self.case.eager else contextlib.nullcontext():
-            ENGINE.reset()
-            ENGINE.on_failure = _fail
+            self._engine = StatisticsEngine(on_failure=_fail)
             self.ours()
-            found = len(ENGINE.flush(reduce=False))
+            found = len(self._engine.flush(reduce=False))
             if found != sum(map(len, self._notes)):
                 raise RuntimeError(f"{self.case.name}: the engine gave {found} statistics of {self._notes}")
             timed = {"ours": Timed(self.ours), "read": Timed(self.values.sum)}
@@ -165,7 +165,7 @@ class Measured:
 
     def _flush(self) -> float:
         self.ours()
-        return milliseconds(lambda: ENGINE.flush(reduce=False), self.device)
+        return milliseconds(lambda: self._engine.flush(reduce=False), self.device)
 
     def _bandwidth(self) -> dict[str, float]:
         """How near our pass comes to the rate at which the same GPU copies and sums."""
@@ -222,7 +222,7 @@ def main(given: list[str] | None = None) -> None:
             cases.append({**Measured(case, options.size, device).run(options.repeats), "machine": machine(device)})
     columns = COLUMNS + (ON_GPU if device.type == "cuda" else ())
     notes = (
-        "ours_ms: ENGINE.note and ENGINE.measure; flush_ms comes once a step, for all tensors together. te_ms: each"
+        "ours_ms: StatisticsEngine.note and measure; flush_ms comes once a step, for all tensors together. te_ms: each"
         " function\nthat Transformer Engine's buffer needs, called once, in the faster mode. read_once_ms: x.sum()."
         " All: best of the repeats."
     )

@@ -15,9 +15,8 @@ different:
   warning and no AttributeError inside of a feature ends the process, and other features still get the tensor.
 - **Autocast.** A weight in float32 that a feature has quantized may be used under torch's autocast.
 - **Caches.** What is remembered of a call does not grow with the iterations.
-- **Statistics.** Those of this folder's features come from :data:`te_precision_callbacks.engine.engine.ENGINE`.
-- **Dumps.** :data:`te_precision_callbacks.dumps.recording.RECORDER` writes them; where there is no session, a step ends
-  when its files are on the disk.
+- **Statistics and dumps.** Those of this folder's features are of the run's
+  :class:`te_precision_callbacks.observation.Observation`: a session's, or ``features/plain.py``.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from typing import Any, NamedTuple
 import nvdlfw_inspect.api as debug_api
 import torch
 from nvdlfw_inspect.config_manager import ConfigManager
-from nvdlfw_inspect.logging import MetricLogger
 from nvdlfw_inspect.registry import Registry
 from transformer_engine.debug.features.api import TEDefaultFeatures
 from transformer_engine.debug.features.api import TransformerEngineAPI as UpstreamAPI
 from transformer_engine.debug.features.utils.stats_buffer import STATS_BUFFERS
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-from te_precision_callbacks.dumps.recording import RECORDER
-from te_precision_callbacks.engine.engine import ENGINE
-from te_precision_callbacks.engine.reduction import NO_STAMP, Stamp, is_distributed
+from te_precision_callbacks.engine.reduction import NO_STAMP, Stamp
 from te_precision_callbacks.errors import FeatureError
-from te_precision_callbacks.features.base import StatisticsFeature, every_options, matching_options
+from te_precision_callbacks.features.base import Feature, StatisticsFeature, every_options, matching_options
+from te_precision_callbacks.features.plain import PlainObservation
 from te_precision_callbacks.features.registration import NAMESPACE, is_upstream, namespace
 from te_precision_callbacks.layouts import is_quantized
+from te_precision_callbacks.observation import Observation
+from te_precision_callbacks.ranks import is_distributed
 from te_precision_callbacks.statistics.schedule import Schedule, fingerprint
-from te_precision_callbacks.statistics.series import Measured, log_name
+from te_precision_callbacks.statistics.series import Measured
 from te_precision_callbacks.vocabulary import COLUMNWISE, RESULT, ROWWISE
 
 logger = logging.getLogger("te_precision_callbacks.features")
@@ -82,8 +81,6 @@ _OF_GEMMS = frozenset({"fp8_gemm_enabled", "modify_tensor"})
 
 _ENABLED = "_enabled"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-Receiver = Callable[[Measured], None]
 
 
 class _Call(NamedTuple):
@@ -129,20 +126,14 @@ class TransformerEngineAPI(UpstreamAPI):
     """Routes the calls of Transformer Engine's modules to features.
 
     Attributes:
-        reduce: whether a step reduces the statistics over ranks.
-        receiver: takes the statistics of a step; None: they go to nvidia-dlfw-inspect's loggers.
         schedules: when statistics are due on any rank; None: as the config of nvidia-dlfw-inspect has it.
-        optimizer_steps: how many optimizer steps this rank has done; negative where nobody counts them.
     """
 
     is_own = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.reduce = True
-        self.receiver: Receiver | None = None
         self.schedules: frozenset[Schedule] | None = None
-        self.optimizer_steps: Callable[[], int] = lambda: NO_STAMP.optimizer_steps
         self._answers: dict[tuple[str, str, str | None, str | None], dict[tuple[str, int], bool]] = {}
         self._noted: set[tuple[str, str, str, str | None, str | None]] = set()
 
@@ -249,7 +240,7 @@ class TransformerEngineAPI(UpstreamAPI):
                 self._note_once(call, key)
             except FeatureError as error:  # the others of the tensor get it all the same
                 failures.append(error)
-        ENGINE.measure()
+        self.observation.engine.measure()
         if failures:
             raise failures[0]
 
@@ -316,34 +307,40 @@ class TransformerEngineAPI(UpstreamAPI):
         for name, feature in features.items():
             if not is_upstream(type(feature)):
                 _warn_if_never_called(name, feature)
-        ENGINE.reset()
-        RECORDER.close()
+        self.begin(PlainObservation())
         # Whoever asks Transformer Engine's buffers for the statistics of a step gets those of the engine too.
         STATS_BUFFERS.log_stats = self._log_statistics_by_name
 
+    def begin(self, observation: Observation) -> None:
+        """Measure and dump for another run from here on: a session's, in the place of plain nvidia-dlfw-inspect's."""
+        self.observation = observation
+        for feature in self.namespace_features.values():
+            if isinstance(feature, Feature):
+                feature.observation = observation
+
     def step(self) -> None:
         """Hand over the statistics since the last step; on all ranks alike, where statistics are reduced."""
-        if self.reduce:
+        if self.observation.reduce:
             self._log_statistics()
         else:
             self.log_local_statistics()
-        if self.receiver is None:  # a session does it itself
-            RECORDER.end_step()
-            RECORDER.flush()
+        self.observation.end_step()
 
     def _log_statistics(self) -> tuple[Measured | None, int, dict[tuple[str, str, str, int], torch.Tensor]]:
         """Hand over the statistics of the engine and of Transformer Engine's buffers, and return them."""
+        engine = self.observation.engine
         group = debug_api.get_tensor_reduction_group()
         iteration = TEDebugState.get_iteration() - 1  # it counts before it calls
         found: Measured | None = None
         # Whether to reduce must be decided alike on all ranks: by the config, and not by what this rank has run.
         reduce = is_distributed(group) and self._is_due(iteration)
-        stamp = Stamp(iteration, fingerprint(self._schedules()), self.optimizer_steps()) if reduce else NO_STAMP
-        if reduce or ENGINE.has_news:
-            iteration = ENGINE.iteration if ENGINE.has_news else iteration
-            found = ENGINE.collect(reduce=reduce, group=group, stamp=stamp)
+        steps = self.observation.optimizer_steps
+        stamp = Stamp(iteration, fingerprint(self._schedules()), steps()) if reduce else NO_STAMP
+        if reduce or engine.has_news:
+            iteration = engine.iteration if engine.has_news else iteration
+            found = engine.collect(reduce=reduce, group=group, stamp=stamp)
             self._hand_over(found, iteration)  # Ctrl-C may come in each line: until here the engine has them
-            ENGINE.forget()
+            engine.forget()
         return found, iteration, type(STATS_BUFFERS).log_stats(STATS_BUFFERS)
 
     def _log_statistics_by_name(self) -> dict[tuple[str, str, str, int], torch.Tensor]:
@@ -353,9 +350,10 @@ class TransformerEngineAPI(UpstreamAPI):
 
     def log_local_statistics(self) -> None:
         """Hand over what this rank has gathered since the last step, without a collective."""
-        if ENGINE.has_news:
-            self._hand_over(ENGINE.collect(reduce=False), ENGINE.iteration)
-            ENGINE.forget()
+        engine = self.observation.engine
+        if engine.has_news:
+            self._hand_over(engine.collect(reduce=False), engine.iteration)
+            engine.forget()
         buffer: Any
         for buffer in STATS_BUFFERS.buffers.values():  # of features that use Transformer Engine's own
             if buffer.modified[0]:
@@ -366,20 +364,12 @@ class TransformerEngineAPI(UpstreamAPI):
     def end_debug(self) -> None:
         """Forget everything of the run."""
         super().end_debug()
-        if self.receiver is None:
-            RECORDER.close()
-        ENGINE.reset()
+        self.observation.end()
         vars(STATS_BUFFERS).pop("log_stats", None)
 
     def _hand_over(self, measured: Measured, iteration: int) -> None:
-        if self.receiver is not None:
-            self.receiver(measured)
-        RECORDER.learn(measured)
-        if self.receiver is not None:
-            return
-        for layer, tensor, statistic, value in measured:
-            if isinstance(value, float):  # a histogram is no scalar
-                MetricLogger.log_scalar(log_name(layer, tensor, statistic), value, iteration)
+        self.observation.deliver(measured, iteration)
+        self.observation.recorder.learn(measured)
 
     def _schedules(self) -> frozenset[Schedule]:
         if self.schedules is None:

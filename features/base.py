@@ -6,16 +6,18 @@ Nothing here is registered; nvidia-dlfw-inspect executes this file as every othe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from nvdlfw_inspect.registry import api_method
 
-from te_precision_callbacks.engine.engine import ENGINE
 from te_precision_callbacks.layouts import gemm_operand
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
 from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.watched import Watched
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.observation import Observation
 
 Options = dict[str, Any]
 
@@ -69,7 +71,13 @@ def every_options(config: Mapping[str, Any]) -> Iterator[Options]:
 
 
 class Feature:
-    """Base class of the features of this folder."""
+    """Base class of the features of this folder.
+
+    Attributes:
+        observation: of the run; the namespace API sets it when nvidia-dlfw-inspect starts.
+    """
+
+    observation: Observation
 
     def options_for(self, config: Mapping[str, Any], tensor: str | None, gemm: str | None) -> list[Options]:
         """The options that hold for a call; none where the feature does not act.
@@ -163,4 +171,4 @@ class StatisticsFeature(Feature):
         if config.get("only_quantized") and watched.quantized() is None:
             requests = tuple(request for request in requests if request.recipe != OWN_RECIPE)
         if requests:
-            ENGINE.note(watched, requests)
+            self.observation.engine.note(watched, requests)

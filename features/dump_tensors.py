@@ -5,23 +5,19 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from nvdlfw_inspect.config_manager import ConfigManager
-from nvdlfw_inspect.logging import get_logger
 from nvdlfw_inspect.registry import api_method
 
 from te_precision_callbacks.config.checking import check_features
 from te_precision_callbacks.config.dumping import Collected, collected
 from te_precision_callbacks.config.problems import ConfigError
-from te_precision_callbacks.dumps.files import TORCH
-from te_precision_callbacks.dumps.recording import RECORDER
 from te_precision_callbacks.dumps.wanted import Wanted
-from te_precision_callbacks.engine.reduction import is_distributed
 from te_precision_callbacks.features.base import Feature, Options
 from te_precision_callbacks.features.registration import NAMESPACE, own_feature
+from te_precision_callbacks.ranks import is_distributed
 from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.watched import Watched
 
@@ -66,7 +62,7 @@ class DumpTensors(Feature):
         Among ranks the schedule alone answers: a layer that is looked at gathers its tensors with other collectives
         than one that is not, so that a budget that is used up on one rank must not decide it there.
         """
-        if RECORDER.stopped(config["wanted"].limits) and not is_distributed(None):
+        if self.observation.recorder.stopped(config["wanted"].limits) and not is_distributed(None):
             return False, None
         due: tuple[bool, int | None] = config["schedule"].at(iteration)
         return due
@@ -84,8 +80,6 @@ class DumpTensors(Feature):
         quantizer: Any = None,
     ) -> None:
         """Take a snapshot, which is written later."""
-        if not RECORDER.started:
-            RECORDER.start(Path(get_logger().root_log_dir), file_format=TORCH)
         seen = Watched(
             layer=layer_name,
             tensor=tensor_name,
@@ -95,7 +89,8 @@ class DumpTensors(Feature):
             columnwise=columnwise_quantized_tensor,
             quantizer=quantizer,
         )
-        RECORDER.note(seen, config["wanted"], functools.partial(_collected, layer_name, tensor_name))
+        collects = functools.partial(_collected, layer_name, tensor_name)
+        self.observation.recorder.note(seen, config["wanted"], collects)
 
 
 def _are_right(options: Mapping[str, Any]) -> bool:

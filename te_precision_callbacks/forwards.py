@@ -54,6 +54,16 @@ class ForwardClassifier:
         self.eval_mode_counts = True
         self.abandoned: Callable[[], bool] | None = None
 
+    def begin(self, *, abandoned: Callable[[], bool]) -> None:
+        """Begin a run."""
+        self.abandoned = abandoned
+        self.kept = False
+        self.was_paused = self._paused
+
+    def end(self) -> None:
+        """Take every forward from here on as without a session."""
+        self.abandoned = _always
+
     @property
     def paused(self) -> bool:
         return self._paused
@@ -81,6 +91,10 @@ class ForwardClassifier:
             return ForwardKind.OBSERVED
         # Without gradients, but inside of a Function's forward: a reentrant checkpoint, which recomputes it later.
         return ForwardKind.SILENT if _innermost_autograd_frame() == "forward" else self._evaluation
+
+
+def _always() -> bool:
+    return True
 
 
 def _innermost_autograd_frame() -> str | None:

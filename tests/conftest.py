@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from te_precision_callbacks import reference
-from te_precision_callbacks.engine.engine import ENGINE
 from te_precision_callbacks.records import RunInfo, StepRecords
 from te_precision_callbacks.session.uncaught import Uncaught
 
@@ -96,7 +95,6 @@ def global_state() -> dict[str, Any]:
         "te state": (TEDebugState.debug_enabled, TEDebugState.weight_tensor_tp_group_reduce),
         "te layers": dict(TEDebugState.layers_initialized),
         "buffers": (dict(STATS_BUFFERS.buffers), "log_stats" in vars(STATS_BUFFERS)),
-        "engine": (dict(ENGINE._slots.segments), dict(ENGINE.placements), ENGINE.has_news),
         "seams": (
             TransformerEngineBaseModule.is_debug_iter,
             TransformerEngineBaseModule.no_debug_features_active,

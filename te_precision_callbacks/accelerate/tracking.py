@@ -8,6 +8,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.records import MetricSelection, StepRecords
 from te_precision_callbacks.records.loggers import (
     Histogram,
@@ -26,7 +27,7 @@ class TrackerSink(LoggerSink):
     def __init__(self, accelerator: Accelerator, select: MetricSelection) -> None:
         super().__init__(select)
         self._accelerator = accelerator
-        self._said = False
+        self._notices = Notices()
 
     def write(self, records: StepRecords) -> None:
         """Log on the main process alone."""
@@ -47,9 +48,8 @@ class TrackerSink(LoggerSink):
                 _log_histograms(tracker, histograms, step)
 
     def _warn(self) -> None:
-        if self._said:
+        if not self._notices.first("no tracker"):
             return
-        self._said = True
         missing = (
             "call accelerator.init_trackers('my_project') before the loop"
             if self._accelerator.log_with

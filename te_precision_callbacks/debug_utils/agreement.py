@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from te_precision_callbacks.engine.reduction import all_reduce, message_device
+from te_precision_callbacks.ranks import all_reduce, message_device
 
 _MOST_RANKS = 2**20
 _LAST = 2**40

@@ -36,10 +36,10 @@ from te_precision_callbacks.debug_utils.scaling import Listening
 from te_precision_callbacks.debug_utils.slots import Measured, Unmeasured, Values
 from te_precision_callbacks.debug_utils.structure import arguments, tensors_in
 from te_precision_callbacks.debug_utils.verdict import Judge, near_limit
-from te_precision_callbacks.engine.reduction import is_distributed, pooled
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.forwards import NO_BACKWARD, ForwardClassifier, ForwardKind, outside_of_dynamo
 from te_precision_callbacks.naming import Model, named_roots
+from te_precision_callbacks.ranks import is_distributed, pooled
 
 logger = logging.getLogger(__name__)
 

@@ -1,25 +1,23 @@
 """What DumpTensors does with tensors in a run: held or not, within the budget, written beside training.
 
-    RECORDER.start(log_dir, file_format="safetensors", report=failures.report)
-    RECORDER.note(seen, wanted)             # in a forward or backward: a snapshot, nothing waits for the device
-    RECORDER.learn(measurements)            # the statistics of the step
-    RECORDER.end_step()                     # what is held is written or dropped
-    RECORDER.close()                        # when everything is on the disk
+    recorder = Recorder(log_dir, file_format="safetensors", report=failures.report)
+    recorder.note(seen, wanted)             # in a forward or backward: a snapshot, nothing waits for the device
+    recorder.learn(measurements)            # the statistics of the step
+    recorder.end_step()                     # what is held is written or dropped
+    recorder.close()                        # when everything is on the disk
 
 Nothing waits for the disk but where more than ``max_memory`` bytes would wait to be written: then :meth:`Recorder.note`
 does, and :meth:`Recorder.end_step`. On CUDA the condition ``nonfinite`` has ``end_step`` wait for the device, once a
 step, when it reads the flags of all tensors together.
 
-There is one in a process, :data:`RECORDER`, since features are executed anew by each start of nvidia-dlfw-inspect and
-keep no state of their own. Where no session has started it, the feature does, as Transformer Engine's own would be: its
-path, names and file format, and a step ends when its files are there.
+A run has one, in its :class:`te_precision_callbacks.observation.Observation`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -45,6 +43,8 @@ from te_precision_callbacks.dumps.names import file_stem, iteration_folder, numb
 from te_precision_callbacks.dumps.sizes import most_bytes
 from te_precision_callbacks.dumps.wanted import Wanted, has_nonfinite, quantized_form
 from te_precision_callbacks.dumps.writer import Stop, Writer
+from te_precision_callbacks.notices import Notices
+from te_precision_callbacks.ranks import own_rank
 from te_precision_callbacks.statistics.series import Measurement
 from te_precision_callbacks.vocabulary import recipe_of
 from te_precision_callbacks.watched import Watched
@@ -94,29 +94,36 @@ class _Held:
 class Recorder:
     """See the module's description.
 
+    Args:
+        folder: the log folder; dumps go to ``tensor_dumps/rank_R/iter_XXXXXX`` in it.
+        file_format: for options without one.
+        report: told what fails, on the training thread. None: it is logged, once.
+        detects_overflow: whether :attr:`overflowed` will be set where there is an overflow.
+
     Attributes:
         overflowed: set by a session when activation overflow detection has stopped the step that is running.
     """
 
-    def __init__(self) -> None:
-        self._folder: Path | None = None
-        self._at_exit: Finalize | None = None
+    def __init__(
+        self, folder: Path, *, file_format: str, report: Report | None = None, detects_overflow: bool = False
+    ) -> None:
+        self._folder = folder.absolute()
+        self._file_format = file_format
+        self._report: Report = _log if report is None else report
+        self._detects_overflow = detects_overflow
         self._begin()
 
     def _begin(self) -> None:
         self.overflowed = False
-        self._file_format = TORCH
-        self._report: Report = _log
-        self._detects_overflow = False
-        self._begin_writing()
-
-    def _begin_writing(self) -> None:
+        self._process = os.getpid()
+        self._at_exit: Finalize | None = None
+        self._closed = False
         self._writer: Writer[_Job] = Writer(self._write)
         self._budget: Budget | None = None
         self._exhausted: set[Limits] = set()
         self._failure: Exception | None = None
         self._stopped = False
-        self._said: set[object] = set()
+        self._notices = Notices()
         self._written = (0, 0)
         self._held: list[_Held] = []
         self._held_bytes = 0
@@ -125,35 +132,6 @@ class Recorder:
         self._learned: dict[tuple[str, str], dict[str, float]] = {}
 
     # ------------------------------------------------------------------ the life of a run
-
-    @property
-    def _log_folder(self) -> Path:
-        if self._folder is None:
-            raise DumpError("Nobody has started the recorder of dumps.")
-        return self._folder
-
-    @property
-    def started(self) -> bool:
-        """Whether somebody has started it."""
-        return self._folder is not None
-
-    def start(
-        self, folder: Path, *, file_format: str, report: Report | None = None, detects_overflow: bool = False
-    ) -> None:
-        """Begin a run, after what an earlier one has left to write.
-
-        Args:
-            folder: the log folder; dumps go to ``tensor_dumps/rank_R/iter_XXXXXX`` in it.
-            file_format: for options without one.
-            report: told what fails, on the training thread. None: it is logged, once.
-            detects_overflow: whether :attr:`overflowed` will be set where there is an overflow.
-        """
-        self.close()
-        self._begin()
-        self._folder = folder.absolute()
-        self._file_format = file_format
-        self._report = _log if report is None else report
-        self._detects_overflow = detects_overflow
 
     def end_step(self) -> None:
         """Write what was held and is wanted, drop the rest, and tell what has failed.
@@ -164,14 +142,15 @@ class Recorder:
         Raises:
             Exception: whatever ``report`` raises about a failure.
         """
+        self._follow_fork()
         self._decide()
         self._micro_batches.clear()
-        self._tell(self._folder)
+        self._tell()
 
     def flush(self) -> None:
         """Wait until all that was noted and wanted is on the disk."""
         self._writer.drain()
-        self._tell(self._folder)
+        self._tell()
 
     def close(self) -> None:
         """End the run: decide on what is held, and wait until all is written. Closing twice does nothing.
@@ -179,26 +158,23 @@ class Recorder:
         Raises:
             Exception: as :meth:`end_step`.
         """
-        if not self.started:
+        self._follow_fork()
+        if self._closed:
             return
-        folder, self._folder = self._log_folder, None
+        self._closed = True
         if self._at_exit is not None:
             self._at_exit.cancel()
-            self._at_exit = None
-        try:
-            self._decide()
-            self._writer.drain()
-            files, nbytes = self._written
-            if files:
-                logger.info("%d tensors were dumped (%s bytes), in %s.", files, f"{nbytes:,}", folder)
-            self._tell(folder)
-        finally:
-            self._begin()
+        self._decide()
+        self._writer.drain()
+        files, nbytes = self._written
+        if files:
+            logger.info("%d tensors were dumped (%s bytes), in %s.", files, f"{nbytes:,}", self._folder)
+        self._tell()
 
-    def forked(self) -> None:
-        """In a process that was forked: what waits there is the parent's to write."""
-        self._begin_writing()
-        self._at_exit = None
+    def _follow_fork(self) -> None:
+        """In a process that was forked, begin afresh: what waits there is the parent's to write."""
+        if os.getpid() != self._process:
+            self._begin()
 
     def stopped(self, limits: Limits) -> bool:
         """Whether nothing more is written, ever or within these limits."""
@@ -217,6 +193,7 @@ class Recorder:
         Raises:
             DumpError: the tensor is of a kind that cannot be dumped.
         """
+        self._follow_fork()
         if self.stopped(wanted.limits):
             return
         if self._at_exit is None:
@@ -234,7 +211,7 @@ class Recorder:
             dump = self._dump(seen, wanted, micro_batch)
             if dump is None:
                 return
-            job = _Job(dump, wanted, wanted.file_format or self._file_format, self._log_folder)
+            job = _Job(dump, wanted, wanted.file_format or self._file_format, self._folder)
             if held is None:
                 if wanted.conditions:  # one that is known at once: on the CPU NONFINITE is
                     self._nonfinite.append(seen.iteration)
@@ -291,8 +268,7 @@ class Recorder:
 
     def _complain(self, condition: Condition, seen: Watched, text: str) -> None:
         """Report a condition that can never hold, once, with the first tensor."""
-        if condition.text not in self._said:
-            self._said.add(condition.text)
+        if self._notices.first(condition.text):
             error = DumpError(f"{text} Further tensors with this condition are not named.")
             self._report("dumping", f"{seen.layer} {seen.tensor}", error)
 
@@ -318,7 +294,7 @@ class Recorder:
             tensor=seen.tensor,
             iteration=seen.iteration,
             micro_batch=micro_batch,
-            rank=_rank(),
+            rank=own_rank(),
             recipe=recipe_of(seen.quantizer),
             columnwise_from=columnwise_from,
             keep_quantized=(wanted.file_format or self._file_format) == TORCH,
@@ -379,7 +355,7 @@ class Recorder:
                 return f"{condition.text} ({value:.4g} of {header.tensor} of {header.layer})"
         return None
 
-    def _tell(self, folder: Path | None) -> None:
+    def _tell(self) -> None:
         failure, self._failure = self._failure, None
         died = self._writer.take_failure()
         if died is not None:
@@ -391,7 +367,7 @@ class Recorder:
                 )
                 failure.__cause__ = died
         if failure is not None:
-            self._report("dumping tensors to", str(folder), failure)
+            self._report("dumping tensors to", str(self._folder), failure)
 
     # ------------------------------------------------------------------ to the disk
 
@@ -442,9 +418,8 @@ class Recorder:
         self._written = (self._written[0] + 1, self._written[1] + nbytes)
         return None
 
-    def _say_once(self, key: object, text: str, *values: object) -> None:
-        if key not in self._said:
-            self._said.add(key)
+    def _say_once(self, key: Hashable, text: str, *values: object) -> None:
+        if self._notices.first(key):
             logger.warning(text, *values)
 
 
@@ -470,15 +445,3 @@ def _recipe_of_quantized(seen: Watched) -> str | None:
     if quantized is None or not kind_is_known(quantized):
         return None
     return recipe_of(getattr(quantized, "_quantizer", None)) or recipe_of(seen.quantizer)
-
-
-def _rank() -> int:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if distributed else 0
-
-
-RECORDER = Recorder()
-"""The recorder of this process."""
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=RECORDER.forked)

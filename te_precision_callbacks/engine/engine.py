@@ -1,11 +1,12 @@
 """The statistics engine: takes tensors during a step, and gives their statistics at its end.
 
-    ENGINE.note(Watched(...), requests)       # what a feature wants to know of a tensor
-    ENGINE.measure()                          # one pass for all notes of that tensor; nothing waits for the device
-    measurements = ENGINE.flush(reduce=True)  # at the end of the step, on all ranks
+    engine = StatisticsEngine()
+    engine.note(Watched(...), requests)       # what a feature wants to know of a tensor
+    engine.measure()                          # one pass for all notes of that tensor; nothing waits for the device
+    measurements = engine.flush(reduce=True)  # at the end of the step, on all ranks
 
-There is one engine in a process, :data:`ENGINE`, since features are executed anew by each start of nvidia-dlfw-inspect
-and keep no state of their own. It knows neither trainers nor the registry of features.
+A run has one, in its :class:`te_precision_callbacks.observation.Observation`. It knows neither trainers nor the
+registry of features.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from te_precision_callbacks.engine.quantization import (
 )
 from te_precision_callbacks.engine.reduction import NO_STAMP, Reduction, Rows, Stamp, Table
 from te_precision_callbacks.engine.slots import Segment, SegmentKey, Slots
+from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Blocks, Request, UnknownStatisticError, no_blocks
 from te_precision_callbacks.statistics.series import Measured, SeriesTable
 from te_precision_callbacks.statistics.table import EXPONENTS, OF_BLOCKS, RANGES, SCALES, STATISTICS, Of
@@ -53,6 +55,9 @@ from te_precision_callbacks.watched import Watched
 logger = logging.getLogger(__name__)
 
 _WEIGHT = "weight"
+
+OnFailure = Callable[[str, str, Exception], None]
+"""Called with what was tried, of what, and the exception."""
 
 
 class Placement(NamedTuple):
@@ -110,6 +115,10 @@ class Placement(NamedTuple):
 class StatisticsEngine:
     """See the module's description.
 
+    Args:
+        series: those of the run; None for a table of its own.
+        on_failure: see below. None: it is logged, once for each thing that was tried.
+
     Attributes:
         placements: layer -> how it is split over its tensor-parallel group; a layer that is not in it is taken as not
             split, but for its weight.
@@ -120,22 +129,18 @@ class StatisticsEngine:
             of the tensor are measured all the same.
     """
 
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything."""
+    def __init__(self, series: SeriesTable | None = None, on_failure: OnFailure | None = None) -> None:
         self.placements: Mapping[str, Placement] = {}
-        self.on_failure: Callable[[str, str, Exception], None] = _log_failure_once()
+        self.on_failure = _log_failure_once() if on_failure is None else on_failure
         self.has_news = False
         self.iteration = 0
-        self.series = SeriesTable()
+        self.series = SeriesTable() if series is None else series
         self._readings: WeakKeyDictionary[Rows, _Reading] = WeakKeyDictionary()
         self._slots = Slots()
         self._reduction = Reduction()
         self._noted: tuple[Watched, list[Request]] | None = None
         self._weights_seen: set[SegmentKey] = set()
-        self._said: set[str] = set()
+        self.notices = Notices()
 
     def note(self, watched: Watched, requests: Sequence[Request]) -> None:
         """Note what is wanted of a tensor; :meth:`measure` does it, in one pass for all notes of the tensor."""
@@ -205,12 +210,11 @@ class StatisticsEngine:
         self._weights_seen.clear()
 
 
-def _log_failure_once() -> Callable[[str, str, Exception], None]:
-    said: set[str] = set()
+def _log_failure_once() -> OnFailure:
+    notices = Notices()
 
     def log(doing: str, of: str, error: Exception) -> None:
-        if doing not in said:
-            said.add(doing)
+        if notices.first(doing):
             logger.warning("%s %s: %s: %s. Training goes on without it.", doing, of, type(error).__name__, error)
 
     return log
@@ -488,8 +492,7 @@ class _Measuring:
         self._engine.on_failure(labels, f"of {self._watched.layer} {self._watched.tensor}", error)
 
     def _say_simulated(self, form: _Form, why: str) -> None:
-        if why not in self._engine._said:
-            self._engine._said.add(why)
+        if self._engine.notices.first(why):
             logger.warning(
                 "%s of %s %s: simulated from the high-precision tensor, by the settings of the layer's own quantizer,"
                 " since %s. The same is not said of other tensors.",
@@ -510,7 +513,3 @@ class _Measuring:
 
 def _rank_in(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
-
-
-ENGINE = StatisticsEngine()
-"""The engine of this process."""

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.records.choice import LATER_PLACES, MOST_SERIES, PLACES, SeriesChoice
 from te_precision_callbacks.records.loggers import Histogram
 from te_precision_callbacks.records.model import Row, StepRecords, row_of
@@ -86,7 +87,7 @@ class MetricSelection:
         self._wanted = _predicate(log_filter)
         self._says_if_idle = log_filter not in ([], ())
         self._series = SeriesChoice()
-        self._said = False
+        self._notices = Notices()
         self._layers_of: dict[Family, int] = {}
         self._last: tuple[StepRecords | None, dict[str, float]] = (None, {})
 
@@ -120,23 +121,21 @@ class MetricSelection:
                 series_name(prefix, table[number]): value for number, value in zip(numbers, records.values, strict=True)
             }
             chosen = {name: value for name, value in {**overall, **named}.items() if self._wanted(name)}
-            if named and not self._said and self._says_if_idle:
-                self._said = True
-                if not chosen:
-                    logger.warning(
-                        "log_filter= lets none of the %d metrics of iteration %d through to the loggers, such as %r."
-                        " log_filter=[] sends none without this warning.",
-                        len(named),
-                        records.iteration,
-                        next(iter(named)),
-                    )
+            first = bool(named) and self._says_if_idle and self._notices.first("what log_filter= lets through")
+            if first and not chosen:
+                logger.warning(
+                    "log_filter= lets none of the %d metrics of iteration %d through to the loggers, such as %r."
+                    " log_filter=[] sends none without this warning.",
+                    len(named),
+                    records.iteration,
+                    next(iter(named)),
+                )
             return chosen
         of_histograms: dict[Family, dict[str, float]] = {}
         for series, _ in _histograms(records):
             of_histograms.setdefault(series.family, {})[series.layer] = 0.0
         self._series.take({**families, **of_histograms}, {**telling, **of_histograms})
-        if self._series.crowded and not self._said:
-            self._said = True
+        if self._series.crowded and self._notices.first("crowded"):
             logger.warning(
                 "More than %d series of statistics: of each statistic of a tensor, the trainer's loggers get the %d"
                 " layers that are worst now and up to %d that get worse later, besides what they had before, and min,"

@@ -20,10 +20,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from te_precision_callbacks.config.comparing import FlatConfig, difference
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.engine.engine import Placement
-from te_precision_callbacks.engine.reduction import by_rank, in_words, is_distributed, pooled, waiting
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.forwards import outside_of_dynamo
 from te_precision_callbacks.naming import NamedModule
+from te_precision_callbacks.ranks import by_rank, in_words, is_distributed, pooled, waiting
 from te_precision_callbacks.session.errors import SessionError
 
 Entry = TypeVar("Entry", bound=Hashable)

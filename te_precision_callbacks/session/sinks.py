@@ -31,11 +31,13 @@ class Sinks:
 
     Args:
         sinks: in the order in which they are called.
+        describe: the facts of the run. Asked for at its first step, when a resumed run knows its iteration.
         failures: told of those that fail.
     """
 
-    def __init__(self, sinks: Iterable[Sink], failures: ObservationFailures) -> None:
+    def __init__(self, sinks: Iterable[Sink], describe: Callable[[], RunInfo], failures: ObservationFailures) -> None:
         self._sinks = list(sinks)
+        self._describe = describe
         self._failures = failures
         self._begun = False
         self._to_start = list(self._sinks)
@@ -46,15 +48,12 @@ class Sinks:
         self._records: StepRecords | None = None
         self._left: list[Sink] = []
 
-    @property
-    def started(self) -> bool:
-        """Whether all of them were told of the run."""
-        return not self._to_start
-
-    def start(self, run: RunInfo) -> None:
-        """Tell all of them of the run; after an interruption, those that were not told."""
-        self._begun = True
-        self._each("starting", self._to_start, lambda sink: sink.start(run))
+    def start(self) -> None:
+        """Tell all of them of the run, once; after an interruption, those that were not told."""
+        if self._to_start:
+            self._begun = True
+            run = self._describe()
+            self._each("starting", self._to_start, lambda sink: sink.start(run))
 
     def write(self, records: StepRecords) -> None:
         """Hand a step's records to all of them; after an interruption, to those that have not finished with them."""

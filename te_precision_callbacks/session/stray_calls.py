@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from te_precision_callbacks.notices import Notices
+
 logger = logging.getLogger(__name__)
 
 _INSTEAD = {
@@ -41,7 +43,7 @@ class StrayCalls:
     def __init__(self, manager: Any, before_end: Callable[[], None]) -> None:
         import nvdlfw_inspect.api as debug_api
 
-        self._said: set[str] = set()
+        self._notices = Notices()
         self._manager = manager
         self._replaced = {name: getattr(debug_api, name) for name in _INSTEAD if name not in _OF_THE_MANAGER}
         for name in _INSTEAD:
@@ -74,8 +76,7 @@ class StrayCalls:
 
     def _ignored(self, name: str) -> Callable[..., None]:
         def ignored(*_: Any, **__: Any) -> None:
-            if name not in self._said:
-                self._said.add(name)
+            if self._notices.first(name):
                 logger.warning(
                     "The script calls debug_api.%s() while the session is running. The call is ignored. %s",
                     name,

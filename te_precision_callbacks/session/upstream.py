@@ -22,7 +22,8 @@ from typing import Any, TextIO
 import torch
 
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
-from te_precision_callbacks.engine.engine import ENGINE, Placement
+from te_precision_callbacks.observation import Observation
+from te_precision_callbacks.ranks import own_rank
 from te_precision_callbacks.records.statistics_log import (
     EVENTS_FOLDER,
     OVERWRITE_VARIABLE,
@@ -32,7 +33,6 @@ from te_precision_callbacks.records.statistics_log import (
 )
 from te_precision_callbacks.session.errors import FeatureLoadError, SessionError, TransformerEngineUnavailableError
 from te_precision_callbacks.session.stray_calls import StrayCalls
-from te_precision_callbacks.statistics.series import Measured, SeriesTable
 
 logger = logging.getLogger(__name__)
 
@@ -203,12 +203,8 @@ class Inspector:
     Args:
         log_dir: where its log of events goes.
         feature_dirs, features: the user's own.
-        process_group, reduce: as in :class:`te_precision_callbacks.options.SessionOptions`.
-        receive: called with each scalar that a user's feature logs: name, and value (a number or a 0-d tensor).
-        receive_statistics: called with the statistics of a step.
-        series: those of the run.
+        process_group: as in :class:`te_precision_callbacks.options.SessionOptions`.
         report: told of failures: what was done, of what, and the exception.
-        before_end: called where the script ends upstream by itself, before that happens.
     """
 
     def __init__(
@@ -218,31 +214,26 @@ class Inspector:
         feature_dirs: Sequence[Path],
         features: Sequence[type],
         process_group: Any,
-        reduce: bool,
-        receive: ScalarReceiver,
-        receive_statistics: Callable[[Measured], None],
-        series: SeriesTable,
         report: Callable[[str, str, BaseException], None],
-        before_end: Callable[[], None],
     ) -> None:
-        self._receive_statistics = receive_statistics
-        self._series = series
         self._report = report
-        self._before_end = before_end
         self._log_dir = log_dir
         self._feature_dirs = feature_dirs
         self._features = features
         self._process_group = process_group
-        self._reduce = reduce
-        self._receive = receive
         self._snapshot: Snapshot | None = None
         self._initialized = False
         self._manager: Any = None
         self._stray_calls: StrayCalls | None = None
         self._last_iteration = 0
 
-    def start(self, rank: int) -> None:
+    def start(self, observation: Observation, receive: ScalarReceiver, before_end: Callable[[], None]) -> None:
         """Start upstream with every feature and no config yet.
+
+        Args:
+            observation: of the run.
+            receive: called with each scalar that a user's feature logs: name, and value (a number or a 0-d tensor).
+            before_end: called where the script ends upstream by itself, before that happens.
 
         Raises:
             SessionError: it is running already, here or by the user's own hand.
@@ -261,22 +252,20 @@ class Inspector:
         self._snapshot = Snapshot()
         self._snapshot.detach_handlers()
         SingleMessageLogger.logged_messages.clear()
-        events = self._claim_events(self._log_dir / EVENTS_FOLDER / log_file_name(rank))
+        events = self._claim_events(self._log_dir / EVENTS_FOLDER / log_file_name(own_rank()))
         with warnings.catch_warnings():
             # TE's deprecated aliases warn when they are registered, used or not; as an error it would end the process.
             warnings.simplefilter("ignore", DeprecationWarning)
-            self._initialize(debug_api, events)
+            self._initialize(debug_api, events, receive)
         for name in _PYTHON_LOGGERS:
             for handler in logging.getLogger(name).handlers:
                 handler.handleError = self._report_log_failure  # type: ignore[method-assign]
         self._initialized = True
         manager: Any = debug_api.DEBUG_MANAGER
         self._manager = manager
-        self._stray_calls = StrayCalls(manager, self._before_end)
+        self._stray_calls = StrayCalls(manager, before_end)
         manager._tensor_reduction_group = self._process_group
-        self._api.reduce = self._reduce
-        self._api.receiver = self._receive_statistics
-        ENGINE.series = self._series
+        self._api.begin(observation)
         # Modules that are built from here on must not take the session for one that came too late; those that were
         # built before take part all the same, since the state is the class's.
         TEDebugState.debug_enabled = True
@@ -296,7 +285,7 @@ class Inspector:
                 f"log_dir={str(self._log_dir)!r} cannot be written to: {error}. Give a folder that can."
             ) from error
 
-    def _initialize(self, debug_api: Any, events: TextIO) -> None:
+    def _initialize(self, debug_api: Any, events: TextIO, receive: ScalarReceiver) -> None:
         """Start upstream, with its log of events in a file that no other process has."""
         import transformer_engine.debug.features as te_features
         from nvdlfw_inspect.debug_manager import DebugManager
@@ -326,7 +315,7 @@ class Inspector:
             debug_api.DEBUG_MANAGER = DebugManager(
                 None,
                 feature_dirs=[*map(str, self._feature_dirs), *own, *upstream],
-                statistics_logger=_make_receiver(self._receive),
+                statistics_logger=_make_receiver(receive),
                 log_dir=str(self._log_dir),
             )
         except SystemExit as error:
@@ -405,15 +394,6 @@ class Inspector:
         module.__dict__["name"] = name
         reset_schedule(module)
 
-    def place(self, placements: Mapping[str, Placement], on_failure: Callable[[str, str, Exception], None]) -> None:
-        """Tell the engine how the layers are split over ranks, and who is told what goes wrong in it."""
-        ENGINE.placements = placements
-        ENGINE.on_failure = on_failure
-
-    def count_optimizer_steps(self, done: Callable[[], int]) -> None:
-        """Have ranks compare how many optimizer steps they have done, where they reduce statistics."""
-        self._api.optimizer_steps = done
-
     def forget_names(self) -> None:
         """Give all modules their own names back, to look at the model again."""
         if self._snapshot is not None:
@@ -464,7 +444,6 @@ class Inspector:
             debug_api.DEBUG_MANAGER = self._manager = None
             # A start that failed has no manager to end, and may have got as far as the namespace's features.
             vars(STATS_BUFFERS).pop("log_stats", None)
-            ENGINE.reset()
             self._snapshot.restore()
             self._snapshot = None
 

@@ -15,7 +15,7 @@ child = os.fork()
 signal.alarm(150)  # ends also what hangs in a destructor
 import torch
 import torch.distributed as dist
-from te_precision_callbacks.engine.reduction import all_reduce
+from te_precision_callbacks.ranks import all_reduce
 
 folder, rank, wait = sys.argv[1], int(not child), timedelta(seconds=30)
 sys.setswitchinterval(1000)  # a thread gets Python's lock only from one that waits for something

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 
-from te_precision_callbacks.dumps.recording import RECORDER
 from te_precision_callbacks.session import InspectSession
 
 OPTIONS = {
@@ -60,7 +59,7 @@ def main(folder: Path, rank: int) -> None:
             output.float().sum().backward()
             session.step()
             # So that a rank knows by its next step that it has stopped.
-            RECORDER.flush()
+            session._run.observation.recorder.flush()
     dist.destroy_process_group()
 
 

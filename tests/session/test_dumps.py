@@ -442,7 +442,7 @@ def test_all_is_written_in_a_run_whose_disk_is_slow(tmp_path: Path, monkeypatch:
     write, waiting = recording.write_new, []
 
     def slow(*arguments: Any) -> int:
-        waiting.append(recording.RECORDER._writer.pending)
+        waiting.append(session._run.observation.recorder._writer.pending)
         time.sleep(0.005)
         return write(*arguments)
 
@@ -484,7 +484,7 @@ def test_a_file_that_cannot_be_written(
         with InspectSession(asked, model=net, log_dir=tmp_path, strict=strict) as session, largest_file(1 << 19):
             for size in (16, 1 << 14, 16, 16):
                 step(session, net, random(0, size, 32))
-                recording.RECORDER._writer.drain()
+                session._run.observation.recorder._writer.drain()
                 steps.append(size)
 
     if strict:
@@ -512,7 +512,7 @@ def test_a_writing_thread_that_ends_is_told_once(
     with InspectSession(config(max_memory=3000), model=net, log_dir=tmp_path) as session:
         for number in range(4):
             step(session, net, random(2 * number), random(2 * number + 1))
-            recording.RECORDER._writer.drain()
+            session._run.observation.recorder._writer.drain()
     (message,) = messages(caplog, "The thread that writes has ended: SystemExit: a library has ended the thread.")
     assert "No more tensors are dumped" in message
     assert not files(tmp_path)

@@ -112,7 +112,8 @@ def test_ctrl_c_in_any_line_of_the_end_leaves_nothing_patched(tmp_path: Path, en
             if step == 0:
                 session.step()
         interrupted = lines(session.step if ended_by == "step" else session.stop)
-        begun = session.iteration == 2 or session._ending is not None
+        run = session._run
+        begun = session.iteration == 2 or (run is not None and run._delivery.ending is not None)
         if session.running:
             session.stop()
         assert global_state() == before, f"line {at}"

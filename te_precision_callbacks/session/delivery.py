@@ -1,0 +1,241 @@
+"""A step's numbers on their way from the engine and from users' features to the sinks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from array import array
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from te_precision_callbacks.dumps.recording import Recorder
+from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.observation import Observation
+from te_precision_callbacks.records.model import StepRecords
+from te_precision_callbacks.session.delayed_scaling import DelayedScalingLayers
+from te_precision_callbacks.session.errors import ObservationError
+from te_precision_callbacks.session.failures import ObservationFailures
+from te_precision_callbacks.session.findings import Findings
+from te_precision_callbacks.session.model import ObservedModel
+from te_precision_callbacks.session.signals import Uninterrupted
+from te_precision_callbacks.session.sinks import Sinks
+from te_precision_callbacks.session.upstream import Inspector
+from te_precision_callbacks.statistics.series import Measured, parsed_log_name
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Ending:
+    """A step from its begin to the moment in which all sinks have its records.
+
+    Attributes:
+        iteration, logging_step: its numbers.
+        is_remainder: whether it is what was gathered when the session was stopped, and no step.
+        local: whether its numbers are this rank's alone although statistics are reduced.
+        records: what the sinks get; None where there is nothing.
+        is_read: whether ``records`` is known.
+    """
+
+    iteration: int
+    logging_step: int
+    is_remainder: bool = False
+    local: bool = False
+    records: StepRecords | None = None
+    is_read: bool = False
+
+
+@dataclass
+class _Gathered:
+    """What was received since the last step."""
+
+    scalars: list[tuple[str, Any]] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)
+
+
+class Delivery:
+    """Takes what is measured in a step, makes records of it, and hands them to the sinks.
+
+    Args:
+        inspector: where the numbers come from.
+        model: whose numbers they are.
+        findings: get each step's numbers.
+        sinks: get its records.
+        failures: told what goes wrong.
+
+    Attributes:
+        ending: the step whose records not all sinks have; None where there is none.
+        reduces: whether statistics are reduced over ranks.
+    """
+
+    def __init__(
+        self,
+        inspector: Inspector,
+        model: ObservedModel,
+        findings: Findings,
+        sinks: Sinks,
+        failures: ObservationFailures,
+    ) -> None:
+        self.ending: Ending | None = None
+        self.reduces = False
+        self._inspector = inspector
+        self._model = model
+        self._findings = findings
+        self._sinks = sinks
+        self._failures = failures
+        self._gathered = _Gathered()
+        self._delayed_scaling = DelayedScalingLayers()
+        self._last_logging_step: int | None = None
+
+    # ------------------------------------------------------------------ during a step
+
+    def take_scalar(self, name: str, value: Any) -> None:
+        """Take a number that a user's feature logs: a plain one, or a tensor with one element."""
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            self._gathered.scalars.append((name, value))
+            return
+        try:
+            self._gathered.scalars.append((name, float(value)))
+        except (TypeError, ValueError, RuntimeError):
+            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            self._failures.report("taking", f"the scalar {name!r}", TypeError(f"it is one number, not {what}"))
+
+    def take_statistics(self, measured: Measured) -> None:
+        """Take what the engine has measured."""
+        if measured:
+            self._gathered.measured.append(measured)
+
+    # ------------------------------------------------------------------ at its end
+
+    def hand_over(self, ending: Ending) -> StepRecords | None:
+        """Turn what was received into records, and give them to the sinks. It may be repeated after an interruption."""
+        self._sinks.start()
+        if not ending.is_read:
+            ending.records = self._read(ending)
+            ending.is_read = True
+        self._gathered = _Gathered()
+        try:
+            if ending.records is not None:
+                self._sinks.write(ending.records)
+        except Exception:  # with strict=True
+            self._last_logging_step, self.ending = ending.logging_step, None
+            raise
+        self._last_logging_step, self.ending = ending.logging_step, None
+        return ending.records
+
+    def take_local(self, ending: Ending) -> None:
+        """Take what this rank has, unless the step's statistics were handed over already."""
+        received = list(self._gathered.measured)
+        try:
+            self._inspector.log_local_statistics()
+        except Exception as error:
+            logger.error("What was gathered since the last step cannot be had.", exc_info=error)
+        if received and not self._inspector.ended:
+            self._gathered.measured = received
+        else:  # also what was taken when the script ended upstream
+            ending.local = self.reduces
+
+    def read_local(self, ending: Ending) -> None:
+        """Have the records of a step without the other ranks, where it has none yet."""
+        if not ending.is_read:
+            self.take_local(ending)
+            with suppress(ObservationError):  # something else has ended the step already
+                ending.records = self._read(ending)
+            ending.is_read = True
+        self._gathered = _Gathered()
+
+    def hand_over_remainder(self, logging_step: int | None, guard: Uninterrupted) -> None:
+        """Hand over what an interrupted step has left, and what was gathered since the last step.
+
+        Args:
+            logging_step: of the latter. None: the one after the last, or the debug iteration.
+            guard: lets Ctrl-C interrupt the sinks.
+        """
+        try:
+            if self.ending is not None:
+                self.read_local(self.ending)
+                with guard.interruptible():
+                    self.hand_over(self.ending)
+            iteration = self._inspector.iteration
+            if logging_step is None:
+                logging_step = iteration if self._last_logging_step is None else self._last_logging_step + 1
+            self.ending = ending = Ending(iteration, logging_step, is_remainder=True)
+            self.read_local(ending)
+            with guard.interruptible():
+                self.hand_over(ending)
+        except ObservationError as error:
+            logger.error("What was gathered since the last step could not be written.", exc_info=error)
+
+    @property
+    def completed(self) -> int:
+        """The first iteration that was not run to its end."""
+        ending = self.ending
+        return self._inspector.iteration if ending is None or ending.is_remainder else ending.iteration + 1
+
+    def _read(self, ending: Ending) -> StepRecords | None:
+        scalars, measured = self._gathered.scalars, self._gathered.measured
+        if not scalars and not measured:
+            return None
+        try:
+            values = _to_floats([value for _, value in scalars])
+            table = self._findings.series
+            own = [table.intern(*parsed_log_name(name, self._model.layer_names)) for name, _ in scalars]
+            series = np.concatenate([*(found.series for found in measured), np.array(own, dtype=np.int32)])
+            numbers = np.concatenate([*(found.values for found in measured), np.array(values)])
+            histograms = {number: counts for found in measured for number, counts in found.histograms.items()}
+        except Exception as error:
+            self._gathered = _Gathered()
+            self._failures.report("reading the statistics of", f"iteration {ending.iteration}", error)
+            return None
+        reduced = len(series) - len(own) if self.reduces and not ending.local else 0
+        layers = {table[number].layer for number in series.tolist()}
+        records = StepRecords(
+            iteration=ending.iteration,
+            logging_step=ending.logging_step,
+            table=table,
+            series=series,
+            values=array("d", numbers.tobytes()),
+            histograms=histograms,
+            local=ending.local,
+            own=[False] * reduced + [True] * (len(series) - reduced),
+            unscaled=self._delayed_scaling.unscaled(ending.iteration, self._model.modules, layers),
+        )
+        self._findings.statistics.add(records)
+        return records
+
+
+class SessionObservation(Observation):
+    """The statistics and the dumps of a session, which ends both by itself."""
+
+    def __init__(self, engine: StatisticsEngine, recorder: Recorder, delivery: Delivery, *, reduce: bool) -> None:
+        super().__init__(engine, recorder, reduce=reduce)
+        self._delivery = delivery
+
+    def deliver(self, measured: Measured, iteration: int) -> None:
+        """Take what the engine has measured."""
+        self._delivery.take_statistics(measured)
+
+    def end_step(self) -> None:
+        """Nothing: the session goes on with the sinks, overflow detection and the dumps."""
+
+    def end(self) -> None:
+        """Nothing."""
+
+
+def _to_floats(values: Sequence[Any]) -> list[float]:
+    """Numbers and one-element tensors as float64, with one copy from each device."""
+    tensors = [(index, value) for index, value in enumerate(values) if isinstance(value, torch.Tensor)]
+    floats = [math.nan if isinstance(value, torch.Tensor) else float(value) for value in values]
+    by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for index, tensor in tensors:
+        by_device.setdefault(tensor.device, []).append((index, tensor))
+    for entries in by_device.values():
+        stacked = torch.stack([tensor.detach().reshape(()).to(torch.float64) for _, tensor in entries])
+        for (index, _), number in zip(entries, stacked.tolist(), strict=True):
+            floats[index] = number
+    return floats

@@ -1,0 +1,56 @@
+"""Ends of the process that a session has to come before."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from multiprocessing.util import Finalize
+
+from te_precision_callbacks.session.errors import SessionError
+from te_precision_callbacks.session.signals import Termination
+from te_precision_callbacks.session.uncaught import Uncaught
+
+logger = logging.getLogger(__name__)
+
+
+class ProcessEnds:
+    """Stops a session before its process ends: at the exit, by SIGTERM, of an exception that nobody catches.
+
+    Args:
+        stop: stops the session, with what has ended it.
+        release: ends what a stopped session has left in place.
+        at_sigterm: whether SIGTERM is taken, where the script has set no handler for it.
+
+    Attributes:
+        termination: what takes SIGTERM; None where nothing does.
+    """
+
+    def __init__(self, stop: Callable[[BaseException], None], release: Callable[[], None], *, at_sigterm: bool) -> None:
+        self._stop = stop
+        self._release = release
+        # Runs also at the end of a spawned process, which calls no atexit function, and whose trainer no hook.
+        self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=100)
+        self.termination = Termination(self._stop_at_sigterm) if at_sigterm else None
+        self._uncaught = Uncaught(self._stop_before_the_end)
+
+    def forget_exceptions(self) -> None:
+        """Take no exception any more: the session has stopped."""
+        self._uncaught.remove()
+
+    def forget_exit(self) -> None:
+        """Do nothing at the exit any more: nothing is left in place."""
+        self._at_exit.cancel()
+
+    def _stop_at_exit(self) -> None:
+        self._release()
+        self._stop(SessionError("The process ended while the session was running."))
+
+    def _stop_at_sigterm(self) -> None:
+        self._stop_before_the_end(SessionError("The process was ended by SIGTERM while the session was running."))
+
+    def _stop_before_the_end(self, error: BaseException) -> None:
+        """Stop where the process is going to end of something: what fails here must not hide it."""
+        try:
+            self._stop(error)
+        except Exception as failure:
+            logger.error("The session could not be stopped after %s.", type(error).__name__, exc_info=failure)

@@ -1,0 +1,58 @@
+"""What a run has found: it can be read while the run goes on, and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from te_precision_callbacks.records.model import LayerInfo, Row
+from te_precision_callbacks.records.precision import GemmPrecision
+from te_precision_callbacks.records.worst import RunStatistics, Worst
+from te_precision_callbacks.session.precision import PrecisionAudit
+from te_precision_callbacks.statistics.series import SeriesTable
+
+
+@dataclass
+class Findings:
+    """What an ``InspectSession`` shows of a run, under the same names.
+
+    Attributes:
+        log_dir: where the session writes.
+        iteration: the debug iteration that is gathering now; after the end, the first that was not run.
+        started_at: the place in the script that has started it; empty before.
+        layers: every layer of the model that can be observed, and what the config does with it.
+        unconverted: layers that a trainer left without Transformer Engine: name -> why.
+        changes_precision: whether a feature in the config can change what a GEMM gets.
+        audit: the precision that each GEMM really ran in.
+        series: of the numbers.
+        statistics: the last and the worst of the numbers.
+    """
+
+    log_dir: Path
+    iteration: int
+    started_at: str = ""
+    layers: tuple[LayerInfo, ...] = ()
+    unconverted: Mapping[str, str] = field(default_factory=dict)
+    changes_precision: bool = False
+    audit: PrecisionAudit = field(default_factory=PrecisionAudit)
+    series: SeriesTable = field(default_factory=SeriesTable)
+    statistics: RunStatistics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.statistics = RunStatistics(self.series)
+
+    @property
+    def precision(self) -> tuple[GemmPrecision, ...]:
+        """The precision that each GEMM really ran in, so far."""
+        return tuple(self.audit)
+
+    @property
+    def last_statistics(self) -> tuple[Row, ...]:
+        """The last value of each statistic."""
+        return tuple(self.statistics.last())
+
+    @property
+    def worst_statistics(self) -> tuple[Worst, ...]:
+        """The worst value of each statistic so far, and the iteration in which it was."""
+        return tuple(self.statistics.worst())

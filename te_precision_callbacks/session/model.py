@@ -1,0 +1,288 @@
+"""The model of a run: its layers under their names, and what the config does with each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from te_precision_callbacks.config.comparing import flat_config
+from te_precision_callbacks.config.dumping import check_conditions
+from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, Section, resolve_features
+from te_precision_callbacks.debug_values import ACTIVATION_OVERFLOW
+from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.naming import (
+    Layer,
+    Model,
+    ModuleTree,
+    NamedModule,
+    by_given_name,
+    different_at_one_path,
+    named_roots,
+    named_te_modules,
+)
+from te_precision_callbacks.notices import Notices
+from te_precision_callbacks.options import SessionOptions
+from te_precision_callbacks.ranks import own_rank
+from te_precision_callbacks.records.model import LayerInfo
+from te_precision_callbacks.session.errors import ObservationError, SessionError
+from te_precision_callbacks.session.failures import ObservationFailures
+from te_precision_callbacks.session.findings import Findings
+from te_precision_callbacks.session.forward import ForwardHooks
+from te_precision_callbacks.session.parallel import Ranks, placements
+from te_precision_callbacks.session.refusals import DebugRefusal, RefusedLayers
+from te_precision_callbacks.session.upstream import Inspector
+
+logger = logging.getLogger(__name__)
+
+
+class ObservedModel:
+    """Names the Transformer Engine modules of a model, plans the config on their layers, and follows what changes.
+
+    Args:
+        options: of the session.
+        inspector: gets the names and the plan.
+        hooks: get the modules.
+        engine: gets how the layers are split over ranks.
+        findings: get what there is to say of each layer.
+        failures: told what goes wrong.
+        notices: what the run has said.
+
+    Attributes:
+        modules: the Transformer Engine modules of this rank.
+        layer_names: those of their layers.
+        attached: whether there is a model.
+        given_names: layer -> the name that the script gave, of those that no other layer has.
+    """
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        inspector: Inspector,
+        hooks: ForwardHooks,
+        engine: StatisticsEngine,
+        findings: Findings,
+        failures: ObservationFailures,
+        notices: Notices,
+    ) -> None:
+        self.modules: tuple[NamedModule, ...] = ()
+        self.layer_names: frozenset[str] = frozenset()
+        self.attached = False
+        self.given_names: dict[str, str] = {}
+        self._options = options
+        self._inspector = inspector
+        self._hooks = hooks
+        self._engine = engine
+        self._findings = findings
+        self._failures = failures
+        self._notices = notices
+        self._refused = RefusedLayers(strict=options.strict)
+        self._by_number = False
+        self._model: Model = ()
+        self._tree: ModuleTree | None = None
+        self._layers_of_all: tuple[Layer, ...] = ()
+
+    @property
+    def config_source(self) -> str:
+        """Where the config came from, a path or ``<mapping>``."""
+        source = self._options.config.source
+        return str(source) if source else "a mapping"
+
+    # ------------------------------------------------------------------ a model that is given
+
+    def attach(self, model: Model, ranks: Ranks) -> None:
+        """Name and watch a model, in the place of what was watched before; on all ranks.
+
+        Raises:
+            ConfigError, SessionError: as ``InspectSession.attach``.
+        """
+        options, inspector = self._options, self._inspector
+        with ranks.meeting():
+            layers = ranks.together(lambda: self._find_layers(model))
+        layers_of_all = ranks.pool(layers)
+        if alike := different_at_one_path(layers_of_all):
+            self._name_by_number(alike)
+            layers = ranks.together(lambda: self._find_layers(model))
+            layers_of_all = ranks.pool(layers)
+        plan, sections = ranks.together(lambda: self._plan(model, layers, layers_of_all))
+        config = {"layer_names": repr(options.layer_names), **flat_config(options.config.enabled_sections, sections)}
+        ranks.require_alike(config, inspector.iteration)
+        self._take_names(layers_of_all, plan)
+        if not options.config.enabled_sections:
+            logger.warning("The config (%s) has no enabled section, so nothing is done.", self.config_source)
+        for section, features in zip(options.config.enabled_sections, sections, strict=True):
+            _warn_if_idle(section, features)
+        if not layers_of_all:
+            watched = ACTIVATION_OVERFLOW in options.debug
+            logger.warning(
+                "The model has no Transformer Engine layer with GEMMs (Linear, LayerNormLinear, LayerNormMLP,"
+                " GroupedLinear), so there are no statistics. Training goes on %s.",
+                "with activation overflow detection alone" if watched else "without precision debugging",
+            )
+        self._observe(layers, plan, sections)
+        self._model, self._tree = model, ModuleTree(model)
+        self.attached = True
+
+    def _find_layers(self, model: Model) -> list[Layer]:
+        if named_roots(model) is None:
+            raise SessionError(f"The model is a torch.nn.Module, or a list or mapping of them, not {model!r}.")
+        self._inspector.forget_names()
+        names = self._options.layer_names or "path"
+        self.modules = named_te_modules(model, names, by_number=self._by_number)
+        layers = [layer for module in self.modules for layer in module.layers]
+        self.layer_names = frozenset(layer.name for layer in layers)
+        return layers
+
+    def _name_by_number(self, alike: Mapping[str, Sequence[str]]) -> None:
+        """Call layers by their number in the whole model: statistics of different ones would go under one name."""
+        self._by_number = True
+        if own_rank() == 0:
+            name, numbered = next(iter(alike.items()))
+            logger.warning(
+                "Ranks have different layers at one path, as in pipeline and expert parallelism, such as %r, which is"
+                " %s. So layers are called by the layer_number of their block, counted from 0, experts by the first and"
+                " the last of their numbers, and what has no number by its stage and its rank among the experts.",
+                name,
+                " or ".join(map(repr, numbered)),
+            )
+
+    def _plan(
+        self, model: Model, layers: Sequence[Layer], layers_of_all: Sequence[Layer]
+    ) -> tuple[Plan, list[NamespacedFeatures]]:
+        """What happens in this rank's layers but those that are refused, and the features of all sections."""
+        config, registered = self._options.config, self._inspector.registered
+        plan = config.plan(
+            layers_of_all,
+            registered,
+            allow_unmatched=self._options.allow_unmatched,
+            layer_names=self._options.layer_names,
+        )
+        check_conditions(plan, config.enabled_sections, detects_overflow=ACTIVATION_OVERFLOW in self._options.debug)
+        planned = {entry.layer: entry for entry in plan.layers}
+        sections = [resolve_features(section, registered) for section in config.enabled_sections]
+        own = tuple(planned[layer] for layer in layers if layer in planned)
+        effects = {section.name: tuple(section.effects.values()) for section in config.enabled_sections}
+        return self._refused.leave(replace(plan, layers=own), model, self.modules, effects), sections
+
+    def _take_names(self, layers: Sequence[Layer], plan: Plan) -> None:
+        """Know the layers of all ranks by the names that the script gave, and say what is ambiguous about names."""
+        self._layers_of_all = tuple(layers)
+        named = by_given_name(layers)
+        self.given_names.clear()
+        self.given_names.update((name, given) for given, (name, *more) in named.items() if not more and name != given)
+        if own_rank() != 0:
+            return
+        alike = {given: those for given, those in named.items() if len(those) > 1}
+        if alike and self._notices.first("alike"):
+            given, those = next(iter(alike.items()))
+            logger.warning(
+                "%s the name of several layers, such as %r of %s. Here these layers are told apart, in records and in"
+                " logs; a selector with such a name means all of them.",
+                "One name is" if len(alike) == 1 else f"Each of {len(alike)} names is",
+                given,
+                ", ".join(those[:5]) + (f" and {len(those) - 5} more" if len(those) > 5 else ""),
+            )
+        if plan.otherwise_upstream and self._notices.first("otherwise_upstream"):
+            logger.warning("%s", plan.otherwise_upstream)
+
+    def _observe(self, layers: Sequence[Layer], plan: Plan, sections: Sequence[NamespacedFeatures]) -> None:
+        """Name and watch this rank's modules; without a collective."""
+        inspector = self._inspector
+        self._findings.layers = _layer_infos(layers, plan, self.given_names, self._refused)
+        inspector.configure(plan.as_inspect_config(), self.config_source, sections)
+        self._findings.changes_precision |= any(inspector.changes_precision(entry.features) for entry in plan.layers)
+        self._engine.placements = placements(self.modules, self._options.process_group)
+        for module in self.modules:
+            inspector.name_module(module.module, module.name)
+            inspector.log(f"Assigned layer name: {module.name}")
+        self._hooks.watch(self.modules, self._refused.modules)
+        self.say_refused()
+
+    # ------------------------------------------------------------------ what changes in it
+
+    def follow(self) -> None:
+        """Watch what has come into the model since the last step, and say what trains outside of it.
+
+        Without a collective, since other ranks may have nothing new: a section matches if it did when all attached.
+        """
+        if self._tree is not None and self._tree.changed():
+            before = {id(module.module): module.name for module in self.modules}
+            try:
+                layers = self._find_layers(self._model)
+                layers_of_all = [*dict.fromkeys([*self._layers_of_all, *layers])]
+                plan, sections = self._plan(self._model, layers, layers_of_all)
+                self._take_names(layers_of_all, plan)
+                self._observe(layers, plan, sections)
+            except ObservationError:
+                raise
+            except Exception as error:
+                self._failures.report("following", "the changed model", error)
+            self._tree = ModuleTree(self._model)
+            self._say_changed(before)
+        elif self._hooks.unwatched and self._notices.first("unwatched"):
+            logger.warning(
+                "%s trains outside of the model that the session was given, so nothing watches it. A module is found"
+                " as an attribute of another one or in a torch.nn.ModuleList or ModuleDict, not in a plain list or"
+                " dict. model= also takes several models.",
+                ", ".join(sorted(f"{type(module).__name__} {module.name!r}" for module in self._hooks.unwatched)),
+            )
+
+    def _say_changed(self, before: dict[int, str]) -> None:
+        now = {id(module.module): module.name for module in self.modules}
+        news = [f"{name} is new" for key, name in now.items() if key not in before]
+        news += [f"{before[key]} is now {name}" for key, name in now.items() if before.get(key, name) != name]
+        news += [f"{name} has left" for key, name in before.items() if key not in now and name not in now.values()]
+        if news:
+            logger.log(
+                logging.WARNING if self._notices.first("changed") else logging.INFO,
+                "The model has changed: %s. The session follows from iteration %d on; what ran before is not observed"
+                " under these names.",
+                ", ".join(news),
+                self._inspector.iteration,
+            )
+
+    # ------------------------------------------------------------------ what Transformer Engine refuses
+
+    def note_refusal(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
+        """Take note of a forward that is left as it is."""
+        names = {layer.name for named in self.modules if named.module is module for layer in named.layers}
+        acting = [info.name for info in self._findings.layers if info.name in names and info.features]
+        self._refused.note(acting, refusal)
+
+    def say_refused(self) -> None:
+        """Name the layers that are left as they are since the last call."""
+        if self._refused.say(self._inspector.log):
+            layers = self._findings.layers
+            self._findings.layers = tuple(replace(info, refused=self._refused.why(info.name)) for info in layers)
+
+
+def _warn_if_idle(section: Section, features: NamespacedFeatures) -> None:
+    """A warning for a section that changes nothing in a layer of Transformer Engine."""
+    if features.get("base"):
+        logger.warning(
+            "%s: %s belongs to nvidia-dlfw-inspect itself, and no layer of Transformer Engine calls it. Put it below"
+            " 'transformer_engine:' to have the feature of that name there.",
+            section.place(),
+            " and ".join(map(repr, features["base"])),
+        )
+    elif not any(features.values()):
+        logger.warning("%s: the section has no enabled feature, so it does nothing.", section.place())
+
+
+def _layer_infos(
+    layers: Sequence[Layer], plan: Plan, given_names: Mapping[str, str], refused: RefusedLayers
+) -> tuple[LayerInfo, ...]:
+    planned = {entry.layer.name: entry for entry in plan.layers}
+    return tuple(
+        LayerInfo(
+            name=layer.name,
+            module_class=layer.types[0],
+            sections=planned[layer.name].sections if layer.name in planned else (),
+            features=planned[layer.name].features if layer.name in planned else {},
+            given=given_names.get(layer.name, ""),
+            refused=refused.why(layer.name),
+        )
+        for layer in layers
+    )

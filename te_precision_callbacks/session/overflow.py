@@ -1,0 +1,74 @@
+"""Activation overflow detection in a session, with ``debug="activation_overflow"``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from te_precision_callbacks.debug_values import ACTIVATION_OVERFLOW
+from te_precision_callbacks.dumps.recording import Recorder
+from te_precision_callbacks.naming import Model, named_roots
+from te_precision_callbacks.options import SessionOptions
+from te_precision_callbacks.session.errors import SessionError
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.debug_utils import DebugActivationOverflow
+
+
+class OverflowWatch:
+    """The detector of a run, and what it tells the recorder of dumps.
+
+    Args:
+        options: of the session.
+        recorder: told whether a step has overflowed.
+        abandoned: whether the loop that started the session has ended without stopping it.
+
+    Attributes:
+        detector: what looks for inf and nan; None where it was not asked for, and before there is a model.
+    """
+
+    def __init__(self, options: SessionOptions, recorder: Recorder, abandoned: Callable[[], bool]) -> None:
+        self.detector: DebugActivationOverflow | None = None
+        self._options = options
+        self._recorder = recorder
+        self._abandoned = abandoned
+        self._model: Model = ()
+        self._reports = 0
+
+    def attach(self, model: Model) -> None:
+        """Watch a model from here on, in the place of another one."""
+        if ACTIVATION_OVERFLOW not in self._options.debug:
+            return
+        from te_precision_callbacks.debug_utils import DebugActivationOverflow
+
+        former = self.detector
+        if former is not None:
+            if _same(model, self._model):
+                return  # it follows what is replaced inside
+            former.close(SessionError("Another model was attached."))
+        options = self._options
+        self.detector = DebugActivationOverflow(model, distributed=options.reduce, process_group=options.process_group)
+        self.detector.abandoned = self._abandoned
+        self._model, self._reports = model, 0
+        if former is not None:
+            self.detector.loss_scaled = former.loss_scaled
+
+    def tell_recorder(self) -> None:
+        """Tell the recorder of dumps whether the detector has reported since it was told last."""
+        if self.detector is not None:
+            self._recorder.overflowed = self.detector.reports > self._reports
+            self._reports = self.detector.reports
+
+    def close(self, error: BaseException | None) -> None:
+        """Take the detector's last look, which may find one more overflow and raise it."""
+        try:
+            if self.detector is not None:
+                self.detector.close(error)
+        finally:
+            self.tell_recorder()
+
+
+def _same(a: Model, b: Model) -> bool:
+    """Whether both are the same model, or the same several under the same names."""
+    first, second = ([(name, id(root)) for name, root in named_roots(model) or ()] for model in (a, b))
+    return first == second

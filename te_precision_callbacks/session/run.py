@@ -1,0 +1,339 @@
+"""One run of a session: made at its start, and dropped at its stop."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+import torch
+
+from te_precision_callbacks.debug_values import ACTIVATION_OVERFLOW
+from te_precision_callbacks.dumps.files import SAFETENSORS
+from te_precision_callbacks.dumps.recording import Recorder
+from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.forwards import ForwardClassifier
+from te_precision_callbacks.naming import Model
+from te_precision_callbacks.notices import Notices
+from te_precision_callbacks.options import SessionOptions
+from te_precision_callbacks.ranks import is_distributed, own_rank, world_size
+from te_precision_callbacks.records.model import RunInfo, Sink, StepRecords
+from te_precision_callbacks.records.statistics_log import StatisticsLog
+from te_precision_callbacks.session.delivery import Delivery, Ending, SessionObservation
+from te_precision_callbacks.session.endings import ProcessEnds
+from te_precision_callbacks.session.errors import ObservationError
+from te_precision_callbacks.session.failures import ObservationFailures
+from te_precision_callbacks.session.findings import Findings
+from te_precision_callbacks.session.forward import MOST_FORWARDS, ForwardHooks
+from te_precision_callbacks.session.model import ObservedModel
+from te_precision_callbacks.session.overflow import OverflowWatch
+from te_precision_callbacks.session.parallel import OptimizerSteps, Ranks
+from te_precision_callbacks.session.shapes import explain_shape
+from te_precision_callbacks.session.signals import Uninterrupted
+from te_precision_callbacks.session.sinks import Sinks
+from te_precision_callbacks.session.upstream import Inspector
+
+logger = logging.getLogger(__name__)
+
+_VERSIONED = ("torch", "transformer_engine", "nvdlfw_inspect", "te-precision-callbacks")
+
+
+@dataclass
+class Loop:
+    """What a front door says of the training loop.
+
+    Attributes:
+        trainer_steps: whether a trainer steps the session, so that nobody can forget it.
+        has_left: whether the loop has ended without stopping the session; None where it stops it in any case.
+    """
+
+    trainer_steps: bool = False
+    has_left: Callable[[], bool] | None = None
+
+
+class Run:
+    """What observes a model from the start of a session to its stop, and puts everything back.
+
+    It has an attribute for each of its parts, which work on one another through it.
+
+    Args:
+        options: of the session.
+        sinks: receivers of records, before those of the options.
+        findings: get what is found.
+        classify: decides the kind of a forward.
+        loop: what the front door says of it.
+        notices: what has been said.
+
+    Attributes:
+        live: whether it was started and not stopped.
+        kept: whether it was stopped, and has left the features that change precision in place, until :meth:`release`.
+        inspector: nvidia-dlfw-inspect.
+        hooks: what acts in Transformer Engine's forwards.
+        model: the layers and their plan.
+        observation: the engine, and the recorder of dumps.
+        overflow: activation overflow detection.
+    """
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        sinks: Iterable[Sink],
+        findings: Findings,
+        classify: ForwardClassifier,
+        loop: Loop,
+        notices: Notices,
+    ) -> None:
+        self.live = self.kept = False
+        self._options = options
+        self._findings = findings
+        self._loop = loop
+        self._notices = notices
+        self._process = os.getpid()
+        self._failures = failures = ObservationFailures(strict=options.strict, rank=own_rank())
+        self._optimizer_steps: OptimizerSteps | None = None
+        self._ends: ProcessEnds | None = None
+        self.inspector = inspector = Inspector(
+            log_dir=findings.log_dir,
+            feature_dirs=options.feature_dirs,
+            features=options.features,
+            process_group=options.process_group,
+            report=failures.report,
+        )
+        classify.begin(abandoned=self._is_abandoned)
+        self._classify = classify
+        self.hooks = ForwardHooks(classify, failures, findings.audit)
+        engine = StatisticsEngine(findings.series, failures.report)
+        recorder = Recorder(
+            findings.log_dir,
+            file_format=SAFETENSORS,
+            report=failures.report,
+            detects_overflow=ACTIVATION_OVERFLOW in options.debug,
+        )
+        self.model = ObservedModel(options, inspector, self.hooks, engine, findings, failures, notices)
+        self._sinks = Sinks([*self._statistics_logs(), *sinks, *options.sinks], self._describe, failures)
+        self._delivery = Delivery(inspector, self.model, findings, self._sinks, failures)
+        self._delivery.reduces = options.reduce and is_distributed(options.process_group)
+        self.observation = SessionObservation(engine, recorder, self._delivery, reduce=options.reduce)
+        self.overflow = OverflowWatch(options, recorder, self._has_been_left)
+        self.hooks.on_many_forwards = self._say_forgotten
+        self.hooks.on_renamed = self._say_renamed
+        self.hooks.on_refusal = self.model.note_refusal
+
+    # ------------------------------------------------------------------ its life
+
+    def start(self, ends: ProcessEnds) -> None:
+        """Start nvidia-dlfw-inspect, and act in Transformer Engine's forwards.
+
+        Args:
+            ends: what stops the session before the process ends.
+
+        Raises:
+            SessionError, FeatureLoadError: as ``InspectSession.start``.
+        """
+        self.live = True
+        self._ends = ends
+        self.inspector.start(self.observation, self._delivery.take_scalar, self._before_script_ends)
+        self.hooks.install()
+        self.inspector.iteration = self._options.start_step or 0
+
+    def attach(self, model: Model) -> None:
+        """As ``InspectSession.attach``."""
+        ranks = Ranks(self._options.process_group, reduce=self._options.reduce)
+        self._delivery.reduces = ranks.several
+        self.model.attach(model, ranks)
+        if ranks.several and self._optimizer_steps is None:
+            self._optimizer_steps = self.observation.optimizer_steps = OptimizerSteps()
+        self.overflow.attach(model)
+
+    def step(self, logging_step: int | None) -> StepRecords | None:
+        """As ``InspectSession.step``."""
+        inspector, delivery = self.inspector, self._delivery
+        if self.overflow.detector is not None:
+            self.overflow.detector.look()
+        if self.is_forked:
+            if self._notices.first("forked"):
+                logger.warning(
+                    "step(): this process was forked from the one that the session was started in. Nothing is observed"
+                    " here: its logs are that process's. Start a session of its own after the fork."
+                )
+            return None
+        if inspector.ended:
+            self._say_ended()
+            return None
+        if delivery.ending is not None:
+            delivery.hand_over(delivery.ending)
+        iteration = inspector.iteration
+        delivery.ending = ending = Ending(iteration, iteration if logging_step is None else logging_step)
+        try:
+            return self._end_step(ending)
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C: the step counts, and the sinks get what is left of it in the next call
+            inspector.iteration = ending.iteration + 1
+            self.hooks.arm()
+            delivery.read_local(ending)
+            raise
+
+    def _end_step(self, ending: Ending) -> StepRecords | None:
+        self.model.say_refused()
+        self._sinks.start()  # with the iteration at which the run begins
+        try:
+            self.inspector.step()
+        except Exception as error:
+            self._failures.report("gathering the statistics of", f"iteration {ending.iteration}", error)
+            self._delivery.take_local(ending)
+        self.hooks.begin(self.inspector.iteration)
+        self.model.follow()
+        try:
+            return self._delivery.hand_over(ending)
+        finally:
+            self.overflow.tell_recorder()
+            self.observation.recorder.end_step()
+
+    def stop(self, error: BaseException | None, logging_step: int | None, summarize: Callable[[], None]) -> None:
+        """Write what was gathered, and put everything back.
+
+        Args:
+            error, logging_step: as of ``InspectSession.stop``.
+            summarize: writes the summary.
+        """
+        explain_shape(error or sys.exc_info()[1], self.model.modules)
+        keeps = self._options.keep_precision and self._findings.changes_precision
+        keeps = keeps and error is None and not self.inspector.ended
+        with Uninterrupted(None if self._ends is None else self._ends.termination) as guard, ExitStack() as then:
+            # What is in the stack runs from its end, whatever fails.
+            then.callback(self._failures.summarize)
+            then.callback(self._close_dumps, error, guard)
+            then.callback(self._put_back, keeps=keeps)
+            then.callback(self._write_summary, summarize)
+            then.callback(self._close_sinks, error, guard)
+            if self.model.attached:
+                self.model.say_refused()
+                self._delivery.hand_over_remainder(logging_step, guard)
+
+    def _put_back(self, *, keeps: bool) -> None:
+        """Everything that the run changed in the process; with ``keeps``, but for the features that stay."""
+        with ExitStack() as then:
+            if keeps:
+                then.callback(self.hooks.keep)
+            else:
+                then.callback(self.release)
+            if self._ends is not None:
+                then.callback(self._ends.forget_exceptions)
+            if self._optimizer_steps is not None:
+                then.callback(self._optimizer_steps.remove)
+            self._findings.iteration = self._delivery.completed
+            self.live, self.kept = False, keeps
+
+    def release(self) -> None:
+        """End nvidia-dlfw-inspect, and leave Transformer Engine's forwards as they were."""
+        self.kept = False
+        with ExitStack() as then:
+            then.callback(self._classify.end)
+            then.callback(self.inspector.stop)
+            then.callback(self.hooks.remove)
+            if self._ends is not None:
+                then.callback(self._ends.forget_exit)
+
+    # ------------------------------------------------------------------ whether it still observes
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is another process than the one that the run was started in, whose files are that one's."""
+        return os.getpid() != self._process
+
+    def _has_been_left(self) -> bool:
+        has_left = self._loop.has_left
+        return has_left is not None and has_left()
+
+    def _is_abandoned(self) -> bool:
+        """Whether forwards run as without a session."""
+        return self.inspector.ended or (self.live and (self.is_forked or self._has_been_left()))
+
+    def _before_script_ends(self) -> None:
+        """Take what was gathered since the last step, which ends with upstream; :meth:`stop` writes it."""
+        if self.live and not self.is_forked:
+            self._say_ended()
+            self.inspector.log_local_statistics()
+
+    def _say_ended(self) -> None:
+        if self._notices.first("ended"):
+            logger.error(
+                "The script has called debug_api.end_debug() while the session was running, so nothing is observed any"
+                " more. Training goes on. Leave initialize, step and end_debug to the session."
+            )
+
+    def _say_renamed(self, name: str, other: str) -> None:
+        if own_rank() == 0 and self._notices.first("renamed"):
+            logger.warning(
+                "The script has given another name to a layer while the session is running: %s was %r. It has the"
+                " session's name again, and nothing of it was lost. Names that are given before attach() select layers,"
+                " and layer_names='upstream' gives those of nvidia-dlfw-inspect's infer_and_assign_layer_names.",
+                name,
+                other,
+            )
+
+    def _say_forgotten(self, module: torch.nn.Module) -> None:
+        if not self._loop.trainer_steps and own_rank() == 0 and self._notices.first("forgotten"):
+            logger.warning(
+                "%s has run %d forwards in training without a step(). A debug iteration lasts from step() to step(),"
+                " called after each step of the optimizer: without it every forward belongs to iteration %d, and no"
+                " statistics are logged. Where so many micro-batches are accumulated for one step of the optimizer,"
+                " nothing is wrong.",
+                module.name,
+                MOST_FORWARDS,
+                self.inspector.iteration,
+            )
+
+    # ------------------------------------------------------------------ what it writes
+
+    def _statistics_logs(self) -> list[StatisticsLog]:
+        """The statistics log of this rank, if it has one."""
+        which, group = self._options.statistics_log, self._options.process_group
+        if which == "off":
+            return []
+        reduces = self._options.reduce and is_distributed(group)
+        another_writes = which == "rank0" and reduces and torch.distributed.get_rank(group) != 0
+        return [StatisticsLog(own_only=another_writes, given_names=self.model.given_names)]
+
+    def _describe(self) -> RunInfo:
+        return RunInfo(
+            log_dir=self._findings.log_dir,
+            rank=own_rank(),
+            world_size=world_size(),
+            start_iteration=self.inspector.iteration,
+            layers=self._findings.layers,
+            versions={name: importlib.metadata.version(name) for name in _VERSIONED},
+            config=self.model.config_source,
+        )
+
+    def _close_sinks(self, error: BaseException | None, guard: Uninterrupted) -> None:
+        try:
+            with guard.interruptible():
+                self._sinks.close(error)
+        except KeyboardInterrupt:  # once more for those that are left, so that it takes two to leave a file open
+            with guard.interruptible():
+                self._sinks.close(error)
+            raise
+
+    def _write_summary(self, summarize: Callable[[], None]) -> None:
+        """Write what a terminal is shown into the log folder, on one rank."""
+        if own_rank() != 0 or not self.model.attached:
+            return
+        try:
+            summarize()
+        except Exception as error:
+            with suppress(ObservationError):
+                self._failures.report("writing", "the summary", error)
+
+    def _close_dumps(self, error: BaseException | None, guard: Uninterrupted) -> None:
+        """Close the detector, whose last look may raise, and have all dumps written."""
+        try:
+            self.overflow.close(error)
+        finally:
+            with guard.interruptible():
+                self.observation.recorder.close()
