@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from te_precision_callbacks.scopes import FoundScope, Scope, found_scope, scope_of
+
 if TYPE_CHECKING:
     from te_precision_callbacks.config.selection import LayerNames
 
@@ -74,6 +76,9 @@ class Layer:
             children of a ModuleList have their attribute ``layer_number``, from 0, in the place of their index: each
             stage of a pipeline has its list from index 0 on. Experts have the first and the last of their layer's
             ``local_expert_indices`` behind their name (``experts_2_3``): each rank of expert parallelism has its own.
+            What no number tells, a scope tells, which stands before the path.
+        scope: what the name begins with, to tell the layer from others at its path; see
+            :mod:`te_precision_callbacks.scopes`. Empty where nothing has to.
     """
 
     name: str
@@ -82,6 +87,7 @@ class Layer:
     given: str = ""
     upstream: tuple[str, ...] = ()
     by_number: str = ""
+    scope: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +112,7 @@ def snake_case(class_name: str) -> str:
 
 
 def named_te_modules(
-    model: Model, layer_names: LayerNames = "path", *, by_number: bool = False
+    model: Model, layer_names: LayerNames = "path", *, by_number: bool = False, scope: Scope = ""
 ) -> tuple[NamedModule, ...]:
     """Find and name the Transformer Engine modules of a model, in the order of the module tree.
 
@@ -120,6 +126,10 @@ def named_te_modules(
         layer_names: ``"upstream"``: the names are those of :func:`upstream_names`; a count tells modules apart to which
             it gives the same.
         by_number: with ``"path"``: the names are :attr:`Layer.by_number`.
+        scope: what the user says of this rank's layers, before the names.
+
+    Raises:
+        OptionError: ``scope`` is a function, and gives something else than a scope.
     """
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
@@ -140,8 +150,11 @@ def named_te_modules(
             if parts is None:
                 continue
             upstream = of_upstream[id(module)]
-            name = _unique(path if layer_names == "path" else upstream[0], taken)
-            found[id(module)] = _Found(module, name, place, upstream, parts, is_lightning)
+            own_scope = scope_of(scope, place.path)
+            untold = own_scope or _untold(found_scope(module), place)
+            own_scope = untold if by_number else own_scope
+            name = _unique(path if layer_names == "path" else upstream[0], own_scope, taken)
+            found[id(module)] = _Found(module, name, own_scope, untold, place, upstream, parts, is_lightning)
     named = []
     for each in found.values():
         name, also = each.name, [_NUMBERED_EXPERTS.sub("experts", each.name) if by_number else each.place.full_path]
@@ -150,15 +163,29 @@ def named_te_modules(
             layers = [_layer_of_upstream(each, part) for part in each.parts]
         else:
             layers = [_layer(each, part, also) for part in each.parts]
-        named.append(NamedModule(each.module, name, tuple(layers)))
+        named.append(NamedModule(each.module, _joined(each.scope, name), tuple(layers)))
     return tuple(named)
 
 
+def _untold(found: FoundScope, place: _Place) -> str:
+    """The scope of a module, without what numbers in its path tell."""
+    parts = ("" if place.has_number else found.stage, "" if place.has_experts else found.experts)
+    return ".".join(part for part in parts if part)
+
+
 class _Found(NamedTuple):
-    """A Transformer Engine module, and what its names are made of."""
+    """A Transformer Engine module, and what its names are made of.
+
+    Attributes:
+        name: without the scope.
+        scope: what stands before it.
+        untold: what stands before :attr:`Layer.by_number`.
+    """
 
     module: torch.nn.Module
     name: str
+    scope: str
+    untold: str
     place: _Place
     upstream: tuple[str, ...]
     parts: tuple[str, ...]
@@ -275,13 +302,13 @@ def named_roots(model: object) -> list[tuple[str, torch.nn.Module]] | None:
     return roots if fits else None
 
 
-def _unique(path: str, taken: set[str]) -> str:
-    """``path``, with a count where leaving wrapper parts out has made two paths one."""
+def _unique(path: str, scope: str, taken: set[str]) -> str:
+    """``path``, with a count where leaving wrapper parts out has made two paths of a scope one."""
     name, count = path, 1
-    while name in taken:
+    while _joined(scope, name) in taken:
         count += 1
         name = f"{path}_{count}"
-    taken.add(name)
+    taken.add(_joined(scope, name))
     return name
 
 
@@ -308,14 +335,17 @@ class _Place(NamedTuple):
     Attributes:
         path: without wrapper parts.
         full_path: with PEFT's parts.
-        by_number: as :attr:`Layer.by_number`.
+        by_number: as :attr:`Layer.by_number`, without a scope.
         module: what is there.
+        has_number, has_experts: whether numbers in ``by_number`` tell of which stage it is, and which experts.
     """
 
     path: str
     full_path: str
     by_number: str
     module: torch.nn.Module
+    has_number: bool = False
+    has_experts: bool = False
 
 
 def _places(
@@ -343,7 +373,7 @@ def _places(
     stack = [_Place(prefix, full_prefix, prefix, root)]
     while stack:
         place = stack.pop()
-        path, full_path, by_number, module = place
+        path, full_path, by_number, module = place[:4]
         if id(module) in seen:
             if others is not None and path != seen[id(module)]:
                 others.append((seen[id(module)], path))
@@ -359,20 +389,32 @@ def _places(
                 continue
             full = _joined(full_path, child_name)
             if _is_peft_part(module, child_name) or (through_adapters and is_adapted(module, child_name)):
-                children.append(_Place(path, full, by_number, child))
+                children.append(place._replace(full_path=full, module=child))
             else:
-                number = _number(module, child, child_name)
-                children.append(_Place(_joined(path, child_name), full, _joined(by_number, number), child))
+                number, experts = _layer_number(module, child), _expert_numbers(module, child_name)
+                children.append(
+                    _Place(
+                        _joined(path, child_name),
+                        full,
+                        _joined(by_number, number or experts or child_name),
+                        child,
+                        has_number=place.has_number or bool(number),
+                        has_experts=place.has_experts or bool(experts),
+                    )
+                )
         stack.extend(reversed(children))
 
 
-def _number(module: torch.nn.Module, child: torch.nn.Module, child_name: str) -> str:
-    """What a child is called in :attr:`Layer.by_number`. The attributes are those of Megatron Core 0.16."""
-    if isinstance(module, torch.nn.ModuleList):
-        number = getattr(_inside(child), "layer_number", None)
-        return str(number - 1) if isinstance(number, int) and number > 0 else child_name
-    experts = getattr(module, "local_expert_indices", None)
-    return f"{child_name}_{experts[0]}_{experts[-1]}" if experts and child_name == "experts" else child_name
+def _layer_number(module: torch.nn.Module, child: torch.nn.Module) -> str:
+    """The number of a child of a list in the whole model; empty where it has none. Read from Megatron Core 0.16."""
+    number = getattr(_inside(child), "layer_number", None) if isinstance(module, torch.nn.ModuleList) else None
+    return str(number - 1) if isinstance(number, int) and number > 0 else ""
+
+
+def _expert_numbers(module: torch.nn.Module, child_name: str) -> str:
+    """Experts with the first and the last of their numbers; empty of another child. Read from Megatron Core 0.16."""
+    experts = getattr(module, "local_expert_indices", None) if child_name == "experts" else None
+    return f"{child_name}_{experts[0]}_{experts[-1]}" if experts else ""
 
 
 def _joined(path: str, name: str) -> str:
@@ -449,7 +491,9 @@ def _gemm_parts(module: torch.nn.Module) -> tuple[str, ...] | None:
 
 def _layer_of_upstream(found: _Found, part: str) -> Layer:
     upstream = _with_part(found.upstream, part)
-    return Layer(found.name + part, (), (type(found.module).__name__,), given=upstream[0], upstream=upstream)
+    kind = type(found.module).__name__
+    name = _joined(found.scope, found.name) + part
+    return Layer(name, (), (kind,), given=upstream[0], upstream=upstream, scope=found.scope)
 
 
 def _layer(found: _Found, part: str, also: Sequence[str]) -> Layer:
@@ -466,12 +510,16 @@ def _layer(found: _Found, part: str, also: Sequence[str]) -> Layer:
         candidates += [
             alias.replace(old, new) for alias in [name + part, *candidates] if re.search(rf"\b{old}\b", alias)
         ]
-    aliases = tuple(alias for alias in dict.fromkeys(candidates) if alias != name + part)
+    whole = _joined(found.scope, name) + part
+    if found.scope:
+        candidates = [name + part, *candidates]  # a selector that knows no scopes means the layers of all
+    aliases = tuple(alias for alias in dict.fromkeys(candidates) if alias != whole)
     return Layer(
-        name=name + part,
+        name=whole,
         aliases=aliases,
         types=tuple(spelling for kind in classes for spelling in (kind, snake_case(kind))),
         given=given + part if is_whole else "",
         upstream=_with_part(found.upstream, part),
-        by_number=found.place.by_number + part,
+        by_number=_joined(found.untold, found.place.by_number) + part,
+        scope=found.scope,
     )

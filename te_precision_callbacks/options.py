@@ -20,6 +20,7 @@ from te_precision_callbacks.debug_values import DebugValue, parse_debug
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.records.metrics import LogFilter, MetricSelection
 from te_precision_callbacks.records.model import Sink
+from te_precision_callbacks.scopes import Scope, check_scope
 
 __all__ = ["SessionKeywords", "SessionOptions", "StatisticsLogRanks", "StepOn"]
 
@@ -45,6 +46,7 @@ class SessionKeywords(TypedDict, total=False):
     statistics_log: StatisticsLogRanks
     start_step: int | None
     layer_names: LayerNames | None
+    scope: Scope
     prefix: str
     log_filter: LogFilter
     debug: DebugValue
@@ -74,6 +76,9 @@ class SessionOptions:
             was written for it. ``"path"``: after their path in the module tree. None: as the config's own key
             ``layer_names`` says; without one after their path, with a warning where the config's selectors would select
             other layers by upstream's names.
+        scope: what the names of this rank's layers begin with, where other ranks have other layers at the same paths:
+            a text such as ``"pp1"``, or a function from a module's path to one. Empty: found where it can be, see
+            :mod:`te_precision_callbacks.scopes`.
         prefix: first part of every metric name.
         log_filter: which metrics go to the trainer's loggers; see :mod:`te_precision_callbacks.records.metrics`.
         debug: ``"activation_overflow"`` stops where an activation or a gradient becomes inf or nan; ``"te_precision"``
@@ -96,6 +101,7 @@ class SessionOptions:
     statistics_log: StatisticsLogRanks = "rank0"
     start_step: int | None = None
     layer_names: LayerNames | None = None
+    scope: Scope = ""
     prefix: str = "te"
     log_filter: LogFilter = None
     debug: tuple[str, ...] = ()
@@ -137,6 +143,7 @@ class SessionOptions:
         if layer_names is not None and layer_names not in get_args(LayerNames):
             known_names = ", ".join(map(repr, get_args(LayerNames)))
             raise OptionError(f"layer_names= is one of {known_names}, or None, not {layer_names!r}.")
+        check_scope(keywords.get("scope", ""))
         if not isinstance(keywords.get("prefix", ""), str):
             raise OptionError(f"prefix= is a text, not {keywords['prefix']!r}.")
         group = keywords.get("process_group")

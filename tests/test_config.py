@@ -29,6 +29,7 @@ class Layer:
     name: str
     aliases: tuple[str, ...] = ()
     types: tuple[str, ...] = ("Linear", "linear")
+    scope: str = ""
 
     @property
     def upstream(self) -> tuple[str, ...]:

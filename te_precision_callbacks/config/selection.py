@@ -55,6 +55,10 @@ class SelectableLayer(Protocol):
         """The layer's name, as in logs."""
 
     @property
+    def scope(self) -> str:
+        """What its name begins with to tell it from layers of other ranks; empty where nothing has to."""
+
+    @property
     def aliases(self) -> tuple[str, ...]:
         """Other names that select it."""
 
@@ -91,7 +95,10 @@ class LayerIndex:
         for position, names in enumerate(self._names):
             for name in names:
                 self._by_name.setdefault(name, []).append(position)
-            number = _number_of(names[0]) if upstream is None else _upstream_number_of(names[0])
+            if upstream is None:
+                number = _number_of(names[0].removeprefix(layers[position].scope))
+            else:
+                number = _upstream_number_of(names[0])
             if number is not None:
                 self._by_number.setdefault(number, []).append(position)
         self.numbers = sorted(self._by_number)

@@ -130,7 +130,7 @@ class ObservedModel:
             raise SessionError(f"The model is a torch.nn.Module, or a list or mapping of them, not {model!r}.")
         self._inspector.forget_names()
         names = self._options.layer_names or "path"
-        self.modules = named_te_modules(model, names, by_number=self._by_number)
+        self.modules = named_te_modules(model, names, by_number=self._by_number, scope=self._options.scope)
         layers = [layer for module in self.modules for layer in module.layers]
         self.layer_names = frozenset(layer.name for layer in layers)
         return layers

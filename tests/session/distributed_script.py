@@ -15,10 +15,13 @@ reference.install()
 
 import torch
 import transformer_engine.pytorch as te
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformer_engine.common.recipe import Float8CurrentScaling
 
-from te_precision_callbacks.engine import reduction
+from te_precision_callbacks import ranks
 from te_precision_callbacks.session import InspectSession
-from tests.conftest import statistics
+from tests.conftest import feature, statistics
 
 CASES = ("world", "all", "own group", "no reduction", "one fails")
 
@@ -30,6 +33,7 @@ def main(rank: int, folder: Path) -> None:
     )
     start_late(rank, folder / "late")
     stages(rank, folder / "stages")
+    scopes(rank, folder)
     groups = [torch.distributed.new_group([index]) for index in range(2)]
     for case in CASES:
         keywords = {
@@ -74,9 +78,83 @@ def stages(rank: int, folder: Path) -> None:
         session.step()
 
 
+def scopes(rank: int, folder: Path) -> None:
+    """A model of two blocks and four experts: in one process, and split over both ranks at equal paths."""
+    whole, half = Split(2, [64] * 4), Split(1, [64] * 2)
+    with torch.no_grad():
+        half.blocks[0].weight.copy_(whole.blocks[rank].weight)
+        for number in range(2):
+            getattr(half.experts, f"weight{number}").copy_(getattr(whole.experts, f"weight{2 * rank + number}"))
+    if rank == 0:
+        with InspectSession(QUANTIZED, model=whole, log_dir=folder / "whole", reduce=False) as session:
+            whole(TOKENS.clone().requires_grad_()).backward(GRADIENT)
+            whole.run_experts(ROUTED).pow(2).sum().backward()
+            session.step()
+
+    def said(path: str) -> str:
+        return f"ep{rank}" if path == "experts" else f"pp{rank}"
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    for case, scope in (("said", said), ("mesh", "")):
+        if case == "mesh":
+            half.experts = None  # a stage of a pipeline has its parameters on a part of the mesh of the whole job
+            fully_shard(half, mesh=mesh["dp"])
+        with InspectSession(QUANTIZED, model=half, log_dir=folder / case, scope=scope) as session:
+            train(half, rank)
+            if case == "said":
+                half.run_experts(ROUTED[2 * rank * 64 : 2 * (rank + 1) * 64]).pow(2).sum().backward()
+            session.step()
+
+
+QUANTIZED = statistics(tensors=["activation", "weight", "gradient"], stats=["min", "max", "l2_norm", "std"])
+QUANTIZED["quantized"] = feature(
+    "LogFp8TensorStats", ["all"], tensors=["activation", "gradient"], stats=["underflows%", "mse"], freq=1
+)
+TOKENS, GRADIENT, ROUTED = (
+    torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed)) for seed, rows in ((1, 32), (2, 32), (3, 256))
+)
+
+
+class Split(torch.nn.Module):
+    """Blocks that follow one another, and experts; a stage and a rank of expert parallelism have some of them."""
+
+    def __init__(self, blocks: int, tokens: list[int]) -> None:
+        super().__init__()
+        torch.manual_seed(blocks)
+        self.blocks = torch.nn.ModuleList([te.Linear(64, 64, bias=False) for _ in range(blocks)])
+        self.experts = te.GroupedLinear(len(tokens), 64, 64, bias=False)
+        self.tokens = tokens
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        with te.autocast(recipe=Float8CurrentScaling()):
+            for block in self.blocks:
+                hidden = block(hidden)
+        return hidden
+
+    def run_experts(self, tokens: torch.Tensor) -> torch.Tensor:
+        with te.autocast(recipe=Float8CurrentScaling()):
+            return self.experts(tokens, self.tokens)
+
+
+def train(stage: Split, rank: int) -> None:
+    """A step of two stages, as a pipeline runs it."""
+    hidden = TOKENS.clone()
+    if rank == 1:
+        torch.distributed.recv(hidden, 0)
+    hidden.requires_grad_()
+    output = stage(hidden)
+    gradient = GRADIENT.clone()
+    if rank == 0:
+        torch.distributed.send(output.detach(), 1)
+        torch.distributed.recv(gradient, 1)
+    output.backward(gradient)
+    if rank == 1:
+        torch.distributed.send(hidden.grad, 0)
+
+
 def start_late(rank: int, folder: Path) -> None:
     """Rank 1 comes when rank 0 has said that it waits, or not within 15 seconds."""
-    usual, reduction.WAITING = reduction.WAITING, 0.2
+    usual, ranks.WAITING = ranks.WAITING, 0.2
     folder.mkdir(exist_ok=True)
     said = folder / "rank-0.log"
     logging.getLogger("te_precision_callbacks").addHandler(logging.FileHandler(folder / f"rank-{rank}.log"))
@@ -84,7 +162,7 @@ def start_late(rank: int, folder: Path) -> None:
     while rank == 1 and not (said.exists() and said.stat().st_size) and time.monotonic() < until:
         time.sleep(0.05)
     with InspectSession(statistics(), model=te.Linear(32, 32), log_dir=folder):
-        reduction.WAITING = usual
+        ranks.WAITING = usual
 
 
 if __name__ == "__main__":

@@ -53,6 +53,24 @@ def test_layers_of_a_pipeline_and_experts_are_not_mixed(two: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("case", ["said", "mesh"])
+def test_layers_at_equal_paths_have_the_numbers_of_one_process(two: Path, case: str) -> None:
+    """Two stages, and four experts on two ranks: told apart by ``scope=``, or by the dimension of a device mesh."""
+    whole = logged_lines(two / "whole", 0)
+    split = logged_lines(two / case, 0)
+    in_one = {f"pp{stage}.blocks.0_": f"blocks.{stage}_" for stage in range(2)}
+    if case == "said":
+        in_one |= {f"ep{number // 2}.experts.gemm_{number % 2}_": f"experts.gemm_{number}_" for number in range(4)}
+    names = {name: next((first for first in in_one if name.startswith(first)), None) for name, _ in split}
+    assert None not in names.values()
+    expected = {key: value for key, value in whole.items() if key[0].startswith(tuple(in_one.values()))}
+
+    found = {(name.replace(names[name], in_one[names[name]]), step): value for (name, step), value in split.items()}
+
+    assert len(found) == len(split) == len(expected) >= 2 * (3 * 4 + 2 * 2)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
 def test_what_a_failing_rank_had_gathered_is_its_own(two: Path) -> None:
     survivor = logged_lines(two / "one fails", 0)
     assert {step: value for (name, step), value in survivor.items() if name == NAME} == {0: 2.0, 1: 2.0, 2: 1.0}, (

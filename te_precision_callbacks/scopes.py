@@ -1,0 +1,106 @@
+"""What tells layers apart that stand at one path on several ranks: a stage of a pipeline, a rank of expert parallelism.
+
+A scope is a text such as ``pp1``, ``ep0`` or ``pp1.ep0``. It is found in Megatron's parallel state, or in the device
+mesh of a module's parameters; else the user says it, by ``scope=`` of every front door.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from te_precision_callbacks.errors import OptionError
+
+Scope = str | Callable[[str], str]
+"""A rank's scope, or a function from a module's path to the scope of that module: empty where it needs none."""
+
+_TEXT = re.compile(r"\w+(\.\w+)*")
+
+_PIPELINE = ("pp", "pipeline", "pipe", "pipeline_parallel")
+_EXPERTS = ("ep", "expert", "experts", "expert_parallel")
+"""Names of dimensions of a device mesh; those of torchtitan, Lightning, Accelerate and NeMo are among them."""
+
+
+class FoundScope(NamedTuple):
+    """Where a rank stands, as far as it is known; empty where it is not, or where all ranks stand alike."""
+
+    stage: str
+    experts: str
+
+
+def found_scope(module: torch.nn.Module) -> FoundScope:
+    """Where this rank has a module.
+
+    Args:
+        module: a Transformer Engine module.
+    """
+    parameters = list(module.parameters(recurse=False))
+    stage, experts = _of_megatron(parameters)
+    for mesh in {id(found): found for found in map(_mesh, parameters) if found is not None}.values():
+        # Read from torch 2.13, distributed/device_mesh.py: a parameter's mesh is a part of that of the whole job.
+        root = mesh._get_root_mesh()
+        stage = stage or _place(root, _PIPELINE, "pp")
+        experts = experts or _place(mesh, _EXPERTS, "ep")
+    return FoundScope(stage, experts)
+
+
+def _of_megatron(parameters: list[torch.nn.Parameter]) -> tuple[str, str]:
+    """By Megatron Core's ``parallel_state.py`` 0.16.1. Its expert layers mark their parameters, ``allreduce=False``."""
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return "", ""
+    stage = experts = ""
+    if state.get_pipeline_model_parallel_world_size() > 1:
+        stage = f"pp{state.get_pipeline_model_parallel_rank()}"
+    of_experts = any(getattr(parameter, "allreduce", True) is False for parameter in parameters)
+    if of_experts and state.get_expert_model_parallel_world_size() > 1:
+        experts = f"ep{state.get_expert_model_parallel_rank()}"
+    return stage, experts
+
+
+def _mesh(parameter: torch.nn.Parameter) -> Any:
+    """The device mesh of a DTensor; None of another parameter."""
+    return getattr(parameter, "device_mesh", None)
+
+
+def _place(mesh: Any, names: tuple[str, ...], prefix: str) -> str:
+    """This rank's place in the dimension of one of the names, if there is one with several ranks."""
+    for name in names:
+        if name in (mesh.mesh_dim_names or ()) and mesh[name].size() > 1:
+            return f"{prefix}{mesh.get_local_rank(name)}"
+    return ""
+
+
+def check_scope(scope: object) -> None:
+    """Check the keyword ``scope`` of a front door.
+
+    Raises:
+        OptionError: it is not a :data:`Scope`.
+    """
+    if not callable(scope):
+        _check_text("scope=", scope)
+
+
+def scope_of(scope: Scope, path: str) -> str:
+    """What the user says of a module.
+
+    Raises:
+        OptionError: the function gives no such text.
+    """
+    if not callable(scope):
+        return scope
+    text = scope(path)
+    _check_text(f"scope= for the module {path!r}", text)
+    return text
+
+
+def _check_text(what: str, text: object) -> None:
+    if not isinstance(text, str) or not (text == "" or _TEXT.fullmatch(text)):
+        raise OptionError(
+            f"{what} is a text of letters, digits and underscores, with dots between its parts, such as 'pp1' or"
+            f" 'pp1.ep0'; or empty. It is {text!r}."
+        )
