@@ -254,7 +254,7 @@ class PrecisionDebugCallback(Callback):
             return
         was_running = self._session.running
         try:
-            self._session.stop(error, self._step_of_batch)
+            self._session.stop(error, self._step_of_batch)  # the trainer counts batches in between two steps
         finally:
             if was_running and trainer.is_global_zero and self._mailbox.in_child:
                 self._mailbox.put(SessionOutcome.of(self._session))

@@ -120,3 +120,43 @@ def test_readers_load_neither_the_session_nor_transformer_engine() -> None:
         "assert not loaded, loaded"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+CHANGES = {
+    "session.session": {"_last_started"},  # the session of this process
+    "transformers.training": {"_OPEN"},  # trainings that a Trainer has left without a word
+    "debug_utils.scaling": {"_keys", "_listeners", "_wrapped"},  # who is told of torch's GradScaler: a seam
+    "ranks": {"_FINISHED"},  # handles that gloo's thread needs
+    "engine.kernels": {"_on_gpu"},  # caches of kernels, and what they cannot do
+    "engine.kernels.compiled": {"_failed", "_in_plain_torch", "_kernels"},
+    "features.dump_tensors": {"_CHECKED"},  # options that were checked
+}
+"""Module -> what changes at its level: the run of now, seams, caches. All else that changes belongs to a run."""
+
+
+def changing(tree: ast.Module) -> Iterator[str]:
+    """Names at the level of a module that functions assign to, and containers that begin empty."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield from node.names
+    for node in tree.body:
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if not isinstance(target, ast.Name):
+            continue
+        is_empty = isinstance(value, ast.Dict | ast.List | ast.Set) and not ast.unparse(value).strip("{}[]")
+        if is_empty or (isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] in MUTABLE):
+            yield target.id
+
+
+MUTABLE = {"WeakSet", "WeakKeyDictionary", "WeakValueDictionary", "deque", "set", "dict", "list", "count", "Notices"}
+
+
+def test_a_run_keeps_nothing_at_the_level_of_a_module() -> None:
+    found = {}
+    for module, path in files().items():
+        short = module.removeprefix(f"{PACKAGE}.")
+        names = set(changing(ast.parse(path.read_text())))
+        if names and not short.startswith("reference"):
+            found[short] = names
+    assert found == CHANGES

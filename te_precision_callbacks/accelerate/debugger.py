@@ -21,6 +21,7 @@ from te_precision_callbacks.accelerate.tracking import TrackerSink
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.naming import Model
+from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, check_step_on
 from te_precision_callbacks.records import MetricSelection, StepRecords
 from te_precision_callbacks.session import InspectSession, SessionError
@@ -99,9 +100,8 @@ class PrecisionDebugger:
         self._options = SessionOptions.from_keywords(config, **keywords)
         self._session = InspectSession.from_options(self._options)
         self._next_iteration: int | None = None
-        self._last_logging_step: int | None = None
         self._stopped = False
-        self._said_stopped = False
+        self._notices = Notices()
         self._hook_checkpoints()
 
     @property
@@ -137,11 +137,11 @@ class PrecisionDebugger:
         session = self._session
         if session.running:
             raise SessionError("start(): the debugger is running already. Call stop() before you start it again.")
-        self._said_stopped = False
+        self._notices = Notices()
         folder = self._accelerator.logging_dir or self._accelerator.project_dir or "."
         select = MetricSelection(self._options.prefix, self._options.log_filter)
         try:
-            session.start(log_dir=Path(folder), sinks=[TrackerSink(self._accelerator, select)])
+            session.start(log_dir=Path(folder), sinks=[TrackerSink(self._accelerator, select)], counts_from=1)
             self._take_up_iteration()
             session.attach(self._model)
             if session.overflow is not None:
@@ -176,8 +176,7 @@ class PrecisionDebugger:
         if self._step_on == "optimizer_step" and not self._accelerator.sync_gradients:
             self._session.in_accumulation()
             return None
-        self._last_logging_step = self._session.iteration + 1 if step is None else step
-        return self._session.step(self._last_logging_step)
+        return self._session.step(step)
 
     def stop(self, error: BaseException | None = None) -> None:
         """End the session and put back everything that it changed. Does nothing where it is not running.
@@ -190,8 +189,7 @@ class PrecisionDebugger:
         was_running = session.running
         try:
             if was_running:
-                last = session.iteration if self._last_logging_step is None else self._last_logging_step
-                session.stop(error, last + 1)
+                session.stop(error)
         finally:
             if was_running:
                 self._stopped = True
@@ -270,7 +268,6 @@ class PrecisionDebugger:
                 self._step_on,
             )
             return
-        self._last_logging_step = None
         if self._session.running:
             self._session.iteration = iteration
         else:
@@ -304,8 +301,7 @@ class PrecisionDebugger:
                 "step(): the debugger is not running. Call start() before the loop, or use"
                 " 'with PrecisionDebugger(accelerator, model, config) as debugger' around it."
             )
-        if not self._said_stopped:
-            self._said_stopped = True
+        if self._notices.first("stopped"):
             logger.warning("step(): the debugger was stopped, so nothing is observed any more. Training goes on.")
 
 

@@ -149,12 +149,17 @@ class Delivery:
             ending.is_read = True
         self._gathered = _Gathered()
 
-    def hand_over_remainder(self, logging_step: int | None, guard: Uninterrupted) -> None:
+    def forget_logging_step(self) -> None:
+        """Count logging steps anew: the debug iteration is another one."""
+        self._last_logging_step = None
+
+    def hand_over_remainder(self, logging_step: int | None, guard: Uninterrupted, *, counts_from: int) -> None:
         """Hand over what an interrupted step has left, and what was gathered since the last step.
 
         Args:
-            logging_step: of the latter. None: the one after the last, or the debug iteration.
+            logging_step: of the latter. None: the one after the last; of a run without a step, as ``counts_from`` says.
             guard: lets Ctrl-C interrupt the sinks.
+            counts_from: the logging step of iteration 0.
         """
         try:
             if self.ending is not None:
@@ -163,7 +168,8 @@ class Delivery:
                     self.hand_over(self.ending)
             iteration = self._inspector.iteration
             if logging_step is None:
-                logging_step = iteration if self._last_logging_step is None else self._last_logging_step + 1
+                last = self._last_logging_step
+                logging_step = iteration + counts_from if last is None else last + 1
             self.ending = ending = Ending(iteration, logging_step, is_remainder=True)
             self.read_local(ending)
             with guard.interruptible():

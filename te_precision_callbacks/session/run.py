@@ -48,10 +48,12 @@ class Loop:
 
     Attributes:
         trainer_steps: whether a trainer steps the session, so that nobody can forget it.
+        counts_from: the step under which iteration 0 is logged, where nobody says another one.
         has_left: whether the loop has ended without stopping the session; None where it stops it in any case.
     """
 
     trainer_steps: bool = False
+    counts_from: int = 0
     has_left: Callable[[], bool] | None = None
 
 
@@ -140,6 +142,12 @@ class Run:
         self.hooks.install()
         self.inspector.iteration = self._options.start_step or 0
 
+    def count_from(self, iteration: int) -> None:
+        """Gather for another iteration from here on."""
+        self.inspector.iteration = iteration
+        self._delivery.forget_logging_step()
+        self.hooks.arm()
+
     def attach(self, model: Model) -> None:
         """As ``InspectSession.attach``."""
         ranks = Ranks(self._options.process_group, reduce=self._options.reduce)
@@ -167,7 +175,9 @@ class Run:
         if delivery.ending is not None:
             delivery.hand_over(delivery.ending)
         iteration = inspector.iteration
-        delivery.ending = ending = Ending(iteration, iteration if logging_step is None else logging_step)
+        if logging_step is None:
+            logging_step = iteration + self._loop.counts_from
+        delivery.ending = ending = Ending(iteration, logging_step)
         try:
             return self._end_step(ending)
         except Exception:
@@ -213,7 +223,7 @@ class Run:
             then.callback(self._close_sinks, error, guard)
             if self.model.attached:
                 self.model.say_refused()
-                self._delivery.hand_over_remainder(logging_step, guard)
+                self._delivery.hand_over_remainder(logging_step, guard, counts_from=self._loop.counts_from)
 
     def _put_back(self, *, keeps: bool) -> None:
         """Everything that the run changed in the process; with ``keeps``, but for the features that stay."""

@@ -122,9 +122,7 @@ class InspectSession:
 
     @iteration.setter
     def iteration(self, value: int) -> None:
-        run = self._running("iteration")
-        run.inspector.iteration = value
-        run.hooks.arm()
+        self._running("iteration").count_from(value)
 
     @property
     def observing(self) -> bool:
@@ -208,7 +206,12 @@ class InspectSession:
     # ------------------------------------------------------------------ the life of a session
 
     def start(
-        self, *, log_dir: Path | None = None, sinks: Iterable[Sink] = (), stop_at_sigterm: bool = True
+        self,
+        *,
+        log_dir: Path | None = None,
+        sinks: Iterable[Sink] = (),
+        stop_at_sigterm: bool = True,
+        counts_from: int = 0,
     ) -> InspectSession:
         """Start nvidia-dlfw-inspect with all features; nothing is observed before :meth:`attach`.
 
@@ -216,6 +219,7 @@ class InspectSession:
             log_dir: where logs go, where the options name no folder.
             sinks: receivers of records, before those of the options.
             stop_at_sigterm: stop before SIGTERM ends the process, where the script has set no handler for it.
+            counts_from: the step under which iteration 0 is logged where :meth:`step` is not told another one.
 
         Raises:
             SessionError: a session is running already in this process, or nothing can be written to the log folder.
@@ -240,6 +244,7 @@ class InspectSession:
         self._findings = self._no_findings(log_dir)
         self._findings.started_at = _place_in_script()
         self._notices = Notices()
+        self._loop.counts_from = counts_from
         self._run = run = Run(self._options, sinks, self._findings, self._classify, self._loop, self._notices)
         _last_started = weakref.ref(self)
         try:
@@ -273,7 +278,8 @@ class InspectSession:
         rank where it had not reduced them. In a process that was forked from the session's it does nothing.
 
         Args:
-            logging_step: the step under which the records are logged; the debug iteration where None.
+            logging_step: the step under which the records are logged. None: the debug iteration, plus what
+                :meth:`start` was told as ``counts_from``.
 
         Returns:
             The records of the iteration, None where there are none.
@@ -296,7 +302,8 @@ class InspectSession:
         Args:
             error: what ended the run. What was gathered since the last step is written from this rank's own data in
                 any case, without a collective.
-            logging_step: the step under which that is logged. None: the one after the last, or the debug iteration.
+            logging_step: the step under which that is logged. None: the one after the last; of a run without a step as
+                of :meth:`step`.
         """
         run = self._run
         if run is None or not run.live or run.is_forked:

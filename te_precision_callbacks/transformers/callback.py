@@ -147,7 +147,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         elif state.is_world_process_zero:
             reporting = Reporting(handler, MetricSelection(self._options.prefix, self._options.log_filter))
         session = InspectSession.from_options(self._options)
-        session.start(log_dir=Path(args.output_dir or "."), sinks=reporting.sinks if reporting else ())
+        session.start(log_dir=Path(args.output_dir or "."), sinks=reporting.sinks if reporting else (), counts_from=1)
         try:
             if self._options.start_step is None:
                 session.iteration = state.global_step

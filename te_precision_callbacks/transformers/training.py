@@ -46,7 +46,6 @@ class Training:
         self.history = history
         self._reporting = reporting
         self._loop = loop
-        self._next_step = 0
         _OPEN.add(self)
         self._handle = None
         if loop is not None:
@@ -61,7 +60,6 @@ class Training:
     def begin_step(self, event: TrainerEvent) -> None:
         """Observe from here to :meth:`pause`: what runs in between two steps is evaluation, or a user's own."""
         self._take(event)
-        self._next_step = event.state.global_step + 1
         self.session.observing = True
 
     def pause(self) -> None:
@@ -90,7 +88,7 @@ class Training:
         if not at_once:
             self._take(None)
         try:
-            self.session.stop(error, self._next_step)
+            self.session.stop(error)
         finally:
             self._take(None)
 
