@@ -8,8 +8,8 @@ import math
 import torch
 
 from te_precision_callbacks.debug_utils.agreement import rank
-from te_precision_callbacks.debug_utils.detector import running
-from te_precision_callbacks.debug_utils.errors import DetectionFailedError, OverflowOptionError
+from te_precision_callbacks.debug_utils.errors import DetectionFailedError, OverflowOptionError, text_of
+from te_precision_callbacks.debug_utils.scaling import listeners
 from te_precision_callbacks.debug_utils.slots import Slot, Slots
 from te_precision_callbacks.forwards import outside_of_dynamo
 
@@ -41,8 +41,8 @@ def detect_overflow(tensor: torch.Tensor, label: str) -> bool:
         raise OverflowOptionError(
             f"detect_overflow(tensor, label) takes a tensor first, not a {type(tensor).__name__}."
         )
-    for detector in running.detectors:
-        detector.label(tensor, label)
+    for listener in listeners():
+        listener.journal.label(tensor, label)
     slots = Slots(abs_min=False)
     try:
         measured = slots.measure(tensor)
@@ -50,7 +50,7 @@ def detect_overflow(tensor: torch.Tensor, label: str) -> bool:
             return False
         low, high = slots.read().extremes(measured)
     except Exception as error:
-        raise DetectionFailedError(f"{type(error).__name__}: {error}", rank=rank()) from error
+        raise DetectionFailedError(text_of(error), rank=rank()) from error
     if math.isfinite(low) and math.isfinite(high):
         return False
     logger.error("%s has %s", label, "nans" if math.isnan(high) else "infs")

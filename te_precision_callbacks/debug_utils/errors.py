@@ -101,3 +101,8 @@ class AbortAfterBatch(PrecisionDebugError, ValueError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return AbortAfterBatch, (self.batch,)
+
+
+def text_of(error: BaseException) -> str:
+    """The class and the text of an exception."""
+    return f"{type(error).__name__}: {error}"

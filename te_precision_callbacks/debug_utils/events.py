@@ -6,6 +6,7 @@ An event is made while the model runs, and is expanded into the frames of a repo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from te_precision_callbacks.debug_utils.slots import Measured, Slot
@@ -54,26 +55,16 @@ class Event(Protocol):
 Tensors = Sequence[tuple[str, Measured]]
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """The forward of a module: emitted at its end."""
 
-    __slots__ = ("batch", "inputs", "outputs", "parameters", "place", "scale")
-
-    def __init__(
-        self,
-        place: Place,
-        batch: int,
-        parameters: Tensors,
-        inputs: Tensors,
-        outputs: Tensors,
-        scale: Slot | float | None,
-    ) -> None:
-        self.place = place
-        self.batch = batch
-        self.parameters = parameters
-        self.inputs = inputs
-        self.outputs = outputs
-        self.scale = scale
+    place: Place
+    batch: int
+    parameters: Tensors
+    inputs: Tensors
+    outputs: Tensors
+    scale: Slot | float | None
 
     def frames(self) -> Iterator[Frame]:
         for role, measured in self.parameters:
@@ -84,37 +75,27 @@ class Call:
             yield Frame("<", self.place, role, measured)
 
 
+@dataclass(slots=True, eq=False)
 class Gradient:
     """A gradient, for each module that its tensor left or entered."""
 
-    __slots__ = ("batch", "measured", "roles", "scales")
-
-    def __init__(
-        self,
-        batch: int,
-        roles: Sequence[tuple[str, Place, str]],
-        measured: Measured,
-        scales: Sequence[Slot | float | None],
-    ) -> None:
-        self.batch = batch
-        self.roles = roles
-        self.measured = measured
-        self.scales = scales
+    batch: int
+    roles: Sequence[tuple[str, Place, str]]
+    measured: Measured
+    scales: Sequence[Slot | float | None]
 
     def frames(self) -> Iterator[Frame]:
         for (sign, place, role), scale in zip(self.roles, self.scales, strict=True):
             yield Frame(sign, place, role, self.measured, scale)
 
 
+@dataclass(slots=True, eq=False)
 class Labelled:
     """A tensor that was given to ``detect_overflow`` inside of a forward."""
 
-    __slots__ = ("batch", "label", "measured")
-
-    def __init__(self, batch: int, label: str, measured: Measured) -> None:
-        self.batch = batch
-        self.label = label
-        self.measured = measured
+    batch: int
+    label: str
+    measured: Measured
 
     def frames(self) -> Iterator[Frame]:
         yield Frame("=", None, self.label, self.measured)

@@ -14,9 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.debug_utils.errors import OverflowDetectorError
-from te_precision_callbacks.debug_utils.slots import Slot, Slots
 from te_precision_callbacks.debug_utils.tree import TreeShape, class_name, is_compiled, watched_modules
-from te_precision_callbacks.debug_utils.verdict import what
 from te_precision_callbacks.forwards import outside_of_dynamo
 
 logger = logging.getLogger(__name__)
@@ -126,6 +124,10 @@ class ModelHooks:
         self._parameter_gradients = parameter_gradients
         self._watched: dict[int, Watched] = {}
         self._parameters: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
+        # How many parameters each group had, and whether one of them is the model's.
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], bool]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._told_of_compiled = False
         for former in {hook.receiver for _, module in watched_modules(roots) for hook in _hooks_of(module)}:
             logger.warning("Activation overflow: this detector takes the place of another one on the model.")
@@ -133,10 +135,11 @@ class ModelHooks:
         self._shape: TreeShape | None = None
         self.synchronize()
 
-    def synchronize(self) -> bool:
-        """Watch what has come into the model, and no longer what has left it; whether anything had changed."""
+    def synchronize(self) -> None:
+        """Watch what has come into the model, and no longer what has left it."""
         if self._shape is not None and not self._shape.changed():
-            return False
+            return
+        self._optimizers.clear()
         found = {id(module): (path, module) for path, module in watched_modules(self._roots)}
         for key in [key for key in self._watched if key not in found]:
             self._watched.pop(key).remove()
@@ -150,35 +153,20 @@ class ModelHooks:
         self._watch_parameters()
         self._shape = TreeShape([root for _, root in self._roots])
         self._tell_of_compiled()
-        return True
 
     def matches(self, pattern: str) -> bool:
         """Whether a watched module has a path like a pattern."""
         return any(fnmatch.fnmatchcase(watched.path, pattern) for watched in self._watched.values())
 
-    def holds_parameter_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer steps a parameter of the model."""
-        own = {id(parameter) for _, root in self._roots for parameter in root.parameters()}
-        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
-
-    def broken_parameters(self, path: str) -> list[str]:
-        """The parameters with an inf or nan, those of the module at ``path`` first: ``fc1.weight (nans)``.
-
-        The host waits for the device.
-        """
-        slots = Slots(abs_min=False)
-        names: dict[Slot, str] = {}
-        seen: set[int] = set()
-        for place, module in sorted(watched_modules(self._roots), key=lambda found: found[0] != path):
-            for name, parameter in module.named_parameters(recurse=is_compiled(module)):
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    measured = slots.measure(parameter)
-                    if isinstance(measured, Slot):
-                        names[measured] = f"{place}.{name}".removeprefix(".")
-        values = slots.read()
-        bad = values.not_finite()
-        return [f"{name} ({what(*values.extremes(slot))})" for slot, name in names.items() if slot in bad]
+    def steps(self, optimizer: Any) -> bool:
+        """Whether an optimizer steps a parameter of the model; groups may be added to it."""
+        if not isinstance(optimizer, torch.optim.Optimizer):  # a wrapper: nothing is known of how it is compared
+            return self._holds_parameter_of(optimizer)
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        known = self._optimizers.get(optimizer)
+        if known is None or known[0] != sizes:
+            known = self._optimizers[optimizer] = sizes, self._holds_parameter_of(optimizer)
+        return known[1]
 
     def remove(self) -> None:
         """Take all hooks away."""
@@ -188,6 +176,10 @@ class ModelHooks:
             handle.remove()
         self._watched.clear()
         self._parameters.clear()
+
+    def _holds_parameter_of(self, optimizer: Any) -> bool:
+        own = {id(parameter) for _, root in self._roots for parameter in root.parameters()}
+        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
     def _watch(self, path: str, module: torch.nn.Module, *, is_root: bool) -> Watched:
         watched = Watched(path, module, is_root=is_root)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -14,26 +17,28 @@ from te_precision_callbacks.debug_utils.events import Event, Frame, Place
 from te_precision_callbacks.debug_utils.slots import Measured, Slots, Values
 
 
+@dataclass(slots=True, eq=False)
 class GradientRoles:
     """The modules that a tensor left and entered, which its gradient will enter and leave.
 
     Attributes:
+        batch: of the forward.
         takers: that took the tensor, in the order of the forward.
         makers: that gave it.
-        batch: of the forward.
     """
 
-    __slots__ = ("batch", "makers", "takers")
-
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-        self.takers: list[tuple[Place, str]] = []
-        self.makers: list[tuple[Place, str]] = []
+    batch: int
+    takers: list[tuple[Place, str]] = field(default_factory=list)
+    makers: list[tuple[Place, str]] = field(default_factory=list)
 
     def frames(self) -> list[tuple[str, Place, str]]:
         """Sign, module and role of each frame: inner modules end first, and begin last."""
         left = [("<", place, f"grad_{role}") for place, role in reversed(self.takers)]
         return left + [(">", place, f"grad_{role}") for place, role in reversed(self.makers)]
+
+
+Arrived = Callable[[GradientRoles, torch.Tensor | None], None]
+"""Called with a gradient; None where an autograd Function, such as DDP's for unused outputs, has given none."""
 
 
 class Record:
@@ -66,6 +71,7 @@ class Interval:
         self.excused: set[Measured] = set()
         self._loss_scale: torch.Tensor | None = None
         self._records: dict[int, Record] = {}
+        self._leaf_hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def record(self, tensor: torch.Tensor) -> Record:
         """The record of a tensor: one for all modules that it passes, until it is changed in place."""
@@ -86,6 +92,17 @@ class Interval:
         if record.measured is None:
             record.measured = self.slots.measure(tensor)
         return record
+
+    def gradient_roles(self, tensor: torch.Tensor, record: Record, batch: int, arrived: Arrived) -> GradientRoles:
+        """The roles of a tensor's gradient, with which ``arrived`` is called; they are made in forward ``batch``."""
+        if record.gradient is None:
+            roles = record.gradient = GradientRoles(batch)
+            if tensor.dtype.is_floating_point:
+                with contextlib.suppress(RuntimeError):  # such as under a transform of torch.func
+                    handle = tensor.register_hook(functools.partial(arrived, roles))  # type: ignore[no-untyped-call]
+                    if tensor.is_leaf:  # it outlives the graph
+                        self._leaf_hooks.append(handle)
+        return record.gradient
 
     def note_loss_scale(self, scale: torch.Tensor | None) -> None:
         """A loss was multiplied by ``scale``, one element on any device, by a scaler that can leave out the step.
@@ -116,6 +133,9 @@ class Interval:
         self.excused.clear()
         self._records.clear()
         self.slots.reset()
+        for handle in self._leaf_hooks:
+            handle.remove()
+        self._leaf_hooks.clear()
 
 
 class Seen(NamedTuple):

@@ -49,32 +49,6 @@ def advice(culprit: Seen, event: Event, *, loss_scale: float | None) -> str:
     )
 
 
-_LISTED = 5
-
-
-def advice_on_weights(broken: Sequence[str], steps: int, optimizer: str) -> str:
-    """What to do where parameters are not finite themselves.
-
-    Args:
-        broken: them, such as ``fc1.weight (nans)``.
-        steps: how many steps of the model's optimizers the detector has seen.
-        optimizer: the class of the one that stepped last.
-    """
-    more = f" and {len(broken) - _LISTED} more" if len(broken) > _LISTED else ""
-    origin = (
-        f"The detector has seen {steps} {'steps' if steps > 1 else 'step'} of the model's optimizers, the last of"
-        f" {optimizer}: that one, or code that ran after it, has broken them. Look at its learning rate, state and eps,"
-        " and go back to a checkpoint from before."
-        if steps
-        else "No optimizer has stepped since the detector was made: they come so from the initialization, or from the"
-        " checkpoint that was loaded."
-    )
-    return (
-        f"The weights are broken already, so that another precision does not help: {', '.join(broken[:_LISTED])}{more}."
-        f" {origin}"
-    )
-
-
 def report(frames: Sequence[Seen], *, abs_min: bool) -> str:
     """The report whose last frame is the culprit."""
     lines = [headline(frames[-1]), "", "", f"last {len(frames)} frames:"]

@@ -10,49 +10,51 @@ after that itself (fused ones).
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-import torch
 from torch.amp.grad_scaler import GradScaler
 
+from te_precision_callbacks.debug_utils.journal import Journal
 from te_precision_callbacks.forwards import outside_of_dynamo
 
 
 class Listener(Protocol):
-    """Who hears of a scaler that is enabled."""
+    """A detector, as scalers that are enabled and ``detect_overflow`` reach it.
 
-    def loss_scaled_by(self, scale: torch.Tensor | None) -> None:
-        """A loss was multiplied by ``scale``, one element on any device; None where the scaler does not show it."""
+    Attributes:
+        journal: where what they tell is noted.
+    """
+
+    journal: Journal
 
     def before_scaled_step(self, optimizer: Any) -> None:
         """The gradients of an optimizer are about to be looked at, unscaled, and stepped with or not."""
 
 
-_listeners: dict[int, weakref.ref[Listener]] = {}
-_keys = itertools.count()
+_listeners: list[weakref.ref[Listener]] = []
 _wrapped: list[tuple[type, str, Any, Any]] = []
 
 
-class Listening:
-    """A listener's place among those who hear of scalers; it does not keep the listener alive."""
-
-    def __init__(self, listener: Listener) -> None:
-        if not _listeners:
-            _wrap()
-        self._key = next(_keys)
-        _listeners[self._key] = weakref.ref(listener)
-
-    def remove(self) -> None:
-        """Hear no more. Removing twice does nothing."""
-        if _listeners.pop(self._key, None) is not None and not _listeners:
-            _unwrap()
+def listen(listener: Listener) -> Callable[[], object]:
+    """Have a detector hear of scalers, without keeping it alive, until what is returned is called."""
+    if not _listeners:
+        _wrap()
+    place = weakref.ref(listener)
+    _listeners.append(place)
+    return weakref.finalize(listener, _remove, place)
 
 
-def _live() -> list[Listener]:
-    return [listener for reference in list(_listeners.values()) if (listener := reference()) is not None]
+def listeners() -> list[Listener]:
+    """All detectors of the process that are at work."""
+    return [listener for place in tuple(_listeners) if (listener := place()) is not None]
+
+
+def _remove(place: weakref.ref[Listener]) -> None:
+    _listeners.remove(place)
+    if not _listeners:
+        _unwrap()
 
 
 @outside_of_dynamo
@@ -60,14 +62,14 @@ def _tell_of_scale(scaler: Any) -> None:
     if scaler.is_enabled():
         show = getattr(scaler, "_get_scale_async", None)  # get_scale() waits for the device
         scale = None if show is None else show()
-        for listener in _live():
-            listener.loss_scaled_by(scale)
+        for listener in listeners():
+            listener.journal.note_loss_scale(scale)
 
 
 @outside_of_dynamo
 def _tell_of_step(scaler: Any, optimizer: Any) -> None:
     if scaler.is_enabled():
-        for listener in _live():
+        for listener in listeners():
             listener.before_scaled_step(optimizer)
 
 

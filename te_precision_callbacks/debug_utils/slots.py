@@ -12,6 +12,7 @@ what is not finite: a nan makes both extremes nan, also beside an inf.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +38,7 @@ class Unmeasured(NamedTuple):
     why: str
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
     """Where the extremes of one tensor are written.
 
@@ -47,14 +49,11 @@ class Slot:
             hold anything until they are written; ``least`` is only where it was asked for.
     """
 
-    __slots__ = ("high", "index", "least", "low", "store")
-
-    def __init__(self, store: _Store, index: int, low: torch.Tensor, high: torch.Tensor, least: torch.Tensor) -> None:
-        self.store = store
-        self.index = index
-        self.low = low
-        self.high = high
-        self.least = least
+    store: _Store
+    index: int
+    low: torch.Tensor
+    high: torch.Tensor
+    least: torch.Tensor
 
 
 Measured = Slot | Unmeasured

@@ -13,62 +13,51 @@ from te_precision_callbacks.debug_utils.events import Call, Event, Gradient, Lab
 from te_precision_callbacks.debug_utils.slots import Measured, Slot, Values
 
 
-class Judge:
-    """Finds what is wrong in a list of events.
+def first_bad(
+    events: Sequence[Event],
+    values: Values,
+    *,
+    allow_neg_inf: Sequence[str],
+    excused: set[Measured],
+    not_in: Collection[int],
+    loss_scaled: bool,
+) -> tuple[int, int] | None:
+    """The number of the first bad event, and of the frame in it.
 
-    A nan or +inf is, in any tensor. A -inf is where a module makes it from inputs without one; a mask that enters with
-    -inf in it is not, and -inf under a label is not: inside of a forward masks are made.
+    A nan or +inf is bad, in any tensor. A -inf is where a module makes it from inputs without one; a mask that enters
+    with -inf in it is not, and -inf under a label is not: inside of a forward masks are made.
 
     Args:
+        events: in their order.
+        values: their numbers.
         allow_neg_inf: patterns of the paths of modules that may make -inf.
+        excused: the slots that may hold -inf wherever they come up, to which is added.
+        not_in: batches that are not judged.
+        loss_scaled: whether gradients may be inf or nan, since a GradScaler looks after them.
     """
-
-    def __init__(self, allow_neg_inf: Sequence[str]) -> None:
-        self._allowed = tuple(allow_neg_inf)
-
-    def first_bad(
-        self,
-        events: Sequence[Event],
-        values: Values,
-        *,
-        excused: set[Measured],
-        not_in: Collection[int],
-        loss_scaled: bool,
-    ) -> tuple[int, int] | None:
-        """The number of the event and of the frame in it.
-
-        Args:
-            events: in their order.
-            values: their numbers.
-            excused: the slots that may hold -inf wherever they come up, to which is added.
-            not_in: batches that are not judged.
-            loss_scaled: whether gradients may be inf or nan, since a GradScaler looks after them.
-        """
-        suspects = values.not_finite()
-        if not suspects:
-            return None
-        for index, event in enumerate(events):
-            if event.batch in not_in or (loss_scaled and isinstance(event, Gradient)):
-                continue
-            neg_inf_is_bad = not isinstance(event, Labelled)
-            if isinstance(event, Call):
-                entered = any(measured in suspects and _has_neg_inf(measured, values) for _, measured in event.inputs)
-                neg_inf_is_bad = not (entered or self._allows(event.place))
-                if not neg_inf_is_bad:  # what holds the module passes its output on
-                    excused.update(measured for _, measured in event.outputs)
-            for number, frame in enumerate(event.frames()):
-                if frame.measured not in suspects or not isinstance(frame.measured, Slot):
-                    continue
-                low, high = values.extremes(frame.measured)
-                if math.isnan(high) or high == math.inf:
-                    return index, number
-                is_input = isinstance(event, Call) and frame.sign == ">"
-                if low == -math.inf and neg_inf_is_bad and not is_input and frame.measured not in excused:
-                    return index, number
+    suspects = values.not_finite()
+    if not suspects:
         return None
-
-    def _allows(self, place: Place) -> bool:
-        return any(fnmatch.fnmatchcase(place.path, pattern) for pattern in self._allowed)
+    for index, event in enumerate(events):
+        if event.batch in not_in or (loss_scaled and isinstance(event, Gradient)):
+            continue
+        neg_inf_is_bad = not isinstance(event, Labelled)
+        if isinstance(event, Call):
+            entered = any(measured in suspects and _has_neg_inf(measured, values) for _, measured in event.inputs)
+            path = event.place.path
+            neg_inf_is_bad = not (entered or any(fnmatch.fnmatchcase(path, pattern) for pattern in allow_neg_inf))
+            if not neg_inf_is_bad:  # what holds the module passes its output on
+                excused.update(measured for _, measured in event.outputs)
+        for number, frame in enumerate(event.frames()):
+            if frame.measured not in suspects or not isinstance(frame.measured, Slot):
+                continue
+            low, high = values.extremes(frame.measured)
+            if math.isnan(high) or high == math.inf:
+                return index, number
+            is_input = isinstance(event, Call) and frame.sign == ">"
+            if low == -math.inf and neg_inf_is_bad and not is_input and frame.measured not in excused:
+                return index, number
+    return None
 
 
 def _has_neg_inf(measured: Measured, values: Values) -> bool:

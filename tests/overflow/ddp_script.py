@@ -17,7 +17,7 @@ from te_precision_callbacks.debug_utils import (
     ActivationOverflowError,
     DebugActivationOverflow,
     DetectionFailedError,
-    detector,
+    looking,
 )
 from te_precision_callbacks.debug_utils.hooks import ModelHooks
 
@@ -72,7 +72,7 @@ def main(case: str, folder: Path, rank: int) -> None:
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
     steps = 0
     if case == "no room":
-        detector.MOST_SLOTS = 1
+        looking.MOST_SLOTS = 1
     try:
         for step in range(5):
             inputs = torch.ones(2, 4)

@@ -17,8 +17,9 @@ from te_precision_callbacks.debug_utils import (
     DebugActivationOverflow,
     DetectionFailedError,
     OverflowOptionError,
+    looking,
 )
-from te_precision_callbacks.debug_utils import detector as detector_module
+from te_precision_callbacks.debug_utils.hooks import ModelHooks
 from te_precision_callbacks.debug_utils.slots import Slots
 from tests.overflow.models import hooks_on
 
@@ -128,13 +129,13 @@ def test_wherever_it_fails_and_whoever_looks(look: Callable[..., None], method: 
 
 def test_in_other_places() -> None:
     model, optimizer = made()
-    with DebugActivationOverflow(model) as watching:
+    with DebugActivationOverflow(model):
         with failing(), torch.no_grad(), pytest.raises(DetectionFailedError):
             model(torch.ones(2, 4))
-        with mock.patch.object(watching._hooks, "holds_parameter_of", side_effect=LookupError("no groups")):
+        with mock.patch.object(ModelHooks, "steps", side_effect=LookupError("no groups")):
             with pytest.raises(DetectionFailedError, match="no groups"):
                 step(model, optimizer)
-        with mock.patch.object(detector_module, "MOST_SLOTS", 1), failing("read"), pytest.raises(DetectionFailedError):
+        with mock.patch.object(looking, "MOST_SLOTS", 1), failing("read"), pytest.raises(DetectionFailedError):
             for _ in range(3):
                 model(torch.ones(2, 4))
         step(model, optimizer)

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow, detector, slots
+from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow, looking, slots
 from tests.overflow.models import hooks_on, lines_of
 
 INF = float("inf")
@@ -100,7 +100,7 @@ def test_memory_does_not_grow(backward: bool, mode: Any) -> None:
         gc.collect()
         return sys.getallocatedblocks()
 
-    with mock.patch.object(detector, "MOST_SLOTS", 500), DebugActivationOverflow(model, mode=mode):
+    with mock.patch.object(looking, "MOST_SLOTS", 500), DebugActivationOverflow(model, mode=mode):
         before = run(300)
         after = run(1000)
     assert after - before < 1000, "an interval; a thousand batches of frames would be several thousand"
@@ -209,7 +209,7 @@ def test_parameters_that_an_optimizer_gets_later() -> None:
 def test_direct_calls_do_not_count_where_room_is_made() -> None:
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 1)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with mock.patch.object(detector, "MOST_SLOTS", 1), DebugActivationOverflow(model) as watching:
+    with mock.patch.object(looking, "MOST_SLOTS", 1), DebugActivationOverflow(model) as watching:
         for batch in range(3):
             model["b"](model["a"](torch.ones(2, 4))).sum().backward()
             assert watching.batch_number == batch

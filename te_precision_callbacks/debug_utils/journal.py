@@ -1,0 +1,130 @@
+"""What hooks note of a run, and what a look reads: the events, where the run is, and whether detection works."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from te_precision_callbacks.debug_utils.batches import Batches
+from te_precision_callbacks.debug_utils.errors import text_of
+from te_precision_callbacks.debug_utils.events import Labelled, Place
+from te_precision_callbacks.debug_utils.interval import Interval
+from te_precision_callbacks.debug_utils.options import Options
+from te_precision_callbacks.debug_utils.slots import Measured
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """An outermost call of a watched module, and all calls inside of it.
+
+    Attributes:
+        interval: where it is noted; None: not at all.
+        frames: whether it makes frames; a recomputed forward does not.
+        gradients: whether its tensors' gradients are watched.
+        evaluates: whether it is a forward without gradients, which is looked at when it ends.
+        batch: the number that its frames have.
+        open: the calls that have begun and not ended, each with the inputs that it has taken.
+    """
+
+    interval: Interval | None
+    frames: bool
+    gradients: bool
+    evaluates: bool
+    batch: int = 0
+    open: list[tuple[Place, list[tuple[str, Measured | None]]]] = field(default_factory=list)
+
+    def close(self, place: Place) -> list[tuple[str, Measured | None]] | None:
+        """What was taken by the call of a module that ends; None if none has begun."""
+        if all(opened is not place for opened, _ in reversed(self.open)):
+            return None
+        while True:  # a call above it has never ended
+            opened, taken = self.open.pop()
+            if opened is place:
+                return taken
+
+
+class _Thread(threading.local):
+    """What runs in a thread: on a GPU, recomputed forwards and gradients come from a thread of autograd."""
+
+    current: Pass | None = None
+
+
+class Journal:
+    """What hooks note between two looks.
+
+    Attributes:
+        training: what was seen in training.
+        evaluation: what was seen in the forward without gradients that is running.
+        batches: which batch is running.
+        thread: its ``current`` is the outermost call that runs in this thread.
+        due: whether training has done something, noted or not, that nobody has looked at.
+        saw_forward: whether training has ever called the model's hooks.
+        abandoned: as in :class:`~te_precision_callbacks.debug_utils.DebugActivationOverflow`.
+        closed: whether detection is over.
+        broken: whether nothing is noted after a failure: until the look that raises it, or for good.
+        failure: what the next look raises.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.training = Interval(abs_min=options.abs_min)
+        self.evaluation = Interval(abs_min=options.abs_min)
+        self.batches = Batches(options.abort_after_batch)
+        self.thread = _Thread()
+        self.due = self.saw_forward = False
+        self.abandoned: Callable[[], bool] | None = None
+        self.closed = self.broken = False
+        self.failure: Exception | None = None
+        self._raises = options.on_failure == "raise"
+
+    def is_over(self) -> bool:
+        """Whether detection is wanted no more: it is closed, or the loop has ended that it was for."""
+        return self.closed or (self.abandoned is not None and self.abandoned())
+
+    def label(self, tensor: torch.Tensor, label: str) -> None:
+        """Add a frame with a label, in a forward that is running."""
+        current = self.thread.current
+        if current is None or current.interval is None or not current.frames or self.broken or self.is_over():
+            return
+        try:
+            measured = current.interval.slots.measure(tensor)
+            current.interval.events.append(Labelled(current.batch, label, measured))
+        except Exception as error:
+            self.fail(error)
+
+    def note_loss_scale(self, scale: torch.Tensor | None) -> None:
+        """A GradScaler has scaled a loss."""
+        if self.broken or self.is_over():
+            return
+        try:
+            self.training.note_loss_scale(scale)
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """A failure of detection: nothing is noted until the next look, which raises it; or it is logged."""
+        if self.broken:
+            return
+        self.broken = True
+        if self._raises:
+            self.failure = error
+        else:
+            logger.error(
+                "Activation overflow detection failed (%s), and is off from here on. Training goes on.",
+                text_of(error),
+                exc_info=error,
+            )
+
+    def clear(self) -> None:
+        """Forget what was seen, and begin anew."""
+        self.thread.current = None
+        self.due = False
+        if self.failure is not None:
+            self.broken, self.failure = False, None
+        self.training.clear()
+        self.evaluation.clear()

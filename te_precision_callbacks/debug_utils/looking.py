@@ -1,0 +1,236 @@
+"""Looks at what hooks have noted, agrees on it with other ranks, and stops the run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from te_precision_callbacks.debug_utils.agreement import Failure, Find, agree, rank
+from te_precision_callbacks.debug_utils.errors import (
+    AbortAfterBatch,
+    ActivationOverflowError,
+    DetectionFailedError,
+    text_of,
+)
+from te_precision_callbacks.debug_utils.events import Event
+from te_precision_callbacks.debug_utils.interval import Interval
+from te_precision_callbacks.debug_utils.journal import Journal
+from te_precision_callbacks.debug_utils.options import Options
+from te_precision_callbacks.debug_utils.reading import Reader
+from te_precision_callbacks.debug_utils.weights import advice_on_weights, broken_parameters
+from te_precision_callbacks.ranks import is_distributed, pooled
+
+logger = logging.getLogger(__name__)
+
+MOST_SLOTS = 65_536
+"""Slots after which frames that nobody has looked at are looked at by their rank alone, before the next forward.
+
+Where ranks stop together, what is found there waits for the next look of all.
+"""
+
+_MOST_SLOTS_IMMEDIATE = 1024
+"""Slots after which the mode ``immediate``, which has looked at them, begins anew."""
+
+
+class Looking:
+    """Decides what becomes of a run: the only part that waits for the device and for other ranks, and that raises.
+
+    Args:
+        roots: the models, each with what its paths begin with.
+        options: what is looked for, and with whom.
+        journal: what hooks note.
+
+    Attributes:
+        reader: reads events.
+        handles: takes the hooks away at the end.
+        reports: how many overflows were reported.
+        has_looked: whether anybody has ever asked for a look.
+        dropped: how many events this rank has looked at alone, to make room, since the last look of all.
+        steps: how many steps of the model's optimizers there were.
+        stepped_by: the class of the one that stepped last.
+    """
+
+    def __init__(self, roots: Sequence[tuple[str, torch.nn.Module]], options: Options, journal: Journal) -> None:
+        self.reader = Reader(options)
+        self.handles = contextlib.ExitStack()
+        self.reports = 0
+        self.has_looked = False
+        self.dropped = 0
+        self.steps = 0
+        self.stepped_by = ""
+        self._roots = roots
+        self._options = options
+        self._journal = journal
+        self._pending: Find | None = None
+
+    # ------------------------------------------------------------------ when
+
+    def look(self, *, may_be_skipped: bool = True) -> None:
+        """Look at what training has done since the last look; where ranks stop together, on all of them.
+
+        Args:
+            may_be_skipped: whether a scaler that has scaled the loss can still leave out the step.
+        """
+        journal = self._journal
+        if journal.is_over():
+            return
+        self.has_looked = True
+        together = self._together()
+        if not journal.due and (together or journal.failure is None):
+            return
+        journal.thread.current = None  # no call is running, whatever an interrupt has left
+        journal.due = False
+        found = self._look_at_training(may_be_skipped=may_be_skipped)
+        self._stop_if(agree(found, self._options.process_group) if together else found, together=together)
+        if journal.batches.is_over:
+            self._abort()
+
+    def before_forward(self, *, is_root: bool, evaluation: bool) -> None:
+        """An outermost forward begins: make room for it, and count it as :meth:`Batches.begins`."""
+        training = self._journal.training
+        if training.slots.used >= MOST_SLOTS:
+            self._make_room()
+        elif self._options.mode == "immediate" and training.slots.used >= _MOST_SLOTS_IMMEDIATE:
+            training.forget_numbers()
+        if self._journal.batches.begins(is_root=is_root, evaluation=evaluation):
+            self.next_batch()
+
+    def next_batch(self) -> None:
+        """A batch begins, unless the one before was the last that was wanted."""
+        if self._journal.batches.is_over:
+            self._abort()
+        self._journal.batches.next()
+
+    def look_at_last(self, interval: Interval) -> None:
+        """The mode ``immediate``: look at the event that was just made."""
+        events, interval.events = interval.events, []
+        self._stop_if(self._read(interval, events))
+
+    def look_at_evaluation(self) -> None:
+        """A forward without gradients has ended."""
+        batches = self._journal.batches
+        if self._journal.closed:
+            return
+        batches.looked = batches.looked or not batches.trains
+        found = self._look_at(self._journal.evaluation)
+        if found is None and batches.trains and self._together():
+            return  # a failure waits for the next look of all
+        self._stop_if(found or self._failed())
+        if batches.is_over and not batches.trains:
+            self._abort()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Look at what is left, on this rank alone, and take all hooks away: :meth:`DebugActivationOverflow.close`."""
+        journal = self._journal
+        if journal.closed:
+            return
+        found, failure = self._look_at_training(), journal.failure
+        journal.closed = True
+        self.handles.close()
+        if error is None:
+            self._stop_if(found)
+        self._begin_anew()
+        if isinstance(found, Find):
+            self.reports += 1
+            logger.error(found.report)
+        elif found is not None:
+            logger.error("Activation overflow detection has failed (%s).", found.text, exc_info=failure)
+
+    # ------------------------------------------------------------------ at what
+
+    def _together(self) -> bool:
+        return self._options.distributed and is_distributed(self._options.process_group)
+
+    def _look_at_training(self, *, may_be_skipped: bool = True) -> Find | Failure | None:
+        """A look: the first overflow since the last one, or else a failure."""
+        find = self._look_at(self._journal.training, may_be_skipped=may_be_skipped)
+        find, self._pending, self.dropped = self._pending or find, None, 0
+        self._journal.batches.looked = True
+        return find or self._failed()
+
+    def _failed(self) -> Failure | None:
+        failure = self._journal.failure
+        return None if failure is None else Failure(rank(), text_of(failure))
+
+    def _make_room(self) -> None:
+        """Empty the slots, where nobody looks. A rank that others would wait for keeps what is found for the look."""
+        events = len(self._journal.training.events)
+        find = self._look_at(self._journal.training)
+        if not self._together():
+            self._stop_if(find or self._failed())
+        self._pending = self._pending or find
+        self.dropped += events
+
+    def _look_at(self, interval: Interval, *, may_be_skipped: bool = True) -> Find | None:
+        """Read an interval, and begin it anew; the first overflow in it."""
+        find = self._read(interval, interval.events, may_be_skipped=may_be_skipped)
+        interval.clear()
+        return find
+
+    def _read(self, interval: Interval, events: Sequence[Event], *, may_be_skipped: bool = True) -> Find | None:
+        """The first overflow in events of an interval; none where reading fails."""
+        journal, read = self._journal, self.reader.read
+        evaluation = interval is journal.evaluation and journal.batches.trains
+        try:
+            return read(interval, events, evaluation=evaluation, may_be_skipped=may_be_skipped, before=self.dropped)
+        except Exception as error:
+            journal.fail(error)
+            return None
+
+    # ------------------------------------------------------------------ what follows
+
+    def _stop_if(self, find: Find | Failure | None, *, together: bool = False) -> None:
+        """Raise what was found.
+
+        Args:
+            find: nothing, an overflow, or a failure.
+            together: whether all ranks are here with the same find.
+        """
+        if find is None:
+            return
+        if isinstance(find, Failure):
+            cause = self._journal.failure if find.rank == rank() else None
+            self._begin_anew()
+            raise DetectionFailedError(find.text, rank=find.rank) from cause
+        self.reports += 1
+        advice = self._advice_on_weights(find, together=together) or find.advice
+        self._begin_anew()
+        if find.rank == rank():
+            logger.error("%s", find.report)
+        over = (
+            f" on rank {find.rank}" if torch.distributed.is_available() and torch.distributed.is_initialized() else ""
+        )
+        raise ActivationOverflowError(
+            f"{find.headline}, in {'evaluation ' if find.evaluation else ''}batch {find.batch}{over}. The report in the"
+            f" log, and in this exception's attribute 'report', has the frames before it. {advice}",
+            path=find.path,
+            class_name=find.class_name,
+            role=find.role,
+            batch=find.batch,
+            evaluation=find.evaluation,
+            rank=find.rank,
+            report=find.report,
+        )
+
+    def _advice_on_weights(self, find: Find, *, together: bool) -> str | None:
+        """What to do where parameters are inf or nan themselves, of this rank or of any; None where all are finite."""
+        try:
+            broken = broken_parameters(self._roots, find.path)
+        except Exception as error:  # what was found has to be told all the same
+            logger.warning("Activation overflow: the parameters could not be looked at (%s).", text_of(error))
+            broken = []
+        if together:
+            broken = pooled(broken, self._options.process_group)
+        return advice_on_weights(broken, self.steps, self.stepped_by) if broken else None
+
+    def _abort(self) -> None:
+        self.close()
+        raise AbortAfterBatch(self._journal.batches.number)
+
+    def _begin_anew(self) -> None:
+        """Forget what was seen."""
+        self._journal.clear()
+        self.reader.forget()

@@ -1,0 +1,139 @@
+"""The steps of optimizers: a look comes before each of the model's, also where a GradScaler leaves the step out."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from te_precision_callbacks.debug_utils.hooks import ModelHooks
+from te_precision_callbacks.debug_utils.journal import Journal
+from te_precision_callbacks.debug_utils.looking import Looking
+from te_precision_callbacks.debug_utils.scaling import listen
+from te_precision_callbacks.forwards import outside_of_dynamo
+
+logger = logging.getLogger(__name__)
+
+_FOREIGN_STEPS = 10
+"""Steps of other optimizers after which a model that none of its own has stepped is spoken of."""
+
+
+class Steps:
+    """Hears of the steps of all optimizers of the process, and of scalers.
+
+    Args:
+        hooks: know which optimizers are the model's.
+        journal: what hooks note.
+        looking: who looks.
+
+    Attributes:
+        journal: as above.
+    """
+
+    def __init__(self, hooks: ModelHooks, journal: Journal, looking: Looking) -> None:
+        self._hooks = hooks
+        self.journal = journal
+        self._looking = looking
+        self._foreign_steps = 0
+        self._said_unseen = False
+        # A collected detector leaves this hook, which does nothing then: torch may be running such hooks just then.
+        self._step_hook = register_optimizer_step_pre_hook(_before_step_of(weakref.ref(self)))
+        self._scaler_hook = listen(self)
+
+    def remove(self) -> None:
+        """Hear no more."""
+        self._step_hook.remove()
+        self._scaler_hook()
+
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Look before an optimizer of the model steps; other arguments for the step, if it is given a closure.
+
+        Args:
+            optimizer: any optimizer.
+            args: the optimizer again, and the positional arguments of ``step``.
+            keywords: the others.
+        """
+        if self.journal.is_over():
+            return None
+        if not self._is_ours(optimizer):
+            self._count_foreign_step()
+            return None
+        self._warn_of_unseen_forward()
+        # The looks before the step of a scaler come first; an optimizer that is given one leaves out the step itself.
+        scales = any(isinstance(value, GradScaler) for value in (*args[1:], *keywords.values()))
+        looking = self._looking
+        looking.look(may_be_skipped=scales)
+        looking.steps, looking.stepped_by = looking.steps + 1, type(optimizer).__name__
+        # Lightning, and an optimizer such as LBFGS, run forward and backward inside of the step.
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._looking_after(args[1]), *args[2:]), keywords
+        if callable(keywords.get("closure")):
+            return args, {**keywords, "closure": self._looking_after(keywords["closure"])}
+        return None
+
+    def before_scaled_step(self, optimizer: Any) -> None:
+        """Look before a GradScaler decides whether an optimizer of the model steps."""
+        if not self.journal.is_over() and self._is_ours(optimizer):
+            self._warn_of_unseen_forward()
+            self._looking.look()
+
+    def _is_ours(self, optimizer: Any) -> bool:
+        try:
+            return self._hooks.steps(optimizer)
+        except Exception as error:
+            self.journal.fail(error)
+            return True  # other ranks may wait for this one in their look
+
+    def _looking_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure, and a look at what it has done."""
+
+        def run_and_look() -> Any:
+            loss = closure()
+            self._looking.look(may_be_skipped=False)
+            return loss
+
+        return run_and_look
+
+    def _count_foreign_step(self) -> None:
+        """Say once that nobody looks, where no optimizer of the model has ever stepped."""
+        if self._looking.has_looked or not self.journal.due:
+            return
+        self._foreign_steps += 1
+        if self._foreign_steps == _FOREIGN_STEPS:
+            logger.warning(
+                "Activation overflow: %d steps of optimizers have passed, none of which holds a parameter of the model,"
+                " and nothing was looked at before them. Optimizers that step copies of the parameters (DeepSpeed ZeRO,"
+                " Megatron's distributed optimizer) are not known by them: call look() of the detector before each"
+                " step of theirs.",
+                _FOREIGN_STEPS,
+            )
+
+    def _warn_of_unseen_forward(self) -> None:
+        """Say once that gradients came of a forward of which no hook has heard."""
+        journal = self.journal
+        if journal.saw_forward or self._said_unseen or self._looking.dropped or not journal.training.events:
+            return
+        self._said_unseen = True
+        logger.warning(
+            "Activation overflow: the model was trained without a call of its hooks, so that its forward is not"
+            " watched: it was compiled before the detector was made, or is called by model.forward(). Make the"
+            " detector before the first compiled call, or call torch._dynamo.reset() after making it."
+        )
+
+
+def _before_step_of(steps: weakref.ref[Steps]) -> Any:
+    """The hook of all optimizers of the process; it does not keep the detector, and so not the model, alive."""
+
+    @outside_of_dynamo
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> Any:
+        found = steps()
+        return None if found is None else found.before_step(optimizer, args, keywords)
+
+    return before_step
