@@ -57,10 +57,10 @@ class Batches:
             is_root: whether it is the model's, or else that of a module in it.
             evaluation: whether it has no gradients.
         """
-        begins, self.looked = is_root or self.looked, False
         if evaluation and self.trains:
             self._evaluation += is_root
             return False
+        begins, self.looked = is_root or self.looked, False
         return begins and not self._given
 
     def next(self) -> None:

@@ -317,6 +317,9 @@ def test_batches_where_the_model_itself_is_not_called() -> None:
         model["b"](model["a"](torch.ones(2, 4))).sum().backward()
         optimizer.step()
         assert watching.batch_number == batch
+        with torch.no_grad():  # an evaluation between batches is none itself, and the next one begins after it
+            model["b"](model["a"](torch.ones(2, 4)))
+        assert watching.batch_number == batch
     watching.close()
     watching = DebugActivationOverflow(model)
     for batch in range(3):
