@@ -78,8 +78,3 @@ def agree(own: Find | Failure | None, group: dist.ProcessGroup | None) -> Find |
     dist.broadcast_object_list(sent, src=source, group=group, device=device)
     found: Find | Failure = sent[0]
     return found
-
-
-def rank() -> int:
-    """This process's among all; 0 where there is one alone."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -54,7 +54,7 @@ class Calls:
         # The kinds of forwards are those of a session; whether a module is in eval mode says nothing of them here.
         self._classify = ForwardClassifier(precision_features_in_eval=False)
         self._classify.eval_mode_counts = False
-        self.hooks = ModelHooks(roots, self, parameter_gradients=options.gradients)
+        self.hooks = ModelHooks(roots, self, parameter_gradients=options.gradients, notices=journal.notices)
 
     def enter(self, watched: Watched, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """The forward of a module begins."""

@@ -7,11 +7,11 @@ import math
 
 import torch
 
-from te_precision_callbacks.debug_utils.agreement import rank
 from te_precision_callbacks.debug_utils.errors import DetectionFailedError, OverflowOptionError, text_of
 from te_precision_callbacks.debug_utils.scaling import listeners
 from te_precision_callbacks.debug_utils.slots import Slot, Slots
 from te_precision_callbacks.forwards import outside_of_dynamo
+from te_precision_callbacks.ranks import own_rank
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def detect_overflow(tensor: torch.Tensor, label: str) -> bool:
             return False
         low, high = slots.read().extremes(measured)
     except Exception as error:
-        raise DetectionFailedError(text_of(error), rank=rank()) from error
+        raise DetectionFailedError(text_of(error), rank=own_rank()) from error
     if math.isfinite(low) and math.isfinite(high):
         return False
     logger.error("%s has %s", label, "nans" if math.isnan(high) else "infs")

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from te_precision_callbacks.debug_utils.errors import OverflowDetectorError
 from te_precision_callbacks.debug_utils.tree import TreeShape, class_name, is_compiled, watched_modules
 from te_precision_callbacks.forwards import outside_of_dynamo
+from te_precision_callbacks.notices import Notices
 
 logger = logging.getLogger(__name__)
 
@@ -112,12 +113,18 @@ class ModelHooks:
         roots: the models, each with what its paths begin with. Batches are counted by the calls of the first one.
         receiver: what the hooks call.
         parameter_gradients: whether the gradients of parameters are wanted.
+        notices: what has been said.
 
     Another detector on a module of it is closed.
     """
 
     def __init__(
-        self, roots: Sequence[tuple[str, torch.nn.Module]], receiver: Receiver, *, parameter_gradients: bool
+        self,
+        roots: Sequence[tuple[str, torch.nn.Module]],
+        receiver: Receiver,
+        *,
+        parameter_gradients: bool,
+        notices: Notices,
     ) -> None:
         self._roots = roots
         self._receiver = receiver
@@ -128,7 +135,7 @@ class ModelHooks:
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], bool]] = (
             weakref.WeakKeyDictionary()
         )
-        self._told_of_compiled = False
+        self._notices = notices
         for former in {hook.receiver for _, module in watched_modules(roots) for hook in _hooks_of(module)}:
             logger.warning("Activation overflow: this detector takes the place of another one on the model.")
             former.close(OverflowDetectorError("Another detector took its place."))
@@ -208,9 +215,8 @@ class ModelHooks:
     def _tell_of_compiled(self) -> None:
         """Say once which modules cannot be watched."""
         opaque = [watched for watched in self._watched.values() if is_compiled(watched.module)]
-        if not opaque or self._told_of_compiled:
+        if not opaque or not self._notices.first("compiled"):
             return
-        self._told_of_compiled = True
         scripted = [watched for watched in opaque if not watched.handles]
         compiled = [watched for watched in opaque if watched.handles]
         if compiled:

@@ -15,6 +15,7 @@ from te_precision_callbacks.debug_utils.events import Labelled, Place
 from te_precision_callbacks.debug_utils.interval import Interval
 from te_precision_callbacks.debug_utils.options import Options
 from te_precision_callbacks.debug_utils.slots import Measured
+from te_precision_callbacks.notices import Notices
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class Journal:
         closed: whether detection is over.
         broken: whether nothing is noted after a failure: until the look that raises it, or for good.
         failure: what the next look raises.
+        notices: what has been said.
     """
 
     def __init__(self, options: Options) -> None:
@@ -80,6 +82,7 @@ class Journal:
         self.abandoned: Callable[[], bool] | None = None
         self.closed = self.broken = False
         self.failure: Exception | None = None
+        self.notices = Notices()
         self._raises = options.on_failure == "raise"
 
     def is_over(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from te_precision_callbacks.debug_utils.agreement import Failure, Find, agree, rank
+from te_precision_callbacks.debug_utils.agreement import Failure, Find, agree
 from te_precision_callbacks.debug_utils.errors import (
     AbortAfterBatch,
     ActivationOverflowError,
@@ -21,7 +21,7 @@ from te_precision_callbacks.debug_utils.journal import Journal
 from te_precision_callbacks.debug_utils.options import Options
 from te_precision_callbacks.debug_utils.reading import Reader
 from te_precision_callbacks.debug_utils.weights import advice_on_weights, broken_parameters
-from te_precision_callbacks.ranks import is_distributed, pooled
+from te_precision_callbacks.ranks import is_distributed, own_rank, pooled
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Looking:
     """
 
     def __init__(self, roots: Sequence[tuple[str, torch.nn.Module]], options: Options, journal: Journal) -> None:
-        self.reader = Reader(options)
+        self.reader = Reader(options, journal.notices)
         self.handles = contextlib.ExitStack()
         self.reports = 0
         self.has_looked = False
@@ -153,7 +153,7 @@ class Looking:
 
     def _failed(self) -> Failure | None:
         failure = self._journal.failure
-        return None if failure is None else Failure(rank(), text_of(failure))
+        return None if failure is None else Failure(own_rank(), text_of(failure))
 
     def _make_room(self) -> None:
         """Empty the slots, where nobody looks. A rank that others would wait for keeps what is found for the look."""
@@ -192,13 +192,13 @@ class Looking:
         if find is None:
             return
         if isinstance(find, Failure):
-            cause = self._journal.failure if find.rank == rank() else None
+            cause = self._journal.failure if find.rank == own_rank() else None
             self._begin_anew()
             raise DetectionFailedError(find.text, rank=find.rank) from cause
         self.reports += 1
         advice = self._advice_on_weights(find, together=together) or find.advice
         self._begin_anew()
-        if find.rank == rank():
+        if find.rank == own_rank():
             logger.error("%s", find.report)
         over = (
             f" on rank {find.rank}" if torch.distributed.is_available() and torch.distributed.is_initialized() else ""

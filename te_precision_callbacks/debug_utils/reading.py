@@ -9,12 +9,14 @@ from collections.abc import Sequence
 import torch
 
 from te_precision_callbacks.debug_utils import report as text
-from te_precision_callbacks.debug_utils.agreement import Find, rank
+from te_precision_callbacks.debug_utils.agreement import Find
 from te_precision_callbacks.debug_utils.events import Event, Gradient
 from te_precision_callbacks.debug_utils.interval import History, Interval, seen
 from te_precision_callbacks.debug_utils.options import Options
 from te_precision_callbacks.debug_utils.slots import Values
 from te_precision_callbacks.debug_utils.verdict import first_bad, near_limit
+from te_precision_callbacks.notices import Notices
+from te_precision_callbacks.ranks import own_rank
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +28,13 @@ class Reader:
         loss_scaled: as in :class:`~te_precision_callbacks.debug_utils.DebugActivationOverflow`.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, notices: Notices) -> None:
         self.loss_scaled = False
         self._options = options
         self._history = History(options.max_frames)
         self._traced = frozenset(options.trace_batches)
         self._traced_last = -1
-        self._warned: set[str] = set()
+        self._notices = notices
 
     def read(
         self, interval: Interval, events: Sequence[Event], *, evaluation: bool, may_be_skipped: bool, before: int
@@ -83,7 +85,7 @@ class Reader:
             role=culprit.frame.role,
             batch=culprit.batch,
             evaluation=evaluation,
-            rank=rank(),
+            rank=own_rank(),
             sequence=before + index,
             headline=text.headline(culprit),
             advice=text.advice(culprit, events[index], loss_scale=scale),
@@ -107,8 +109,7 @@ class Reader:
 
     def _warn_of(self, events: Sequence[Event], values: Values, share: float) -> None:
         for near in near_limit(events, values, share):
-            if near.place.path not in self._warned:
-                self._warned.add(near.place.path)
+            if self._notices.first(("near its limit", near.place.path)):
                 limit = torch.finfo(near.dtype).max
                 logger.warning(
                     "%s: %s: %s comes near an overflow in batch %d: abs_max=%.2e is %.0f%% of what %s holds (%.2e)."

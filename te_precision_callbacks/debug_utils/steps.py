@@ -40,7 +40,6 @@ class Steps:
         self.journal = journal
         self._looking = looking
         self._foreign_steps = 0
-        self._said_unseen = False
         # A collected detector leaves this hook, which does nothing then: torch may be running such hooks just then.
         self._step_hook = register_optimizer_step_pre_hook(_before_step_of(weakref.ref(self)))
         self._scaler_hook = listen(self)
@@ -106,7 +105,7 @@ class Steps:
         if self._looking.has_looked or not self.journal.due:
             return
         self._foreign_steps += 1
-        if self._foreign_steps == _FOREIGN_STEPS:
+        if self._foreign_steps >= _FOREIGN_STEPS and self.journal.notices.first("foreign steps"):
             logger.warning(
                 "Activation overflow: %d steps of optimizers have passed, none of which holds a parameter of the model,"
                 " and nothing was looked at before them. Optimizers that step copies of the parameters (DeepSpeed ZeRO,"
@@ -118,14 +117,14 @@ class Steps:
     def _warn_of_unseen_forward(self) -> None:
         """Say once that gradients came of a forward of which no hook has heard."""
         journal = self.journal
-        if journal.saw_forward or self._said_unseen or self._looking.dropped or not journal.training.events:
+        if journal.saw_forward or self._looking.dropped or not journal.training.events:
             return
-        self._said_unseen = True
-        logger.warning(
-            "Activation overflow: the model was trained without a call of its hooks, so that its forward is not"
-            " watched: it was compiled before the detector was made, or is called by model.forward(). Make the"
-            " detector before the first compiled call, or call torch._dynamo.reset() after making it."
-        )
+        if journal.notices.first("unseen forward"):
+            logger.warning(
+                "Activation overflow: the model was trained without a call of its hooks, so that its forward is not"
+                " watched: it was compiled before the detector was made, or is called by model.forward(). Make the"
+                " detector before the first compiled call, or call torch._dynamo.reset() after making it."
+            )
 
 
 def _before_step_of(steps: weakref.ref[Steps]) -> Any:
