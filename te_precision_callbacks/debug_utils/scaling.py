@@ -5,6 +5,8 @@ define them again, are wrapped while a detector is at work, and put back with th
 (``torch/amp/grad_scaler.py``, ``torch/distributed/fsdp/sharded_grad_scaler.py``): ``step`` is inherited by all, leaves
 the optimizer's step out where ``unscale_`` has found an inf or nan, and runs it in any case where the optimizer looks
 after that itself (fused ones).
+
+The list of the detectors at work is here, and is all that overflow detection keeps at module level.
 """
 
 from __future__ import annotations
