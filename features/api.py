@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import nvdlfw_inspect.api as debug_api
@@ -36,9 +36,12 @@ from transformer_engine.debug.features.api import TransformerEngineAPI as Upstre
 from transformer_engine.debug.features.utils.stats_buffer import STATS_BUFFERS
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
+from te_precision_callbacks.config.checking import ReadOptions
+from te_precision_callbacks.config.collecting import Collected, collected
+from te_precision_callbacks.config.levels import FeatureSchema
 from te_precision_callbacks.engine.reduction import NO_STAMP, Stamp
 from te_precision_callbacks.errors import FeatureError
-from te_precision_callbacks.features.base import Feature, StatisticsFeature, every_options, matching_options
+from te_precision_callbacks.features.base import Feature, StatisticsFeature, matching_options
 from te_precision_callbacks.features.plain import PlainObservation
 from te_precision_callbacks.features.registration import NAMESPACE, is_upstream, namespace
 from te_precision_callbacks.layouts import is_quantized
@@ -91,7 +94,7 @@ class _Call(NamedTuple):
         number: which entry of the feature's options it is for.
         name: of the call.
         method: what is called.
-        options: of the feature, those that hold here.
+        options: of the feature, those that hold here: typed for one of this project, a mapping for a user's own.
         arguments: those that the method takes; None where it takes everything.
     """
 
@@ -99,7 +102,7 @@ class _Call(NamedTuple):
     number: int
     name: str
     method: Callable[..., Any]
-    options: dict[str, Any]
+    options: Any
     arguments: frozenset[str] | None
 
     def __call__(self, layer: str, arguments: Mapping[str, Any]) -> Any:
@@ -136,6 +139,7 @@ class TransformerEngineAPI(UpstreamAPI):
         self.schedules: frozenset[Schedule] | None = None
         self._answers: dict[tuple[str, str, str | None, str | None], dict[tuple[str, int], bool]] = {}
         self._noted: set[tuple[str, str, str, str | None, str | None]] = set()
+        self._read: dict[int, tuple[Any, FeatureSchema | None]] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name not in _REQUIRED:
@@ -181,7 +185,7 @@ class TransformerEngineAPI(UpstreamAPI):
             if method is None or not _is_own_method(method, api_name):
                 continue
             try:
-                matching = _matching(feature, options, tensor, gemm)
+                matching = self._matching(name, options, tensor, gemm)
                 taken = _taken(method, passed)
             except Exception as error:
                 # The feature's fault: it fails when its turn comes, and the others of the layer do not. Only the text
@@ -383,13 +387,51 @@ class TransformerEngineAPI(UpstreamAPI):
 
     def schedules_of(self, sections: Iterable[Mapping[str, Any]]) -> frozenset[Schedule]:
         """When statistics of the features of a config's sections are due."""
-        return frozenset(
-            Schedule.of(entry)
-            for features in sections
-            for name, options in features.items()
-            if isinstance(self.namespace_features.get(name), StatisticsFeature) and options.get("enabled", False)
-            for entry in every_options(options)
-        )
+        found = (schema for features in sections for schema in self._statistics(features))
+        return frozenset(target.options.schedule for schema in found for target in schema.targets)
+
+    def collected(self, layer: str, tensor: str) -> dict[str, Collected]:
+        """The statistics that a layer's features collect of a tensor, by the names that were asked for."""
+        return collected(self._statistics(ConfigManager.get_config_for_layer(layer).get(self.name, {})), tensor)
+
+    def _statistics(self, features: Mapping[str, Any]) -> Iterator[FeatureSchema]:
+        """The options of this project's features of statistics, of those that are enabled in a section."""
+        for name, options in features.items():
+            if isinstance(self.namespace_features.get(name), StatisticsFeature) and options.get("enabled", False):
+                schema = self._typed(name, options)
+                if schema is not None:
+                    yield schema
+
+    def _typed(self, name: str, options: Any) -> FeatureSchema | None:
+        """The options of one of this project's features, as the session has read them; else they are read here, once.
+
+        None where they are wrong and the feature has said so.
+        """
+        if isinstance(options, ReadOptions):
+            return options.schema
+        if id(options) not in self._read:  # which is kept, so that nothing else gets its id
+            self._read[id(options)] = options, self.namespace_features[name].read(name, options)
+        return self._read[id(options)][1]
+
+    def _matching(self, name: str, options: Any, tensor: str | None, gemm: str | None) -> list[Any]:
+        """The options of a feature that hold for a call: typed for one of this project, mappings for a user's own."""
+        if not isinstance(options, Mapping) or "enabled" not in options:
+            raise ValueError("the config has no 'enabled' for it")
+        if not options["enabled"]:
+            return []
+        feature = self.namespace_features[name]
+        if isinstance(feature, Feature):
+            schema = self._typed(name, options)
+            found: list[Any] = [] if schema is None else feature.options_for(schema, tensor, gemm)
+            return found
+        if hasattr(feature, "parse_config_and_api"):
+            call = {name: value for name, value in (("tensor_name", tensor), ("gemm", gemm)) if value is not None}
+            matches, parsed = feature.parse_config_and_api(
+                options, gemm_parsing=gemm is not None, tensor_parsing=tensor is not None, **call
+            )
+            return [dict(parsed or options)] if matches else []
+        matching: list[Any] = matching_options(options, tensor=tensor, gemm=gemm)
+        return matching
 
 
 def _warn_if_never_called(name: str, feature: Any) -> None:
@@ -435,25 +477,6 @@ def _fail(text: str, options: Mapping[str, Any], layer: str) -> None:
 def _is_own_method(method: Any, api_name: str) -> bool:
     """Whether a feature has a method of its own, not the default that it inherits."""
     return getattr(method, "__func__", method) is not getattr(TEDefaultFeatures, api_name)
-
-
-def _matching(feature: Any, options: Any, tensor: str | None, gemm: str | None) -> list[dict[str, Any]]:
-    """The options of a feature that hold for a call."""
-    if not isinstance(options, Mapping) or "enabled" not in options:
-        raise ValueError("the config has no 'enabled' for it")
-    if not options["enabled"]:
-        return []
-    if hasattr(feature, "options_for"):
-        found: list[dict[str, Any]] = feature.options_for(options, tensor, gemm)
-        return found
-    if hasattr(feature, "parse_config_and_api"):
-        call = {name: value for name, value in (("tensor_name", tensor), ("gemm", gemm)) if value is not None}
-        matches, parsed = feature.parse_config_and_api(
-            options, gemm_parsing=gemm is not None, tensor_parsing=tensor is not None, **call
-        )
-        return [dict(parsed or options)] if matches else []
-    matching: list[dict[str, Any]] = matching_options(options, tensor=tensor, gemm=gemm)
-    return matching
 
 
 def _taken(method: Any, passed: frozenset[str]) -> frozenset[str] | None:

@@ -5,14 +5,17 @@ Nothing here is registered; nvidia-dlfw-inspect executes this file as every othe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from nvdlfw_inspect.registry import api_method
 
+from te_precision_callbacks.config.checking import read_options
+from te_precision_callbacks.config.levels import FeatureSchema, LoggedTensor
+from te_precision_callbacks.config.schemas import schema_of
+from te_precision_callbacks.config.scopes import Scope
 from te_precision_callbacks.layouts import gemm_operand
-from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
 from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.watched import Watched
 
@@ -21,53 +24,32 @@ if TYPE_CHECKING:
 
 Options = dict[str, Any]
 
-_STRUCTS = ("tensors_struct", "gemms_struct")
-_TENSORS = frozenset({"tensors", "tensors_struct"})
-
 
 def matching_options(config: Mapping[str, Any], *, tensor: str | None, gemm: str | None) -> list[Options]:
-    """The options of a feature that hold for a tensor and a GEMM, one for each entry that names them.
+    """The options of a user's own feature that hold for a tensor and a GEMM, one for each entry that names them.
 
-    ``tensors: [...]`` and ``tensors_struct: [{tensor: ..., ...}]`` choose tensors, ``gemms`` and ``gemms_struct``
-    GEMMs; what stands in a struct goes before what stands outside of it. Without them it is every tensor, every GEMM.
+    Without ``tensors`` and ``tensors_struct`` it is every tensor, and every GEMM likewise.
 
     Args:
         config: the feature's options in the config.
         tensor, gemm: of the call; None where the call has none.
     """
-    found = [dict(config)]
-    for what, name in (("gemm", gemm), ("tensor", tensor)):
+    found: list[tuple[Options, Scope]] = [({}, Scope.of(config))]
+    calls: tuple[tuple[Literal["gemm", "tensor"], str | None], ...] = (("gemm", gemm), ("tensor", tensor))
+    left_out = {"enabled"}
+    for what, name in calls:
         if name is not None:
-            found = [options for entry in found for options in _chosen(entry, what, name)]
-    for options in found:
-        options.pop("enabled", None)
-    return found
-
-
-def _chosen(options: Options, what: str, name: str) -> Iterator[Options]:
-    """The entries of ``<what>s_struct`` or ``<what>s`` that are about ``name``, with what stands outside of them."""
-    choosing = (f"{what}s", f"{what}s_struct")
-    struct, names = options.get(choosing[1]), options.get(choosing[0])
-    rest = {key: value for key, value in options.items() if key not in choosing}
-    if struct:
-        for entry in struct:
-            if entry.get(what) == name:
-                # An entry that chooses tensors of its own leaves the outer choice without effect.
-                outer = rest if _TENSORS.isdisjoint(entry) else {k: v for k, v in rest.items() if k not in _TENSORS}
-                yield {**outer, **entry}
-    elif names is None:
-        yield options
-    elif name in ([names] if isinstance(names, str) else names):
-        yield {**rest, what: name}
-
-
-def every_options(config: Mapping[str, Any]) -> Iterator[Options]:
-    """The options of a feature for each entry of its structs, whatever tensor and GEMM it names."""
-    struct = next((config[key] for key in _STRUCTS if config.get(key)), None)
-    rest = {key: value for key, value in config.items() if key not in _STRUCTS}
-    entries: list[Options] = list(struct or [{}])
-    for entry in entries:
-        yield {**rest, **entry}
+            left_out |= {f"{what}s", f"{what}s_struct"}
+            found = [
+                (named if chosen is None else {**named, what: chosen}, inner)
+                for named, scope in found
+                for chosen, inner in scope.chosen(what)
+                if chosen in (None, name)
+            ]
+    return [
+        {key: value for key, value in {**scope.merged(), **named}.items() if key not in left_out}
+        for named, scope in found
+    ]
 
 
 class Feature:
@@ -79,29 +61,30 @@ class Feature:
 
     observation: Observation
 
-    def options_for(self, config: Mapping[str, Any], tensor: str | None, gemm: str | None) -> list[Options]:
-        """The options that hold for a call; none where the feature does not act.
+    def read(self, name: str, options: Mapping[str, Any]) -> FeatureSchema | None:
+        """The options, where no session has read them; None where the feature does not act.
+
+        Args:
+            name: the feature's, as in the config.
+            options: as in the config.
 
         Raises:
-            ValueError: nothing says on which tensors or GEMMs it acts.
+            ConfigError: what its schema, that of its name or of a class that it derives from, does not take.
         """
-        found = matching_options(config, tensor=tensor, gemm=gemm)
-        for what, name in (("gemm", gemm), ("tensor", tensor)):
-            if name is not None and any(what not in options for options in found):
-                raise ValueError(f"its options have neither '{what}s' nor '{what}s_struct'")
-        return found
+        found = map(schema_of, (name, *(base.__name__ for base in type(self).__mro__)))
+        schema = next((schema for schema in found if schema is not None), FeatureSchema)
+        return read_options(schema, name, options, lambda *keys: "The config")
 
-    def parse_config_and_api(self, config: Mapping[str, Any], **call: Any) -> tuple[bool, Options | None]:
-        """As nvidia-dlfw-inspect asks, which knows one set of options for a call."""
-        found = self.options_for(config, call.get("tensor_name"), call.get("gemm"))
-        return (True, found[0]) if found else (False, None)
+    def options_for(self, options: FeatureSchema, tensor: str | None, gemm: str | None) -> list[Any]:
+        """The options that hold for a call, one for each item that names its tensor; none where it does not act."""
+        return options.holding(tensor, gemm)
 
 
 class HighPrecisionFeature(Feature):
     """Base class of the features whose GEMMs run in high precision."""
 
     @api_method
-    def fp8_gemm_enabled(self, config: Options, layer_name: str, gemm: str, iteration: int) -> tuple[bool, int | None]:
+    def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int) -> tuple[bool, int | None]:
         """No, and so in the next iteration."""
         return False, iteration + 1
 
@@ -111,41 +94,38 @@ class ModifyingFeature(Feature):
 
     @api_method
     def modify_tensor_enabled(
-        self, config: Options, layer_name: str, tensor_name: str, gemm: str, iteration: int
+        self, config: Any, layer_name: str, tensor_name: str, gemm: str, iteration: int
     ) -> tuple[bool, int | None]:
         """Yes, and so in the next iteration."""
         return True, iteration + 1
 
 
-class StatisticsFeature(Feature):
-    """Base class of the features that log statistics: a schedule, and what is asked of the engine."""
+class Due(Protocol):
+    """Options with a schedule."""
 
-    def request(self, entry: object, tensor_name: str) -> Request:
-        """What an entry of ``stats`` asks for."""
-        raise NotImplementedError
+    @property
+    def schedule(self) -> Schedule:
+        """When the feature acts."""
 
-    def options_for(self, config: Mapping[str, Any], tensor: str | None, gemm: str | None) -> list[Options]:
-        """As for every feature, with the entries of ``stats`` as requests to the engine, and the schedule."""
-        found = super().options_for(config, tensor, gemm)
-        for options in found:
-            stats = options.get("stats", ())
-            entries = [stats] if isinstance(stats, (str, Mapping)) else stats
-            options["requests"] = tuple(self.request(entry, tensor or "") for entry in entries)
-            options["schedule"] = Schedule.of(options)
-        return found
+
+class ScheduledFeature(Feature):
+    """Base class of the features that look at tensors on a schedule."""
 
     @api_method
     def inspect_tensor_enabled(
-        self, config: Options, layer_name: str, tensor_name: str, iteration: int
+        self, config: Due, layer_name: str, tensor_name: str, iteration: int
     ) -> tuple[bool, int | None]:
-        """Whether a statistic is due, and in which iteration the next one is."""
-        due: tuple[bool, int | None] = config["schedule"].at(iteration)
-        return due
+        """Whether the tensor is looked at, and in which iteration next."""
+        return config.schedule.at(iteration)
+
+
+class StatisticsFeature(ScheduledFeature):
+    """Base class of the features that log statistics: what is asked of the engine."""
 
     @api_method
     def inspect_tensor(
         self,
-        config: Options,
+        config: LoggedTensor[Any],
         layer_name: str,
         tensor_name: str,
         iteration: int,
@@ -167,8 +147,6 @@ class StatisticsFeature(Feature):
             quantizer=getattr(quantizer, "rowwise_quantizer", quantizer),  # of a hybrid one
             tp_group=tp_group if tp_size > 1 else None,
         )
-        requests = config["requests"]
-        if config.get("only_quantized") and watched.quantized() is None:
-            requests = tuple(request for request in requests if request.recipe != OWN_RECIPE)
+        requests = config.requests_for(is_quantized=watched.quantized() is not None)
         if requests:
             self.observation.engine.note(watched, requests)

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from te_precision_callbacks.features.base import HighPrecisionFeature, Options
+from te_precision_callbacks.features.base import HighPrecisionFeature
 from te_precision_callbacks.features.registration import own_feature
 
 
 @own_feature("DisableFP8Layer", "DisableFp8Layer")
 class DisableQuantizationLayer(HighPrecisionFeature):
     """Runs all GEMMs of a layer in high precision, under any recipe. DisableFP8Layer is its older name. No keys."""
-
-    def options_for(self, config: Mapping[str, Any], tensor: str | None, gemm: str | None) -> list[Options]:
-        """Whatever the call is about."""
-        return [{}]

@@ -8,27 +8,22 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from nvdlfw_inspect.config_manager import ConfigManager
 from nvdlfw_inspect.registry import api_method
 
-from te_precision_callbacks.config.checking import check_features
-from te_precision_callbacks.config.dumping import Collected, collected
+from te_precision_callbacks.config.collecting import Collected
+from te_precision_callbacks.config.levels import FeatureSchema
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.dumps.wanted import Wanted
-from te_precision_callbacks.features.base import Feature, Options
-from te_precision_callbacks.features.registration import NAMESPACE, own_feature
+from te_precision_callbacks.features.base import ScheduledFeature
+from te_precision_callbacks.features.registration import namespace, own_feature
 from te_precision_callbacks.ranks import is_distributed
-from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.watched import Watched
 
 logger = logging.getLogger("te_precision_callbacks.features")
 
-_CHECKED: dict[str, bool] = {}
-"""Options -> whether they are right; this file is executed anew by each start of nvidia-dlfw-inspect."""
-
 
 @own_feature()
-class DumpTensors(Feature):
+class DumpTensors(ScheduledFeature):
     """Dumps activations, weights, gradients, outputs, wgrads and dgrads: in high precision, quantized, and decoded.
 
     The keys are those of Transformer Engine's feature (2.20.2, ``debug/features/dump_tensors.py``), those of its pull
@@ -40,37 +35,37 @@ class DumpTensors(Feature):
     ``start_step``, ``end_step``, ``start_end_list``.
     """
 
-    def options_for(self, config: Mapping[str, Any], tensor: str | None, gemm: str | None) -> list[Options]:
-        """As for every feature, with what is wanted of the tensor, and when. None where the options are wrong.
+    def read(self, name: str, options: Mapping[str, Any]) -> FeatureSchema | None:
+        """As of every feature, but wrong options are reported, and nothing is dumped by them: training goes on."""
+        try:
+            found: FeatureSchema | None = super().read(name, options)
+            return found
+        except ConfigError as error:
+            logger.error("%s Nothing is dumped by these options. Training goes on.", error)
+            return None
 
-        A session has checked them before the run; under plain nvidia-dlfw-inspect nobody has.
-        """
-        if not _are_right(config):
-            return []
-        found: list[Options] = super().options_for(config, tensor, gemm)
-        for options in found:
-            options["wanted"] = Wanted.of(options)
-            options["schedule"] = Schedule.of(options)
-        return found
+    def options_for(self, options: Any, tensor: str | None, gemm: str | None) -> list[Any]:
+        """What is wanted of the tensor, and when."""
+        return [Wanted.of(item, options) for item in super().options_for(options, tensor, gemm)]
 
     @api_method
     def inspect_tensor_enabled(
-        self, config: Options, layer_name: str, tensor_name: str, iteration: int
+        self, config: Wanted, layer_name: str, tensor_name: str, iteration: int
     ) -> tuple[bool, int | None]:
         """Whether a dump is due, and in which iteration the next one is; never again, where the budget is used up.
 
         Among ranks the schedule alone answers: a layer that is looked at gathers its tensors with other collectives
         than one that is not, so that a budget that is used up on one rank must not decide it there.
         """
-        if self.observation.recorder.stopped(config["wanted"].limits) and not is_distributed(None):
+        if self.observation.recorder.stopped(config.limits) and not is_distributed(None):
             return False, None
-        due: tuple[bool, int | None] = config["schedule"].at(iteration)
+        due: tuple[bool, int | None] = super().inspect_tensor_enabled(config, layer_name, tensor_name, iteration)
         return due
 
     @api_method
     def inspect_tensor(
         self,
-        config: Options,
+        config: Wanted,
         layer_name: str,
         tensor_name: str,
         iteration: int,
@@ -90,21 +85,10 @@ class DumpTensors(Feature):
             quantizer=quantizer,
         )
         collects = functools.partial(_collected, layer_name, tensor_name)
-        self.observation.recorder.note(seen, config["wanted"], collects)
-
-
-def _are_right(options: Mapping[str, Any]) -> bool:
-    text = repr(options)
-    if text not in _CHECKED:
-        try:
-            check_features({"DumpTensors": {"enabled": True, **options}}, lambda *keys: "The config")
-            _CHECKED[text] = True
-        except ConfigError as error:
-            logger.error("%s Nothing is dumped by these options. Training goes on.", error)
-            _CHECKED[text] = False
-    return _CHECKED[text]
+        self.observation.recorder.note(seen, config, collects)
 
 
 def _collected(layer: str, tensor: str) -> dict[str, Collected]:
     """The statistics that the layer's features collect of a tensor."""
-    return collected(ConfigManager.get_config_for_layer(layer).get(NAMESPACE, {}), tensor)
+    found: dict[str, Collected] = namespace().api.collected(layer, tensor)
+    return found

@@ -8,8 +8,9 @@ from transformer_engine.pytorch import DType
 from transformer_engine.pytorch.quantization import _default_sf_compute
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
+from te_precision_callbacks.config.levels import Quantization
 from te_precision_callbacks.engine.quantization import round_to_mxfp8
-from te_precision_callbacks.features.base import HighPrecisionFeature, ModifyingFeature, Options
+from te_precision_callbacks.features.base import HighPrecisionFeature, ModifyingFeature
 from te_precision_callbacks.features.registration import own_feature
 from te_precision_callbacks.formats import E4M3, E5M2
 from te_precision_callbacks.vocabulary import COLUMNWISE
@@ -26,7 +27,7 @@ class FakeQuant(HighPrecisionFeature, ModifyingFeature):
     @api_method
     def modify_tensor(
         self,
-        config: Options,
+        config: Quantization,
         layer_name: str,
         gemm: str,
         tensor_name: str,
@@ -41,15 +42,16 @@ class FakeQuant(HighPrecisionFeature, ModifyingFeature):
             return None
         return rounded if dtype is None else rounded.to(dtype)
 
-    def _rounded(self, config: Options, tensor: torch.Tensor, *, columnwise: bool) -> torch.Tensor:
+    def _rounded(self, config: Quantization, tensor: torch.Tensor, *, columnwise: bool) -> torch.Tensor:
         if not tensor.numel():
             return tensor.clone()  # of an expert that got no token
-        e5m2 = config["quant_format"].endswith("E5M2")
-        if config["quant_format"].startswith("MX"):
+        quant_format = str(config.quant_format)
+        e5m2 = quant_format.endswith("E5M2")
+        if quant_format.startswith("MX"):
             return round_to_mxfp8(tensor, e5m2=e5m2, columnwise=columnwise).to(tensor.dtype)
         amax = tensor.abs().amax().float()
         one = torch.ones(1, device=tensor.device)
-        scale = _default_sf_compute(amax, one, E5M2.max if e5m2 else E4M3.max, int(config.get("margin", 0)))
+        scale = _default_sf_compute(amax, one, E5M2.max if e5m2 else E4M3.max, config.margin)
         quantizer = Float8Quantizer(scale, amax, DType.kFloat8E5M2 if e5m2 else DType.kFloat8E4M3)
         rounded: torch.Tensor = quantizer(tensor).dequantize()
         return rounded

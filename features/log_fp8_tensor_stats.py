@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from te_precision_callbacks.features.base import StatisticsFeature
 from te_precision_callbacks.features.registration import own_feature
-from te_precision_callbacks.statistics.names import Request, quantized_request
 
 
 @own_feature()
@@ -16,7 +15,3 @@ class LogFp8TensorStats(StatisticsFeature):
 
     Keys: as LogTensorStats, and ``only_quantized``: no statistic without a recipe of a tensor that is not quantized.
     """
-
-    def request(self, entry: object, tensor_name: str) -> Request:
-        """One of the statistics of a quantized tensor."""
-        return quantized_request(entry)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from te_precision_callbacks.features.base import StatisticsFeature
 from te_precision_callbacks.features.registration import own_feature
-from te_precision_callbacks.statistics.names import Request, quantized_request
 
 
 @own_feature()
@@ -13,7 +12,3 @@ class LogNvfp4TensorStats(StatisticsFeature):
 
     Keys: as LogTensorStats.
     """
-
-    def request(self, entry: object, tensor_name: str) -> Request:
-        """One of the statistics of a quantized tensor, under NVFP4."""
-        return quantized_request(entry, default_recipe="nvfp4")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from te_precision_callbacks.features.base import StatisticsFeature
 from te_precision_callbacks.features.registration import own_feature
-from te_precision_callbacks.statistics.names import Request, tensor_request
 
 
 @own_feature()
@@ -13,7 +12,3 @@ class LogTensorStats(StatisticsFeature):
 
     Keys: ``tensors`` or ``tensors_struct``, ``stats``, ``freq``, ``start_step``, ``end_step``, ``start_end_list``.
     """
-
-    def request(self, entry: object, tensor_name: str) -> Request:
-        """One of the statistics of a tensor."""
-        return tensor_request(entry, tensor_name)

@@ -9,8 +9,9 @@ from nvdlfw_inspect.registry import api_method
 from transformer_engine.pytorch.quantization import _default_sf_compute
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
+from te_precision_callbacks.config.levels import Margin
 from te_precision_callbacks.errors import FeatureError
-from te_precision_callbacks.features.base import ModifyingFeature, Options
+from te_precision_callbacks.features.base import ModifyingFeature
 from te_precision_callbacks.features.registration import own_feature
 from te_precision_callbacks.formats import E4M3, E5M2
 
@@ -26,7 +27,7 @@ class PerTensorScaling(ModifyingFeature):
     @api_method
     def modify_tensor(
         self,
-        config: Options,
+        config: Margin,
         layer_name: str,
         gemm: str,
         tensor_name: str,
@@ -46,7 +47,7 @@ class PerTensorScaling(ModifyingFeature):
                 f" runs {runs}. Under current scaling every tensor has its own scale already."
             )
         values = tensor.contiguous()
-        quantizer = _quantizer(values, default_quantizer.dtype, int(config.get("margin", 0)))
+        quantizer = _quantizer(values, default_quantizer.dtype, config.margin)
         if out is not None:
             quantizer.update_quantized(values, out)
             return None

@@ -9,17 +9,13 @@ from typing import Any
 import pytest
 
 from te_precision_callbacks.config import ConfigError, load_config
-from te_precision_callbacks.config.dumping import (
-    Collected,
-    check_conditions,
-    collected,
-    find_statistic,
-    meet,
-    parse_condition,
-    size_in_bytes,
-)
+from te_precision_callbacks.config.collecting import Collected, collected, read_by
+from te_precision_callbacks.config.conditions import Threshold, parse_condition
+from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.schemas import FEATURES
+from te_precision_callbacks.config.sizes import size_in_bytes
 from te_precision_callbacks.statistics.schedule import Schedule
+from tests.conftest import feature
 from tests.test_config import LAYERS
 
 HEAD = """
@@ -62,9 +58,9 @@ def test_schedules_meet_where_a_step_is_in_both(seed: int) -> None:
                 options[-1]["start_end_list"] = [bounds[:2], [bounds[2], generator.choice([bounds[3], -1])]]
             elif kind == 1:
                 options[-1] |= {"start_step": bounds[0], "end_step": generator.choice([bounds[1], bounds[0], -1])}
-        one, other = map(Schedule.of, options)
+        one, other = (Schedule.of(**keys) for keys in options)
         expected = any(one.at(step)[0] and other.at(step)[0] for step in range(40 + 2 * 42))
-        assert meet(one, other) is meet(other, one) is expected, options
+        assert one.meets(other) is other.meets(one) is expected, options
         found.add(expected)
     assert found == {True, False}
 
@@ -122,6 +118,19 @@ def test_the_line_is_that_of_the_condition(tmp_path: Path, options: str, line: i
     assert "nothing would be written" not in str(caught.value), "another condition may hold"
 
 
+def test_layers_with_the_same_condition_are_named_together() -> None:
+    dumped = feature("DumpTensors", ["all"], tensors=["weight"], high_precision_tensor=True, when="max > 1")
+    config = load_config({"s": dumped})
+    plan = config.plan(LAYERS, {"transformer_engine": tuple(FEATURES)})
+    with pytest.raises(ConfigError) as caught:
+        check_conditions(plan, config.enabled_sections, detects_overflow=False)
+    names = [layer.name for layer in LAYERS]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    assert "section 's'" in str(caught.value)
+    assert f"'weight' in the layers {', '.join(map(repr, names[:3]))}{more}, so that" in str(caught.value)
+    assert "for those layers and tensor." in str(caught.value)
+
+
 def test_overflow_without_detection_has_the_line_and_words_that_fit_everywhere(tmp_path: Path) -> None:
     options = "tensors: [activation]\nwhen: [nonfinite, activation_overflow]"
     with pytest.raises(ConfigError) as caught:
@@ -154,8 +163,11 @@ def test_a_bare_name_is_not_that_of_a_recipe_and_the_recipes_is_named(
 
 
 def found(name: str, *stats: str, recipe: str | None = None) -> Collected | None:
-    features = {"LogFp8TensorStats": {"enabled": True, "tensors": ["activation"], "stats": list(stats)}}
-    return find_statistic(name, collected(features, "activation"), recipe)
+    options = {"enabled": True, "tensors": ["activation"], "stats": list(stats)}
+    features = [FEATURES["LogFp8TensorStats"].model_validate(options)]
+    condition = parse_condition(f"{name} > 0")
+    assert isinstance(condition, Threshold)
+    return read_by(condition, collected(features, "activation"), recipe)
 
 
 def labels(name: str, *stats: str, recipe: str | None = None) -> tuple[str, ...]:
@@ -177,15 +189,16 @@ def test_a_recipes_name_is_that_of_a_statistic_without_one_where_the_tensor_has_
 def test_what_was_asked_for_is_told_where_it_is_of_another_recipe() -> None:
     other, same = (found("mxfp8_mse", "mse", recipe=recipe) for recipe in ("nvfp4", "mxfp8"))
     assert other is not None
-    assert other.asked == "mse"
+    assert (other.request.label, other.of_own_recipe) == ("mse", True)
     assert same is not None
-    assert same.asked is None
+    assert not same.of_own_recipe
 
 
 def test_a_recipe_may_be_spelled_in_two_ways() -> None:
     assert labels("fp8_delayed_scaling_mse", "delayed_scaling_mse") == ("delayed_scaling_mse",)
     assert labels("fp8_current_scaling_e5m2_mse", "fp8_current_e5m2_mse") == ("fp8_current_e5m2_mse",)
     assert labels("delayed_scaling_mse", "fp8_delayed_scaling_mse") == ("fp8_delayed_scaling_mse",)
+    assert labels("fp8_delayed_scaling_mse", "mse", "delayed_scaling_mse") == ("delayed_scaling_mse",)
 
 
 def test_the_element_format_in_a_name_is_part_of_it() -> None:

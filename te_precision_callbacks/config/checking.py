@@ -1,20 +1,19 @@
-"""The options of a section's features, held against their schemas, and what does not fit said in this project's words.
+"""The options of a section's features, read by their schemas, and what does not fit said in this project's words.
 
-checked = check_features({"FakeQuant": {...}}, place)     # raises ConfigError
-checked.options["FakeQuant"]                              # as written, a bare name as a list
+read = read_features({"FakeQuant": {...}}, place)     # raises ConfigError
+read["FakeQuant"]                                     # as written, a bare name as a list
+read["FakeQuant"].schema.holding("weight", "fprop")   # what holds for a tensor of a GEMM
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from te_precision_callbacks.config.effects import Effect
 from te_precision_callbacks.config.fields import Refused, item_of, names, words
 from te_precision_callbacks.config.levels import FeatureSchema, Misfit, levels
 from te_precision_callbacks.config.problems import KeyPath, Problems, meant_for, shown, suggestion
@@ -28,21 +27,26 @@ class Place(Protocol):
         """Where the key at this path below the features stands."""
 
 
-@dataclass(frozen=True)
-class CheckedFeatures:
-    """The enabled features of a section that have a schema.
+class ReadOptions(dict[str, Any]):
+    """A feature's options, as nvidia-dlfw-inspect carries them to it, and what they say.
+
+    As a mapping they are the options as written; what the schema takes as a bare name is a list.
 
     Attributes:
-        options: feature, as written -> its options, as written; what the schema takes as a bare name is a list.
-        effects: feature, as written -> what it does to the GEMMs of a layer.
+        schema: the options, typed.
     """
 
-    options: Mapping[str, Mapping[str, Any]]
-    effects: Mapping[str, Effect]
+    def __init__(self, written: Mapping[str, Any], schema: FeatureSchema) -> None:
+        super().__init__(schema.listed(written))
+        self.schema = schema
+
+    def __reduce__(self) -> tuple[type[ReadOptions], tuple[dict[str, Any], FeatureSchema]]:
+        """Pickled with both."""
+        return type(self), (dict(self), self.schema)
 
 
-def check_features(features: Mapping[str, Any], place: Place) -> CheckedFeatures:
-    """Check the features of one section.
+def read_features(features: Mapping[str, Any], place: Place) -> dict[str, ReadOptions]:
+    """Read the enabled features of one section that have a schema, by their names as written.
 
     Args:
         features: feature -> options. What has no schema is a user's own, and is not looked at; nor is what is not
@@ -52,8 +56,7 @@ def check_features(features: Mapping[str, Any], place: Place) -> CheckedFeatures
     Raises:
         ConfigError: all that the schemas do not take, in the order in which it stands there.
     """
-    options: dict[str, Mapping[str, Any]] = {}
-    effects: dict[str, Effect] = {}
+    found: dict[str, ReadOptions] = {}
     problems = Problems()
     for name, written in features.items():
         schema = schema_of(name)
@@ -62,14 +65,23 @@ def check_features(features: Mapping[str, Any], place: Place) -> CheckedFeatures
         if not isinstance(written, Mapping) or written.get("enabled") is not True:
             continue
         with problems.noted():
-            model = _validated(schema, name, written, place)
-            options[name] = model.model_dump(exclude_unset=True)
-            effects[name] = model.effect()
+            found[name] = ReadOptions(written, read_options(schema, name, written, place))
     problems.raise_any()
-    return CheckedFeatures(options, effects)
+    return found
 
 
-def _validated(schema: type[FeatureSchema], name: str, options: Mapping[str, Any], place: Place) -> FeatureSchema:
+def read_options(schema: type[FeatureSchema], name: str, options: Mapping[str, Any], place: Place) -> FeatureSchema:
+    """The options of one feature, typed.
+
+    Args:
+        schema: the feature's.
+        name: the feature's, as written.
+        options: as written.
+        place: where a key stands.
+
+    Raises:
+        ConfigError: all that the schema does not take.
+    """
     try:
         return schema.model_validate(dict(options))
     except ValidationError as error:

@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Strict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator, Strict
 from pydantic.fields import FieldInfo
 
+from te_precision_callbacks.config.conditions import ACTIVATION_OVERFLOW, NONFINITE, Condition, parse_condition
 from te_precision_callbacks.config.problems import nearest, shortened, shown, suggestion
+from te_precision_callbacks.config.sizes import size_in_bytes
 from te_precision_callbacks.statistics.names import (
     OWN_RECIPE,
     PREFIXES,
@@ -88,16 +90,15 @@ def _refused(
     return Refused(describe)
 
 
-def _tensor_statistic(entry: Any) -> Any:
+def _tensor_statistic(entry: Any) -> Request:
     try:
-        tensor_request(entry)
+        return tensor_request(entry)
     except UnknownStatisticError as error:
         known = (*TENSOR_STATISTICS, BLOCKWISE)
         raise _refused(entry, error, lambda: known, known) from error
-    return entry
 
 
-def _quantized(entry: Any, default_recipe: str = OWN_RECIPE) -> Request:
+def _quantized_statistic(entry: Any, default_recipe: str = OWN_RECIPE) -> Request:
     try:
         return quantized_request(entry, default_recipe)
     except UnknownStatisticError as error:
@@ -120,34 +121,43 @@ def _is_quantized_name(name: str) -> bool:
     return True
 
 
-def _fp8_statistic(entry: Any) -> Any:
-    _quantized(entry)
-    return entry
+def _fp8_statistic(entry: Any) -> Request:
+    return _quantized_statistic(entry)
 
 
-def _nvfp4_statistic(entry: Any) -> Any:
-    request = _quantized(entry, default_recipe="nvfp4")
+def _nvfp4_statistic(entry: Any) -> Request:
+    request = _quantized_statistic(entry, default_recipe="nvfp4")
     if request.recipe != "nvfp4":
         raise ValueError(
             f"has {shown(entry)}, a statistic of {request.recipe}; this feature has those of nvfp4 only."
             " LogFp8TensorStats has the others."
         )
-    return entry
+    return request
 
 
 _STATISTICS = f"statistics: {', '.join(TENSOR_STATISTICS)}, {{{BLOCKWISE}: {{block_size: 32, dims: 1}}}}"
 _QUANTIZED = f"STATISTIC being one of {', '.join(QUANTIZED_STATISTICS)}"
-TensorStatistic = Annotated[Any, AfterValidator(_tensor_statistic), Words(_STATISTICS)]
+TensorStatistic = Annotated[Request, PlainValidator(_tensor_statistic), Words(_STATISTICS)]
 Fp8Statistic = Annotated[
-    Any,
-    AfterValidator(_fp8_statistic),
+    Request,
+    PlainValidator(_fp8_statistic),
     Words(
         f"[RECIPE_[FORMAT_]]STATISTIC[_columnwise], {_QUANTIZED}, RECIPE one of {', '.join(RECIPES)}, and FORMAT, after"
         f" {', '.join(WITH_ELEMENT_FORMAT)}, one of {', '.join(ELEMENT_FORMATS)}"
     ),
 ]
 Nvfp4Statistic = Annotated[
-    Any, AfterValidator(_nvfp4_statistic), Words(f"[nvfp4_]STATISTIC[_columnwise], {_QUANTIZED}")
+    Request, PlainValidator(_nvfp4_statistic), Words(f"[nvfp4_]STATISTIC[_columnwise], {_QUANTIZED}")
+]
+Size = Annotated[
+    int,
+    PlainValidator(size_in_bytes),
+    Words("a number of bytes, or a text such as `10MB` (10^7) or `2GiB` (2 * 2^30)"),
+]
+When = Annotated[
+    Condition,
+    PlainValidator(parse_condition),
+    Words(f"`{NONFINITE}`, `{ACTIVATION_OVERFLOW}`, `STATISTIC > NUMBER` (or `>=`, `<`, `<=`)"),
 ]
 
 
@@ -189,6 +199,11 @@ Intervals = Annotated[
     AfterValidator(_intervals),
     Words("a list of [start, end] pairs of steps, in increasing order and not overlapping"),
 ]
+
+
+def is_list(field: FieldInfo) -> bool:
+    """Whether a field is a list, for whose only entry a bare name may stand."""
+    return get_origin(_plain(field.annotation)[0]) is list
 
 
 def names(field: FieldInfo) -> tuple[str, ...]:

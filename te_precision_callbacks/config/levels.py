@@ -1,20 +1,20 @@
 """What the schemas of features are put together from: their levels, and the keys that several features share.
 
-A feature's options are a mapping whose lists hold mappings: ``tensors_struct``, and ``gemms_struct``, which may hold
-``tensors_struct`` again. Each such mapping is a :class:`Level`; a key of an inner level wins over that of an outer one.
-Read from nvidia-dlfw-inspect 0.2.2, ``base.py``, and Transformer Engine 2.20.2, ``debug/features/api.py``.
+Each mapping in a feature's options, the options themselves and the items of its lists, is a :class:`Level`. What holds
+for a tensor of a GEMM, with the keys of all levels around it (:mod:`te_precision_callbacks.config.scopes`), is a
+:class:`Target`: the features get it with each call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
 from typing_extensions import Self
 
-from te_precision_callbacks.config.dumping import ConditionText, Size, in_words
 from te_precision_callbacks.config.effects import Effect, Pair
 from te_precision_callbacks.config.fields import (
     Fp8Statistic,
@@ -22,12 +22,17 @@ from te_precision_callbacks.config.fields import (
     ListOf,
     Nvfp4Statistic,
     QuantFormat,
+    Size,
     TensorStatistic,
+    When,
+    is_list,
     item_of,
     names,
     words,
 )
 from te_precision_callbacks.config.problems import KeyPath
+from te_precision_callbacks.config.scopes import Scope
+from te_precision_callbacks.statistics.names import Request
 from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.vocabulary import GEMMS, OPERANDS, RESULT, GemmName
 
@@ -60,36 +65,44 @@ class Level(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    def given(self) -> dict[str, Any]:
+        """The keys that are given, in this level and in the items of its lists."""
+        found = ((key, getattr(self, key)) for key in type(self).model_fields if key in self.model_fields_set)
+        return {key: _given(value) for key, value in found}
+
+    @classmethod
+    def listed(cls, written: Mapping[str, Any]) -> dict[str, Any]:
+        """Options that were checked, as written, but for bare names, which are lists of one."""
+        found = dict(written)
+        for key, field in cls.model_fields.items():
+            if is_list(field) and found.get(key) is not None:
+                item: Any = item_of(field)
+                entries = [found[key]] if isinstance(found[key], str) else list(found[key])
+                found[key] = entries if item is None else [item.listed(entry) for entry in entries]
+        return found
+
+
+def _given(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_given(entry) for entry in value]
+    return value.given() if isinstance(value, Level) else value
+
 
 @dataclass(frozen=True)
-class Scope:
-    """One item of a feature with the levels around it, outermost first; an inner value wins.
+class Target:
+    """What a feature acts on.
 
     Attributes:
-        levels: the path of each level in the feature's options, and the level.
+        tensor, gemm: None for all.
+        options: what holds there: an item of the feature's list of tensors or GEMMs, complete with what stands around
+            it, or the feature's options where it has no such list.
+        scope: where these values stand.
     """
 
-    levels: tuple[tuple[KeyPath, Level], ...]
-
-    def inside(self, keys: KeyPath, level: Level) -> Scope:
-        """The scope of an item at ``keys`` of the innermost level."""
-        return replace(self, levels=(*self.levels, ((*self.here, *keys), level)))
-
-    @property
-    def here(self) -> KeyPath:
-        """The path of the innermost level."""
-        return self.levels[-1][0]
-
-    def get(self, key: str) -> Any:
-        """What holds here: the innermost value, else the default."""
-        having = [level for _, level in reversed(self.levels) if hasattr(level, key)]
-        given = [level for level in having if key in level.model_fields_set]
-        return getattr((given or having)[0], key)
-
-    def path(self, key: str) -> KeyPath:
-        """Where the value that holds here stands; the innermost level where it stands nowhere."""
-        given = (path for path, level in reversed(self.levels) if key in level.model_fields_set)
-        return next(((*path, key) for path in given), self.here)
+    tensor: str | None
+    gemm: str | None
+    options: Any
+    scope: Scope
 
 
 class FeatureSchema(Level):
@@ -114,6 +127,42 @@ class FeatureSchema(Level):
         Raises:
             Misfit: keys that do not fit together.
         """
+        for target in self.targets:
+            self.check_target(target)
+
+    def check_target(self, target: Target) -> None:
+        """Check what holds for one tensor of one GEMM.
+
+        Raises:
+            Misfit: keys that do not fit together.
+        """
+
+    @cached_property
+    def targets(self) -> tuple[Target, ...]:
+        """What the feature acts on, in the order in which it stands in the config; all, if nothing else is said.
+
+        Raises:
+            Misfit: no tensor or GEMM is chosen, or one twice.
+        """
+        return (Target(None, None, self, self._scope),)
+
+    @property
+    def _scope(self) -> Scope:
+        return Scope.of(self.given())
+
+    def holding(self, tensor: str | None, gemm: str | None) -> list[Any]:
+        """The options that hold for a call, one for each item that names its tensor.
+
+        Args:
+            tensor, gemm: of the call; None where it has none.
+        """
+        found = [
+            target.options
+            for target in self.targets
+            if None in (tensor, target.tensor) or tensor == target.tensor
+            if None in (gemm, target.gemm) or gemm == target.gemm
+        ]
+        return found if tensor is not None else found[:1]
 
     def effect(self) -> Effect:
         """What the feature does to the GEMMs of a layer."""
@@ -125,20 +174,27 @@ def _refuse_both(level: Level, key: str) -> None:
         raise Misfit((f"{key}_struct",), f"stands beside {key!r}; keep one of the two.")
 
 
-def _refuse_twice(path: KeyPath, items: Sequence[Level], key: str) -> None:
-    """Refuse a second item for one name.
-
-    Args:
-        path: where the items stand.
-        items: they.
-        key: which of their keys holds the name.
-    """
+def _refuse_twice(found: Sequence[tuple[str, Scope]], what: str) -> None:
+    """Refuse a second item for one tensor or GEMM."""
     seen: set[str] = set()
-    for index, item in enumerate(items):
-        name = getattr(item, key)
-        if name in seen:
-            raise Misfit((*path, index, key), f"is {name!r} a second time; put what is meant for it into one item.")
-        seen.add(name)
+    for name, scope in found:
+        if what in scope.levels[-1][1]:
+            if name in seen:
+                raise Misfit((*scope.here, what), f"is {name!r} a second time; put what is meant for it into one item.")
+            seen.add(name)
+
+
+def _chosen(scope: Scope, what: Literal["tensor", "gemm"]) -> list[tuple[str, Scope]]:
+    """The tensors or GEMMs that a level chooses, each with what is given for it.
+
+    Raises:
+        Misfit: none.
+    """
+    found = [(name, inner) for name, inner in scope.chosen(what) if name is not None]
+    if not found:
+        example = "gemms: [fprop]" if what == "gemm" else "tensors: [activation, weight]"
+        raise Misfit(scope.here, f"has neither '{what}s' nor '{what}s_struct'. Write for example {example}.")
+    return found
 
 
 class TensorChoice(Level, Generic[NameT, TensorItemT]):
@@ -174,32 +230,16 @@ class GemmChoice(Level, Generic[GemmItemT]):
         _refuse_both(self, "gemms")
         return self
 
-    def gemm_scopes(self) -> Iterator[tuple[str, Scope]]:
-        """Each GEMM with its scope.
+    @cached_property
+    def chosen_gemms(self) -> Mapping[str, Scope]:
+        """Each GEMM, with what is given for it.
 
         Raises:
             Misfit: no GEMM at all, or one in two items.
         """
-        whole = Scope((((), self),))
-        if not self.gemms and not self.gemms_struct:
-            raise Misfit((), "has neither 'gemms' nor 'gemms_struct'. Write for example gemms: [fprop].")
-        _refuse_twice(("gemms_struct",), self.gemms_struct, "gemm")
-        yield from ((gemm, whole) for gemm in self.gemms)
-        for index, item in enumerate(self.gemms_struct):
-            yield item.gemm, whole.inside(("gemms_struct", index), item)  # type: ignore[attr-defined]
-
-
-def _tensor_scopes(scope: Scope) -> Iterator[tuple[str, Scope]]:
-    """Each tensor with its scope, from the innermost level that chooses tensors."""
-    for path, level in reversed(scope.levels):
-        if isinstance(level, TensorChoice) and (level.tensors or level.tensors_struct):
-            yield from ((name, scope) for name in level.tensors)
-            for index, item in enumerate(level.tensors_struct):
-                yield item.tensor, Scope((*scope.levels, ((*path, "tensors_struct", index), item)))
-            return
-    raise Misfit(
-        scope.here, "has neither 'tensors' nor 'tensors_struct'. Write for example tensors: [activation, weight]."
-    )
+        found = _chosen(Scope.of(self.given()), "gemm")
+        _refuse_twice(found, "gemm")
+        return dict(found)
 
 
 class OneTensor(Level, Generic[NameT]):
@@ -212,6 +252,13 @@ class OneGemm(Level):
     """An item of ``gemms_struct``."""
 
     gemm: GemmName = Field(description="The GEMM that the item is for.")
+
+
+def _target(schema: FeatureSchema, gemm: str | None, tensor: str, scope: Scope) -> Target:
+    """A tensor that a feature acts on."""
+    item: Any = item_of(type(schema).model_fields["tensors_struct"])
+    holds = {key: value for key, value in scope.merged().items() if key in item.model_fields}
+    return Target(tensor, gemm, item.model_construct(**{**holds, "tensor": tensor}), scope)
 
 
 class Scheduled(Level):
@@ -231,18 +278,22 @@ class Scheduled(Level):
         " `end_step` are then ignored. An end of -1, in the last pair only: no end.",
     )
 
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The steps."""
+        return Schedule.of(self.freq, self.start_step, self.end_step, self.start_end_list)
 
-_SCHEDULE_KEYS = ("freq", "start_step", "end_step", "start_end_list")
+    def check_schedule(self, scope: Scope) -> None:
+        """Refuse a schedule in which no step is.
 
-
-def _check_schedule(scope: Scope) -> None:
-    """Refuse a schedule in which no step is."""
-    start, end = scope.get("start_step") or 0, scope.get("end_step")
-    if not scope.get("start_end_list") and end is not None and -1 < end < start:
-        raise Misfit(scope.path("end_step"), f"is {end}, which is before 'start_step', {start}. -1 is no end.")
-    schedule = Schedule.of({key: scope.get(key) for key in _SCHEDULE_KEYS})
-    if schedule.at(-1)[1] is None:
-        raise Misfit(scope.path("freq"), f"leaves no step to act in: there are no {in_words(schedule)}.")
+        Raises:
+            Misfit: it is one.
+        """
+        start, end = self.start_step or 0, self.end_step
+        if not self.start_end_list and end is not None and -1 < end < start:
+            raise Misfit(scope.path("end_step"), f"is {end}, which is before 'start_step', {start}. -1 is no end.")
+        if self.schedule.at(-1)[1] is None:
+            raise Misfit(scope.path("freq"), f"leaves no step to act in: there are no {self.schedule}.")
 
 
 class TensorStatistics(Level):
@@ -292,7 +343,7 @@ class Dumped(Level):
         description="With `quantized_tensor`: write also what it consists of, decoded: codes as numbers, scales, amax,"
         " row- and columnwise, in plain layouts.",
     )
-    when: ListOf[ConditionText] = Field(
+    when: ListOf[When] = Field(
         default_factory=list,
         description="Write the tensor only in steps in which one of these holds: it has an inf or nan; a statistic of"
         " the same layer and tensor, which LogTensorStats, LogFp8TensorStats or LogNvfp4TensorStats collects in that"
@@ -312,12 +363,14 @@ class DumpLimits(Level):
     )
     max_bytes: Size = Field(
         "10GiB",
+        validate_default=True,
         description="Budget on disk, of each rank: dumping stops, with one message, before the files in its folder are"
         " larger than this together. Files of earlier runs in the same folder count.",
     )
     max_files: StrictInt = Field(10_000, ge=1, description="Budget of each rank in files.")
     max_memory: Size = Field(
         "1GiB",
+        validate_default=True,
         description="Memory of each rank for tensors that wait to be written; when it is full, training waits for the"
         " disk. As much again holds the tensors of a step until its end tells whether `when` holds; one that does not"
         " fit there is not written, which is said once.",
@@ -349,16 +402,44 @@ class Quantization(Margin):
 class ObservingFeature(TensorChoice[NameT, TensorItemT], FeatureSchema, Generic[NameT, TensorItemT]):
     """A feature that looks at tensors on a schedule."""
 
-    def check(self) -> None:
-        """Check each tensor's schedule, and what is wanted of it."""
-        for _, scope in _tensor_scopes(Scope((((), self),))):
-            _check_schedule(scope)
-            self.check_tensor(scope)
+    @cached_property
+    def targets(self) -> tuple[Target, ...]:
+        """The listed tensors."""
+        return tuple(_target(self, None, tensor, scope) for tensor, scope in _chosen(self._scope, "tensor"))
 
-    def check_tensor(self, scope: Scope) -> None:
-        """Check what is wanted of one tensor."""
-        if not scope.get("stats"):
-            raise Misfit(scope.here, f"has no 'stats', {words(type(self).model_fields['stats'])}.")
+    def check_target(self, target: Target) -> None:
+        """Check a tensor's schedule."""
+        target.options.check_schedule(target.scope)
+
+
+class LoggedTensor(Scheduled, OneTensor[NameT], Generic[NameT]):
+    """A tensor of which statistics are logged."""
+
+    if TYPE_CHECKING:
+        stats: list[Request]
+
+    @cached_property
+    def requests(self) -> tuple[Request, ...]:
+        """The statistics, as they are asked of this tensor."""
+        return tuple(request.of(self.tensor) for request in self.stats)
+
+    def requests_for(self, *, is_quantized: bool) -> tuple[Request, ...]:
+        """The statistics that are wanted of the tensor in a step.
+
+        Args:
+            is_quantized: whether it is quantized there.
+        """
+        return self.requests
+
+
+class LoggingFeature(ObservingFeature[NameT, TensorItemT], Generic[NameT, TensorItemT]):
+    """A feature that logs statistics of tensors."""
+
+    def check_target(self, target: Target) -> None:
+        """Check a tensor's schedule, and that something is wanted of it."""
+        super().check_target(target)
+        if not target.options.stats:
+            raise Misfit(target.scope.here, f"has no 'stats', {words(type(self).model_fields['stats'])}.")
 
 
 class ModifyingFeature(
@@ -366,37 +447,35 @@ class ModifyingFeature(
 ):
     """A feature that puts another tensor in a tensor's place."""
 
-    def targets(self) -> Iterator[tuple[str, str, Scope]]:
-        """GEMM, tensor, and what holds for them, of all that are listed."""
-        for gemm, outer in self.gemm_scopes():
-            for tensor, scope in _tensor_scopes(outer):
-                yield gemm, tensor, scope
+    @cached_property
+    def targets(self) -> tuple[Target, ...]:
+        """The listed tensors of the listed GEMMs."""
+        return tuple(
+            _target(self, gemm, tensor, scope)
+            for gemm, outer in self.chosen_gemms.items()
+            for tensor, scope in _chosen(outer, "tensor")
+        )
 
     def modifies(self) -> tuple[Pair, ...]:
         """The listed tensors that take part in the GEMM that they are listed for."""
-        return tuple((gemm, tensor) for gemm, tensor, _ in self.targets() if tensor in TAKES_PART[gemm])
+        listed = ((str(target.gemm), str(target.tensor)) for target in self.targets)
+        return tuple((gemm, tensor) for gemm, tensor in listed if tensor in TAKES_PART[gemm])
 
     def check(self) -> None:
         """Check what holds for each tensor, and that some tensor is changed at all."""
-        for _, outer in self.gemm_scopes():
-            for path, level in outer.levels:
-                items = level.tensors_struct if isinstance(level, TensorChoice) else ()
-                _refuse_twice((*path, "tensors_struct"), items, "tensor")
-        for _, _, scope in self.targets():
-            self.check_target(scope)
+        for outer in self.chosen_gemms.values():
+            _refuse_twice(_chosen(outer, "tensor"), "tensor")
+        super().check()
         if not self.modifies():
             raise Misfit((), f"can never act: {self._idle()}.")
 
-    def check_target(self, scope: Scope) -> None:
-        """Check what holds for one tensor of one GEMM."""
-
     def _idle(self) -> str:
         """Why no tensor is changed."""
-        listed = dict.fromkeys(repr(tensor) for _, tensor, _ in self.targets())
+        listed = dict.fromkeys(repr(target.tensor) for target in self.targets)
         possible = names(type(self).model_fields["tensors"])
         has = {
             gemm: ", ".join(repr(tensor) for tensor in TAKES_PART[gemm] if tensor in possible)
-            for gemm, _, _ in self.targets()
+            for gemm in self.chosen_gemms
         }
         gemms = "; ".join(f"{gemm!r} has {tensors}" for gemm, tensors in has.items())
         return f"none of its tensors ({', '.join(listed)}) takes part in its GEMMs. {gemms}"

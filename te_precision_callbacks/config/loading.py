@@ -198,14 +198,14 @@ def _section(name: str, body: Any, places: Places, known: _Known) -> Section:
 
 def _with_checked_features(section: Section) -> Section:
     # Not above: the schemas import pydantic and numpy, and `python -m` wants to run them as their only copy.
-    from te_precision_callbacks.config.checking import check_features
+    from te_precision_callbacks.config.checking import read_features
 
     features = section.features[NAMESPACE]
-    checked = check_features(features, functools.partial(section.place, NAMESPACE))
+    read = read_features(features, functools.partial(section.place, NAMESPACE))
     section = replace(
         section,
-        features={**section.features, NAMESPACE: {**features, **checked.options}},
-        effects=checked.effects,
+        features={**section.features, NAMESPACE: {**features, **read}},
+        effects={feature: options.schema.effect() for feature, options in read.items()},
     )
     problems = Problems()
     for problem in conflicts([section], f"the layers of {shown(section.name)}"):

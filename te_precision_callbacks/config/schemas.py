@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from pydantic.fields import FieldInfo
 
@@ -27,6 +28,8 @@ from te_precision_callbacks.config.levels import (
     FeatureSchema,
     Fp8Statistics,
     GemmChoice,
+    LoggedTensor,
+    LoggingFeature,
     Margin,
     Misfit,
     ModifyingFeature,
@@ -36,19 +39,20 @@ from te_precision_callbacks.config.levels import (
     OneTensor,
     Quantization,
     Scheduled,
-    Scope,
+    Target,
     TensorChoice,
     TensorStatistics,
     levels,
 )
+from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
 from te_precision_callbacks.vocabulary import OperandName, TensorName
 
 
-class LogTensorStatsItem(Scheduled, TensorStatistics, OneTensor[TensorName]):
+class LogTensorStatsItem(TensorStatistics, LoggedTensor[TensorName]):
     """One tensor of LogTensorStats."""
 
 
-class LogTensorStats(Scheduled, TensorStatistics, ObservingFeature[TensorName, LogTensorStatsItem]):
+class LogTensorStats(Scheduled, TensorStatistics, LoggingFeature[TensorName, LogTensorStatsItem]):
     """Logs statistics of tensors as they are before quantization, over all micro-batches and ranks of a step."""
 
     example = """
@@ -69,11 +73,17 @@ tensor_statistics:
 """
 
 
-class LogFp8TensorStatsItem(Scheduled, Fp8Statistics, OneTensor[OperandName]):
+class LogFp8TensorStatsItem(Fp8Statistics, LoggedTensor[OperandName]):
     """One tensor of LogFp8TensorStats."""
 
+    def requests_for(self, *, is_quantized: bool) -> tuple[Request, ...]:
+        """The statistics; with ``only_quantized`` those that need no quantized tensor, where there is none."""
+        if is_quantized or not self.only_quantized:
+            return self.requests
+        return tuple(request for request in self.requests if request.recipe != OWN_RECIPE)
 
-class LogFp8TensorStats(Scheduled, Fp8Statistics, ObservingFeature[OperandName, LogFp8TensorStatsItem]):
+
+class LogFp8TensorStats(Scheduled, Fp8Statistics, LoggingFeature[OperandName, LogFp8TensorStatsItem]):
     """Logs what quantization does to the operands of the GEMMs: what is lost below and above, the error, the scales.
 
     It can also tell what another recipe than the layer's own would do to the same tensors.
@@ -93,11 +103,11 @@ quantization_statistics:
 """
 
 
-class LogNvfp4TensorStatsItem(Scheduled, Nvfp4Statistics, OneTensor[OperandName]):
+class LogNvfp4TensorStatsItem(Nvfp4Statistics, LoggedTensor[OperandName]):
     """One tensor of LogNvfp4TensorStats."""
 
 
-class LogNvfp4TensorStats(Scheduled, Nvfp4Statistics, ObservingFeature[OperandName, LogNvfp4TensorStatsItem]):
+class LogNvfp4TensorStats(Scheduled, Nvfp4Statistics, LoggingFeature[OperandName, LogNvfp4TensorStatsItem]):
     """Logs what quantization to NVFP4 does to the operands of the GEMMs."""
 
     example = """
@@ -139,13 +149,14 @@ backward_in_high_precision:
       gemms: [dgrad, wgrad]
 """
 
-    def check(self) -> None:
-        """Check that there is a GEMM, and none twice."""
-        list(self.gemm_scopes())
+    @cached_property
+    def targets(self) -> tuple[Target, ...]:
+        """The listed GEMMs."""
+        return tuple(Target(None, gemm, self, scope) for gemm, scope in self.chosen_gemms.items())
 
     def effect(self) -> Effect:
         """The listed GEMMs run in high precision."""
-        return Effect(high_precision=tuple(gemm for gemm, _ in self.gemm_scopes()))
+        return Effect(high_precision=tuple(self.chosen_gemms))
 
 
 class DisableFP8GEMM(DisableQuantizationGEMM):
@@ -276,11 +287,11 @@ what_if_gradients_were_e5m2:
 
     def effect(self) -> Effect:
         """Tensors are replaced, and the listed GEMMs run in high precision."""
-        return Effect(self.modifies(), high_precision=tuple(gemm for gemm, _ in self.gemm_scopes()))
+        return Effect(self.modifies(), high_precision=tuple(self.chosen_gemms))
 
-    def check_target(self, scope: Scope) -> None:
+    def check_target(self, target: Target) -> None:
         """Check that there is a format, and no margin where the format's blocks give the scales."""
-        quant_format, margin = scope.get("quant_format"), scope.get("margin")
+        scope, quant_format, margin = target.scope, target.options.quant_format, target.options.margin
         if quant_format is None:
             raise Misfit(scope.here, f"has no 'quant_format', {words(FakeQuant.model_fields['quant_format'])}.")
         if quant_format.startswith("MXFP8") and margin:
@@ -320,11 +331,12 @@ dump_what_is_not_finite:
           start_end_list: [[120, 125]]
 """
 
-    def check_tensor(self, scope: Scope) -> None:
-        """Check that something is written."""
-        if not scope.get("high_precision_tensor") and not scope.get("quantized_tensor"):
+    def check_target(self, target: Target) -> None:
+        """Check a tensor's schedule, and that something is written."""
+        super().check_target(target)
+        if not target.options.high_precision_tensor and not target.options.quantized_tensor:
             raise Misfit(
-                scope.here,
+                target.scope.here,
                 "would write nothing: neither high_precision_tensor nor quantized_tensor is set. Set one of them to"
                 " True.",
             )

@@ -2,7 +2,7 @@
 
     recorder = Recorder(log_dir, file_format="safetensors", report=failures.report)
     recorder.note(seen, wanted)             # in a forward or backward: a snapshot, nothing waits for the device
-    recorder.learn(measurements)            # the statistics of the step
+    recorder.learn(measured)                # the statistics of the step
     recorder.end_step()                     # what is held is written or dropped
     recorder.close()                        # when everything is on the disk
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -25,16 +25,9 @@ from typing import NamedTuple
 
 import torch
 
-from te_precision_callbacks.config.dumping import (
-    ACTIVATION_OVERFLOW,
-    NONFINITE,
-    Collected,
-    Condition,
-    find_statistic,
-    is_of_the_layers_recipe,
-    missing_statistic,
-    no_detection,
-)
+from te_precision_callbacks.config.collecting import Collected, read_by
+from te_precision_callbacks.config.conditions import ACTIVATION_OVERFLOW, NONFINITE, Condition, Event, Threshold
+from te_precision_callbacks.config.dumping import is_of_the_layers_recipe, missing_statistic, no_detection
 from te_precision_callbacks.dumps.budget import Budget, Limits
 from te_precision_callbacks.dumps.contents import Dump, dump_of, kind_is_known
 from te_precision_callbacks.dumps.errors import DumpError
@@ -45,7 +38,7 @@ from te_precision_callbacks.dumps.wanted import Wanted, has_nonfinite, quantized
 from te_precision_callbacks.dumps.writer import Stop, Writer
 from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.ranks import own_rank
-from te_precision_callbacks.statistics.series import Measurement
+from te_precision_callbacks.statistics.series import Measured
 from te_precision_callbacks.vocabulary import recipe_of
 from te_precision_callbacks.watched import Watched
 
@@ -67,11 +60,10 @@ class _Job(NamedTuple):
 
 
 class _OnStatistic(NamedTuple):
-    """A condition, and the names in the log that its statistic may have; :attr:`Collected.asked`."""
+    """A condition, and what is collected for it."""
 
-    condition: Condition
-    labels: tuple[str, ...]
-    asked: str | None
+    condition: Threshold
+    collected: Collected
 
 
 @dataclass
@@ -129,7 +121,7 @@ class Recorder:
         self._held_bytes = 0
         self._nonfinite: list[int] = []
         self._micro_batches: dict[tuple[str, str, int], int] = {}
-        self._learned: dict[tuple[str, str], dict[str, float]] = {}
+        self._learned: list[Measured] = []
 
     # ------------------------------------------------------------------ the life of a run
 
@@ -242,33 +234,33 @@ class Recorder:
         statistics: list[_OnStatistic] = []
         overflow = False
         for condition in wanted.conditions:
-            if condition.text == NONFINITE:
+            if condition is Event.NONFINITE:
                 nonfinite = has_nonfinite(seen)
                 if nonfinite is not None and nonfinite.device.type == "cpu":
                     if nonfinite.item():
                         return None
                     nonfinite = None
-            elif condition.text == ACTIVATION_OVERFLOW:
+            elif condition is Event.ACTIVATION_OVERFLOW:
                 overflow = self._detects_overflow
                 if not overflow:
                     self._complain(condition, seen, no_detection())
             else:
                 statistic = self._statistic(condition, seen, collected())
                 if statistic is not None:
-                    statistics.append(_OnStatistic(condition, statistic.labels, statistic.asked))
+                    statistics.append(_OnStatistic(condition, statistic))
         return nonfinite, tuple(statistics), overflow
 
-    def _statistic(self, condition: Condition, seen: Watched, collected: Mapping[str, Collected]) -> Collected | None:
+    def _statistic(self, condition: Threshold, seen: Watched, collected: Mapping[str, Collected]) -> Collected | None:
         """The statistic of a condition, if there is one in this step."""
-        found = find_statistic(str(condition.statistic), collected, _recipe_of_quantized(seen))
+        found = read_by(condition, collected, _recipe_of_quantized(seen))
         if found is None:
-            self._complain(condition, seen, missing_statistic(condition, collected, seen.layer, seen.tensor))
+            self._complain(condition, seen, missing_statistic(condition, collected, [seen.layer], seen.tensor))
             return None
         return found if any(schedule.at(seen.iteration)[0] for schedule in found.schedules) else None
 
     def _complain(self, condition: Condition, seen: Watched, text: str) -> None:
         """Report a condition that can never hold, once, with the first tensor."""
-        if self._notices.first(condition.text):
+        if self._notices.first(condition):
             error = DumpError(f"{text} Further tensors with this condition are not named.")
             self._report("dumping", f"{seen.layer} {seen.tensor}", error)
 
@@ -302,19 +294,14 @@ class Recorder:
 
     # ------------------------------------------------------------------ the end of a step
 
-    def learn(self, measurements: Iterable[Measurement]) -> None:
+    def learn(self, measured: Measured) -> None:
         """Take the statistics of the step that is ending."""
-        if not self._held:
-            return
-        names = {(held.job.dump.header.layer, held.job.dump.header.tensor) for held in self._held if held.statistics}
-        for measurement in measurements:
-            if (measurement.layer, measurement.tensor) in names and isinstance(measurement.value, float):
-                values = self._learned.setdefault((measurement.layer, measurement.tensor), {})
-                values[measurement.statistic] = measurement.value
+        if any(held.statistics for held in self._held):
+            self._learned.append(measured)
 
     def _decide(self) -> None:
         held, self._held, self._held_bytes = self._held, [], 0
-        learned, self._learned = self._learned, {}
+        learned, self._learned = self._learned, []
         overflowed, self.overflowed = self.overflowed, False
         flags = _read([entry.nonfinite for entry in held])
         at_once, self._nonfinite = self._nonfinite, []
@@ -333,26 +320,26 @@ class Recorder:
                 ", ".join(reasons),
             )
 
-    def _statistic_that_holds(self, entry: _Held, learned: Mapping[tuple[str, str], Mapping[str, float]]) -> str | None:
+    def _statistic_that_holds(self, entry: _Held, learned: Sequence[Measured]) -> str | None:
         header = entry.job.dump.header
-        values = learned.get((header.layer, header.tensor), {})
-        for condition, labels, asked in entry.statistics:
-            value = next((values[label] for label in labels if label in values), None)
+        for condition, found in entry.statistics:
+            values = (one.value(header.layer, header.tensor, label) for label in found.labels for one in learned)
+            value = next((value for value in values if value is not None), None)
             if value is None:
                 self._say_once(
-                    ("not had", condition.text),
+                    ("not had", condition),
                     "DumpTensors: the condition %r of %s of %s is not met in iteration %s: %s. This is said once, and"
                     " further tensors are not named.",
-                    condition.text,
+                    str(condition),
                     header.tensor,
                     header.layer,
                     header.iteration,
-                    is_of_the_layers_recipe(condition, asked, header.recipe)
-                    if asked is not None
+                    is_of_the_layers_recipe(condition, found.request.label, header.recipe)
+                    if found.of_own_recipe
                     else "the statistic was due, and could not be had",
                 )
             elif condition.holds(value):
-                return f"{condition.text} ({value:.4g} of {header.tensor} of {header.layer})"
+                return f"{condition} ({value:.4g} of {header.tensor} of {header.layer})"
         return None
 
     def _tell(self) -> None:

@@ -1,22 +1,24 @@
 """What DumpTensors wants of a tensor, and what there is of one; for :mod:`te_precision_callbacks.dumps.recording`.
 
-wanted = Wanted.of({"high_precision_tensor": True, "when": "nonfinite"})
+wanted = Wanted(high_precision=True, conditions=(Event.NONFINITE,))
 quantized, columnwise_from = quantized_form(Watched("fc1", "activation", 7, x, rowwise, columnwise))
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_precision_callbacks.config.dumping import Condition, conditions_of, size_in_bytes
+from te_precision_callbacks.config.conditions import Condition
 from te_precision_callbacks.dumps.budget import Limits
 from te_precision_callbacks.dumps.contents import kind_is_known
-from te_precision_callbacks.dumps.files import SAFETENSORS, TORCH
+from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.watched import Watched
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.config.schemas import DumpTensors, DumpTensorsItem
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,14 @@ class Wanted:
     """What the options of DumpTensors ask for.
 
     Attributes:
+        schedule: when.
         high_precision, quantized, internals: what of a tensor.
         conditions: one of which must hold; none: always.
         file_format: None for the default of whoever has started the recorder.
         limits: the budget.
     """
 
+    schedule: Schedule = field(default_factory=Schedule)
     high_precision: bool = False
     quantized: bool = False
     internals: bool = True
@@ -38,40 +42,22 @@ class Wanted:
     limits: Limits = field(default_factory=Limits)
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Wanted:
-        """From a feature's options.
+    def of(cls, tensor: DumpTensorsItem, options: DumpTensors) -> Wanted:
+        """What is wanted of one tensor.
 
-        Raises:
-            ValueError: a value that they do not take; a config that was checked has none.
+        Args:
+            tensor: what holds for it.
+            options: all of the feature's.
         """
-        file_format = options.get("file_format")
-        if file_format not in (None, SAFETENSORS, TORCH):
-            raise ValueError(f"'file_format' is one of {SAFETENSORS}, {TORCH}, not {file_format!r}")
-        default = Limits()
-        limits = Limits(
-            max_bytes=_size(options, "max_bytes", default.max_bytes),
-            max_files=int(options.get("max_files", default.max_files)),
-            max_memory=_size(options, "max_memory", default.max_memory),
-        )
-        try:
-            conditions = conditions_of(options)
-        except ValueError as error:
-            raise ValueError(f"'when' {error}") from error
         return cls(
-            high_precision=bool(options.get("high_precision_tensor", False)),
-            quantized=bool(options.get("quantized_tensor", False)),
-            internals=bool(options.get("dump_quantized_internals", True)),
-            conditions=conditions,
-            file_format=file_format,
-            limits=limits,
+            schedule=tensor.schedule,
+            high_precision=tensor.high_precision_tensor,
+            quantized=tensor.quantized_tensor,
+            internals=tensor.dump_quantized_internals,
+            conditions=tuple(tensor.when),
+            file_format=options.file_format,
+            limits=Limits(options.max_bytes, options.max_files, options.max_memory),
         )
-
-
-def _size(options: Mapping[str, Any], key: str, default: int) -> int:
-    try:
-        return size_in_bytes(options.get(key, default))
-    except ValueError as error:
-        raise ValueError(f"{key!r} {error}") from error
 
 
 def quantized_form(watched: Watched) -> tuple[Any, Any]:

@@ -100,6 +100,16 @@ class Request:
         statistic = f"{self.statistic.name}{_COLUMNWISE}" if self.columnwise else self.statistic.name
         return f"{self.label.removesuffix(statistic)}{name}{_COLUMNWISE if self.columnwise else ''}"
 
+    def of(self, tensor: str) -> Request:
+        """This request, asked of a tensor: blocks are looked at in both orientations where two GEMMs read it so."""
+        if self.blocks is None or tensor not in ("activation", "weight"):
+            return self
+        return replace(self, label=f"{self.label}_max_over_orientations", blocks=replace(self.blocks, both=True))
+
+    def is_same(self, other: Request) -> bool:
+        """Whether both are one number, however their recipe is spelled."""
+        return replace(self, label=other.label) == other
+
     def under(self, recipe: str) -> Request:
         """This request of a layer that runs no recipe: what ``recipe`` would give, and called that."""
         return replace(self, label=f"{recipe}_{self.label}", recipe=recipe)
@@ -117,15 +127,15 @@ def tensor_request(entry: object, tensor_name: str = "") -> Request:
         UnknownStatisticError: there is no such statistic.
     """
     if isinstance(entry, Mapping):
-        return _blockwise_request(entry, tensor_name)
+        return _blockwise_request(entry).of(tensor_name)
     if not isinstance(entry, str) or entry not in (*TENSOR_STATISTICS, BLOCKWISE):
         raise UnknownStatisticError(f"there is no statistic {entry!r} of a tensor")
     if entry == BLOCKWISE:
-        return _blockwise_request({BLOCKWISE: {}}, tensor_name)
+        return _blockwise_request({BLOCKWISE: {}}).of(tensor_name)
     return Request(entry, STATISTICS[entry])
 
 
-def _blockwise_request(entry: Mapping[Any, Any], tensor_name: str) -> Request:
+def _blockwise_request(entry: Mapping[Any, Any]) -> Request:
     if list(entry) != [BLOCKWISE]:
         raise UnknownStatisticError(f"only {BLOCKWISE!r} takes parameters, not {', '.join(map(repr, entry))}")
     parameters = entry[BLOCKWISE] if entry[BLOCKWISE] is not None else {}
@@ -139,9 +149,7 @@ def _blockwise_request(entry: Mapping[Any, Any], tensor_name: str) -> Request:
         raise UnknownStatisticError(f"block_size of {BLOCKWISE!r} is a number of elements above 0, not {size!r}")
     if type(dims) is not int or dims not in (1, 2):
         raise UnknownStatisticError(f"dims of {BLOCKWISE!r} is 1 or 2, not {dims!r}")
-    blocks = Blocks(size, dims, tensor_name in ("activation", "weight"))
-    suffix = "_max_over_orientations" if blocks.both else ""
-    return Request(f"{BLOCKWISE}_block_size_{size}_dims_{dims}{suffix}", STATISTICS[BLOCKWISE], blocks=blocks)
+    return Request(f"{BLOCKWISE}_block_size_{size}_dims_{dims}", STATISTICS[BLOCKWISE], blocks=Blocks(size, dims))
 
 
 def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Request:

@@ -1,7 +1,8 @@
 """When a feature acts: ``freq``, ``start_step``, ``end_step`` and ``start_end_list`` of its options.
 
-    schedule = Schedule.of({"freq": 10, "start_step": 5})
+    schedule = Schedule.of(freq=10, start_step=5)
     schedule.at(7)      # (False, 10): not in iteration 7, next in iteration 10
+    str(schedule)       # "steps 5 on that are multiples of 10"
 
 The meaning is Transformer Engine's (2.20.2, ``debug/features/utils/__init__.py: next_enabled_iter``): an iteration is
 in the schedule if it is a multiple of ``freq`` and lies in an interval, both ends included. Unlike there, an end of -1
@@ -13,9 +14,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,16 @@ class Schedule:
     intervals: tuple[tuple[int, float], ...] = ((0, math.inf),)
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Schedule:
-        """The schedule that a feature's options ask for."""
-        pairs = options.get("start_end_list")
-        if not pairs:
-            pairs = [(options.get("start_step"), options.get("end_step"))]
-        intervals = sorted((int(start or 0), _end(end)) for start, end in pairs)
-        return cls(int(options.get("freq", 1)), tuple(intervals))
+    def of(
+        cls,
+        freq: int = 1,
+        start_step: int | None = None,
+        end_step: int | None = None,
+        start_end_list: Sequence[Sequence[int | None]] | None = None,
+    ) -> Schedule:
+        """The schedule that the keys of a feature ask for."""
+        pairs = start_end_list or [(start_step, end_step)]
+        return cls(freq, tuple(sorted((start or 0, _end(end)) for start, end in pairs)))
 
     def at(self, iteration: int) -> tuple[bool, int | None]:
         """Whether something is due in an iteration, and the next iteration after it in which it is; None for never."""
@@ -48,6 +51,25 @@ class Schedule:
             if candidate <= end:
                 return due, candidate
         return due, None
+
+    def meets(self, other: Schedule) -> bool:
+        """Whether there is an iteration that is in both: a multiple of both frequencies in an interval of each."""
+        both = math.lcm(self.freq, other.freq)
+        for start, end in self.intervals:
+            for other_start, other_end in other.intervals:
+                first = max(start, other_start)
+                if first + -first % both <= min(end, other_end):
+                    return True
+        return False
+
+    def __str__(self) -> str:
+        """``steps 0 to 10 that are multiples of 2``."""
+        parts = [
+            f"{start} on" if math.isinf(end) else str(start) if start == end else f"{start} to {end:.0f}"
+            for start, end in self.intervals
+        ]
+        multiples = f" that are multiples of {self.freq}" if self.freq > 1 else ""
+        return f"steps {' and '.join(parts)}{multiples}" if parts != ["0 on"] or multiples else "every step"
 
 
 @functools.lru_cache(maxsize=4)

@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -120,6 +121,10 @@ class SeriesTable:
     def __getitem__(self, number: int) -> Series:
         return self._series[number]
 
+    def find(self, layer: str, tensor: str, statistic: str, gemm: str | None = None) -> int | None:
+        """The number of a series; None where it has none. The arguments are those of :meth:`intern`."""
+        return self._numbers.get((layer, tensor, statistic, gemm))
+
     def intern(self, layer: str, tensor: str, statistic: str, gemm: str | None = None) -> int:
         """The number of a series, a new one where it has none.
 
@@ -170,6 +175,20 @@ class Measured:
 
     def __len__(self) -> int:
         return len(self.series) + len(self.histograms)
+
+    def value(self, layer: str, tensor: str, statistic: str) -> float | None:
+        """One of the numbers; None where the step has it not.
+
+        Args:
+            layer, tensor: whose it is.
+            statistic: its name in logs.
+        """
+        number = self.table.find(layer, tensor, statistic)
+        return None if number is None else self._by_series.get(number)
+
+    @cached_property
+    def _by_series(self) -> Mapping[int, float]:
+        return dict(zip(self.series.tolist(), self.values.tolist(), strict=True))
 
     def __iter__(self) -> Iterator[Measurement]:
         numbers = zip(self.series.tolist(), self.values.tolist(), strict=True)

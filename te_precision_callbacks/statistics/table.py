@@ -137,6 +137,14 @@ class Statistic:
     worse: Worse = Worse.HIGH
     misses: tuple[str, ...] = ()
 
+    def __reduce__(self) -> tuple[Callable[[str], Statistic], tuple[str]]:
+        """Pickled by its name: another process has the same table."""
+        return _row, (self.name,)
+
+
+def _row(name: str) -> Statistic:
+    return STATISTICS[name]
+
 
 def _or_zero(condition: npt.NDArray[np.bool_], values: Values) -> Values:
     return np.where(condition, values, 0.0)

@@ -41,7 +41,7 @@ def is_due(iteration: int, options: dict[str, Any]) -> bool:
 
 
 def assert_as_enumerated(options: dict[str, Any], last: int) -> None:
-    schedule = Schedule.of(options)
+    schedule = Schedule.of(**options)
     due = [iteration for iteration in range(2 * last) if is_due(iteration, options)]
     for iteration in range(last):
         following = next((later for later in due if later > iteration), None)
@@ -70,7 +70,7 @@ def test_transformer_engines(options: dict[str, Any]) -> None:
             (start, math.inf if end in (None, -1) else end) for start, end in options["start_end_list"]
         ]}  # fmt: skip
     start, end, pairs = (options.get(key) for key in ("start_step", "end_step", "start_end_list"))
-    schedule = Schedule.of(options)
+    schedule = Schedule.of(**options)
     for iteration in range(LAST):
         theirs = next_enabled_iter(start, end, pairs, options.get("freq", 1), iteration)
         assert schedule.at(iteration) == theirs, iteration
@@ -81,4 +81,4 @@ def test_upstreams_end_of_minus_1_is_never() -> None:
     from transformer_engine.debug.features.utils import next_enabled_iter
 
     assert next_enabled_iter(0, -1, None, 1, 0) == (False, None)
-    assert Schedule.of({"start_step": 0, "end_step": -1}).at(0) == (True, 1)
+    assert Schedule.of(start_step=0, end_step=-1).at(0) == (True, 1)

@@ -142,7 +142,8 @@ def test_two_features_that_modify_one_tensor(tmp_path: Path) -> None:
     [
         ("LogTensorStats", {"enabled": True, "tensors": ["weight"], "stats": ["maximum"]}, "'maximum'"),
         ("LogTensorStats", {"enabled": True, "stats": ["max"]}, "neither 'tensors' nor 'tensors_struct'"),
-        ("LogTensorStats", {"enabled": True, "tensors": ["weight"], "stats": ["max"], "freq": 0}, "ZeroDivision"),
+        ("LogTensorStats", {"enabled": True, "tensors": ["weight"], "stats": ["max"], "freq": 0}, "'freq' of .* not 0"),
+        ("LogTensorStats", {"enabled": True, "tensors": ["weight"], "stat": ["max"]}, "no key 'stat' .*'stats'"),
         ("LogTensorStats", {"enable": True, "tensors": ["weight"], "stats": ["max"]}, "no 'enabled'"),
         ("FakeQuant", {"enabled": True, "tensors": ["weight"]}, "neither 'gemms' nor 'gemms_struct'"),
         ("DisableFP8GEMM", {"enabled": True}, "neither 'gemms' nor 'gemms_struct'"),

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import transformer_engine.pytorch as te
 from transformer_engine.debug.features.api import TEConfigAPIMapper
 
+from te_precision_callbacks.config import levels
+from te_precision_callbacks.features import base
 from te_precision_callbacks.features.base import matching_options
+from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.statistics.schedule import Schedule
+from tests.features.plain import linear, plain, train
 
 TENSORS = ["activation", "weight", "gradient"]
 GEMMS = ["fprop", "dgrad", "wgrad"]
@@ -62,3 +71,43 @@ def test_more_than_upstream() -> None:
         {"tensor": "weight", "freq": 5},
     ]
     assert matching_options({"enabled": True, "mine": 1}, tensor="weight", gemm="fprop") == [{"mine": 1}]
+
+
+READ = {
+    "LogTensorStats": {
+        "enabled": True,
+        "freq": 2,
+        "tensors_struct": [{"tensor": "activation", "stats": "max"}, {"tensor": "weight", "stats": "min", "freq": 1}],
+    },
+    "FakeQuant": {"enabled": True, "gemms": "fprop", "tensors": "weight", "quant_format": "FP8E4M3"},
+    "DumpTensors": {"enabled": True, "tensors": "weight", "high_precision_tensor": True, "when": "min > 0"},
+}
+
+
+def test_options_are_read_once_for_an_entry_of_the_config(tmp_path: Path) -> None:
+    """Whatever the layers, tensors and steps: of each feature the options, of each of its tensors the schedule."""
+    with (
+        mock.patch.object(base, "read_options", wraps=base.read_options) as read,
+        mock.patch.object(Schedule, "of", wraps=Schedule.of) as scheduled,
+        plain(READ, tmp_path) as logged,
+    ):
+        nets = torch.nn.Sequential(linear(), te.Linear(32, 32, name="linear_2"))
+        train(nets, 3)
+        assert sorted(call.args[1] for call in read.call_args_list) == sorted(READ)
+        assert scheduled.call_count == 3
+    assert logged.iterations("linear_activation_max") == logged.iterations("linear_2_activation_max") == [0, 2]
+    assert logged.iterations("linear_2_weight_min") == [0, 1, 2]
+
+
+def test_nothing_is_read_in_a_session_that_was_started(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+    config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": READ}}
+    with InspectSession(config, model=net, log_dir=tmp_path, strict=True) as session:
+        with (
+            mock.patch.object(levels.FeatureSchema, "model_validate", side_effect=AssertionError),
+            mock.patch.object(Schedule, "of", side_effect=AssertionError),
+        ):
+            train(net, 3, session)
+    assert {(row.layer, row.tensor, row.statistic) for row in session.last_statistics} == {
+        (layer, *number) for layer in "01" for number in (("activation", "max"), ("weight", "min"))
+    }

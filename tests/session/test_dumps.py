@@ -374,7 +374,7 @@ def test_what_cannot_work_is_refused_before_the_run(
     [("10MB", 10**7), ("2GiB", 2 << 30), ("1.5 kB", 1500), (4096, 4096), ("4096", 4096), ("3tib", 3 << 40)],
 )
 def test_sizes(text: Any, size: int) -> None:
-    from te_precision_callbacks.config.dumping import size_in_bytes
+    from te_precision_callbacks.config.sizes import size_in_bytes
 
     assert size_in_bytes(text) == size
 

@@ -1,0 +1,148 @@
+"""Conditions: the one grammar of what must hold of a tensor in a step, parsed once.
+
+    condition = parse_condition("underflows% > 5")
+    condition.statistic.label                   # "underflows%"
+    condition.holds(7.5)                        # True
+    str(condition)                              # "underflows% > 5"
+    parse_condition("nonfinite")                # Event.NONFINITE
+
+A condition names a statistic as the log does, without layer and tensor: ``underflows%``, ``mxfp8_mse_columnwise``.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from te_precision_callbacks import debug_values
+from te_precision_callbacks.config.problems import suggestion
+from te_precision_callbacks.statistics.names import (
+    PREFIXES,
+    Request,
+    UnknownStatisticError,
+    logged_request,
+    quantized_request,
+    tensor_request,
+)
+from te_precision_callbacks.statistics.table import BLOCKWISE, QUANTIZED_STATISTICS, STATISTICS, TENSOR_STATISTICS
+
+NONFINITE = "nonfinite"
+ACTIVATION_OVERFLOW = debug_values.ACTIVATION_OVERFLOW
+
+
+class Event(Enum):
+    """A condition that is no comparison of a statistic."""
+
+    NONFINITE = NONFINITE
+    """The tensor has an inf or nan."""
+
+    ACTIVATION_OVERFLOW = ACTIVATION_OVERFLOW
+    """Activation overflow detection has found something."""
+
+    def __str__(self) -> str:
+        """As in a config."""
+        return self.value
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A condition on a statistic of a tensor.
+
+    Attributes:
+        text: as written.
+        statistic: what is read; of :data:`BLOCKWISE` without blocks, that of any blocks.
+        comparison: ``>``, ``>=``, ``<`` or ``<=``.
+        number: what the statistic is compared with.
+    """
+
+    text: str
+    statistic: Request
+    comparison: str
+    number: float
+
+    def holds(self, value: float) -> bool:
+        """Whether a value of the statistic meets it. A nan meets none."""
+        return _COMPARE[self.comparison](value, self.number)
+
+    def reads(self, request: Request) -> bool:
+        """Whether it is on what was asked for so."""
+        if self.statistic.statistic.name == BLOCKWISE and self.statistic.blocks is None:
+            return request.statistic is self.statistic.statistic
+        return self.statistic.is_same(request)
+
+    def __str__(self) -> str:
+        """As in a config."""
+        return self.text
+
+
+Condition = Event | Threshold
+
+_COMPARISON = re.compile(r"([^\s<>=]+)\s*(<=|>=|<|>)\s*(\S+)")
+
+_COMPARE: Mapping[str, Callable[[float, float], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+}
+
+_FORMS = (
+    f"A condition is {NONFINITE!r}, {ACTIVATION_OVERFLOW!r}, or a statistic and a number with >, >=, < or <= between"
+    " them, such as 'underflows% > 5'."
+)
+
+
+def parse_condition(entry: object) -> Condition:
+    """A condition as written in a config.
+
+    Raises:
+        ValueError: it is none; continues a sentence that starts with the key.
+    """
+    if entry in (NONFINITE, ACTIVATION_OVERFLOW):
+        return Event(entry)
+    match = _COMPARISON.fullmatch(entry.strip()) if isinstance(entry, str) else None
+    if match is None:
+        hint = suggestion(entry, (NONFINITE, ACTIVATION_OVERFLOW)) if isinstance(entry, str) else ""
+        raise ValueError(f"has {entry!r}. {_FORMS}{hint if 'Did you mean' in hint else ''}")
+    try:
+        number = float(match[3])
+    except ValueError:
+        number = math.nan
+    if math.isnan(number):
+        raise ValueError(f"has {entry!r}, where {match[3]!r} is no number. {_FORMS}")
+    return Threshold(str(entry), _statistic(str(entry), match[1]), match[2], number)
+
+
+def _statistic(entry: str, name: str) -> Request:
+    """The statistic of a name that some feature can log as a number.
+
+    Raises:
+        ValueError: as of :func:`parse_condition`.
+    """
+    if name == BLOCKWISE:
+        return Request(name, STATISTICS[name])
+    request = _request(name)
+    if request is None:
+        known = [*TENSOR_STATISTICS, BLOCKWISE, *QUANTIZED_STATISTICS]
+        prefixes = (f"{one}_" for several in PREFIXES.values() for one in several)
+        prefix = max((one for one in prefixes if name.startswith(one)), key=len, default="")
+        hint = suggestion(name, [prefix + statistic for statistic in QUANTIZED_STATISTICS] if prefix else known)
+        raise ValueError(f"has {entry!r}: there is no statistic {name!r}.{hint}")
+    if request.statistic.value is None:
+        raise ValueError(f"has {entry!r}: {name} is no number, but a histogram.")
+    return request
+
+
+def _request(name: str) -> Request | None:
+    if name.startswith(BLOCKWISE):
+        return logged_request(name)
+    for request_of in (tensor_request, quantized_request):
+        try:
+            return request_of(name)
+        except UnknownStatisticError:
+            continue
+    return None

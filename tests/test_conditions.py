@@ -1,0 +1,91 @@
+"""The grammar of conditions: what a text means, and of which numbers it holds."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+
+from te_precision_callbacks.config import load_config
+from te_precision_callbacks.config.conditions import Condition, Event, Threshold, parse_condition
+from te_precision_callbacks.statistics.names import quantized_request, tensor_request
+from te_precision_callbacks.statistics.series import Measured, SeriesTable
+from te_precision_callbacks.statistics.table import STATISTICS
+from tests.conftest import feature
+
+
+def threshold(text: str) -> Threshold:
+    condition = parse_condition(text)
+    assert isinstance(condition, Threshold)
+    return condition
+
+
+@pytest.mark.parametrize(
+    ("text", "statistic", "comparison", "number"),
+    [
+        ("underflows% > 5", quantized_request("underflows%"), ">", 5.0),
+        ("max<=-1e3", tensor_request("max"), "<=", -1000.0),
+        ("mxfp8_e5m2_mse_columnwise >= inf", quantized_request("mxfp8_e5m2_mse_columnwise"), ">=", math.inf),
+        ("delayed_scaling_mse < .5", quantized_request("delayed_scaling_mse"), "<", 0.5),
+    ],
+)
+def test_a_comparison(text: str, statistic: object, comparison: str, number: float) -> None:
+    found = threshold(text)
+    assert (found.statistic, found.comparison, found.number) == (statistic, comparison, number)
+    assert str(found) == text
+    assert found.statistic.statistic is STATISTICS[found.statistic.statistic.name]
+
+
+@pytest.mark.parametrize(("comparison", "below", "at", "above"), [(">", 0, 0, 1), (">=", 0, 1, 1), ("<", 1, 0, 0)])
+def test_when_it_holds(comparison: str, below: bool, at: bool, above: bool) -> None:
+    found = threshold(f"mse {comparison} 2")
+    assert [found.holds(value) for value in (1.5, 2.0, 2.5)] == [below, at, above]
+    assert not found.holds(math.nan)
+    assert not threshold("mse <= 2").holds(math.nan)
+
+
+@pytest.mark.parametrize("event", Event)
+def test_an_event(event: Event) -> None:
+    assert parse_condition(str(event)) is event
+
+
+def test_what_it_reads() -> None:
+    """The recipe may be spelled in another way, and a statistic of blocks is that of any blocks."""
+    assert threshold("fp8_current_mse > 1").reads(quantized_request("current_scaling_mse"))
+    assert not threshold("mse > 1").reads(quantized_request("mxfp8_mse"))
+    of_blocks = [tensor_request({"max_blockwise_dynamic_range": {"block_size": size}}, "weight") for size in (16, 32)]
+    assert all(threshold("max_blockwise_dynamic_range > 1").reads(request) for request in of_blocks)
+    assert [threshold(f"{of_blocks[0].label} > 1").reads(request) for request in of_blocks] == [True, False]
+    with pytest.raises(ValueError, match="there is no statistic 'max_blockwise_dynamic_range_of_size_3'"):
+        parse_condition("max_blockwise_dynamic_range_of_size_3 > 1")
+
+
+def test_the_numbers_of_a_step() -> None:
+    table = SeriesTable()
+    numbers = [table.intern("fc1", "activation", name) for name in ("max", "min")]
+    table.intern("fc1", "weight", "max")
+    step = Measured(table, np.array(numbers[::-1], np.int32), np.array([-2.0, 7.0]))
+    assert step.value("fc1", "activation", "max") == 7.0
+    assert step.value("fc1", "weight", "max") is None, "a series that this step has not"
+    assert step.value("fc2", "activation", "max") is None
+
+
+@pytest.mark.parametrize("condition", [parse_condition("nonfinite"), parse_condition("mxfp8_mse > 1")])
+def test_it_comes_whole_out_of_a_pickle(condition: Condition) -> None:
+    """A config goes to the processes of ddp_spawn."""
+    assert pickle.loads(pickle.dumps(condition)) == condition
+    sections = {
+        "a": feature("DumpTensors", ["fc1"], tensors=["weight"], high_precision_tensor=True, when=[str(condition)]),
+        "b": feature("LogTensorStats", ["fc1"], tensors=["weight"], stats=["max"], freq=7),
+    }
+    config = load_config(sections)
+    loaded = pickle.loads(pickle.dumps(config))
+    for section, own in zip(loaded.sections, config.sections, strict=True):
+        ((name, options),) = own.features["transformer_engine"].items()
+        found = section.features["transformer_engine"][name]
+        assert found == options == sections[section.name]["transformer_engine"][name]
+        (target,) = found.schema.targets
+        assert target.options.schedule == options.schema.targets[0].options.schedule
+        assert found.schema == options.schema
