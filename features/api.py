@@ -112,15 +112,19 @@ class _Call(NamedTuple):
             return self.method(self.options, layer, **keywords)
         except Exception as error:
             kind = "" if isinstance(error, FeatureError) else f"{type(error).__name__}: "
-            raise FeatureError(
-                f"The feature {self.feature} failed in {self.name} for the layer {layer!r}: {kind}{error}"
-            ) from error
+            raise self._error("failed in", layer, f"{kind}{error}") from error
 
     def wrong(self, layer: str, returned: Any, expected: str) -> FeatureError:
         """The error for an answer of a wrong type."""
+        return self._error(f"returned {_in_words(returned)} from", layer, f"expected {expected}.")
+
+    def _error(self, did: str, layer: str, why: str) -> FeatureError:
         return FeatureError(
-            f"The feature {self.feature} returned {_in_words(returned)} from {self.name} for the layer {layer!r}:"
-            f" expected {expected}."
+            f"The feature {self.feature} {did} {self.name} for the layer {layer!r}: {why}",
+            feature=self.feature,
+            call=self.name,
+            layer=layer,
+            failure=f"{did} {self.name}: {why}",
         )
 
 
@@ -154,7 +158,12 @@ class TransformerEngineAPI(UpstreamAPI):
         """
         for name in _REQUIRED[api_name]:
             if name not in arguments:
-                raise FeatureError(f"{api_name} for the layer {layer_name!r} was called without {name}.")
+                raise FeatureError(
+                    f"{api_name} for the layer {layer_name!r} was called without {name}.",
+                    call=api_name,
+                    layer=layer_name,
+                    failure=f"it was called without {name}",
+                )
         arguments = {**_OPTIONAL.get(api_name, {}), **arguments}
         if "iteration" not in arguments:
             arguments["iteration"] = TEDebugState.get_iteration()

@@ -18,7 +18,25 @@ class OptionError(PrecisionDebugError, TypeError):
 
 
 class FeatureError(PrecisionDebugError, RuntimeError):
-    """A debug feature failed while it was called."""
+    """A debug feature failed while it was called.
+
+    Args:
+        message: the whole of it.
+        feature, call, layer: which feature failed, in which call, for which layer; empty where it is not of one.
+        failure: what went wrong, in words that are the same in each layer; the message where nothing is given.
+    """
+
+    def __init__(self, message: str, *, feature: str = "", call: str = "", layer: str = "", failure: str = "") -> None:
+        super().__init__(message)
+        self.feature = feature
+        self.call = call
+        self.layer = layer
+        self.failure = failure or message
+
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """What is equal for the same failure in other layers."""
+        return self.feature, self.call, self.failure
 
 
 class MissingExtraError(PrecisionDebugError, ImportError):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import re
 
 import torch.distributed
 
 from te_precision_callbacks.engine.quantization import QuantizationError
+from te_precision_callbacks.errors import FeatureError
 from te_precision_callbacks.session.errors import ObservationError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class ObservationFailures:
         self._strict = strict
         self._rank = rank
         self._count = 0
-        self._reported: set[tuple[str, type[BaseException], str]] = set()
+        self._reported: set[tuple[object, ...]] = set()
 
     def report(self, doing: str, of: str, error: BaseException) -> None:
         """Take note of a failure.
@@ -45,7 +45,7 @@ class ObservationFailures:
         where = f"{doing} {of}"
         if self._strict:
             raise ObservationError(f"{where}: {_text(error)}") from error
-        kind = (doing, type(error), re.sub(r"for the layer '[^']*'", "", str(error)))
+        kind = (doing, type(error), error.kind if isinstance(error, FeatureError) else str(error))
         known = kind in self._reported or len(self._reported) >= MOST_REPORTS
         if not known:
             self._reported.add(kind)

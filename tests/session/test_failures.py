@@ -148,6 +148,27 @@ def test_a_broken_feature_is_reported_once(
                 train(session, net)
 
 
+def test_a_failure_is_one_whatever_the_layers_are_called(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And it tells of which feature, call and layer it is."""
+    net = torch.nn.ModuleDict({"it's": te.Linear(32, 32), 'a "b"': te.Linear(32, 32), "c": te.Linear(32, 32)})
+    features = [broken_feature("inspect_tensor")]
+    config = {"s": feature("Broken", ["all"], tensors=["activation"])}
+    with InspectSession(config, model=net, log_dir=tmp_path, features=features) as session:
+        for layer in net.values():
+            layer(torch.randn(16, 32))
+        session.step()
+    assert len(reports(caplog)) == 1
+    assert "also failed" not in caplog.text
+    assert "Precision debugging failed 3 times" in caplog.text
+    with pytest.raises(ObservationError) as raised:
+        with InspectSession(config, model=net, log_dir=tmp_path, features=features, strict=True):
+            net["it's"](torch.randn(16, 32))
+    error = raised.value.__cause__
+    assert isinstance(error, FeatureError)
+    assert (error.feature, error.call, error.layer) == ("Broken", "inspect_tensor", "it's")
+    assert error.failure == "failed in inspect_tensor: AttributeError: a slip in the feature"
+
+
 @pytest.mark.parametrize("method", ["modify_tensor_enabled", "modify_tensor", "fp8_gemm_enabled"])
 def test_a_failure_in_a_precision_call_ends_the_run(tmp_path: Path, method: str) -> None:
     """What runs in another precision than the config says is not the run that was asked for."""
