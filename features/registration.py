@@ -13,7 +13,9 @@ from typing import Any
 
 from nvdlfw_inspect.registry import NamespaceData, Registry
 
-NAMESPACE = "transformer_engine"
+from te_precision_callbacks.config import effects
+
+NAMESPACE = effects.NAMESPACE
 
 
 class _Namespace(NamespaceData):

@@ -65,10 +65,10 @@ class Level(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    def given(self) -> dict[str, Any]:
-        """The keys that are given, in this level and in the items of its lists."""
-        found = ((key, getattr(self, key)) for key in type(self).model_fields if key in self.model_fields_set)
-        return {key: _given(value) for key, value in found}
+    @property
+    def scope(self) -> Scope:
+        """What is given, in this level and in the items of its lists."""
+        return Scope.of(_given(self))
 
     @classmethod
     def listed(cls, written: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,9 +83,10 @@ class Level(BaseModel):
 
 
 def _given(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_given(entry) for entry in value]
-    return value.given() if isinstance(value, Level) else value
+    if isinstance(value, Level):
+        fields = (key for key in type(value).model_fields if key in value.model_fields_set)
+        return {key: _given(getattr(value, key)) for key in fields}
+    return [_given(entry) for entry in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
@@ -137,18 +138,14 @@ class FeatureSchema(Level):
             Misfit: keys that do not fit together.
         """
 
-    @cached_property
+    @property
     def targets(self) -> tuple[Target, ...]:
         """What the feature acts on, in the order in which it stands in the config; all, if nothing else is said.
 
         Raises:
             Misfit: no tensor or GEMM is chosen, or one twice.
         """
-        return (Target(None, None, self, self._scope),)
-
-    @property
-    def _scope(self) -> Scope:
-        return Scope.of(self.given())
+        return (Target(None, None, self, self.scope),)
 
     def holding(self, tensor: str | None, gemm: str | None) -> list[Any]:
         """The options that hold for a call, one for each item that names its tensor.
@@ -159,8 +156,8 @@ class FeatureSchema(Level):
         found = [
             target.options
             for target in self.targets
-            if None in (tensor, target.tensor) or tensor == target.tensor
-            if None in (gemm, target.gemm) or gemm == target.gemm
+            if target.tensor in (tensor, None) or tensor is None
+            if target.gemm in (gemm, None) or gemm is None
         ]
         return found if tensor is not None else found[:1]
 
@@ -237,7 +234,7 @@ class GemmChoice(Level, Generic[GemmItemT]):
         Raises:
             Misfit: no GEMM at all, or one in two items.
         """
-        found = _chosen(Scope.of(self.given()), "gemm")
+        found = _chosen(self.scope, "gemm")
         _refuse_twice(found, "gemm")
         return dict(found)
 
@@ -405,7 +402,7 @@ class ObservingFeature(TensorChoice[NameT, TensorItemT], FeatureSchema, Generic[
     @cached_property
     def targets(self) -> tuple[Target, ...]:
         """The listed tensors."""
-        return tuple(_target(self, None, tensor, scope) for tensor, scope in _chosen(self._scope, "tensor"))
+        return tuple(_target(self, None, tensor, scope) for tensor, scope in _chosen(self.scope, "tensor"))
 
     def check_target(self, target: Target) -> None:
         """Check a tensor's schedule."""

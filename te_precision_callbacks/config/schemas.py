@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from pydantic.fields import FieldInfo
 
@@ -149,7 +148,7 @@ backward_in_high_precision:
       gemms: [dgrad, wgrad]
 """
 
-    @cached_property
+    @property
     def targets(self) -> tuple[Target, ...]:
         """The listed GEMMs."""
         return tuple(Target(None, gemm, self, scope) for gemm, scope in self.chosen_gemms.items())

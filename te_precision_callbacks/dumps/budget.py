@@ -27,9 +27,9 @@ class Limits:
             of a GPU's for the quantized tensors themselves, which files of the format "torch" hold.
     """
 
-    max_bytes: int = 10 << 30
-    max_files: int = 10_000
-    max_memory: int = 1 << 30
+    max_bytes: int
+    max_files: int
+    max_memory: int
 
 
 class Budget:

@@ -1,12 +1,12 @@
 """What DumpTensors wants of a tensor, and what there is of one; for :mod:`te_precision_callbacks.dumps.recording`.
 
-wanted = Wanted(high_precision=True, conditions=(Event.NONFINITE,))
+wanted = Wanted.of(schema.targets[0].options, schema)
 quantized, columnwise_from = quantized_form(Watched("fc1", "activation", 7, x, rowwise, columnwise))
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,13 +33,13 @@ class Wanted:
         limits: the budget.
     """
 
-    schedule: Schedule = field(default_factory=Schedule)
-    high_precision: bool = False
-    quantized: bool = False
-    internals: bool = True
-    conditions: tuple[Condition, ...] = ()
-    file_format: str | None = None
-    limits: Limits = field(default_factory=Limits)
+    schedule: Schedule
+    high_precision: bool
+    quantized: bool
+    internals: bool
+    conditions: tuple[Condition, ...]
+    file_format: str | None
+    limits: Limits
 
     @classmethod
     def of(cls, tensor: DumpTensorsItem, options: DumpTensors) -> Wanted:
