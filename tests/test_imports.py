@@ -89,6 +89,7 @@ FLOOR = (
     "gemm_shapes",
     "statistics",
     "watched",
+    "fp8_state",
     "debug_values",
 )
 WITHOUT_SESSION = (*FLOOR, "observation", "records", "debug_utils", "dumps", "engine", "config", "summary")
