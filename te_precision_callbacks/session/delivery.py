@@ -67,6 +67,7 @@ class Delivery:
         findings: get each step's numbers.
         sinks: get its records.
         failures: told what goes wrong.
+        delayed_scaling: tells which layers had no scale.
 
     Attributes:
         ending: the step whose records not all sinks have; None where there is none.
@@ -80,6 +81,7 @@ class Delivery:
         findings: Findings,
         sinks: Sinks,
         failures: ObservationFailures,
+        delayed_scaling: DelayedScalingLayers,
     ) -> None:
         self.ending: Ending | None = None
         self.reduces = False
@@ -89,7 +91,7 @@ class Delivery:
         self._sinks = sinks
         self._failures = failures
         self._gathered = _Gathered()
-        self._delayed_scaling = DelayedScalingLayers()
+        self._delayed_scaling = delayed_scaling
         self._last_logging_step: int | None = None
 
     # ------------------------------------------------------------------ during a step

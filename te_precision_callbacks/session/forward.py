@@ -34,6 +34,7 @@ from te_precision_callbacks.errors import FeatureError
 from te_precision_callbacks.forwards import ForwardClassifier, ForwardKind, outside_of_dynamo
 from te_precision_callbacks.naming import NamedModule
 from te_precision_callbacks.session.accumulation import OwnWgrad
+from te_precision_callbacks.session.delayed_scaling import DelayedScalingLayers
 from te_precision_callbacks.session.errors import SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.precision import (
@@ -81,6 +82,7 @@ class ForwardHooks:
         on_refusal: called in each forward that is left as it is because Transformer Engine would refuse it, with the
             module and the reason.
         unwatched: the modules that are not watched, and ran a forward with gradients in training.
+        delayed_scaling: which layers have run delayed scaling without a scale.
     """
 
     def __init__(self, classify: ForwardClassifier, failures: ObservationFailures, audit: PrecisionAudit) -> None:
@@ -88,6 +90,7 @@ class ForwardHooks:
         self.on_renamed: Callable[[str, str], None] | None = None
         self.on_refusal: Callable[[torch.nn.Module, DebugRefusal], None] | None = None
         self.unwatched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.delayed_scaling = DelayedScalingLayers()
         self._forwards: dict[int, int] = {}
         self._classify = classify
         self._failures = failures
@@ -415,6 +418,8 @@ class ForwardHooks:
                 idle = self._is_left_alone(forward, idle=bool(upstream(module, quantizers)))
                 if kind is not ForwardKind.UNTOUCHED:
                     self._note_plan(module, quantizers, idle, fprop_only=kind is ForwardKind.SILENT)
+                    if not idle:
+                        self._look_at_scales(module, TEDebugState.get_iteration())
                     if not idle and forward.has_quantized_input:
                         self._report_quantized_input(module, quantizers)
                 return idle
@@ -450,6 +455,12 @@ class ForwardHooks:
         without_effect = [quantizer for quantizer in quantizers if quantizer.is_left_out()]
         if without_effect:
             self._report_left_out(module, without_effect)
+
+    def _look_at_scales(self, module: Any, iteration: int) -> None:
+        try:
+            self.delayed_scaling.look(module, iteration)
+        except Exception as error:
+            self._failures.report("looking at the scales of", str(module.name), error)
 
     def _report_quantized_input(self, module: Any, quantizers: Sequence[Any]) -> None:
         if any(quantizer.any_feature_enabled() for quantizer in quantizers if quantizer.tensor_name == "activation"):

@@ -117,7 +117,7 @@ class Run:
         )
         self.model = ObservedModel(options, inspector, self.hooks, engine, findings, failures, notices)
         self._sinks = Sinks([*self._statistics_logs(), *sinks, *options.sinks], self._describe, failures)
-        self._delivery = Delivery(inspector, self.model, findings, self._sinks, failures)
+        self._delivery = Delivery(inspector, self.model, findings, self._sinks, failures, self.hooks.delayed_scaling)
         self._delivery.reduces = options.reduce and is_distributed(options.process_group)
         self.observation = SessionObservation(engine, recorder, self._delivery, reduce=options.reduce)
         self.overflow = OverflowWatch(options, recorder, self._has_been_left)

@@ -115,3 +115,96 @@ def test_start_step_is_the_iteration_of_the_first_step(tmp_path: Path, keeper: K
             if step == 12:
                 session.attach(net)
     assert [records.iteration for records in keeper.steps if records] == [10, 15]
+
+
+DELAYED = recipes.DelayedScaling(amax_history_len=4)
+
+
+def unscaled(
+    net: torch.nn.Module,
+    keeper: Keeper,
+    folder: Path,
+    ran: list[recipes.Recipe | None],
+    *,
+    freq: int = 1,
+    start: int = 0,
+) -> list[int]:
+    """The iterations that are marked as steps without a scale."""
+    with InspectSession(statistics(freq=freq), model=net, log_dir=folder, sinks=[keeper], start_step=start) as session:
+        for recipe in ran:
+            forward(net, recipe)
+            session.step()
+    marked = [records.iteration for records in keeper.steps if records.unscaled]
+    assert all(records.unscaled in ({"linear"}, set()) for records in keeper.steps)
+    return marked
+
+
+@pytest.mark.parametrize("start", [0, 7])
+@pytest.mark.parametrize("has_state", [True, False])
+@pytest.mark.parametrize("length", [1, 4])
+def test_a_layer_has_a_scale_where_its_state_was_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, keeper: Keeper, start: int, has_state: bool, length: int
+) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    recipe = recipes.DelayedScaling(amax_history_len=length)
+    state, net = saved(trained(recipe)), te.Linear(128, 128)
+    if not has_state:
+        del state["_extra_state"]
+    net.load_state_dict(state, strict=False)
+    assert unscaled(net, keeper, tmp_path, [recipe] * 3, start=start) == ([] if has_state else [start])
+
+
+def test_so_has_one_whose_state_was_loaded_behind_attach(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, keeper: Keeper
+) -> None:
+    """As ``Accelerator.load_state`` does it."""
+    monkeypatch.setenv(VARIABLE, "1")
+    state, net = saved(trained(DELAYED)), te.Linear(128, 128)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+        net.load_state_dict(state)
+        forward(net, DELAYED)
+        session.step()
+    assert [records.unscaled for records in keeper.steps] == [frozenset()]
+
+
+def test_so_has_one_that_was_in_training_before(tmp_path: Path, keeper: Keeper) -> None:
+    assert unscaled(trained(DELAYED), keeper, tmp_path, [DELAYED] * 2) == []
+
+
+CURRENT = recipes.Float8CurrentScaling()
+
+
+@pytest.mark.parametrize(
+    ("ran", "freq", "without"),
+    [
+        ([None, None, DELAYED, DELAYED], 2, [2]),
+        ([None, DELAYED, DELAYED, DELAYED], 2, []),  # it began in a step without statistics
+        ([DELAYED, None, None, DELAYED], 1, [0]),  # Transformer Engine has kept its scales
+        ([DELAYED, CURRENT, CURRENT, DELAYED, DELAYED], 1, [0, 3]),  # and here has not
+    ],
+)
+def test_a_layer_that_begins_delayed_scaling_later_has_none_in_its_first_step(
+    tmp_path: Path, keeper: Keeper, ran: list[recipes.Recipe | None], freq: int, without: list[int]
+) -> None:
+    assert unscaled(te.Linear(128, 128), keeper, tmp_path, ran, freq=freq) == without
+
+
+@pytest.mark.parametrize("start", [0, 7])
+@pytest.mark.parametrize("length", [1, 4])
+def test_neither_quantized_weights_nor_an_evaluation_give_it_a_scale(
+    tmp_path: Path, keeper: Keeper, start: int, length: int
+) -> None:
+    """Both leave an amax, from which nothing has been made yet; and micro-batches are one step."""
+    recipe = recipes.DelayedScaling(amax_history_len=length)
+    with te.quantized_model_init(recipe=recipe):
+        net = te.Linear(128, 128)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper], start_step=start) as session:
+        for _ in range(3):
+            with torch.no_grad(), te.autocast(recipe=recipe):
+                net(torch.randn(128, 128))
+            for _ in range(3):
+                forward(net, recipe)
+            with torch.no_grad():
+                net(torch.randn(128, 128))  # which leaves a layer that seems not to run in FP8
+            session.step()
+    assert [bool(records.unscaled) for records in keeper.steps] == [True, False, False]
