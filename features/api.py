@@ -44,7 +44,7 @@ from te_precision_callbacks.errors import FeatureError
 from te_precision_callbacks.features.base import Feature, StatisticsFeature, matching_options
 from te_precision_callbacks.features.plain import PlainObservation
 from te_precision_callbacks.features.registration import NAMESPACE, is_upstream, namespace
-from te_precision_callbacks.layouts import is_quantized
+from te_precision_callbacks.numerics.layouts import is_quantized
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.ranks import is_distributed
 from te_precision_callbacks.statistics.schedule import Schedule, fingerprint

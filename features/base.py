@@ -15,7 +15,7 @@ from te_precision_callbacks.config.checking import read_options
 from te_precision_callbacks.config.levels import FeatureSchema, LoggedTensor
 from te_precision_callbacks.config.schemas import schema_of
 from te_precision_callbacks.config.scopes import Scope
-from te_precision_callbacks.layouts import gemm_operand
+from te_precision_callbacks.numerics.layouts import gemm_operand
 from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.watched import Watched
 

@@ -12,7 +12,7 @@ from te_precision_callbacks.config.levels import Quantization
 from te_precision_callbacks.engine.quantization import round_to_mxfp8
 from te_precision_callbacks.features.base import HighPrecisionFeature, ModifyingFeature
 from te_precision_callbacks.features.registration import own_feature
-from te_precision_callbacks.formats import E4M3, E5M2
+from te_precision_callbacks.numerics.formats import E4M3, E5M2
 from te_precision_callbacks.vocabulary import COLUMNWISE
 
 

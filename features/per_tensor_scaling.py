@@ -13,7 +13,7 @@ from te_precision_callbacks.config.levels import Margin
 from te_precision_callbacks.errors import FeatureError
 from te_precision_callbacks.features.base import ModifyingFeature
 from te_precision_callbacks.features.registration import own_feature
-from te_precision_callbacks.formats import E4M3, E5M2
+from te_precision_callbacks.numerics.formats import E4M3, E5M2
 
 
 @own_feature()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from te_precision_callbacks.layouts import has_scale
+from te_precision_callbacks.numerics.layouts import has_scale
 
 
 @dataclass(frozen=True)

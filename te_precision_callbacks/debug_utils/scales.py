@@ -13,7 +13,7 @@ import torch
 
 from te_precision_callbacks.debug_utils.slots import Slot, Slots
 from te_precision_callbacks.engine.quantization import is_e5m2
-from te_precision_callbacks.formats import E4M3, E5M2
+from te_precision_callbacks.numerics.formats import E4M3, E5M2
 from te_precision_callbacks.vocabulary import recipe_of
 
 

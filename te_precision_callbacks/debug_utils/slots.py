@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from te_precision_callbacks.layouts import has_scale
+from te_precision_callbacks.numerics.layouts import has_scale
 
 _FIRST_CHUNK = 256
 _LARGEST_CHUNK = 8192

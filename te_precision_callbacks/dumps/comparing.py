@@ -21,7 +21,7 @@ from te_precision_callbacks.dumps.contents import Dump, a_dump, dequantize
 from te_precision_callbacks.dumps.errors import DifferentShapesError, NothingToCompareError
 from te_precision_callbacks.dumps.header import HIGH_PRECISION, QUANTIZED, Header, leads_to
 from te_precision_callbacks.dumps.pieces import PIECE, wide
-from te_precision_callbacks.layouts import Stored, unpacked
+from te_precision_callbacks.numerics.layouts import Stored, unpacked
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ Usage::
 
 The names of the tensors are those of Transformer Engine's pull request 2645, as far as it has them; ``docs/dumps.md``
 lists them. Scales are neither padded nor swizzled, whatever layout training used: that is the work of
-:mod:`te_precision_callbacks.layouts`. Nothing here needs Transformer Engine.
+:mod:`te_precision_callbacks.numerics.layouts`. Nothing here needs Transformer Engine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from te_precision_callbacks.dumps.header import (
     dtype_name,
     leads_to,
 )
-from te_precision_callbacks.layouts import NVFP4, PER_TENSOR, Stored, is_quantized, stored, unpacked
+from te_precision_callbacks.numerics.layouts import NVFP4, PER_TENSOR, Stored, is_quantized, stored, unpacked
 
 
 @dataclass(frozen=True, eq=False)

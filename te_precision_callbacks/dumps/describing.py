@@ -18,7 +18,7 @@ import torch
 from te_precision_callbacks.dumps.contents import Dump
 from te_precision_callbacks.dumps.header import dtype_name
 from te_precision_callbacks.dumps.pieces import PIECE, wide
-from te_precision_callbacks.layouts import Stored
+from te_precision_callbacks.numerics.layouts import Stored
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from te_precision_callbacks.dumps.contents import Dump
 from te_precision_callbacks.dumps.files import METADATA_KEY, SAFETENSORS
-from te_precision_callbacks.layouts import MXFP8, NVFP4
+from te_precision_callbacks.numerics.layouts import MXFP8, NVFP4
 
 _DECODED: Mapping[str, int] = {MXFP8: 1, NVFP4: 3}
 """Scaling mode -> the tensors of a direction that are decoded only when the file is written."""

@@ -28,8 +28,8 @@ from te_precision_callbacks.engine.blockwise import as_matrix, in_blocks, padded
 from te_precision_callbacks.engine.kernels import compiled, eager
 from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, NOTHING
 from te_precision_callbacks.errors import PrecisionDebugError
-from te_precision_callbacks.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
-from te_precision_callbacks.layouts import MXFP8, NVFP4, PER_TENSOR, LayoutError, Stored, stored
+from te_precision_callbacks.numerics.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
+from te_precision_callbacks.numerics.layouts import MXFP8, NVFP4, PER_TENSOR, LayoutError, Stored, stored
 from te_precision_callbacks.statistics.names import no_blocks
 from te_precision_callbacks.statistics.table import OF_BLOCKS, SCALES, Of
 

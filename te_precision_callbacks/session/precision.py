@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_precision_callbacks.layouts import gemm_operand
+from te_precision_callbacks.numerics.layouts import gemm_operand
 from te_precision_callbacks.records.precision import FROZEN, NO_BACKWARD, NO_GRADIENT, NO_INPUT_GRADIENT, GemmPrecision
 from te_precision_callbacks.vocabulary import (
     GEMMS,

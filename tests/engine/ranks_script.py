@@ -211,7 +211,7 @@ def quantized_statistics(folder: Path, group: dist.ProcessGroup | None, *, seque
 
 _PACKAGE = str(Path(te_precision_callbacks.__file__).parent)
 _REFERENCE = str(Path(_PACKAGE, "reference"))
-_FORMATS = str(Path(_PACKAGE, "formats.py"))
+_NUMERICS = str(Path(_PACKAGE, "numerics"))
 """Of use to both; who called it counts."""
 
 
@@ -281,7 +281,7 @@ class Counted(TorchDispatchMode):
             name = frame.f_code.co_filename
             if name.startswith(_REFERENCE):
                 return False
-            if name.startswith(self._code) and name != _FORMATS:
+            if name.startswith(self._code) and not name.startswith(_NUMERICS):
                 return True
             frame = frame.f_back
         return False

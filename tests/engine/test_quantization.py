@@ -33,8 +33,8 @@ from te_precision_callbacks.engine.quantization import (
     scale_columns,
     simulate,
 )
-from te_precision_callbacks.formats import E2M1, E4M3, E5M2, FloatFormat
-from te_precision_callbacks.layouts import has_scale
+from te_precision_callbacks.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
+from te_precision_callbacks.numerics.layouts import has_scale
 from te_precision_callbacks.statistics.names import quantized_request
 from te_precision_callbacks.statistics.table import QUANTIZED_STATISTICS, Of
 from te_precision_callbacks.vocabulary import WITH_ELEMENT_FORMAT, recipe_of

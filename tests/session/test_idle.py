@@ -22,9 +22,7 @@ from tests.conftest import Keeper, feature, statistics
 
 HERE = str(Path(te_precision_callbacks.__path__[0]))
 FEATURES = str(Path(HERE).parent / "features")
-BACKEND = tuple(
-    f"{HERE}/{part}" for part in ("reference/", "formats.py", "gemm_shapes.py", "layouts.py", "vocabulary.py")
-)
+BACKEND = tuple(f"{HERE}/{part}" for part in ("reference/", "numerics/", "gemm_shapes.py", "vocabulary.py"))
 INSPECT = str(Path(nvdlfw_inspect.base.__file__).parent)
 
 

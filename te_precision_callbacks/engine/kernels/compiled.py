@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from te_precision_callbacks.engine.kernels import eager
 from te_precision_callbacks.engine.kernels.columns import EXPONENT_BINS
-from te_precision_callbacks.formats import E4M3, E5M2
+from te_precision_callbacks.numerics.formats import E4M3, E5M2
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from te_precision_callbacks.engine.kernels.columns import (
     MOMENT_SUMS,
     NOTHING,
 )
-from te_precision_callbacks.formats import E4M3, E5M2
+from te_precision_callbacks.numerics.formats import E4M3, E5M2
 from te_precision_callbacks.statistics.table import Bins
 
 PIECE = 65_536

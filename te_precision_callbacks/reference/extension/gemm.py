@@ -24,9 +24,10 @@ from typing import Any, SupportsInt
 
 import torch
 
-from te_precision_callbacks import gemm_shapes, layouts
-from te_precision_callbacks.formats import E2M1, E5M2
-from te_precision_callbacks.layouts import Stored, is_quantized
+from te_precision_callbacks import gemm_shapes
+from te_precision_callbacks.numerics import layouts
+from te_precision_callbacks.numerics.formats import E2M1, E5M2
+from te_precision_callbacks.numerics.layouts import Stored, is_quantized
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 from te_precision_callbacks.reference.extension.activation import GELU
 from te_precision_callbacks.reference.extension.buffers import matrix_shape

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.formats import E8M0, FloatFormat
-from te_precision_callbacks.layouts import SWIZZLE_COLUMNS, SWIZZLE_ROWS
+from te_precision_callbacks.numerics.formats import E8M0, FloatFormat
+from te_precision_callbacks.numerics.layouts import SWIZZLE_COLUMNS, SWIZZLE_ROWS
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import (
     DIRECTIONS,

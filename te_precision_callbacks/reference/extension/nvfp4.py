@@ -40,8 +40,9 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.formats import E2M1, E4M3
-from te_precision_callbacks.layouts import SWIZZLE_COLUMNS, SWIZZLE_ROWS, packed
+from te_precision_callbacks.numerics.formats import E2M1, E4M3
+from te_precision_callbacks.numerics.hadamard import random_hadamard_transform
+from te_precision_callbacks.numerics.layouts import SWIZZLE_COLUMNS, SWIZZLE_ROWS, packed
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import (
     build,
@@ -53,7 +54,6 @@ from te_precision_callbacks.reference.extension.buffers import (
     usages,
     zeros,
 )
-from te_precision_callbacks.reference.extension.hadamard import random_hadamard_transform
 from te_precision_callbacks.reference.extension.scaling import FLOAT32_MAX, amax_of
 from te_precision_callbacks.reference.extension.swizzling import as_stored
 from te_precision_callbacks.reference.target import capability

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 
 import torch
 
-from te_precision_callbacks.formats import E4M3
-from te_precision_callbacks.layouts import packed, unpacked
+from te_precision_callbacks.numerics.formats import E4M3
+from te_precision_callbacks.numerics.layouts import packed, unpacked
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.nvfp4 import BLOCK, e2m1_codes
 from te_precision_callbacks.reference.extension.partial_cast import in_place

@@ -9,7 +9,7 @@ Usage::
 
 A block-scaled tensor holds different numbers rowwise and columnwise, so a reader always says which ones it takes. Per-
 tensor FP8 holds the same ones, in one layout or in both. How each format lies in memory is in
-:mod:`te_precision_callbacks.layouts`.
+:mod:`te_precision_callbacks.numerics.layouts`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks import layouts
-from te_precision_callbacks.formats import FloatFormat
-from te_precision_callbacks.layouts import Stored, is_quantized, stored
+from te_precision_callbacks.numerics import layouts
+from te_precision_callbacks.numerics.formats import FloatFormat
+from te_precision_callbacks.numerics.layouts import Stored, is_quantized, stored
 from te_precision_callbacks.reference.errors import ReferenceBackendError, UnsupportedRecipeError
 from te_precision_callbacks.reference.extension.buffers import matrix_shape
 from te_precision_callbacks.reference.extension.float8 import has_any_layout_gemm
@@ -68,7 +68,7 @@ class Operand:
 
     @property
     def mode(self) -> str | None:
-        """Scaling mode, of :mod:`te_precision_callbacks.layouts`; None for a plain tensor."""
+        """Scaling mode, of :mod:`te_precision_callbacks.numerics.layouts`; None for a plain tensor."""
         return None if self.part is None else self.part.mode
 
     @property

@@ -18,7 +18,7 @@ from typing import SupportsInt
 
 import torch
 
-from te_precision_callbacks.formats import E4M3
+from te_precision_callbacks.numerics.formats import E4M3
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension import float8_block, mxfp8
 from te_precision_callbacks.reference.extension.buffers import padded

@@ -2,7 +2,7 @@
 
 Usage::
 
-    from te_precision_callbacks.formats import E4M3
+    from te_precision_callbacks.numerics.formats import E4M3
 
     E4M3.max  # 448.0
     codes = E4M3.encode(torch.tensor([1.0, 1e6, float("nan")]))  # uint8: 0x38, 0x7E, 0x7F

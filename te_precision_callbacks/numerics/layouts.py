@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.errors import PrecisionDebugError
-from te_precision_callbacks.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
+from te_precision_callbacks.numerics.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
 
 SWIZZLE_ROWS, SWIZZLE_COLUMNS = 128, 4
 """The tile of scales that a GEMM of MXFP8 or NVFP4 reads at once."""
