@@ -13,7 +13,7 @@ from te_precision_callbacks.config.levels import Margin
 from te_precision_callbacks.errors import FeatureError
 from te_precision_callbacks.features.base import ModifyingFeature
 from te_precision_callbacks.features.registration import own_feature
-from te_precision_callbacks.numerics.formats import E4M3, E5M2
+from te_precision_callbacks.numerics.layouts import fp8_format
 
 
 @own_feature()
@@ -47,17 +47,17 @@ class PerTensorScaling(ModifyingFeature):
                 f" runs {runs}. Under current scaling every tensor has its own scale already."
             )
         values = tensor.contiguous()
-        quantizer = _quantizer(values, default_quantizer.dtype, config.margin)
+        quantizer = _quantizer(values, default_quantizer, config.margin)
         if out is not None:
             quantizer.update_quantized(values, out)
             return None
         return quantizer(values)
 
 
-def _quantizer(values: torch.Tensor, dtype: Any, margin: int) -> Any:
+def _quantizer(values: torch.Tensor, default: Any, margin: int) -> Any:
     """Transformer Engine's current scaling; with a margin, its delayed scaling handed the scale."""
     if margin == 0 or not values.numel():
-        return Float8CurrentScalingQuantizer(dtype, device=values.device)
-    largest = E5M2.max if dtype.name == "kFloat8E5M2" else E4M3.max
+        return Float8CurrentScalingQuantizer(default.dtype, device=values.device)
     amax = values.abs().amax().float().reshape(1)
-    return Float8Quantizer(_default_sf_compute(amax, torch.ones_like(amax), largest, margin), amax, dtype)
+    scale = _default_sf_compute(amax, torch.ones_like(amax), fp8_format(default).max, margin)
+    return Float8Quantizer(scale, amax, default.dtype)

@@ -12,8 +12,7 @@ from typing import Any, Literal
 import torch
 
 from te_precision_callbacks.debug_utils.slots import Slot, Slots
-from te_precision_callbacks.engine.quantization import is_e5m2
-from te_precision_callbacks.numerics.formats import E4M3, E5M2
+from te_precision_callbacks.numerics.layouts import fp8_format
 from te_precision_callbacks.vocabulary import recipe_of
 
 
@@ -60,4 +59,4 @@ def _current_scaling(quantizer: Any) -> float | None:
         return None
     if quantizer.with_amax_reduction or quantizer.force_pow_2_scales or quantizer.amax_epsilon:
         return None
-    return E5M2.max if is_e5m2(quantizer) else E4M3.max
+    return fp8_format(quantizer).max

@@ -18,6 +18,7 @@ import torch
 from te_precision_callbacks.dumps.contents import Dump
 from te_precision_callbacks.dumps.header import dtype_name
 from te_precision_callbacks.dumps.pieces import PIECE, wide
+from te_precision_callbacks.numerics.blocks import tiled
 from te_precision_callbacks.numerics.layouts import Stored
 
 
@@ -118,8 +119,8 @@ def _tensor(name: str, tensor: torch.Tensor) -> TensorNumbers:
 
 def _direction(name: str, part: Stored) -> DirectionNumbers:
     factors = part.factors()
-    amax = _by_block(part.matrix().abs(), part.block)
-    largest_code = _by_block(part.elements().abs(), part.block) >= part.element_format.max
+    amax = _amaxes(part.matrix(), part.block)
+    largest_code = _amaxes(part.elements(), part.block) >= part.element_format.max
     usable = factors[(factors > 0) & factors.isfinite()]
     ranked = amax.reshape(-1)
     above = (ranked > 0) & ranked.isfinite()
@@ -144,9 +145,6 @@ def _block(place: torch.Tensor | None, amax: torch.Tensor, factors: torch.Tensor
     return BlockAmax((row, column), float(amax[row, column]), float(factors[row, column]))
 
 
-def _by_block(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """The largest value, not negative, of each block; NaN where one is."""
-    rows, columns = values.shape
-    height, width = block
-    padded = torch.nn.functional.pad(values, (0, -columns % width, 0, -rows % height))
-    return padded.reshape(padded.shape[0] // height, height, padded.shape[1] // width, width).amax((1, 3))
+def _amaxes(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """The largest magnitude of each block; NaN where one is."""
+    return tiled(matrix.abs(), block).amax((1, 3))

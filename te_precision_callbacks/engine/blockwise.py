@@ -1,4 +1,4 @@
-"""Tensors in blocks, and the dynamic range inside them.
+"""The dynamic range inside the blocks of a tensor.
 
     largest_range(tensor, Blocks(32, 1))                       # max_blockwise_dynamic_range, of the user's own blocks
     blocks = in_blocks(as_matrix(tensor), (1, 32))             # [blocks, elements]
@@ -18,6 +18,7 @@ import torch
 
 from te_precision_callbacks.engine.kernels import compiled, eager
 from te_precision_callbacks.engine.kernels.columns import NOTHING
+from te_precision_callbacks.numerics.blocks import as_matrix, padded
 from te_precision_callbacks.statistics.names import Blocks
 from te_precision_callbacks.statistics.table import RANGES, Of
 
@@ -54,7 +55,7 @@ def _largest_range(matrix: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     height = min(blocks.size, matrix.shape[0]) if blocks.dims == 2 else 1
     width = min(blocks.size, matrix.shape[1])
     # Zeros fill a partial block: they are left out as the zeros of the tensor are.
-    whole = padded(matrix, height, width, 0.0)
+    whole = padded(matrix, (height, width), 0.0)
     found = [compiled.run(_extremes, piece) for piece in compiled.pieces(whole.reshape(-1, width))]
     # Along a row first, so that no transposed copy is made; then over the rows of a tile.
     tiles = (whole.shape[0] // height, height, whole.shape[1] // width)
@@ -103,31 +104,3 @@ def range_columns(
     if Of.RANGE_BINS in wanted:
         columns[Of.RANGE_BINS] = eager.count_in_bins(ranges, counted, RANGES), maxima
     return columns
-
-
-def in_blocks(matrix: torch.Tensor, block: tuple[int, int], filler: float = math.nan) -> torch.Tensor:
-    """A matrix block by block, along a row of blocks first: [blocks, elements of a block].
-
-    Args:
-        matrix: [rows, columns].
-        block: rows and columns of a block.
-        filler: what fills a partial block at an edge; nan, which nothing counts.
-    """
-    height, width = block
-    matrix = padded(matrix, height, width, filler)
-    if height == 1:
-        return matrix.reshape(-1, width)
-    rows, columns = matrix.shape
-    tiles = matrix.reshape(rows // height, height, columns // width, width).transpose(1, 2)
-    return tiles.reshape(-1, height * width)
-
-
-def as_matrix(values: torch.Tensor) -> torch.Tensor:
-    """A tensor as rows of its last dimension."""
-    return values.reshape(-1, values.shape[-1] or 1) if values.ndim > 1 else values.reshape(1, -1)
-
-
-def padded(matrix: torch.Tensor, height: int, width: int, value: float) -> torch.Tensor:
-    """A matrix whose sides are multiples of ``height`` and ``width``, filled up with ``value``."""
-    below, right = -matrix.shape[0] % height, -matrix.shape[1] % width
-    return torch.nn.functional.pad(matrix, (0, right, 0, below), value=value) if below or right else matrix

@@ -30,14 +30,11 @@ from te_precision_callbacks.engine.quantization import (
     LOSS_SUMS,
     SCALE_MAXIMA,
     SCALE_SUMS,
-    SIMULATED,
     Columns,
     InBlocks,
     PerTensor,
     QuantizationError,
-    Settings,
     default_settings,
-    is_e5m2,
     read,
     scale_columns,
     settings_of,
@@ -46,6 +43,9 @@ from te_precision_callbacks.engine.quantization import (
 from te_precision_callbacks.engine.reduction import NO_STAMP, Reduction, Rows, Stamp, Table
 from te_precision_callbacks.engine.slots import Segment, SegmentKey, Slots
 from te_precision_callbacks.notices import Notices
+from te_precision_callbacks.numerics.formats import E5M2
+from te_precision_callbacks.numerics.layouts import fp8_format
+from te_precision_callbacks.numerics.recipes import RECIPES, Settings
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Blocks, Request, UnknownStatisticError, no_blocks
 from te_precision_callbacks.statistics.series import Measured, SeriesTable
 from te_precision_callbacks.statistics.table import EXPONENTS, OF_BLOCKS, RANGES, SCALES, STATISTICS, Of
@@ -349,7 +349,7 @@ class _Measuring:
         """Where the layer runs no recipe, what one would give: its quantizer's if it has one, else current scaling."""
         if request.recipe != OWN_RECIPE or self._quantized is not None or self._unknown_quantizer is not None:
             return request
-        return request.under(self._recipe if self._recipe in SIMULATED else "fp8_current_scaling")
+        return request.under(self._recipe if self._recipe in RECIPES else "fp8_current_scaling")
 
     def run(self, wanted: Mapping[_Kind, Sequence[Request]]) -> None:
         """Measure what is wanted, and merge it into the slots."""
@@ -404,7 +404,7 @@ class _Measuring:
         if quantized is None:
             return None
         its_recipe = recipe_of(self._quantizer(form.columnwise))
-        if form.recipe not in (OWN_RECIPE, its_recipe) or form.e5m2 not in (None, is_e5m2(quantized)):
+        if form.recipe not in (OWN_RECIPE, its_recipe) or form.e5m2 not in (None, fp8_format(quantized) is E5M2):
             return None
         try:
             return read(quantized, columnwise=form.columnwise)

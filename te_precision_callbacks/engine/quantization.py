@@ -6,11 +6,8 @@
                      columnwise=False)
     would = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, settings_of(quantizer), columnwise=False)
 
-A recipe is simulated in plain torch from its arithmetic, without Transformer Engine's quantizers, so that a layer in
-high precision, and a machine whose GPU has no such format, gets its numbers too. Rounding is to nearest; NVFP4 without
-the random Hadamard transform. Sources: Transformer Engine 2.20.2, ``common/recipe/recipe_common.cuh`` (current and
-block scaling), ``common/util/ptx_arch_spec.cuh`` (E8M0), ``common/cast/nvfp4/core_nvfp4.cuh``; OCP Microscaling Formats
-(MX) Specification 1.0 for the formats.
+A recipe is simulated from its arithmetic (:mod:`te_precision_callbacks.numerics.recipes`), without Transformer Engine's
+quantizers, so that a layer in high precision, and a machine whose GPU has no such format, gets its numbers too.
 """
 
 from __future__ import annotations
@@ -24,12 +21,14 @@ from typing import Any, NamedTuple
 import torch
 
 from te_precision_callbacks.engine import blockwise
-from te_precision_callbacks.engine.blockwise import as_matrix, in_blocks, padded
 from te_precision_callbacks.engine.kernels import compiled, eager
 from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, NOTHING
 from te_precision_callbacks.errors import PrecisionDebugError
-from te_precision_callbacks.numerics.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
-from te_precision_callbacks.numerics.layouts import MXFP8, NVFP4, PER_TENSOR, LayoutError, Stored, stored
+from te_precision_callbacks.numerics.blocks import as_matrix, in_blocks, padded
+from te_precision_callbacks.numerics.formats import E2M1, E5M2, FloatFormat
+from te_precision_callbacks.numerics.layouts import MXFP8, NVFP4, PER_TENSOR, LayoutError, Stored, fp8_format, stored
+from te_precision_callbacks.numerics.recipes import FLOAT32_SCALES, RECIPES, Recipe, Settings, round_blocks
+from te_precision_callbacks.numerics.scaling import FLOAT32_MAX
 from te_precision_callbacks.statistics.names import no_blocks
 from te_precision_callbacks.statistics.table import OF_BLOCKS, SCALES, Of
 
@@ -52,7 +51,6 @@ LOSS_MAXIMA = ("underflow_share",)
 Columns = tuple[torch.Tensor | None, torch.Tensor | None]
 """The columns that are added, and those of which the maximum is kept."""
 
-_FLOAT32_MAX = torch.finfo(torch.float32).max
 _COMPARED, _UNDERFLOWS, _OVERFLOWS, _, _SIGNAL = range(len(COMPARISON_SUMS))
 
 
@@ -66,14 +64,6 @@ class PerTensor(NamedTuple):
     codes: torch.Tensor
     scale_inv: torch.Tensor
     e5m2: bool
-
-
-def is_e5m2(thing: Any) -> bool:
-    """Whether a quantizer or a quantized tensor of Transformer Engine has E5M2 codes."""
-    dtype = getattr(thing, "_fp8_dtype", None)
-    if dtype is None:
-        dtype = getattr(thing, "dtype", None)
-    return getattr(dtype, "name", "") == "kFloat8E5M2"
 
 
 def read(quantized: Any, *, columnwise: bool) -> PerTensor | InBlocks:
@@ -159,12 +149,7 @@ class _Scales(NamedTuple):
 
 
 def _scale_limits(part: Stored) -> tuple[float, float]:
-    return _POWERS_OF_TWO if part.largest_scale is None else (0.0, part.largest_scale)
-
-
-_POWERS_OF_TWO = (E8M0.min_subnormal, E8M0.max)
-"""2^-127 and 2^127. A float32 scale ends there too: 1 / amax is not let grow beyond the largest float32, or the largest
-power of two below it."""
+    return FLOAT32_SCALES if part.largest_scale is None else (0.0, part.largest_scale)
 
 
 def _needs_comparison(wanted: Collection[Of]) -> bool:
@@ -282,53 +267,13 @@ def scale_bins(scales: torch.Tensor) -> torch.Tensor:
     return eager.count_in_bins(torch.log2(wide), (wide > 0) & (wide < math.inf), SCALES)
 
 
-class Rounded(NamedTuple):
-    """Blocks that were quantized and brought back: float32.
-
-    Attributes:
-        values: [blocks, elements].
-        factors: [blocks, 1], from code to value.
-        scales: [blocks, 1], as they are stored, of which the factors are made.
-    """
-
-    values: torch.Tensor
-    factors: torch.Tensor
-    scales: torch.Tensor
-
-
-class Settings(NamedTuple):
-    """What a quantizer may set of its recipe.
-
-    Attributes:
-        e5m2: whether FP8 elements are E5M2, not E4M3.
-        square: whether blocks are squares, not pieces of a row.
-        power_of_two: whether a float32 scale is rounded down to a power of two.
-        amax_epsilon: the least amax that a float32 scale is taken from.
-    """
-
-    e5m2: bool = False
-    square: bool = False
-    power_of_two: bool = False
-    amax_epsilon: float = 0.0
-
-
 def default_settings(recipe: str, tensor: str, *, e5m2: bool | None = None) -> Settings:
-    """A recipe's defaults for a tensor.
-
-    Args:
-        recipe: a key of :data:`SIMULATED`.
-        tensor: activation, weight or gradient. The blocks of a weight are squares under FP8 block scaling and NVFP4.
-        e5m2: whether an FP8 recipe casts to E5M2, and not to E4M3; None for what it does by default.
+    """As :meth:`Recipe.defaults`.
 
     Raises:
         QuantizationError: delayed scaling, which is not simulated.
     """
-    simulated = _simulated(recipe)
-    return Settings(
-        e5m2=(simulated.hybrid and tensor == "gradient") if e5m2 is None else e5m2,
-        square=simulated.square_weights and tensor == "weight",
-        power_of_two=recipe == "fp8_block_scaling",
-    )
+    return _simulated(recipe).defaults(tensor, e5m2=e5m2)
 
 
 def settings_of(quantizer: Any) -> Settings:
@@ -343,109 +288,19 @@ def settings_of(quantizer: Any) -> Settings:
         if getattr(quantizer, attribute, False):
             raise QuantizationError(f"the layer runs NVFP4 with {what}, which is read where it is and not simulated")
     return Settings(
-        e5m2=is_e5m2(quantizer),
+        e5m2=fp8_format(quantizer) is E5M2,
         square=getattr(quantizer, "block_scaling_dim", 1) == 2 or getattr(quantizer, "with_2d_quantization", False),
         power_of_two=getattr(quantizer, "force_pow_2_scales", False),
         amax_epsilon=getattr(quantizer, "amax_epsilon", 0.0),
     )
 
 
-@dataclass(frozen=True)
-class _Simulated:
-    """A recipe that is simulated.
-
-    Attributes:
-        side: elements along a block; None for the whole tensor.
-        quantize: (x [blocks, elements], amax of the blocks [blocks, 1], amax of the tensor, settings, largest float32
-            scale) -> what became of the blocks.
-        limits: of the scales as they are stored.
-        square_weights: whether the blocks of a weight are squares by default.
-        hybrid: whether gradients are E5M2 by default (``Format.HYBRID``), not E4M3 as all else. Read from TE 2.20.2,
-            ``common/recipe/__init__.py``: ``fp8_format`` of each recipe.
-    """
-
-    side: int | None
-    quantize: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Settings, float], Rounded]
-    limits: tuple[float, float] = (0.0, math.inf)
-    square_weights: bool = False
-    hybrid: bool = False
-
-    def block(self, settings: Settings) -> tuple[int, int] | None:
-        """Rows and columns of a block; None for the whole tensor."""
-        return None if self.side is None else (self.side if settings.square else 1, self.side)
-
-
-def _cast(values: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
-    """Saturating cast to a format and back."""
-    if number_format.dtype is None:
-        return number_format.round(values)
-    return values.clamp(-number_format.max, number_format.max).to(number_format.dtype).to(torch.float32)
-
-
-def _scale(amax: torch.Tensor, largest: float, cap: float = _FLOAT32_MAX) -> torch.Tensor:
-    """largest / amax as upstream takes it: 1 for an amax of 0, and never above the cap.
-
-    A division of two tensors: number / tensor is a reciprocal and a product to torch, off by a unit in the last place.
-    """
-    scale = torch.full_like(amax, largest) / amax
-    return torch.where(amax > 0, torch.where(scale == math.inf, cap, scale), 1.0)
-
-
-def _fp8_scale(amax: torch.Tensor, settings: Settings, cap: float = _FLOAT32_MAX) -> torch.Tensor:
-    scale = _scale(amax.clamp(min=settings.amax_epsilon), _fp8(settings).max, cap)
-    return (scale.view(torch.int32) & 0x7F800000).view(torch.float32) if settings.power_of_two else scale
-
-
-def _fp8(settings: Settings) -> FloatFormat:
-    return E5M2 if settings.e5m2 else E4M3
-
-
-def _current(x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: Settings, cap: float) -> Rounded:
-    scale = _fp8_scale(tensor_amax, settings)
-    scale_inv = torch.ones_like(scale) / scale
-    return Rounded(_cast(x * scale, _fp8(settings)) * scale_inv, scale_inv.reshape(1, 1), scale_inv.reshape(1, 1))
-
-
-def _block_fp8(
-    x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: Settings, cap: float
-) -> Rounded:
-    scale = _fp8_scale(amax, settings, cap)
-    scale_inv = torch.ones_like(scale) / scale
-    return Rounded(_cast(x * scale, _fp8(settings)) * scale_inv, scale_inv, scale_inv)
-
-
-def _mxfp8(x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: Settings, cap: float) -> Rounded:
-    # Up to a power of two, but not beyond E8M0's largest one, and 2^-127 for all below it.
-    bits = (amax * (1.0 / _fp8(settings).max)).view(torch.int32)
-    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    up = (mantissa > 0) & (exponent < 254) & ~((exponent == 0) & (mantissa <= 0x400000))
-    code = exponent + up.to(torch.int32)
-    scale_inv = torch.where(code == 0, 0x400000, code << 23).view(torch.float32)
-    return Rounded(_cast(x * (1.0 / scale_inv), _fp8(settings)) * scale_inv, scale_inv, scale_inv)
-
-
-def _nvfp4(x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: Settings, cap: float) -> Rounded:
-    encode = _scale(tensor_amax, E4M3.max * E2M1.max)
-    block_scale = _cast(amax * (encode * (1.0 / E2M1.max)), E4M3)
-    multiplier = (1.0 / (block_scale * (1.0 / encode))).clamp(max=_FLOAT32_MAX)
-    factors = block_scale * tensor_amax * (1.0 / (E4M3.max * E2M1.max))
-    return Rounded(E2M1.round(x * multiplier) * factors, factors, block_scale)
-
-
-SIMULATED: dict[str, _Simulated] = {
-    "fp8_current_scaling": _Simulated(None, _current, hybrid=True),
-    "mxfp8": _Simulated(32, _mxfp8, _POWERS_OF_TWO),
-    "fp8_block_scaling": _Simulated(128, _block_fp8, _POWERS_OF_TWO, square_weights=True),
-    "nvfp4": _Simulated(16, _nvfp4, (0.0, E4M3.max), square_weights=True),
-}
-
-
-def _simulated(recipe: str) -> _Simulated:
-    if recipe not in SIMULATED:
+def _simulated(recipe: str) -> Recipe:
+    if recipe not in RECIPES:
         raise QuantizationError(
             f"{recipe} cannot be had of a layer that does not run it: its scale comes from the amaxes of earlier steps"
         )
-    return SIMULATED[recipe]
+    return RECIPES[recipe]
 
 
 def simulate(
@@ -484,7 +339,7 @@ def simulate(
         blocks = in_blocks(matrix.t() if columnwise else matrix, block)
     if blockwise.RANGE_KINDS.issuperset(wanted):
         return blockwise.range_columns(blocks, wanted)
-    tensor_amax = amax.reshape(()).clamp(0.0, _FLOAT32_MAX).to(torch.float32)
+    tensor_amax = amax.reshape(()).clamp(0.0, FLOAT32_MAX).to(torch.float32)
     by_block = block is not None and _needs_blocks(wanted)
     simulation = _simulation(recipe, settings, by_block)
     found = [compiled.run(simulation, piece, tensor_amax) for piece in compiled.pieces(blocks)]
@@ -502,55 +357,15 @@ def _simulation(
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     def simulation(blocks: torch.Tensor, tensor_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rounded = round_blocks(recipe, blocks, tensor_amax, settings)
-        number_format = E2M1 if recipe == "nvfp4" else _fp8(settings)
+        number_format = E2M1 if recipe == "nvfp4" else settings.fp8
         rows = eager.comparison(blocks, rounded.values, _limit(rounded.factors, number_format))
         return rows if by_block else rows.sum(1, keepdim=True), rounded.factors, rounded.scales
 
     return simulation
 
 
-def round_blocks(recipe: str, blocks: torch.Tensor, tensor_amax: torch.Tensor, settings: Settings) -> Rounded:
-    """Blocks as a recipe would quantize them.
-
-    Args:
-        recipe: a key of :data:`SIMULATED`.
-        blocks: [blocks, elements], any float dtype; what is not finite is taken as 0, and what is beyond float32 as
-            its largest number.
-        tensor_amax: float32, of one element: the largest finite magnitude of the whole tensor.
-        settings: those of the recipe's quantizer.
-    """
-    x = eager.widened(blocks)
-    x = torch.where(x.abs() < math.inf, x, 0.0).clamp(-_FLOAT32_MAX, _FLOAT32_MAX).to(torch.float32)
-    amax = x.abs().amax(1, keepdim=True)
-    # What FP8 block scaling takes for a scale beyond float32: the largest number of the tensor's own type.
-    cap = min(torch.finfo(blocks.dtype).max, _FLOAT32_MAX)
-    return SIMULATED[recipe].quantize(x, amax, tensor_amax, settings, cap)
-
-
 def _in_rows(values: torch.Tensor) -> torch.Tensor:
     """All elements as a matrix, filled up with nan, which nothing counts."""
     row = math.gcd(values.numel(), 4096)
     row = row if row >= 256 else 4096
-    return padded(eager.flattened(values).unsqueeze(0), 1, row, math.nan).view(-1, row)
-
-
-def round_to_mxfp8(values: torch.Tensor, *, e5m2: bool, columnwise: bool) -> torch.Tensor:
-    """A tensor rounded to MXFP8 and back.
-
-    Args:
-        values: any shape, float32, float16 or bfloat16; blocks at an edge may be partial.
-        e5m2: whether the elements are E5M2, not E4M3.
-        columnwise: whether blocks of 32 run down the columns, not along the rows of the last dimension.
-
-    Returns:
-        float32, the same shape. The scale of a block follows from its finite elements; inf becomes its largest value.
-    """
-    matrix = as_matrix(values).to(torch.float32)
-    matrix = matrix.t() if columnwise else matrix
-    whole = padded(matrix, 1, 32, 0.0)
-    blocks = whole.reshape(-1, 32)
-    magnitude = blocks.abs()
-    amax = torch.where(magnitude < math.inf, magnitude, 0.0).amax(1, keepdim=True)
-    rounded = _mxfp8(blocks, amax, amax, Settings(e5m2), _FLOAT32_MAX)
-    result = rounded.values.view(whole.shape)[:, : matrix.shape[1]]
-    return (result.t() if columnwise else result).reshape(values.shape)
+    return padded(eager.flattened(values).unsqueeze(0), (1, row), math.nan).view(-1, row)

@@ -110,25 +110,35 @@ class FloatFormat:
         return float(sign * (1.0 + fraction) * 2.0 ** (exponent - self.bias))
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """The nearest codes: ties to even, beyond the largest number and at infinity the largest number, NaN stays NaN.
+        """The nearest codes of a signed format: ties to even, beyond the largest number and at infinity the largest.
 
-        This is what ``cvt.rn.satfinite`` does on the GPU (``common/util/ptx.cuh``, and the conversions of
-        ``cuda_fp8.h`` that upstream's kernels use); torch's own cast does not saturate, and keeps the sign of NaN.
+        NaN stays NaN, and is the largest number in a format that has none. -0 is -0. This is what ``cvt.rn.satfinite``
+        does on the GPU (``common/util/ptx.cuh``, and the conversions of ``cuda_fp8.h`` that upstream's kernels use; PTX
+        ISA 8.6 for E2M1). torch's own cast does not saturate, and keeps the sign of NaN; Transformer Engine's
+        pure-torch reference of NVFP4 gives 0 for -0 and for NaN.
 
         Args:
             values: float32, any shape.
 
         Returns:
-            uint8, same shape.
+            uint8, same shape, one code a byte.
+
+        Raises:
+            ValueError: the format has no sign. Its numbers are scales, which each recipe rounds in its own way.
         """
+        if not self.signed:
+            raise ValueError(f"{self.name} has no sign; scales are not rounded to nearest.")
         if self.dtype is None:
-            raise ValueError(f"{self.name} has no byte of its own in torch.")
+            bits = values.view(torch.int32)
+            # All numbers where the code changes end in more than 16 zero bits: what is below only says: a little more.
+            key = ((bits >> 16) & 0xFFFF) | ((bits & 0xFFFF) != 0)
+            return _code_table(self, values.device).index_select(0, key.reshape(-1)).view(values.shape)
         codes = values.clamp(-self.max, self.max).to(self.dtype).view(torch.uint8)
         negative_nan = 0x80 | (self.nan_code or 0)
         return codes.masked_fill_(codes == negative_nan, negative_nan & 0x7F) if _any_nan(values) else codes
 
     def round(self, values: torch.Tensor) -> torch.Tensor:
-        """The nearest numbers of a signed format: as :meth:`encode`, for formats without a byte of their own too.
+        """The nearest numbers of a signed format, as :meth:`encode` takes them; NaN stays NaN.
 
         Only arithmetic on whole tensors, so that it can be compiled into a larger pass.
 
@@ -139,6 +149,8 @@ class FloatFormat:
             float32, same shape.
         """
         clamped = values.clamp(-self.max, self.max)
+        if self.dtype is not None:
+            return clamped.to(self.dtype).to(torch.float32)
         # The power of two below the magnitude: the float32 without its sign and mantissa.
         binade = (clamped.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=self.min_normal)
         step = binade * 2.0**-self.mantissa_bits
@@ -166,6 +178,18 @@ def _any_nan(values: torch.Tensor) -> bool:
 @functools.cache
 def _table(fmt: FloatFormat, device: torch.device) -> torch.Tensor:
     return torch.tensor([fmt.value(code) for code in range(2**fmt.bits)], dtype=torch.float32, device=device)
+
+
+@functools.cache
+def _code_table(fmt: FloatFormat, device: torch.device) -> torch.Tensor:
+    """The code of each float32 number whose low half is 0, by its high half."""
+    high = torch.arange(1 << 16, dtype=torch.int32)
+    values = torch.where(high < 1 << 15, high, high - (1 << 16)).mul(1 << 16).view(torch.float32)
+    numbers = torch.tensor([fmt.value(code) for code in range(fmt.max_code + 1)])
+    codes = torch.searchsorted(numbers, fmt.round(values).abs()).clamp(max=fmt.max_code)
+    of_nan = fmt.max_code if fmt.nan_code is None else fmt.nan_code
+    codes = torch.where(values.isnan(), of_nan, codes + 2 ** (fmt.bits - 1) * torch.signbit(values))
+    return codes.to(torch.uint8).to(device)
 
 
 E4M3 = FloatFormat("E4M3", 4, 3, Specials.ONE_NAN, dtype=torch.float8_e4m3fn)

@@ -37,7 +37,9 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.numerics import blocks
 from te_precision_callbacks.numerics.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
+from te_precision_callbacks.numerics.scaling import nvfp4_factors
 
 SWIZZLE_ROWS, SWIZZLE_COLUMNS = 128, 4
 """The tile of scales that a GEMM of MXFP8 or NVFP4 reads at once."""
@@ -97,22 +99,15 @@ class Stored:
         return self.scales if self.scale_format is None else self.scale_format.decode(self.scales)
 
     def factors(self) -> torch.Tensor:
-        """What brings the numbers of each block back: float32, as :attr:`scales`.
-
-        In float32 and in the order of upstream's kernel, which is ``(scale * amax) * (1 / (6 * largest scale))``.
-        """
-        factors = self.block_scales()
+        """What brings the numbers of each block back: float32, as :attr:`scales`."""
+        scales = self.block_scales()
         if self.amax is None or self.largest_scale is None:
-            return factors
-        return factors * self.amax.reshape(-1, 1) * (1.0 / (E2M1.max * self.largest_scale))
+            return scales
+        return nvfp4_factors(scales, self.amax.reshape(-1, 1), self.largest_scale)
 
     def spread(self, of_blocks: torch.Tensor) -> torch.Tensor:
         """A number for each block, as :attr:`scales`, as one for each element: [rows, columns]."""
-        rows, columns = self.matrix_shape
-        height, width = self.block
-        if height > 1 or of_blocks.shape[0] < rows:
-            of_blocks = of_blocks.repeat_interleave(height, 0)[:rows]
-        return of_blocks.repeat_interleave(width, 1)[:, :columns]
+        return blocks.spread(of_blocks, self.block, self.matrix_shape)
 
     def matrix(self) -> torch.Tensor:
         """The numbers that are stored, in the order of memory: float32, [rows, columns]."""
@@ -138,7 +133,28 @@ class Stored:
 
 def is_quantized(tensor: Any) -> bool:
     """Whether this is a quantized tensor of a format that is known here."""
-    return _mode(tensor) is not None
+    return scaling_mode(tensor) is not None
+
+
+def scaling_mode(tensor: Any) -> str | None:
+    """The scaling mode of a quantized tensor, or of its storage; None where its format is not known here."""
+    if hasattr(tensor, "_fp8_dtype"):
+        if hasattr(tensor, "_transpose_invalid"):
+            return PER_TENSOR
+        if hasattr(tensor, "_is_2D_scaled"):
+            return BLOCK_2D if tensor._is_2D_scaled else BLOCK_1D
+        if hasattr(tensor, "_with_gemm_swizzled_scales"):
+            return MXFP8
+    elif hasattr(tensor, "_fp4_dtype") and hasattr(tensor, "_with_gemm_swizzled_scales"):
+        return NVFP4
+    return None
+
+
+def fp8_format(thing: Any) -> FloatFormat:
+    """E4M3 or E5M2: what a quantized tensor of FP8, its storage or a quantizer has as elements."""
+    dtype = getattr(thing, "_fp8_dtype", None)
+    dtype = getattr(thing, "dtype", None) if dtype is None else dtype
+    return E5M2 if getattr(dtype, "name", str(dtype)) == "kFloat8E5M2" else E4M3
 
 
 def has_scale(tensor: Any) -> bool:
@@ -170,7 +186,7 @@ def stored(tensor: Any, *, columnwise: bool) -> Stored | None:
     Raises:
         LayoutError: the tensor's format is not known, or its buffers do not fit one another.
     """
-    mode = _mode(tensor)
+    mode = scaling_mode(tensor)
     if mode is None:
         raise LayoutError(f"{type(tensor).__name__}: not a quantized tensor of a format that is known here.")
     if mode == PER_TENSOR:
@@ -227,19 +243,6 @@ def packed(codes: torch.Tensor) -> torch.Tensor:
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
-def _mode(tensor: Any) -> str | None:
-    if hasattr(tensor, "_fp8_dtype"):
-        if hasattr(tensor, "_transpose_invalid"):
-            return PER_TENSOR
-        if hasattr(tensor, "_is_2D_scaled"):
-            return BLOCK_2D if tensor._is_2D_scaled else BLOCK_1D
-        if hasattr(tensor, "_with_gemm_swizzled_scales"):
-            return MXFP8
-    elif hasattr(tensor, "_fp4_dtype") and hasattr(tensor, "_with_gemm_swizzled_scales"):
-        return NVFP4
-    return None
-
-
 def _per_tensor(tensor: Any, columnwise: bool) -> Stored | None:
     transpose = None if tensor._transpose_invalid else tensor._transpose
     transposed = tensor._data is None or (columnwise and transpose is not None)
@@ -252,7 +255,7 @@ def _per_tensor(tensor: Any, columnwise: bool) -> Stored | None:
         columnwise=columnwise,
         codes=codes,
         transposed=transposed,
-        element_format=_fp8_format(tensor),
+        element_format=fp8_format(tensor),
         scales=tensor._scale_inv.detach().reshape(1, 1),
         scale_format=None,
         block=(max(1, codes.shape[0]), max(1, codes.shape[1])),
@@ -274,7 +277,7 @@ def _mxfp8(tensor: Any, data: torch.Tensor, scales: torch.Tensor, columnwise: bo
         columnwise=columnwise,
         codes=codes,
         transposed=False,
-        element_format=_fp8_format(tensor),
+        element_format=fp8_format(tensor),
         scales=_unpadded(tensor, along.view(torch.uint8), codes.shape, block),
         scale_format=E8M0,
         block=block,
@@ -292,7 +295,7 @@ def _block_fp8(tensor: Any, mode: str, data: torch.Tensor, scales: torch.Tensor,
         columnwise=columnwise,
         codes=codes,
         transposed=columnwise,
-        element_format=_fp8_format(tensor),
+        element_format=fp8_format(tensor),
         scales=_unpadded(tensor, scales.detach() if mode == BLOCK_2D else scales.detach().t(), codes.shape, block),
         scale_format=None,
         block=block,
@@ -361,8 +364,3 @@ def _tiles(scales: torch.Tensor) -> tuple[int, int]:
             " made of."
         )
     return scales.shape[0] // SWIZZLE_ROWS, scales.shape[1] // SWIZZLE_COLUMNS
-
-
-def _fp8_format(tensor: Any) -> FloatFormat:
-    name = getattr(tensor._fp8_dtype, "name", str(tensor._fp8_dtype))
-    return E5M2 if name == "kFloat8E5M2" else E4M3

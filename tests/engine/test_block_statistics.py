@@ -13,7 +13,7 @@ import torch
 
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels import compiled
-from te_precision_callbacks.engine.quantization import Settings, round_blocks
+from te_precision_callbacks.numerics.recipes import Settings, round_blocks
 from te_precision_callbacks.statistics.names import UnknownStatisticError, quantized_request
 from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.statistics.table import PERCENTILES, RANGES, SCALES

@@ -20,21 +20,18 @@ from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels import compiled
 from te_precision_callbacks.engine.quantization import (
-    SIMULATED,
     InBlocks,
     PerTensor,
     QuantizationError,
-    Settings,
     default_settings,
-    is_e5m2,
     read,
-    round_blocks,
-    round_to_mxfp8,
     scale_columns,
     simulate,
 )
 from te_precision_callbacks.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
-from te_precision_callbacks.numerics.layouts import has_scale
+from te_precision_callbacks.numerics.layouts import fp8_format, has_scale
+from te_precision_callbacks.numerics.recipes import RECIPES as SIMULATED
+from te_precision_callbacks.numerics.recipes import Settings, round_blocks, round_to_mxfp8
 from te_precision_callbacks.statistics.names import quantized_request
 from te_precision_callbacks.statistics.table import QUANTIZED_STATISTICS, Of
 from te_precision_callbacks.vocabulary import WITH_ELEMENT_FORMAT, recipe_of
@@ -469,10 +466,10 @@ def test_what_is_recognised() -> None:
     assert recipe_of(current) == "fp8_current_scaling"
     assert recipe_of(quantizer("fp8_delayed_scaling", e5m2=False)) == "fp8_delayed_scaling"
     assert recipe_of(None) is None
-    assert is_e5m2(current)
+    assert fp8_format(current) is E5M2
     real = current(normal(16, 16))
     assert has_scale(real)
-    assert is_e5m2(real)
+    assert fp8_format(real) is E5M2
     assert not has_scale(normal(2))
     assert not has_scale(None)
 

@@ -9,19 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from te_precision_callbacks.engine.blockwise import as_matrix, in_blocks
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels import compiled
 from te_precision_callbacks.engine.quantization import (
-    SIMULATED,
     InBlocks,
     PerTensor,
     QuantizationError,
     default_settings,
     read,
-    round_blocks,
     settings_of,
 )
+from te_precision_callbacks.numerics.blocks import as_matrix, in_blocks
+from te_precision_callbacks.numerics.recipes import RECIPES, round_blocks
 from te_precision_callbacks.statistics.names import quantized_request
 from te_precision_callbacks.statistics.table import PERCENTILES
 from te_precision_callbacks.vocabulary import WITH_ELEMENT_FORMAT, recipe_of
@@ -83,7 +82,7 @@ def test_simulated_blocks_are_the_real_ones_bit_for_bit(
         real = read(quantizer(recipe, weight=weight, e5m2=e5m2)(x), columnwise=columnwise)
         assert isinstance(real, InBlocks)
         settings = default_settings(recipe, "weight" if weight else "activation", e5m2=e5m2)
-        block = SIMULATED[recipe].block(settings)
+        block = RECIPES[recipe].block(settings)
         assert block is not None
 
         def blocks(
@@ -181,7 +180,7 @@ def test_a_recipe_is_simulated_as_the_layers_quantizer_is_set(name: str, dtype: 
     its = SET[name]()
     recipe, settings = recipe_of(its), settings_of(its)
     assert recipe is not None
-    block = SIMULATED[recipe].block(settings)
+    block = RECIPES[recipe].block(settings)
     for of, tensor in TENSORS.items():
         x = tensor.to(dtype).nan_to_num()
         for columnwise in (False, True):

@@ -9,9 +9,9 @@ from fractions import Fraction
 import pytest
 import torch
 
+from te_precision_callbacks.numerics.scaling import amax_of, fp8_scale
 from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference.errors import ReferenceBackendError
-from te_precision_callbacks.reference.extension.scaling import amax_of, scale_from_amax
 
 INF, NAN = float("inf"), float("nan")
 FLOAT32_MAX = 3.4028234663852886e38
@@ -63,26 +63,26 @@ def test_scale_is_the_rounded_quotient(fp8_max: float) -> None:
     torch.manual_seed(0)
     amax = torch.cat([torch.rand(2000) * 10, torch.rand(500) * 1e-20, torch.rand(500) * 1e30])
     expected = torch.tensor([_quotient(fp8_max, value) for value in amax.tolist()])
-    assert torch.equal(scale_from_amax(amax, fp8_max), expected)
+    assert torch.equal(fp8_scale(amax, fp8_max), expected)
 
 
 @pytest.mark.parametrize(
     ("amax", "expected"), [(0.0, 1.0), (INF, 1.0), (NAN, 1.0), (1e-40, FLOAT32_MAX), (448.0, 1.0), (1.0, 448.0)]
 )
 def test_scale_at_the_edges(amax: float, expected: float) -> None:
-    assert scale_from_amax(torch.tensor([amax]), 448.0).item() == expected
+    assert fp8_scale(torch.tensor([amax]), 448.0).item() == expected
 
 
 @pytest.mark.parametrize(
     ("amax", "expected"), [(1.0, 256.0), (3.0, 128.0), (0.0, 1.0), (1e-40, 2.0**127), (500.0, 0.5)]
 )
 def test_power_of_two_scale_rounds_down(amax: float, expected: float) -> None:
-    assert scale_from_amax(torch.tensor([amax]), 448.0, force_pow_2=True).item() == expected
+    assert fp8_scale(torch.tensor([amax]), 448.0, power_of_two=True).item() == expected
 
 
 def test_epsilon_is_a_floor_of_amax() -> None:
     amax = torch.tensor([0.0, 1e-3, 2.0, NAN])
-    scale = scale_from_amax(amax, 448.0, epsilon=0.5)
+    scale = fp8_scale(amax, 448.0, epsilon=0.5)
     assert scale.tolist() == [896.0, 896.0, 224.0, 1.0]
 
 

@@ -17,7 +17,7 @@ an AttributeError. Nothing of Transformer Engine is imported until a function ne
 file                         what it holds
 ============================ ==========================================================================================
 ``enums.py``                 enumerations
-``scaling.py``               amax, scale, and their update under delayed scaling
+``scaling.py``               amax, and the update of delayed scaling
 ``quantizers.py``            which implementation serves which quantizer
 ``buffers.py``               making the tensors that quantizers write to
 ``float8.py``                per-tensor FP8
@@ -25,7 +25,6 @@ file                         what it holds
 ``mxfp8.py``                 FP8 in blocks of 32
 ``nvfp4.py``                 FP4 in blocks of 16
 ``nvfp4_weights.py``         its transposes, and casting parts of master weights
-``hadamard.py``              the random Hadamard transform of NVFP4
 ``swizzling.py``             the order of scales that a GEMM reads
 ``partial_cast.py``          quantizing shards of master weights
 ``quantization.py``          quantize, dequantize and their relatives

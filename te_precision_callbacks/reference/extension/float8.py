@@ -22,21 +22,17 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.gemm_shapes import takes_any_layout
+from te_precision_callbacks.numerics.layouts import PER_TENSOR, scaling_mode
+from te_precision_callbacks.numerics.scaling import amax_of, fp8_scale
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import build, empty, is_noop, overwrite, transposed_shape
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
-from te_precision_callbacks.reference.extension.scaling import amax_of, scale_from_amax
 from te_precision_callbacks.reference.target import capability
 
 
 def has_any_layout_gemm() -> bool:
     """Whether the GPU that the backend stands for multiplies FP8 in any layout, not only with A transposed."""
     return takes_any_layout(capability())
-
-
-def is_float8(tensor: Any) -> bool:
-    """Whether this is a Float8Tensor, its storage class, or something with the same buffers."""
-    return hasattr(tensor, "_fp8_dtype") and hasattr(tensor, "_transpose_invalid")
 
 
 def transposed(data: torch.Tensor) -> torch.Tensor:
@@ -78,7 +74,7 @@ class _PerTensorScaling:
 
     def fit(self, quantizer: Any, out: Any) -> None:
         """Give ``out`` the buffers that the quantizer's usages ask for, and only those."""
-        if not is_float8(out):
+        if scaling_mode(out) != PER_TENSOR:
             raise ReferenceBackendError(
                 f"{type(quantizer).__name__} writes to a Float8Tensor, not to a {type(out).__name__}."
             )
@@ -172,10 +168,10 @@ class CurrentScaling(_PerTensorScaling):
             torch.distributed.all_reduce(measured, op=torch.distributed.ReduceOp.MAX, group=group)
         if is_noop(noop):
             return
-        scale = scale_from_amax(
+        scale = fp8_scale(
             measured,
             fp8_format(quantizer.dtype).max,
-            force_pow_2=quantizer.force_pow_2_scales,
+            power_of_two=quantizer.force_pow_2_scales,
             epsilon=quantizer.amax_epsilon,
         )
         self.cast(quantizer, source, scale, out)

@@ -22,6 +22,9 @@ from typing import Any
 
 import torch
 
+from te_precision_callbacks.numerics.blocks import block_amaxes, spread
+from te_precision_callbacks.numerics.layouts import BLOCK_1D, BLOCK_2D, scaling_mode
+from te_precision_callbacks.numerics.scaling import fp8_scale
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import (
     DIRECTIONS,
@@ -36,7 +39,6 @@ from te_precision_callbacks.reference.extension.buffers import (
     transposed_shape,
 )
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
-from te_precision_callbacks.reference.extension.scaling import block_amaxes, scale_from_amax
 from te_precision_callbacks.reference.target import capability
 
 BLOCK = 128
@@ -86,7 +88,7 @@ class BlockScaling:
         Raises:
             ReferenceBackendError: ``out`` is not scaled in blocks, or has no data.
         """
-        if not (hasattr(out, "_fp8_dtype") and hasattr(out, "_is_2D_scaled")):
+        if scaling_mode(out) not in (BLOCK_1D, BLOCK_2D):
             raise ReferenceBackendError(
                 f"{type(quantizer).__name__} writes to a Float8BlockwiseQTensor, not to a {type(out).__name__}."
             )
@@ -139,17 +141,15 @@ class BlockScaling:
 def _quantized(matrix: torch.Tensor, quantizer: Any, out: Any, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes, and the inverse scale of each block: float32, [rows / height of a block, columns / 128]."""
     fmt = fp8_format(out._fp8_dtype)
-    rows, columns = matrix.shape
-    height = BLOCK if out._is_2D_scaled else 1
-    scale = scale_from_amax(
-        block_amaxes(matrix, height, BLOCK),
+    block = (BLOCK if out._is_2D_scaled else 1, BLOCK)
+    scale = fp8_scale(
+        block_amaxes(matrix, block),
         fmt.max,
-        force_pow_2=quantizer.force_pow_2_scales,
+        power_of_two=quantizer.force_pow_2_scales,
         epsilon=quantizer.amax_epsilon,
-        largest=largest,
+        largest_scale=largest,
     )
-    each = scale.repeat_interleave(height, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-    return fmt.encode(matrix * each), torch.reciprocal(scale)
+    return fmt.encode(matrix * spread(scale, block, matrix.shape)), torch.reciprocal(scale)
 
 
 def scale_shape(shape: Sequence[int], columnwise: bool, is_2d: bool) -> tuple[int, int]:

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from te_precision_callbacks.numerics.scaling import fp8_scale
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import overwrite
-from te_precision_callbacks.reference.extension.scaling import scale_from_amax
 
 TensorLists = Sequence[Sequence[torch.Tensor]]
 
@@ -96,7 +96,7 @@ def multi_tensor_compute_scale_and_scale_inv(
 ) -> None:
     """The scale and its inverse for each amax, of lists [amaxes, scales, inverse scales], all float32."""
     for amax, scale, scale_inv in groups(tensor_lists, (3,)):
-        overwrite(scale, scale_from_amax(amax, max_fp8, force_pow_2=force_pow_2_scales, epsilon=epsilon))
+        overwrite(scale, fp8_scale(amax, max_fp8, power_of_two=force_pow_2_scales, epsilon=epsilon))
         overwrite(scale_inv, torch.reciprocal(scale))
 
 

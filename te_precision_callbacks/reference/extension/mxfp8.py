@@ -10,9 +10,9 @@ Usage::
     out._columnwise_data  # uint8, the shape of tensor: not transposed, and other codes than rowwise
     out._columnwise_scale_inv  # uint8, E8M0, [rows / 32, columns], padded to multiples of 4 and 128
 
-``pytorch/csrc/quantizer.cpp``, ``common/cast/mxfp8/quantize_mxfp8.cuh`` and ``common/util/ptx_arch_spec.cuh`` (TE
-2.20). Each direction is quantized from the high-precision tensor. A GPU older than Blackwell has none of it; here it
-works for every capability, so that its numbers can be asked for.
+``pytorch/csrc/quantizer.cpp`` and ``common/cast/mxfp8/quantize_mxfp8.cuh`` (TE 2.20). Each direction is quantized from
+the high-precision tensor. A GPU older than Blackwell has none of it; here it works for every capability, so that its
+numbers can be asked for.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.numerics.formats import E8M0, FloatFormat
-from te_precision_callbacks.numerics.layouts import SWIZZLE_COLUMNS, SWIZZLE_ROWS
+from te_precision_callbacks.numerics.blocks import block_amaxes, spread
+from te_precision_callbacks.numerics.layouts import MXFP8, SWIZZLE_COLUMNS, SWIZZLE_ROWS, scaling_mode
+from te_precision_callbacks.numerics.scaling import e8m0_codes, mxfp8_scale_inv
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import (
     DIRECTIONS,
@@ -36,7 +37,6 @@ from te_precision_callbacks.reference.extension.buffers import (
     round_up,
 )
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
-from te_precision_callbacks.reference.extension.scaling import block_amaxes
 from te_precision_callbacks.reference.extension.swizzling import as_stored
 
 BLOCK = 32
@@ -88,7 +88,7 @@ class BlockScaling:
         Raises:
             ReferenceBackendError: ``out`` is no MXFP8 tensor, or has no data.
         """
-        if not (hasattr(out, "_fp8_dtype") and hasattr(out, "_with_gemm_swizzled_scales")):
+        if scaling_mode(out) != MXFP8:
             raise ReferenceBackendError(
                 f"{type(quantizer).__name__} writes to an MXFP8Tensor, not to a {type(out).__name__}."
             )
@@ -116,44 +116,19 @@ class BlockScaling:
             data = out._columnwise_data if columnwise else out._rowwise_data
             if data is None:
                 continue
-            height, width = (BLOCK, 1) if columnwise else (1, BLOCK)
-            if quantizer.with_2d_quantization:
-                exponents = e8m0_scales(block_amaxes(matrix, BLOCK, BLOCK), fmt)
+            block = (BLOCK, 1) if columnwise else (1, BLOCK)
+            square = quantizer.with_2d_quantization
+            scale_inv = mxfp8_scale_inv(block_amaxes(matrix, (BLOCK, BLOCK) if square else block), fmt)
+            if square:
                 # One for each row, or for each column, of a block: all the same.
-                exponents = exponents.repeat_interleave(BLOCK, 1 if columnwise else 0)
-            else:
-                exponents = e8m0_scales(block_amaxes(matrix, height, width), fmt)
-            codes = fmt.encode(matrix * reciprocal(exponents).repeat_interleave(height, 0).repeat_interleave(width, 1))
+                scale_inv = scale_inv.repeat_interleave(BLOCK, 1 if columnwise else 0)
+            codes = fmt.encode(matrix * spread(torch.reciprocal(scale_inv), block, matrix.shape))
             overwrite(data, codes.view(data.shape))
             scales = out._columnwise_scale_inv if columnwise else out._rowwise_scale_inv
             swizzled = bool(out._with_gemm_swizzled_scales)
-            overwrite(scales, as_stored(exponents, scales.shape, along_columns=columnwise, swizzled=swizzled))
-
-
-def e8m0_scales(amaxes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """The scale of each block: amax divided by the format's largest number, rounded up to a power of two.
-
-    ``cvt.rp.satfinite.ue8m0x2.f32``: 0 and what is at most 2**-127 becomes 2**-127, infinity becomes 2**127. The
-    division is a product with the float32 reciprocal, as in upstream's kernels.
-
-    Args:
-        amaxes: float32, any shape, no NaN.
-        fmt: of the elements.
-
-    Returns:
-        E8M0 codes, uint8, same shape.
-    """
-    bits = (amaxes * (1.0 / fmt.max)).view(torch.int32)
-    exponents, mantissas = bits >> 23, bits & 0x7FFFFF
-    above = (mantissas > 0) & ~((exponents == 0) & (mantissas <= 0x400000))
-    return (exponents + above).clamp(max=E8M0.max_code).to(torch.uint8)
-
-
-def reciprocal(exponents: torch.Tensor) -> torch.Tensor:
-    """One divided by each E8M0 number: float32, exact, NaN of NaN."""
-    # The largest finite code, 254, stands for 2**127: codes that add up to it are each other's reciprocals.
-    inverse = E8M0.decode((E8M0.max_code - exponents.int()).clamp(min=0).to(torch.uint8))
-    return torch.where(exponents == 0xFF, torch.full_like(inverse, float("nan")), inverse)
+            overwrite(
+                scales, as_stored(e8m0_codes(scale_inv), scales.shape, along_columns=columnwise, swizzled=swizzled)
+            )
 
 
 def scale_shape(shape: Sequence[int], columnwise: bool) -> tuple[int, int]:

@@ -9,22 +9,8 @@ Usage::
     out._columnwise_data  # uint8, [columns, rows / 2]: the transpose, quantized by itself
     out._rowwise_scale_inv  # E4M3 as uint8, padded with zeros to multiples of 128 x 4
 
-``pytorch/csrc/quantizer.cpp``, ``NVFP4Quantizer``, and the kernels that it picks (TE 2.20):
-``common/cast/nvfp4/quantize_transpose_nvfp4.cuh``, ``common/transpose/quantize_transpose_vector_blockwise_fp4.cu``,
-``common/cast/nvfp4/quantize_4over6_nvfp4.cuh``,
-``common/hadamard_transform/row_cast_col_hadamard_transform_cast_fusion.cu``.
-
-With A the tensor's amax, a the block's, and F the largest finite float32, all in float32:
-
-==================== ================================================================================================
-encode scale S       min(6 * 448 / A, F); 1 where A or S is 0
-a block's scale      E4M3, nearest and saturating, of min(a * (S * (1 / 6)), F)
-what multiplies it   min(1 / (the block's scale * (1 / S)), F)
-data                 E2M1, nearest (ties to even) and saturating, of element * multiplier; NaN becomes 6, -0 stays -0
-==================== ================================================================================================
-
-NaN is passed over in every amax. Only the kernel that fuses the Hadamard transform is different: there a block with NaN
-has the scale NaN, and an infinite A makes every scale 0 or NaN; see :func:`_is_fused`.
+``pytorch/csrc/quantizer.cpp``, ``NVFP4Quantizer`` (TE 2.20). What the kernels compute is in
+:mod:`te_precision_callbacks.numerics.nvfp4`.
 
 ``NVTE_USE_FAST_MATH=1``, which has the GPU divide approximately, changes nothing here;
 ``NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1`` does what it does upstream.
@@ -32,17 +18,17 @@ has the scale NaN, and an infinite A makes every scale 0 or NaN; see :func:`_is_
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from te_precision_callbacks.numerics.formats import E2M1, E4M3
+from te_precision_callbacks.numerics.blocks import block_amaxes
 from te_precision_callbacks.numerics.hadamard import random_hadamard_transform
-from te_precision_callbacks.numerics.layouts import SWIZZLE_COLUMNS, SWIZZLE_ROWS, packed
+from te_precision_callbacks.numerics.layouts import NVFP4, SWIZZLE_COLUMNS, SWIZZLE_ROWS, scaling_mode
+from te_precision_callbacks.numerics.nvfp4 import BLOCK, Rules, quantized
+from te_precision_callbacks.numerics.scaling import amax_of
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import (
     build,
@@ -54,34 +40,8 @@ from te_precision_callbacks.reference.extension.buffers import (
     usages,
     zeros,
 )
-from te_precision_callbacks.reference.extension.scaling import FLOAT32_MAX, amax_of
 from te_precision_callbacks.reference.extension.swizzling import as_stored
 from te_precision_callbacks.reference.target import capability
-
-BLOCK = 16
-"""Elements that share a scale, and the side of a square block."""
-
-# What is quantized at once: all that is made of it on the way fits into a cache.
-_ELEMENTS_AT_ONCE = 1 << 18
-
-
-@dataclass(frozen=True)
-class _Rules:
-    """How one matrix is quantized.
-
-    Attributes:
-        square: whether 16 x 16 elements share a scale, not 1 x 16.
-        stochastic: whether data is rounded up or down at random.
-        largest_scale: E4M3 number that stands for the largest scale.
-        better_of_two: whether each block takes the better of two scales ("4over6"), by the error "MAE" or "MSE".
-        nan_spreads: whether a NaN makes its block's amax NaN.
-    """
-
-    square: bool = False
-    stochastic: bool = False
-    largest_scale: float = 448.0
-    better_of_two: str | None = None
-    nan_spreads: bool = False
 
 
 class BlockScaling:
@@ -135,7 +95,7 @@ class BlockScaling:
 
     def fit(self, quantizer: Any, out: Any) -> None:
         """Give ``out`` the buffers that the quantizer's usages ask for, and only those."""
-        if not is_nvfp4(out):
+        if scaling_mode(out) != NVFP4:
             raise ReferenceBackendError(
                 f"{type(quantizer).__name__} writes to an NVFP4Tensor, not to a {type(out).__name__}."
             )
@@ -201,181 +161,20 @@ class BlockScaling:
         # Only now: with the no-op flag the scales stay in the order that they were in.
         out._with_gemm_swizzled_scales = _writes_swizzled(quantizer, matrix.shape)
         if out._rowwise_data is not None:
-            _store(out, "rowwise", *_quantized(matrix, out._amax_rowwise, rules))
+            _store(out, "rowwise", *quantized(matrix, out._amax_rowwise, rules))
         if transposed is not None:
-            _store(out, "columnwise", *_quantized(transposed, out._amax_columnwise, rules))
+            _store(out, "columnwise", *quantized(transposed, out._amax_columnwise, rules))
 
 
-def is_nvfp4(tensor: Any) -> bool:
-    """Whether this is an NVFP4Tensor, its storage class, or something with the same buffers."""
-    return hasattr(tensor, "_fp4_dtype") and hasattr(tensor, "_amax_rowwise")
-
-
-def _quantized(matrix: torch.Tensor, amax: torch.Tensor, rules: _Rules) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize the rows of a matrix.
-
-    Args:
-        matrix: any float type, [rows, columns]; both multiples of 16, rows for square blocks only.
-        amax: float32, [1], or [rows] where each row has its own.
-        rules: how.
-
-    Returns:
-        E2M1 codes, uint8, [rows, columns / 2], two a byte; and E4M3 codes of the scales, uint8, [rows, columns / 16].
-    """
-    rows, columns = matrix.shape
-    codes = matrix.new_empty((rows, columns // 2), dtype=torch.uint8)
-    scales = matrix.new_empty((rows, columns // BLOCK), dtype=torch.uint8)
-    encode_scale = encode_scale_of(amax.view(-1, 1), rules.largest_scale, nan_spreads=rules.nan_spreads)
-    step = round_up(max(1, _ELEMENTS_AT_ONCE // columns), BLOCK)
-    for first in range(0, rows, step):
-        part = slice(first, first + step)
-        blocks = matrix[part].contiguous().float().view(-1, columns // BLOCK, BLOCK)
-        each = slice(None) if amax.numel() == 1 else part
-        if rules.better_of_two is None:
-            found, scale = _one_scale(blocks, encode_scale[each], rules)
-        else:
-            found, scale = _better_of_two_scales(blocks, amax.view(-1, 1)[each], encode_scale[each], rules)
-        codes[part] = packed(found.view(-1, columns))
-        scales[part] = scale
-    return codes, scales
-
-
-def encode_scale_of(amax: torch.Tensor, largest_scale: float = 448.0, *, nan_spreads: bool = False) -> torch.Tensor:
-    """What brings a tensor into the range of E2M1 times E4M3: ``6 * largest_scale / amax``.
-
-    ``compute_global_encode_scaling_factor_FP4`` of ``common/cast/nvfp4/core_nvfp4.cuh`` (TE 2.20).
-
-    Args:
-        amax: float32, any shape.
-        largest_scale: 448, or 256 for a tensor of 4over6.
-        nan_spreads: whether it is computed as in the fused kernel of the Hadamard transform, where the scale of an
-            infinite amax is 0 and that of NaN is 1, not 1 and the largest float32.
-
-    Returns:
-        float32, same shape.
-    """
-    scale = torch.full_like(amax, E2M1.max * largest_scale) / amax
-    scale = torch.fmin(scale, torch.full_like(scale, FLOAT32_MAX))
-    unusable = ~(amax > 0) if nan_spreads else (amax == 0) | (scale == 0)
-    return torch.where(unusable, torch.ones_like(scale), scale)
-
-
-def block_scale_codes(block_amax: torch.Tensor, encode_scale: torch.Tensor) -> torch.Tensor:
-    """The E4M3 codes of blocks' scales: uint8, the shape of ``block_amax`` (float32)."""
-    scale = block_amax * (encode_scale * (1.0 / E2M1.max))
-    return E4M3.encode(torch.minimum(scale, torch.full_like(scale, FLOAT32_MAX)))
-
-
-def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
-    """The nearest E2M1 codes: ties to even, saturating, -0 is -0, NaN is the largest number.
-
-    What ``cvt.rn.satfinite.e2m1x2.f32`` does (PTX ISA 8.6). TE's pure-torch reference gives 0 for -0 and for NaN.
-
-    Args:
-        values: float32, contiguous, any shape.
-
-    Returns:
-        uint8, same shape, one code a byte.
-    """
-    bits = values.view(torch.int32)
-    # All numbers where the code changes end in more than 16 zero bits, so what is below only says: a little more.
-    key = (bits >> 16) & 0xFFFF
-    key |= (bits & 0xFFFF) != 0
-    return _code_table(values.device).index_select(0, key.view(-1)).view(values.shape)
-
-
-@functools.cache
-def _code_table(device: torch.device) -> torch.Tensor:
-    """The code of each float32 number whose low half is 0, by its high half."""
-    high = torch.arange(1 << 16, dtype=torch.int32)
-    values = torch.where(high < 1 << 15, high, high - (1 << 16)).mul(1 << 16).view(torch.float32)
-    numbers = torch.tensor([E2M1.value(code) for code in range(8)])
-    codes = torch.searchsorted(numbers, E2M1.round(values).abs()).clamp(max=7)
-    codes = torch.where(values.isnan(), 7, codes + 8 * torch.signbit(values))
-    return codes.to(torch.uint8).to(device)
-
-
-def _stochastic_codes(values: torch.Tensor) -> torch.Tensor:
-    magnitude = values.abs().clamp(max=E2M1.max)
-    # Numbers are 0.5 apart below 2, 1 below 4, 2 above.
-    apart = torch.where(magnitude >= 4.0, 2.0, torch.where(magnitude >= 2.0, 1.0, 0.5))
-    below = torch.floor(magnitude / apart) * apart
-    up = torch.rand_like(magnitude) < (magnitude - below) / apart
-    return e2m1_codes(torch.copysign(below + apart * up, values))
-
-
-def _one_scale(blocks: torch.Tensor, encode_scale: torch.Tensor, rules: _Rules) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = block_scale_codes(_block_amax(blocks, rules), encode_scale)
-    values = blocks * _multiplier(E4M3.decode(scales), encode_scale, rules).unsqueeze(-1)
-    return (_stochastic_codes(values) if rules.stochastic else e2m1_codes(values)), scales
-
-
-def _better_of_two_scales(
-    blocks: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: _Rules
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """4over6: each block's largest element becomes 6, or 4 where the error of the block is smaller then."""
-    base = _block_amax(blocks, rules)
-    base = base / torch.full_like(base, E2M1.max) * encode_scale
-    scales_6, scales_4 = E4M3.encode(base), E4M3.encode(base * 1.5)
-    codes_6, error_6 = _candidate(blocks, scales_6, amax, encode_scale, rules)
-    codes_4, error_4 = _candidate(blocks, scales_4, amax, encode_scale, rules)
-    take_4 = error_4 < error_6
-    return torch.where(take_4.unsqueeze(-1), codes_4, codes_6), torch.where(take_4, scales_4, scales_6)
-
-
-def _candidate(
-    blocks: torch.Tensor, scale_codes: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: _Rules
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes under one choice of scales, and the error of each block: float32, summed in the kernel's order."""
-    scale = E4M3.decode(scale_codes)
-    codes = e2m1_codes(blocks * _multiplier(scale, encode_scale, rules).unsqueeze(-1))
-    # In the order of the sum, so that each term of all blocks is in one piece.
-    back = E2M1.decode(codes).movedim(-1, 0) * scale
-    elements = blocks.movedim(-1, 0)
-    if os.environ.get("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "0") not in ("", "0"):
-        # In units of the E4M3 scale. Upstream multiplies in float16, which is exact: 2 and 4 significant bits.
-        difference = back - elements * encode_scale
-    else:
-        back = back * amax
-        difference = back / torch.full_like(back, E2M1.max * rules.largest_scale) - elements
-    error = difference.square() if rules.better_of_two == "MSE" else difference.abs()
-    total = torch.zeros_like(scale)
-    for term in error:
-        total += term
-    if rules.square:
-        # The tree of a warp's reduction: halves are added until one is left.
-        halves = total.view(-1, BLOCK, total.shape[-1])
-        while halves.shape[1] > 1:
-            halves = halves[:, : halves.shape[1] // 2] + halves[:, halves.shape[1] // 2 :]
-        total = halves.expand(-1, BLOCK, -1).reshape(total.shape)
-    return codes, total
-
-
-def _multiplier(scale: torch.Tensor, encode_scale: torch.Tensor, rules: _Rules) -> torch.Tensor:
-    multiplier = torch.reciprocal(scale * torch.reciprocal(encode_scale))
-    largest = torch.full_like(multiplier, FLOAT32_MAX)
-    return torch.minimum(multiplier, largest) if rules.nan_spreads else torch.fmin(multiplier, largest)
-
-
-def _block_amax(blocks: torch.Tensor, rules: _Rules) -> torch.Tensor:
-    """The largest magnitude of each block: float32, [rows, blocks]; the same for all rows of a square block."""
-    amax = blocks.abs().amax(dim=-1)
-    if not rules.nan_spreads and bool(amax.isnan().any()):
-        amax = blocks.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(dim=-1)
-    if rules.square:
-        squares = amax.view(-1, BLOCK, amax.shape[-1]).amax(dim=1, keepdim=True)
-        amax = squares.expand(-1, BLOCK, -1).reshape(amax.shape)
-    return amax
-
-
-def _rules(quantizer: Any, matrix: torch.Tensor) -> _Rules:
+def _rules(quantizer: Any, matrix: torch.Tensor) -> Rules:
     fused = _is_fused(quantizer, matrix.shape)
-    return _Rules(
+    return Rules(
         # The fused kernel knows no square blocks.
         square=quantizer.with_2d_quantization and not fused,
         stochastic=quantizer.stochastic_rounding,
         largest_scale=float(quantizer.nvfp4_e4m3_max),
         better_of_two=quantizer.nvfp4_4over6_err_mode if quantizer.nvfp4_use_4over6 else None,
+        error_in_scale_units=os.environ.get("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "0") not in ("", "0"),
         nan_spreads=fused,
     )
 
@@ -411,9 +210,9 @@ def _measure(
 ) -> None:
     """Write the amax of each direction."""
     if quantizer.row_scaled_nvfp4:
-        overwrite(out._amax_rowwise, _amax_of_rows(matrix))
+        overwrite(out._amax_rowwise, _row_amaxes(matrix))
         if transposed is not None:
-            overwrite(out._amax_columnwise, _amax_of_rows(transposed))
+            overwrite(out._amax_columnwise, _row_amaxes(transposed))
         return
     if amax is None:
         amax = amax_of(matrix)
@@ -423,12 +222,8 @@ def _measure(
         overwrite(out._amax_columnwise, amax_of(transposed) if quantizer.with_rht else amax)
 
 
-def _amax_of_rows(matrix: torch.Tensor) -> torch.Tensor:
-    magnitudes = matrix.abs()
-    amax = magnitudes.amax(dim=1)
-    if bool(amax.isnan().any()):
-        amax = magnitudes.masked_fill(magnitudes.isnan(), 0.0).amax(dim=1)
-    return amax.float()
+def _row_amaxes(matrix: torch.Tensor) -> torch.Tensor:
+    return block_amaxes(matrix, (1, matrix.shape[1])).view(-1).float()
 
 
 def _reduce(quantizer: Any, out: Any) -> None:

@@ -24,14 +24,19 @@ from collections.abc import Sequence
 
 import torch
 
-from te_precision_callbacks.numerics.formats import E4M3
+from te_precision_callbacks.numerics.blocks import block_amaxes
+from te_precision_callbacks.numerics.formats import E2M1, E4M3
 from te_precision_callbacks.numerics.layouts import packed, unpacked
+from te_precision_callbacks.numerics.nvfp4 import BLOCK
+from te_precision_callbacks.numerics.scaling import (
+    FLOAT32_MAX,
+    amax_of,
+    nvfp4_block_scales,
+    nvfp4_encode_scale,
+    nvfp4_multiplier,
+)
 from te_precision_callbacks.reference.errors import ReferenceBackendError
-from te_precision_callbacks.reference.extension.nvfp4 import BLOCK, e2m1_codes
 from te_precision_callbacks.reference.extension.partial_cast import in_place
-from te_precision_callbacks.reference.extension.scaling import FLOAT32_MAX, amax_of, block_amaxes
-
-FLOAT32_MIN_NORMAL = torch.finfo(torch.float32).tiny
 
 
 @torch.no_grad()
@@ -111,7 +116,7 @@ def nvfp4_2d_compute_partial_amax(
         ReferenceBackendError: another block length, or a part that is not in the matrix.
     """
     _check_part(tensor, h, w, start_offset, block_len)
-    amax.copy_(block_amaxes(in_place(tensor.float(), h, w, start_offset), BLOCK, BLOCK))
+    amax.copy_(block_amaxes(in_place(tensor.float(), h, w, start_offset), (BLOCK, BLOCK)))
 
 
 @torch.no_grad()
@@ -137,9 +142,9 @@ def nvfp4_multi_tensor_compute_partial_amax(
 def nvfp4_compute_global_scale(global_amax: torch.Tensor, global_scale: torch.Tensor) -> None:
     """What brings each tensor into the range of E2M1 times E4M3, written into ``global_scale`` (float32, as amax).
 
-    2688 / amax, where a denormal amax counts as the smallest normal number; 1 for an amax that is not above 0.
+    2688 / amax, at most the largest float32; 1 for an amax that is not above 0.
     """
-    global_scale.copy_(_encode_scale(global_amax))
+    global_scale.copy_(nvfp4_encode_scale(global_amax, nan_spreads=True))
 
 
 @torch.no_grad()
@@ -151,7 +156,7 @@ def nvfp4_compute_per_block_scale(block_amax: torch.Tensor, scale: torch.Tensor,
         scale: float32, same shape.
         global_amax: float32, one element.
     """
-    product = block_amax * (_encode_scale(global_amax.view(-1)) * (1.0 / 6.0)).view(())
+    product = nvfp4_block_scales(block_amax, nvfp4_encode_scale(global_amax.view(()), nan_spreads=True))
     scale.copy_(torch.fmin(product, torch.full_like(product, FLOAT32_MAX)))
 
 
@@ -246,16 +251,13 @@ def nvfp4_2d_partial_cast(
     if inp.numel() == 0:
         return
     encode = torch.where(global_scale > 0, global_scale, torch.ones_like(global_scale)).view(())
-    rounded = E4M3.decode(E4M3.encode(scale))
-    largest = torch.full_like(rounded, FLOAT32_MAX)
-    multiplier = torch.where(rounded > 0, torch.reciprocal(rounded * torch.reciprocal(encode)), largest)
-    multiplier = torch.fmin(multiplier, largest)
+    multiplier = nvfp4_multiplier(E4M3.decode(E4M3.encode(scale)), encode)
     index = torch.arange(start_offset, start_offset + inp.numel(), device=inp.device)
     of_elements = multiplier[index // w // BLOCK, index % w // BLOCK]
     bytes_out = out.view(-1)
     codes = unpacked(bytes_out)
     first = start_offset % 2
-    codes[first : first + inp.numel()] = e2m1_codes(inp.detach().reshape(-1).float() * of_elements)
+    codes[first : first + inp.numel()] = E2M1.encode(inp.detach().reshape(-1).float() * of_elements)
     bytes_out.copy_(packed(codes))
 
 
@@ -274,12 +276,6 @@ def nvfp4_multi_tensor_2d_partial_cast(
     places = zip(h_list, w_list, start_offset_list, strict=True)
     for (part, out, scale, encode_scale), (rows, columns, start) in zip(tensors, places, strict=True):
         nvfp4_2d_partial_cast(part, out, scale, encode_scale, rows, columns, start, block_len)
-
-
-def _encode_scale(amax: torch.Tensor) -> torch.Tensor:
-    raised = torch.fmax(amax, torch.full_like(amax, FLOAT32_MIN_NORMAL))
-    scale = torch.fmin(torch.full_like(amax, 6.0 * 448.0) / raised, torch.full_like(amax, FLOAT32_MAX))
-    return torch.where(amax > 0, scale, torch.ones_like(scale))
 
 
 def _check_part(part: torch.Tensor, rows: int, columns: int, start_offset: int, block_len: int) -> None:

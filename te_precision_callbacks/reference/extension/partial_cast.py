@@ -18,13 +18,14 @@ from typing import SupportsInt
 
 import torch
 
-from te_precision_callbacks.numerics.formats import E4M3
+from te_precision_callbacks.numerics.blocks import block_amaxes
+from te_precision_callbacks.numerics.formats import E4M3, E8M0
+from te_precision_callbacks.numerics.scaling import e8m0_codes, mxfp8_scale_inv
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension import float8_block, mxfp8
 from te_precision_callbacks.reference.extension.buffers import padded
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
 from te_precision_callbacks.reference.extension.multi_tensor import TensorLists, groups
-from te_precision_callbacks.reference.extension.scaling import block_amaxes
 
 
 @torch.no_grad()
@@ -42,7 +43,7 @@ def fp8_block_scaling_compute_partial_amax(
         block_len: 128.
     """
     _check_block_length(block_len)
-    amaxes = block_amaxes(in_place(tensor.float(), h, w, start_offset), block_len, block_len)
+    amaxes = block_amaxes(in_place(tensor.float(), h, w, start_offset), (block_len, block_len))
     amax[:, : amaxes.shape[1]] = amaxes
 
 
@@ -96,8 +97,8 @@ def mxfp8_scaling_compute_partial_amax(
     """
     _check_mxfp8(rows, cols)
     weight = in_place(input.float(), rows, cols, start_offset)
-    for amax, height, width in ((amax_rowwise, 1, mxfp8.BLOCK), (amax_colwise, mxfp8.BLOCK, 1)):
-        amax.copy_(padded(block_amaxes(weight, height, width), amax.shape))
+    for amax, block in ((amax_rowwise, (1, mxfp8.BLOCK)), (amax_colwise, (mxfp8.BLOCK, 1))):
+        amax.copy_(padded(block_amaxes(weight, block), amax.shape))
 
 
 @torch.no_grad()
@@ -117,7 +118,7 @@ def multi_tensor_compute_scale_inv_e8m0(
     for amax, scale_inv in groups(tensor_lists, (2,)):
         if amax.dtype != torch.bfloat16:
             raise ReferenceBackendError(f"multi_tensor_compute_scale_inv_e8m0: amax should be bf16, not {amax.dtype}.")
-        scale_inv.copy_(mxfp8.e8m0_scales(amax.float(), E4M3).view(scale_inv.shape))
+        scale_inv.copy_(e8m0_codes(mxfp8_scale_inv(amax.float(), E4M3)).view(scale_inv.shape))
 
 
 @torch.no_grad()
@@ -150,7 +151,7 @@ def mxfp8_scaling_partial_cast(
         (output_rowwise, scale_inv_rowwise[row, column // mxfp8.BLOCK]),
         (output_colwise, scale_inv_colwise[row // mxfp8.BLOCK, column]),
     ):
-        output.copy_(E4M3.encode(values * mxfp8.reciprocal(exponents)).view(output.shape))
+        output.copy_(E4M3.encode(values * torch.reciprocal(E8M0.decode(exponents))).view(output.shape))
 
 
 def _places(shard: torch.Tensor, rows: int, columns: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:

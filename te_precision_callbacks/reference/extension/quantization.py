@@ -17,12 +17,12 @@ from typing import Any, SupportsInt
 
 import torch
 
+from te_precision_callbacks.numerics.scaling import amax_of
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.dtypes import torch_dtype
 from te_precision_callbacks.reference.extension.float8 import transposed
 from te_precision_callbacks.reference.extension.operands import dequantized
 from te_precision_callbacks.reference.extension.quantizers import casting_for
-from te_precision_callbacks.reference.extension.scaling import amax_of
 from te_precision_callbacks.reference.extension.swizzling import swizzle_scales_for_gemm_
 
 

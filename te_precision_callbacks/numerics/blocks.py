@@ -1,0 +1,87 @@
+"""A matrix in blocks, the last ones filled up where its sides are no multiples of theirs; and back.
+
+Usage::
+
+    blocks = in_blocks(as_matrix(tensor), (1, 32))  # [blocks, elements]
+    from_blocks(blocks, (1, 32), (rows, columns))  # the matrix again
+    amaxes = block_amaxes(matrix, (128, 128))  # [rows / 128, columns / 128], rounded up
+    spread(amaxes, (128, 128), matrix.shape)  # one for each element
+
+A block is given by its rows and columns.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def as_matrix(values: torch.Tensor) -> torch.Tensor:
+    """A tensor as rows of its last dimension."""
+    return values.reshape(-1, values.shape[-1] or 1) if values.ndim > 1 else values.reshape(1, -1)
+
+
+def padded(matrix: torch.Tensor, block: tuple[int, int], filler: float) -> torch.Tensor:
+    """A matrix whose sides are multiples of the block's; itself where they are."""
+    below, right = (-side % of_block for side, of_block in zip(matrix.shape, block, strict=True))
+    return torch.nn.functional.pad(matrix, (0, right, 0, below), value=filler) if below or right else matrix
+
+
+def tiled(matrix: torch.Tensor, block: tuple[int, int], filler: float = 0.0) -> torch.Tensor:
+    """A matrix as [rows of blocks, rows of a block, columns of blocks, columns of a block]."""
+    whole = padded(matrix, block, filler)
+    (rows, columns), (height, width) = whole.shape, block
+    return whole.reshape(rows // height, height, columns // width, width)
+
+
+def in_blocks(matrix: torch.Tensor, block: tuple[int, int], filler: float = math.nan) -> torch.Tensor:
+    """A matrix block by block, along a row of blocks first: [blocks, elements of a block].
+
+    Args:
+        matrix: [rows, columns].
+        block: rows and columns of a block.
+        filler: what fills a partial block at an edge; nan, which no statistic counts.
+    """
+    height, width = block
+    return tiled(matrix, block, filler).transpose(1, 2).reshape(-1, height * width)
+
+
+def from_blocks(blocks: torch.Tensor, block: tuple[int, int], shape: tuple[int, int]) -> torch.Tensor:
+    """The matrix of which :func:`in_blocks` made blocks, without what filled it up.
+
+    Args:
+        blocks: [blocks, elements of a block].
+        block: rows and columns of a block.
+        shape: of the matrix.
+    """
+    (rows, columns), (height, width) = shape, block
+    tiles = blocks.view(-(-rows // height), -(-columns // width), height, width).transpose(1, 2)
+    return tiles.reshape(tiles.shape[0] * height, tiles.shape[2] * width)[:rows, :columns]
+
+
+def spread(of_blocks: torch.Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> torch.Tensor:
+    """A number for each block, [rows of blocks, columns of blocks], as one for each element: ``shape``."""
+    (height, width), (rows, columns) = block, shape
+    if height > 1:
+        of_blocks = of_blocks.repeat_interleave(height, 0)[:rows]
+    return of_blocks.repeat_interleave(width, 1)[:, :columns] if width > 1 else of_blocks
+
+
+def block_amaxes(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """The largest magnitude in each block; NaN is passed over, infinity is not.
+
+    Whether there is NaN at all is asked of the device.
+
+    Args:
+        matrix: any float type, [rows, columns].
+        block: rows and columns of a block; the last ones may be partial.
+
+    Returns:
+        the same type, [rows of blocks, columns of blocks]; 0 for a block that is NaN throughout.
+    """
+    tiles = tiled(matrix.abs(), block)
+    amaxes = tiles.amax((1, 3))
+    if bool(amaxes.isnan().any()):
+        amaxes = tiles.masked_fill(tiles.isnan(), 0.0).amax((1, 3))
+    return amaxes
