@@ -1,26 +1,71 @@
-"""Scripts in processes of their own that need not import everything anew: forked from one that has done it.
+"""Processes that need not import everything anew: forked from one that has done it.
 
-Importing torch, Transformer Engine and a trainer takes a process several seconds, of which a test that is about
-something else has nothing. A test of what holds from a process's start on uses tests/reference/processes.py.
+Importing torch, Transformer Engine and a trainer takes a process up to ten seconds, of which a test that is about
+something else has nothing. A test of what holds from a process's start on, such as the order of imports, uses
+``sys.executable``.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import atexit
 import os
-import runpy
+import shlex
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-TIMEOUT = 240.0  # seconds
+from filelock import FileLock
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.forked_imports"])
+from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
+
+TIMEOUT = 240.0  # seconds
+REPOSITORY = Path(__file__).parents[1]
+
+SHARED = "TESTS_FORKED"
+"""Holds the id of the process that runs the tests, and a folder; the workers of pytest-xdist inherit it."""
+
+if SHARED not in os.environ:
+    _folder = tempfile.TemporaryDirectory(prefix="forked-")
+    atexit.register(_folder.cleanup)
+    os.environ[SHARED] = f"{os.getpid()}:{_folder.name}"
+
+
+def executable(*, whole: bool = False) -> str:
+    """A program that is called as ``sys.executable`` is, and starts in a tenth of a second.
+
+    Script, ``-c`` or ``-m``, environment, folder, open files, signals and exit status are as there; ``sitecustomize``
+    is imported; and ``sys.executable`` is this program, so that what the process starts is forked too.
+
+    Args:
+        whole: beside the libraries of tests/forking/libraries.py, Transformer Engine on the reference backend and this
+            project are imported; else the process begins without them.
+    """
+    owner, _, folder = os.environ[SHARED].partition(":")
+    name = "whole" if whole else "libraries"
+    program = Path(folder, name)
+    server = [executable() if whole else sys.executable, "-m", "tests.forking.server"]
+    with FileLock(f"{program}.lock"):
+        if not program.exists():
+            environment = {key: value for key, value in os.environ.items() if key != ENVIRONMENT_VARIABLE}
+            # Without OpenMP's threads, which a forked process would not have.
+            environment |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+            with Path(f"{program}.log").open("w") as log:
+                subprocess.Popen(
+                    [*server, owner, str(program), f"tests.forking.{name}"],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            client = [sys.executable, "-IS", str(REPOSITORY / "tests" / "forking" / "client.py"), str(program)]
+            program.write_text(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
+            program.chmod(0o700)
+    return str(program)
 
 
 @dataclass(frozen=True)
@@ -33,24 +78,25 @@ class Ended:
 
 
 class Running:
-    """A script that runs beside this process."""
+    """A script that runs beside this process, with Transformer Engine and this project imported."""
 
     def __init__(self, script: Path, arguments: Sequence[str], **environment: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._outputs = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
-        self._process: ForkServerProcess = _context.Process(
-            target=_run, args=(str(script), list(arguments), environment, list(map(str, self._outputs)))
-        )
-        self._process.start()
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}
+        environment.pop(ENVIRONMENT_VARIABLE, None)  # it has the backend
+        with self._outputs[0].open("w") as stdout, self._outputs[1].open("w") as stderr:
+            self._process = subprocess.Popen(
+                [executable(whole=True), str(script), *arguments], env=environment, stdout=stdout, stderr=stderr
+            )
 
     def end(self) -> Ended:
         """Wait for its end; it is killed after TIMEOUT seconds."""
-        self._process.join(TIMEOUT)
-        if self._process.exitcode is None:
+        try:
+            code = self._process.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.join()
-        code = self._process.exitcode
-        assert code is not None
+            code = self._process.wait()
         stdout, stderr = (path.read_text() for path in self._outputs)
         self._folder.cleanup()
         return Ended(code, stdout, stderr)
@@ -73,11 +119,3 @@ def launched(script: Path, arguments: Sequence[str], *, world: int = 2) -> list[
         own = shared | {"RANK": rank, "LOCAL_RANK": rank}
         started.append(Running(script, arguments, **{name: str(value) for name, value in own.items()}))
     return [running.end() for running in started]
-
-
-def _run(script: str, arguments: list[str], environment: dict[str, str], outputs: list[str]) -> None:
-    for descriptor, path in zip((1, 2), outputs, strict=True):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
-    os.environ.update(environment)
-    sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")

@@ -6,12 +6,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
 from tests.docs.pages import blocks
+from tests.forked import executable
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
@@ -89,7 +89,7 @@ def test_its_steps_do_as_they_say(tmp_path: Path) -> None:
     script.write_text(SCRIPT.format(front_door=front_door))
     environment = {key: value for key, value in os.environ.items() if key != ENVIRONMENT_VARIABLE}
     environment["PYTHONPATH"] = str(tmp_path)  # the copy, not the installed package
-    command = [sys.executable, str(script)]
+    command = [executable(), str(script)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     operands, last = done.stdout.splitlines()[-2:]

@@ -30,11 +30,11 @@ ROOT = Path(__file__).parents[1]
 FRAMEWORKS = ("lightning", "accelerate", "transformers", "transformer_engine", "nvdlfw_inspect", "tensorboard")
 
 
-def python(code: str, folder: Path = ROOT.parent) -> str:
+def python(code: str, folder: Path = ROOT.parent, program: str = sys.executable) -> str:
     """Run code in a process of its own, which does not inherit the reference backend of this one."""
     environment = {key: value for key, value in os.environ.items() if key not in (ENVIRONMENT_VARIABLE, "PYTHONPATH")}
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=environment, check=False
+        [program, "-c", code], capture_output=True, text=True, cwd=folder, env=environment, check=False
     )
     assert result.returncode == 0, result.stderr
     return result.stdout

@@ -21,6 +21,7 @@ import transformer_engine.pytorch as te
 
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import Keeper
+from tests.forked import executable
 
 CONFIG = Path(__file__).parents[1] / "examples" / "config.yaml"
 TE_FEATURES = Path(transformer_engine.debug.features.__path__[0])
@@ -71,7 +72,8 @@ def run_script(folder: Path, *, board: str = "") -> subprocess.CompletedProcess[
     script = folder / "train.py"
     script.write_text(dedent(SCRIPT))
     arguments = [str(CONFIG), str(TE_FEATURES), str(folder / "log"), board, str(folder / "kept.pt")]
-    command = [str(Path(sys.executable).with_name("te-precision")), "run", str(script), *arguments]
+    program = str(Path(sys.executable).with_name("te-precision"))
+    command = [executable(), program, "run", str(script), *arguments]
     options = {"cwd": folder, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **options)
 

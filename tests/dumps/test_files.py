@@ -10,7 +10,6 @@ import re
 import resource
 import signal
 import subprocess
-import sys
 import threading
 import time
 import zipfile
@@ -32,6 +31,7 @@ from te_precision_callbacks.dumps.contents import dump_of
 from te_precision_callbacks.dumps.header import SCHEMA
 from te_precision_callbacks.dumps.names import numbered
 from tests.dumps.storages import random_bytes, some_mxfp8, some_nvfp4
+from tests.forked import executable
 from tests.reference.processes import REPOSITORY
 
 X = torch.randn(40, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -785,7 +785,7 @@ def test_a_killed_process_leaves_whole_files(tmp_path: Path, file_format: str) -
         folder = tmp_path / str(number)
         folder.mkdir()
         process = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(folder), file_format],
+            [executable(), "-c", WRITER, str(folder), file_format],
             cwd=REPOSITORY,
             env=os.environ | {"PYTHONPATH": "."},
         )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
+from tests.forked import executable
 from tests.reference.processes import run
 
 SCRIPT = """
@@ -39,6 +39,6 @@ print(json.dumps(found))
 
 
 def test_a_process_group_can_go_away_right_after_a_reduction(tmp_path: Path) -> None:
-    done = run([sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)])
+    done = run([executable(), "-W", "ignore", "-c", SCRIPT, str(tmp_path)])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [1.0] * 200

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.features.plain import OURS, THEIRS
+from tests.forked import executable
 from tests.reference.processes import run
 
 SPELLINGS: dict[str, dict[str, Any]] = {
@@ -130,7 +130,7 @@ LOGGED = [
 
 def answers_of(code: str, folder: Path, *options: str) -> dict[str, Any]:
     (folder / "config.yaml").write_text(REFERENCE_CONFIG)
-    done = run([sys.executable, *options, "-c", code + "\nprint(json.dumps(answer))"], cwd=folder)
+    done = run([executable(), *options, "-c", code + "\nprint(json.dumps(answer))"], cwd=folder)
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer

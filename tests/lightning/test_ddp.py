@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.forked import Ended, Running
+from tests.forked import Ended, Running, executable
 from tests.lightning.models import csv_scalars, log_of, logged_lines, sample
 from tests.reference import processes
 
@@ -18,7 +17,7 @@ SCRIPT = Path(__file__).with_name("ddp_script.py")
 def run(strategy: str, folder: Path, *arguments: str) -> Ended:
     if strategy == "ddp_fork":
         return Running(SCRIPT, [strategy, str(folder), *arguments]).end()
-    done = processes.run([sys.executable, str(SCRIPT), strategy, str(folder), *arguments])
+    done = processes.run([executable(), str(SCRIPT), strategy, str(folder), *arguments])
     return Ended(done.returncode, done.stdout, done.stderr)
 
 

@@ -1,4 +1,8 @@
-"""Python processes for the tests of what holds for a whole process."""
+"""Python processes for the tests of what holds for a whole process.
+
+They are forked from one that has imported the libraries, but neither Transformer Engine nor this project, unless a test
+is about that: then they are ``fresh``.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ import sys
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
+
+from tests.forked import executable
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -21,19 +27,23 @@ def run(command: list[str], *, cwd: Path | None = None, **environment: str) -> s
     return subprocess.run(command, cwd=cwd, env=clean, capture_output=True, text=True, timeout=240, check=False)
 
 
-def python(code: str, *, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``code`` in a fresh Python."""
-    return run([sys.executable, "-W", "ignore", "-c", dedent(code)], cwd=cwd, **environment)
+def python(
+    code: str, *, cwd: Path | None = None, fresh: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a Python of its own."""
+    return run([sys.executable if fresh else executable(), "-W", "ignore", "-c", dedent(code)], cwd=cwd, **environment)
 
 
-def answers(code: str, *, cwd: Path | None = None, **environment: str) -> Any:
+def answers(code: str, *, cwd: Path | None = None, fresh: bool = False, **environment: str) -> Any:
     """Run ``code``, which ends well, and give back what it calls ``answer``."""
-    done = python(dedent(code) + "\nimport json; print(json.dumps(answer))", cwd=cwd, **environment)
+    done = python(dedent(code) + "\nimport json; print(json.dumps(answer))", cwd=cwd, fresh=fresh, **environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def te_precision(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def te_precision(
+    *arguments: str, cwd: Path | None = None, fresh: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run the command line with ``arguments``."""
-    command = [sys.executable, "-W", "ignore", "-m", "te_precision_callbacks", *arguments]
+    command = [sys.executable if fresh else executable(), "-W", "ignore", "-m", "te_precision_callbacks", *arguments]
     return run(command, cwd=cwd, **environment)

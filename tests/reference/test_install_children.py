@@ -9,6 +9,7 @@ from textwrap import dedent
 import pytest
 
 from te_precision_callbacks.reference import InstallError, children, inherited
+from tests.forked import executable
 from tests.reference.processes import answers, python, run
 
 WORKER = """
@@ -77,7 +78,7 @@ def test_a_spawned_worker(tmp_path: Path) -> None:
             """
         )
     )
-    done = run([sys.executable, "-W", "ignore", str(script)], cwd=tmp_path)
+    done = run([executable(), "-W", "ignore", str(script)], cwd=tmp_path)
     assert done.stdout.strip() == "[(9, 0), True]", done.stderr
 
 
@@ -85,7 +86,8 @@ def test_a_spawned_worker(tmp_path: Path) -> None:
 def test_lightning_on_two_processes(tmp_path: Path, strategy: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(LIGHTNING)
-    done = run([sys.executable, "-W", "ignore", str(script), strategy, str(tmp_path)], cwd=tmp_path)
+    program = sys.executable if strategy == "ddp_spawn" else executable()
+    done = run([program, "-W", "ignore", str(script), strategy, str(tmp_path)], cwd=tmp_path)
     results = dict(line.split(": ") for line in done.stdout.splitlines() if line.startswith("rank"))
     assert sorted(results) == ["rank 0 of 2", "rank 1 of 2"], done.stdout + done.stderr
     assert len(set(results.values())) == 1
@@ -97,11 +99,11 @@ def test_a_child_that_imports_neither_torch_nor_transformer_engine_pays_nothing(
     child += "sys.modules], os.environ['THE_OTHER_SITECUSTOMIZE'], [p for p in sys.path if p.endswith('startup')])"
     assert answers(
         f"""
-        import os, subprocess, sys
+        import os, subprocess
         from te_precision_callbacks import reference
         reference.install()
         os.environ["PYTHONPATH"] += os.pathsep + {str(tmp_path)!r}
-        answer = subprocess.run([sys.executable, "-c", {child!r}], capture_output=True, text=True).stdout
+        answer = subprocess.run([{sys.executable!r}, "-c", {child!r}], capture_output=True, text=True).stdout
         """
     ).strip() == str([]) + " ran " + str([])
 
@@ -112,11 +114,11 @@ def test_a_child_knows_before_it_imports_torch() -> None:
     after = look + "import transformer_engine.pytorch as te; print(te.is_mxfp8_available())"
     done = python(
         f"""
-        import subprocess, sys
+        import subprocess
         from te_precision_callbacks import reference
         reference.install(capability=(10, 0))
-        subprocess.run([sys.executable, "-c", {code!r}])
-        subprocess.run([sys.executable, "-c", {after!r}])
+        subprocess.run([{sys.executable!r}, "-c", {code!r}])
+        subprocess.run([{sys.executable!r}, "-c", {after!r}])
         """
     )
     assert done.stdout.split("\n")[:2] == ["(10, 0)", "True"], done.stderr

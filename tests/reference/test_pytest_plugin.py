@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+from tests.forked import executable
 from tests.reference.processes import run
 
 PLUGIN = ["-p", "te_precision_callbacks.reference.pytest_plugin"]
@@ -36,7 +36,7 @@ def test_that_fails():
 def test_gpu_tests_run(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("import transformer_engine.pytorch\n")
     (tmp_path / "test_gpu.py").write_text(GPU_TESTS)
-    command = [sys.executable, "-m", "pytest", *PLUGIN, "-p", "no:cacheprovider", "-W", "ignore", "test_gpu.py"]
+    command = [executable(), "-m", "pytest", *PLUGIN, "-p", "no:cacheprovider", "-W", "ignore", "test_gpu.py"]
     done = run(command, cwd=tmp_path)
     assert done.returncode == 1
     assert "reference backend on the CPU as a pretended GPU, compute capability 9.0" in done.stdout
@@ -44,7 +44,7 @@ def test_gpu_tests_run(tmp_path: Path) -> None:
 
 
 def test_wrong_use_is_a_usage_error(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", *PLUGIN, "--collect-only"]
+    command = [executable(), "-m", "pytest", *PLUGIN, "--collect-only"]
     done = run(command, cwd=tmp_path, TE_PRECISION_REFERENCE_CAPABILITY="11")
     assert done.returncode == 4
     assert "TE_PRECISION_REFERENCE_CAPABILITY='11'" in done.stderr

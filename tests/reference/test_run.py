@@ -11,7 +11,7 @@ import pytest
 
 from te_precision_callbacks.cli import main
 from te_precision_callbacks.reference.launch import why_no_module
-from tests.reference.processes import REPOSITORY, answers, run, te_precision
+from tests.reference.processes import REPOSITORY, answers, python, te_precision
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -124,7 +124,7 @@ def test_torchrun(tmp_path: Path) -> None:
         )
     )
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = te_precision("run", *torchrun, str(script), cwd=tmp_path)
+    done = te_precision("run", *torchrun, str(script), cwd=tmp_path, fresh=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "rank0").read_text() == (tmp_path / "rank1").read_text()
 
@@ -274,7 +274,7 @@ def test_without_transformer_engine(script: Path) -> None:
         sys.argv = ["te-precision", "run", {script!r}]
         main()
         """
-    done = run([sys.executable, "-c", dedent(code.format(script=str(script)))])
+    done = python(code.format(script=str(script)))
     assert done.returncode == 2
     assert "No Transformer Engine is installed" in done.stderr
     assert 'pip install "te-precision-callbacks[reference]"' in done.stderr
@@ -300,5 +300,6 @@ def test_help_is_quick() -> None:
             main()
         heavy = ["torch", "transformer_engine", "lightning"]
         answer = ["run" in said.getvalue(), [name for name in heavy if name in sys.modules]]
-        """
+        """,
+        fresh=True,
     ) == [True, []]

@@ -7,7 +7,6 @@ import logging
 import os
 import resource
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -539,7 +538,7 @@ def test_a_disk_is_never_filled(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 def run_script(case: str, *arguments: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), case, *arguments]
+    command = [forked.executable(), str(SCRIPT), case, *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -18,6 +18,7 @@ import transformer_engine.pytorch as te
 import te_precision_callbacks
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import Keeper, global_state, module_state, statistics
+from tests.forked import executable
 from tests.lightning.models import logged_lines
 from tests.reference.processes import run
 
@@ -164,7 +165,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize(("how", "status"), [("handled", 5), ("forked", -signal.SIGTERM)])
 def test_sigterm_keeps_what_was_gathered_and_a_fork_writes_nothing(tmp_path: Path, how: str, status: int) -> None:
-    command = [sys.executable, "-c", TERMINATED, how, str(tmp_path)]
+    command = [executable(), "-c", TERMINATED, how, str(tmp_path)]
     result = run([*command], cwd=Path(__file__).parents[2])
     assert result.returncode == status, result.stderr
     lines = logged_lines(tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import transformer_engine.pytorch as te
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.session import InspectSession, running_session
 from tests.conftest import Keeper, feature, global_state, module_state, statistics
+from tests.forked import executable
 
 CONFIG: dict[str, Any] = {
     "fake": feature("FakeQuant", ["0"], gemms=["fprop"], tensors=["activation"], quant_format="FP8E5M2"),
@@ -118,7 +118,7 @@ print("trained")
 
 
 def test_a_process_may_end_with_what_was_kept(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error::ResourceWarning", "-c", AT_EXIT, str(tmp_path)]
+    command = [executable(), "-W", "error::ResourceWarning", "-c", AT_EXIT, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (result.returncode, result.stdout) == (0, "trained\n"), result.stderr
     assert "Traceback" not in result.stderr

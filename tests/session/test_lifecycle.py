@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from te_precision_callbacks.records.statistics_log import claim
 from te_precision_callbacks.session import FeatureLoadError, InspectSession, SessionError, running_session
 from te_precision_callbacks.session.upstream import Snapshot
 from tests.conftest import Keeper, feature, global_state, module_state, statistics
+from tests.forked import executable
 
 
 def model() -> torch.nn.Module:
@@ -310,7 +310,7 @@ for _ in range(2):
 
 def test_a_users_feature_class_works_in_a_fresh_process(tmp_path: Path) -> None:
     """Where importing its base class has registered Transformer Engine's API, and nothing has a logger yet."""
-    command = [sys.executable, "-c", FEATURE_CLASS, str(tmp_path)]
+    command = [executable(), "-c", FEATURE_CLASS, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.stdout.split("\n")[:2] == ["saw linear 0", "saw linear 0"], result.stderr
 

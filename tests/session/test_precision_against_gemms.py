@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from typing import Any
 
 import pytest
 
+from tests.forked import executable
 from tests.reference.processes import run
 from tests.session.gemm_spy import (
     ALWAYS,
@@ -77,7 +77,7 @@ def test_nor_under_the_recipes_of_another_gpu() -> None:
     every = [*of_kind["modules"], *of_kind["features"][::3], *of_kind["schedules"][::3], *of_kind["checkpoints"]]
     every += of_kind["gradients"][::5]
     texts = [json.dumps(args) for args in every]
-    done = run([sys.executable, "-m", "tests.session.gemm_spy", *texts])
+    done = run([executable(), "-m", "tests.session.gemm_spy", *texts])
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert list(found) == texts

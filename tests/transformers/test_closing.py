@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ import transformers
 from te_precision_callbacks import PrecisionDebugTrainerCallback
 from te_precision_callbacks.transformers import Trainer
 from tests.conftest import Keeper, feature, global_state, module_state, statistics
+from tests.forked import executable
 from tests.lightning.models import board_scalars, logged_lines
 from tests.reference.processes import REPOSITORY
 from tests.transformers.models import SIZE, Net, arguments, sample, trainer
@@ -253,7 +253,7 @@ trainer(
 
 def test_at_exit(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    command = [executable(), "-c", SCRIPT, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert result.returncode == 1
     assert "ValueError: a bad batch" in result.stderr

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.forked import launched
+from tests.forked import executable, launched
 from tests.lightning.models import board_scalars, log_of, logged_lines
 from tests.reference.processes import run
 from tests.transformers.models import sample
@@ -45,7 +44,7 @@ def test_two_ranks_have_one_set_of_statistics(tmp_path: Path) -> None:
 
 def test_a_rank_that_raises_ends_both_under_torchrun(tmp_path: Path) -> None:
     """With the stock Trainer. A rank that waits for the other gives up after half a minute."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [executable(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     result = run([*torchrun, str(SCRIPT), str(tmp_path), "unmodified", "1"])
     assert result.returncode != 0
     assert "rank 1 has a bad batch" in result.stderr

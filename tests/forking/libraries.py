@@ -1,0 +1,21 @@
+"""What is imported in every forked process: what the tests import, but Transformer Engine and this project."""
+
+# ruff: noqa: F401  # imported to be there
+
+from __future__ import annotations
+
+import accelerate.commands.launch
+import lightning.pytorch
+import nvdlfw_inspect.api
+import onnxscript
+import pydantic
+import rich.table
+import safetensors.torch
+import torch._dynamo
+import torch._inductor.compile_fx
+import torch.distributed.checkpoint
+import torch.distributed.run
+import torch.utils.tensorboard
+import transformers.trainer
+import typer.rich_utils
+import yaml
