@@ -140,6 +140,7 @@ def nothing_left_behind() -> Iterator[None]:
     # The first import of these is not a change that a session makes.
     import transformer_engine.debug.features.api
     import transformer_engine.pytorch  # noqa: F401
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     before = global_state()
     yield
@@ -147,6 +148,8 @@ def nothing_left_behind() -> Iterator[None]:
     # Building TE modules sets the flag by itself, session or not.
     before["te state"] = after["te state"] if after["te state"][0] in (None, False) else before["te state"]
     assert after == before
+    # Delayed scaling updates the amax histories of all layers that there have ever been in the process.
+    FP8GlobalStateManager.reset()
 
 
 def statistics(*, tensors: list[str] | None = None, layers: list[str] | None = None, **options: Any) -> dict[str, Any]:
