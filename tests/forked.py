@@ -33,6 +33,8 @@ if SHARED not in os.environ:
     atexit.register(_folder.cleanup)
     os.environ[SHARED] = f"{os.getpid()}:{_folder.name}"
 
+_servers: list[subprocess.Popen[bytes]] = []
+
 
 def executable(*, whole: bool = False) -> str:
     """A program that is called as ``sys.executable`` is, and starts in a tenth of a second.
@@ -46,22 +48,26 @@ def executable(*, whole: bool = False) -> str:
     """
     owner, _, folder = os.environ[SHARED].partition(":")
     name = "whole" if whole else "libraries"
-    program = Path(folder, name)
+    program = Path(folder, f"python-{name}")
     server = [executable() if whole else sys.executable, "-m", "tests.forking.server"]
     with FileLock(f"{program}.lock"):
         if not program.exists():
             environment = {key: value for key, value in os.environ.items() if key != ENVIRONMENT_VARIABLE}
             # Without OpenMP's threads, which a forked process would not have.
             environment |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-            with Path(f"{program}.log").open("w") as log:
-                subprocess.Popen(
-                    [*server, owner, str(program), f"tests.forking.{name}"],
+            with Path(f"{program}.log").open("w") as log, socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(f"{program}.socket")
+                listener.listen(128)  # who comes before all is imported waits
+                process = subprocess.Popen(
+                    [*server, owner, str(program), str(listener.fileno()), f"tests.forking.{name}"],
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
+                    pass_fds=[listener.fileno()],
                     start_new_session=True,
                 )
+                _servers.append(process)  # it runs on: Python warns of a process that is forgotten
             client = [sys.executable, "-IS", str(REPOSITORY / "tests" / "forking" / "client.py"), str(program)]
             program.write_text(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
             program.chmod(0o700)

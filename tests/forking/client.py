@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import time
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -25,20 +24,6 @@ def is_open(descriptor: int) -> bool:
     return True
 
 
-def connected(address: str) -> socket.socket:
-    """The process that forks imports before it answers, but it listens at once."""
-    for _ in range(600):
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.connect(address)
-        except (FileNotFoundError, ConnectionRefusedError):
-            connection.close()
-            time.sleep(0.05)
-        else:
-            return connection
-    sys.exit(f"Nobody listens at {address}.")
-
-
 def main() -> None:
     address, *arguments = f"{sys.argv[1]}.socket", *sys.argv[2:]
     # All that is open is meant to be inherited.
@@ -46,14 +31,16 @@ def main() -> None:
     request = json.dumps(
         {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd(), "descriptors": descriptors}
     ).encode()
-    connection = connected(address)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
     socket.send_fds(connection, [len(request).to_bytes(8, "big")], descriptors)
     connection.sendall(request)
     for number in PASSED_ON:
         signal.signal(number, lambda got, _: connection.sendall(bytes([got])))
     answer = connection.recv(4)
     if not answer:
-        sys.exit(f"The process that {address} forks from has ended.")
+        with open(f"{sys.argv[1]}.log") as log:
+            sys.exit(f"The process from which this one was to be forked has ended: {log.read()}")
     status = int.from_bytes(answer, "big")
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)

@@ -1,8 +1,8 @@
 """The process that others are forked from: imports a module, and runs what tests/forking/client.py asks for.
 
-    python -m tests.forking.server OWNER PROGRAM MODULE
+    python -m tests.forking.server OWNER PROGRAM LISTENER MODULE
 
-It ends when the process with the id OWNER has ended.
+LISTENER is the descriptor of a socket. It ends when the process with the id OWNER has ended.
 """
 
 from __future__ import annotations
@@ -29,11 +29,8 @@ from typing import Any, NoReturn
 Request = dict[str, Any]
 
 
-def serve(owner: int, program: str, module: str) -> Request:
+def serve(owner: int, listener: socket.socket, module: str) -> Request:
     """Fork a process for each request. Returns in that process alone."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"{program}.socket")  # it is heard as soon as all is imported
-    listener.listen(128)
     importlib.import_module(module)
     assert threading.active_count() == 1, "a thread is not there after a fork"
     gc.collect()
@@ -94,7 +91,7 @@ def received(client: socket.socket) -> Request:
     return {**json.loads(body), "received": descriptors}
 
 
-def become(request: Request) -> None:
+def become(request: Request, program: str) -> None:
     """Take over the client's files, folder and environment."""
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 300) for descriptor in request["received"]]
     for descriptor in request["received"]:
@@ -103,7 +100,6 @@ def become(request: Request) -> None:
         os.dup2(descriptor, target)
         os.close(descriptor)
     os.chdir(request["folder"])
-    program = sys.argv[2]
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.executable = program
@@ -197,11 +193,11 @@ def end(error: BaseException | None) -> NoReturn:
 
 
 def main() -> NoReturn:
-    owner, program, module = sys.argv[1:]
+    owner, program, listener, module = sys.argv[1:]
     libraries = [entry for entry in sys.path if entry not in ("", os.getcwd(), os.environ["PYTHONPATH"])]
-    request = serve(int(owner), program, module)
+    request = serve(int(owner), socket.socket(fileno=int(listener)), module)
     sys.path[:] = libraries
-    become(request)
+    become(request, program)
     ended: BaseException | None = None
     try:
         run(request["arguments"])
