@@ -125,11 +125,10 @@ def test_readers_load_neither_the_session_nor_transformer_engine() -> None:
 CHANGES = {
     "session.session": {"_last_started"},  # the session of this process
     "transformers.training": {"_OPEN"},  # trainings that a Trainer has left without a word
-    "debug_utils.scaling": {"_keys", "_listeners", "_wrapped"},  # who is told of torch's GradScaler: a seam
+    "debug_utils.scaling": {"_listeners", "_wrapped"},  # who is told of torch's GradScaler: a seam
     "ranks": {"_FINISHED"},  # handles that gloo's thread needs
     "engine.kernels": {"_on_gpu"},  # caches of kernels, and what they cannot do
     "engine.kernels.compiled": {"_failed", "_in_plain_torch", "_kernels"},
-    "features.dump_tensors": {"_CHECKED"},  # options that were checked
 }
 """Module -> what changes at its level: the run of now, seams, caches. All else that changes belongs to a run."""
 
