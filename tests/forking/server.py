@@ -158,7 +158,7 @@ def run(arguments: list[str]) -> None:
         exec(compile(what, "<string>", "exec"), main.__dict__)
     else:
         main.__file__ = os.path.abspath(what)
-        exec(compile(Path(what).read_bytes(), what, "exec"), main.__dict__)
+        exec(compile(Path(what).read_bytes(), main.__file__, "exec"), main.__dict__)
 
 
 def installed_on_import_of_torch() -> None:
@@ -184,8 +184,9 @@ def end(error: BaseException | None) -> NoReturn:
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if not stream.closed:  # as in the tracker of multiprocessing's resources
+            stream.flush()
     if isinstance(error, KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)

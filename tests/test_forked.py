@@ -1,0 +1,90 @@
+"""``forked.executable()`` does what ``sys.executable`` does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.forked import executable
+
+FOUND = """
+import os, subprocess, sys
+print(sys.argv, sys.path[:2], sys.stdin.read(), os.environ["GIVEN"], os.getcwd(), __name__, globals().get("__file__"))
+print(subprocess.run([sys.executable, "-c", "print('a child')"], capture_output=True, text=True).stdout)
+print(sorted(name for name in sys.modules if name.startswith(("te_precision_callbacks", "transformer_engine"))))
+"""
+
+SCRIPTS = {
+    "finds": FOUND,
+    "exits": "import sys; sys.exit(7)",
+    "exits with a message": "import sys; sys.exit('the reason')",
+    "raises": "def inner():\n    raise ValueError('the reason')\ninner()",
+    "is killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "is interrupted": "raise KeyboardInterrupt",
+    "has more to do": "import atexit, threading; atexit.register(print, 'end'); threading.Timer(0, print, 'x').start()",
+    "is spawned": """
+import multiprocessing
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        print(pool.map(abs, [-1, -2]))
+""",
+}
+
+
+def runs(program: str, folder: Path, *arguments: str) -> tuple[int, str, str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TE_PRECISION")}
+    environment |= {"PYTHONPATH": str(folder / "path"), "GIVEN": "by the parent"}
+    done = subprocess.run(
+        [program, "-W", "ignore", *arguments],
+        cwd=folder,
+        env=environment,
+        input="the input",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("what", SCRIPTS)
+def test_a_script_is_run_as_python_runs_it(tmp_path: Path, what: str) -> None:
+    (tmp_path / "script.py").write_text(SCRIPTS[what])
+    status, stdout, stderr = expected = runs(sys.executable, tmp_path, "script.py", "an argument")
+    assert status or stdout or stderr
+    assert runs(executable(), tmp_path, "script.py", "an argument") == expected
+
+
+def test_code_and_modules(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(FOUND)
+    for arguments in (("-c", FOUND, "an argument"), ("-m", "module", "an argument")):
+        expected = runs(sys.executable, tmp_path, *arguments)
+        assert expected[0] == 0, expected
+        assert runs(executable(), tmp_path, *arguments) == expected
+
+
+def test_sitecustomize_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "sitecustomize.py").write_text("print('customized')")
+    assert runs(executable(), tmp_path, "-c", "print('run')") == (0, "customized\nrun\n", "")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_it(tmp_path: Path, sent: signal.Signals) -> None:
+    """Also one of which the program that was called learns nothing."""
+    there = tmp_path / "there"
+    code = f"import os, signal; open({str(there)!r}, 'w').write(str(os.getpid())); signal.pause()"
+    with subprocess.Popen([executable(), "-c", code]) as process:
+        while not (there.exists() and there.read_text()):
+            time.sleep(0.01)
+        process.send_signal(sent)
+        assert process.wait(60) == -sent
+    while Path("/proc", there.read_text()).exists():
+        time.sleep(0.01)
