@@ -28,14 +28,12 @@ import torch
 from te_precision_callbacks.config.collecting import Collected, read_by
 from te_precision_callbacks.config.conditions import ACTIVATION_OVERFLOW, NONFINITE, Condition, Event, Threshold
 from te_precision_callbacks.config.dumping import is_of_the_layers_recipe, missing_statistic, no_detection
-from te_precision_callbacks.dumps.budget import Budget, Limits
+from te_precision_callbacks.dumps.budget import Limits
 from te_precision_callbacks.dumps.contents import Dump, dump_of, kind_is_known
+from te_precision_callbacks.dumps.disk import Disk, Job
 from te_precision_callbacks.dumps.errors import DumpError
-from te_precision_callbacks.dumps.files import SUFFIXES, TORCH, write_new
-from te_precision_callbacks.dumps.names import file_stem, iteration_folder, numbered, rank_folder
-from te_precision_callbacks.dumps.sizes import most_bytes
+from te_precision_callbacks.dumps.files import TORCH
 from te_precision_callbacks.dumps.wanted import Wanted, has_nonfinite, quantized_form
-from te_precision_callbacks.dumps.writer import Stop, Writer
 from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.ranks import own_rank
 from te_precision_callbacks.statistics.series import Measured
@@ -48,15 +46,6 @@ _WEIGHT = "weight"
 
 Report = Callable[[str, str, Exception], None]
 """Told on the training thread what failed: what was done, of what, the exception."""
-
-
-class _Job(NamedTuple):
-    """A dump on its way to the disk."""
-
-    dump: Dump
-    wanted: Wanted
-    file_format: str
-    folder: Path
 
 
 class _OnStatistic(NamedTuple):
@@ -77,7 +66,7 @@ class _Held:
         overflow: whether it is written after an overflow.
     """
 
-    job: _Job
+    job: Job
     nonfinite: torch.Tensor | None
     statistics: tuple[_OnStatistic, ...]
     overflow: bool
@@ -110,13 +99,8 @@ class Recorder:
         self._process = os.getpid()
         self._at_exit: Finalize | None = None
         self._closed = False
-        self._writer: Writer[_Job] = Writer(self._write)
-        self._budget: Budget | None = None
-        self._exhausted: set[Limits] = set()
-        self._failure: Exception | None = None
-        self._stopped = False
+        self._disk = Disk(self._folder)
         self._notices = Notices()
-        self._written = (0, 0)
         self._held: list[_Held] = []
         self._held_bytes = 0
         self._nonfinite: list[int] = []
@@ -141,7 +125,7 @@ class Recorder:
 
     def flush(self) -> None:
         """Wait until all that was noted and wanted is on the disk."""
-        self._writer.drain()
+        self._disk.drain()
         self._tell()
 
     def close(self) -> None:
@@ -157,10 +141,10 @@ class Recorder:
         if self._at_exit is not None:
             self._at_exit.cancel()
         self._decide()
-        self._writer.drain()
-        files, nbytes = self._written
-        if files:
-            logger.info("%d tensors were dumped (%s bytes), in %s.", files, f"{nbytes:,}", self._folder)
+        self._disk.drain()
+        disk = self._disk
+        if disk.files:
+            logger.info("%d tensors were dumped (%s bytes), in %s.", disk.files, f"{disk.nbytes:,}", disk.folder)
         self._tell()
 
     def _follow_fork(self) -> None:
@@ -170,7 +154,7 @@ class Recorder:
 
     def stopped(self, limits: Limits) -> bool:
         """Whether nothing more is written, ever or within these limits."""
-        return self._stopped or limits in self._exhausted
+        return self._disk.stopped(limits)
 
     # ------------------------------------------------------------------ a tensor
 
@@ -203,12 +187,12 @@ class Recorder:
             dump = self._dump(seen, wanted, micro_batch)
             if dump is None:
                 return
-            job = _Job(dump, wanted, wanted.file_format or self._file_format, self._folder)
+            job = Job(dump, wanted.limits, wanted.file_format or self._file_format)
             if held is None:
                 if wanted.conditions:  # one that is known at once: on the CPU NONFINITE is
                     self._nonfinite.append(seen.iteration)
-                self._writer.wait_for_room(dump.nbytes, wanted.limits.max_memory)
-                self._put(job._replace(dump=dump.copied()))
+                self._disk.wait_for_room(dump.nbytes, wanted.limits)
+                self._disk.put(job._replace(dump=dump.copied()))
             elif self._held_bytes + dump.nbytes > wanted.limits.max_memory:
                 self._say_once(
                     ("held", wanted.limits),
@@ -311,7 +295,7 @@ class Recorder:
             reason = reason or self._statistic_that_holds(entry, learned)
             if reason is not None:
                 reasons[reason] = reasons.get(reason, 0) + 1
-                self._put(entry.job)
+                self._disk.put(entry.job)
         if reasons:
             logger.info(
                 "Iteration %s: %d tensors are dumped: %s.",
@@ -343,67 +327,9 @@ class Recorder:
         return None
 
     def _tell(self) -> None:
-        failure, self._failure = self._failure, None
-        died = self._writer.take_failure()
-        if died is not None:
-            self._stopped = True
-            if failure is None:
-                failure = DumpError(
-                    f"The thread that writes has ended: {type(died).__name__}: {died}. No more tensors are dumped, and"
-                    " those that waited to be written are lost."
-                )
-                failure.__cause__ = died
+        failure = self._disk.take_failure()
         if failure is not None:
             self._report("dumping tensors to", str(self._folder), failure)
-
-    # ------------------------------------------------------------------ to the disk
-
-    def _put(self, job: _Job) -> None:
-        if self.stopped(job.wanted.limits):
-            return
-        self._writer.put(job, job.dump.nbytes, job.wanted.limits.max_memory)
-
-    def _write(self, job: _Job) -> None:
-        """In the writer's thread."""
-        if job.wanted.limits in self._exhausted:
-            return
-        try:
-            why = self._write_within_budget(job)
-        except Exception as error:
-            # A disk that is full stays full; a tensor that has no place in the file format leaves the others theirs.
-            lasting = isinstance(error, OSError) or isinstance(error.__cause__, OSError)
-            if self._failure is None:
-                self._failure = DumpError(f"{error} No more tensors are dumped.") if lasting else error
-            if lasting:
-                self._stopped = True
-                raise Stop from error
-            return
-        if why is not None:
-            header = job.dump.header
-            self._exhausted.add(job.wanted.limits)
-            logger.warning(
-                "DumpTensors stops on rank %d in iteration %s: %s. The folder is %s. Training goes on.",
-                header.rank,
-                header.iteration,
-                why,
-                rank_folder(job.folder, header.rank),
-            )
-
-    def _write_within_budget(self, job: _Job) -> str | None:
-        """Write a file; why not, where the budget does not allow it."""
-        header, limits = job.dump.header, job.wanted.limits
-        budget = self._budget
-        if budget is None:
-            budget = self._budget = Budget(rank_folder(job.folder, header.rank))
-        refusal = budget.refuses(most_bytes(job.dump, job.file_format), limits)
-        if refusal is not None:
-            return refusal
-        stem = file_stem(header.layer, header.tensor, header.micro_batch, file_format=job.file_format)
-        place = iteration_folder(job.folder, header.rank, header.iteration or 0)
-        nbytes = write_new(job.dump, numbered(place, stem, SUFFIXES[job.file_format]), job.file_format)
-        budget.count(nbytes)
-        self._written = (self._written[0] + 1, self._written[1] + nbytes)
-        return None
 
     def _say_once(self, key: Hashable, text: str, *values: object) -> None:
         if self._notices.first(key):

@@ -21,7 +21,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 from te_precision_callbacks import dumps
 from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.debug_utils import ActivationOverflowError
-from te_precision_callbacks.dumps import recording
+from te_precision_callbacks.dumps import disk
 from te_precision_callbacks.dumps.writer import Writer
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests import forked
@@ -438,14 +438,14 @@ def test_training_waits_where_the_disk_is_slow_and_memory_stays_bounded(monkeypa
 
 def test_all_is_written_in_a_run_whose_disk_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each activation has 2,048 bytes: four of them may wait."""
-    write, waiting = recording.write_new, []
+    write, waiting = disk.write_new, []
 
     def slow(*arguments: Any) -> int:
-        waiting.append(session._run.observation.recorder._writer.pending)
+        waiting.append(session._run.observation.recorder._disk._writer.pending)
         time.sleep(0.005)
         return write(*arguments)
 
-    monkeypatch.setattr(recording, "write_new", slow)
+    monkeypatch.setattr(disk, "write_new", slow)
     net = te.Linear(32, 32)
     with InspectSession(config(max_memory=10_000), model=net, log_dir=tmp_path) as session:
         for number in range(6):
@@ -483,7 +483,7 @@ def test_a_file_that_cannot_be_written(
         with InspectSession(asked, model=net, log_dir=tmp_path, strict=strict) as session, largest_file(1 << 19):
             for size in (16, 1 << 14, 16, 16):
                 step(session, net, random(0, size, 32))
-                session._run.observation.recorder._writer.drain()
+                session._run.observation.recorder._disk._writer.drain()
                 steps.append(size)
 
     if strict:
@@ -506,12 +506,12 @@ def test_a_writing_thread_that_ends_is_told_once(
     def write(*arguments: Any) -> int:
         raise SystemExit("a library has ended the thread")
 
-    monkeypatch.setattr(recording, "write_new", write)
+    monkeypatch.setattr(disk, "write_new", write)
     net = te.Linear(32, 32)
     with InspectSession(config(max_memory=3000), model=net, log_dir=tmp_path) as session:
         for number in range(4):
             step(session, net, random(2 * number), random(2 * number + 1))
-            session._run.observation.recorder._writer.drain()
+            session._run.observation.recorder._disk._writer.drain()
     (message,) = messages(caplog, "The thread that writes has ended: SystemExit: a library has ended the thread.")
     assert "No more tensors are dumped" in message
     assert not files(tmp_path)

@@ -1,0 +1,128 @@
+"""Dumps on their way to the disk: written beside training, within their budgets, until the disk takes no more."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+from te_precision_callbacks.dumps.budget import Budget, Limits
+from te_precision_callbacks.dumps.contents import Dump
+from te_precision_callbacks.dumps.errors import DumpError
+from te_precision_callbacks.dumps.files import SUFFIXES, write_new
+from te_precision_callbacks.dumps.names import file_stem, iteration_folder, numbered, rank_folder
+from te_precision_callbacks.dumps.sizes import most_bytes
+from te_precision_callbacks.dumps.writer import Stop, Writer
+
+logger = logging.getLogger(__name__)
+
+
+class Job(NamedTuple):
+    """A dump that is written.
+
+    Attributes:
+        dump: what is written.
+        limits: the budget that it counts in.
+        file_format: of the file.
+    """
+
+    dump: Dump
+    limits: Limits
+    file_format: str
+
+
+class Disk:
+    """Writes dumps in a thread of its own.
+
+    Args:
+        folder: the log folder.
+
+    Attributes:
+        folder: the same.
+        files, nbytes: what has been written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files = 0
+        self.nbytes = 0
+        self._writer: Writer[Job] = Writer(self._write)
+        self._budget: Budget | None = None
+        self._exhausted: set[Limits] = set()
+        self._failure: Exception | None = None
+        self._stopped = False
+
+    def stopped(self, limits: Limits) -> bool:
+        """Whether nothing more is written, ever or within these limits."""
+        return self._stopped or limits in self._exhausted
+
+    def wait_for_room(self, nbytes: int, limits: Limits) -> None:
+        """Wait until as many bytes more may wait to be written."""
+        self._writer.wait_for_room(nbytes, limits.max_memory)
+
+    def put(self, job: Job) -> None:
+        """Have a dump written; wait where more than ``max_memory`` bytes would wait."""
+        if not self.stopped(job.limits):
+            self._writer.put(job, job.dump.nbytes, job.limits.max_memory)
+
+    def drain(self) -> None:
+        """Wait until everything is written."""
+        self._writer.drain()
+
+    def take_failure(self) -> Exception | None:
+        """What has gone wrong since the last call."""
+        failure, self._failure = self._failure, None
+        died = self._writer.take_failure()
+        if died is not None:
+            self._stopped = True
+            if failure is None:
+                failure = DumpError(
+                    f"The thread that writes has ended: {type(died).__name__}: {died}. No more tensors are dumped, and"
+                    " those that waited to be written are lost."
+                )
+                failure.__cause__ = died
+        return failure
+
+    # ------------------------------------------------------------------ in the writer's thread
+
+    def _write(self, job: Job) -> None:
+        if job.limits in self._exhausted:
+            return
+        try:
+            why = self._write_within_budget(job)
+        except Exception as error:
+            # A disk that is full stays full; a tensor that has no place in the file format leaves the others theirs.
+            lasting = isinstance(error, OSError) or isinstance(error.__cause__, OSError)
+            if self._failure is None:
+                self._failure = DumpError(f"{error} No more tensors are dumped.") if lasting else error
+            if lasting:
+                self._stopped = True
+                raise Stop from error
+            return
+        if why is not None:
+            header = job.dump.header
+            self._exhausted.add(job.limits)
+            logger.warning(
+                "DumpTensors stops on rank %d in iteration %s: %s. The folder is %s. Training goes on.",
+                header.rank,
+                header.iteration,
+                why,
+                rank_folder(self.folder, header.rank),
+            )
+
+    def _write_within_budget(self, job: Job) -> str | None:
+        """Write a file; why not, where the budget does not allow it."""
+        header = job.dump.header
+        budget = self._budget
+        if budget is None:
+            budget = self._budget = Budget(rank_folder(self.folder, header.rank))
+        refusal = budget.refuses(most_bytes(job.dump, job.file_format), job.limits)
+        if refusal is not None:
+            return refusal
+        stem = file_stem(header.layer, header.tensor, header.micro_batch, file_format=job.file_format)
+        place = iteration_folder(self.folder, header.rank, header.iteration or 0)
+        nbytes = write_new(job.dump, numbered(place, stem, SUFFIXES[job.file_format]), job.file_format)
+        budget.count(nbytes)
+        self.files += 1
+        self.nbytes += nbytes
+        return None
