@@ -184,11 +184,11 @@ def round_to_mxfp8(values: torch.Tensor, *, e5m2: bool, columnwise: bool) -> tor
         columnwise: whether blocks of 32 run down the columns, not along the rows of the last dimension.
 
     Returns:
-        float32, the same shape. The scale of a block follows from its finite elements; inf becomes its largest value.
+        float32, the same shape. As the recipe has it, NaN is passed over by the scale of its block and stays NaN, and
+        inf stays inf: the scale of its block is 2^127, under which most other elements become 0.
     """
     matrix, block = as_matrix(values).to(torch.float32), (32, 1) if columnwise else (1, 32)
     blocks = in_blocks(matrix, block, 0.0)
-    magnitude = blocks.abs()
-    amax = torch.where(magnitude < math.inf, magnitude, 0.0).amax(1, keepdim=True)
+    amax = blocks.abs().masked_fill(blocks.isnan(), 0.0).amax(1, keepdim=True)
     rounded = _mxfp8(blocks, amax, amax, Settings(e5m2), FLOAT32_MAX)
     return from_blocks(rounded.values, block, (matrix.shape[0], matrix.shape[1])).reshape(values.shape)

@@ -327,7 +327,6 @@ def test_a_tensor_rounded_to_mxfp8(e5m2: bool, columnwise: bool) -> None:
         matrix = x.float().reshape(-1, x.shape[-1] or 1).numpy()
         expected = quantize("mxfp8", matrix, e5m2=e5m2, columnwise=columnwise).values
         assert torch.equal(found, torch.from_numpy(expected).view(x.shape))
-    assert round_to_mxfp8(torch.tensor([1.0, INF, NAN]), e5m2=False, columnwise=False)[0] == 1.0
 
 
 # --- scales -----------------------------------------------------------------------------------------------------------
