@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 GemmName = Literal["fprop", "dgrad", "wgrad"]
 OperandName = Literal["activation", "weight", "gradient"]
@@ -47,14 +47,31 @@ ELEMENT_FORMATS = ("e4m3", "e5m2")
 WITH_ELEMENT_FORMAT = ("fp8_current_scaling", "mxfp8", "fp8_block_scaling")
 """The recipes whose elements can be either of :data:`ELEMENT_FORMATS`, and which can be simulated."""
 
-RECIPE_OF_QUANTIZER: Mapping[str, str] = {
-    "Float8Quantizer": "fp8_delayed_scaling",
-    "Float8CurrentScalingQuantizer": "fp8_current_scaling",
-    "MXFP8Quantizer": "mxfp8",
-    "Float8BlockQuantizer": "fp8_block_scaling",
-    "NVFP4Quantizer": "nvfp4",
+
+class QuantizerClass(NamedTuple):
+    """One of Transformer Engine's quantizers.
+
+    Attributes:
+        recipe: of :data:`RECIPES`.
+        storage: the class from which all tensors derive that it makes.
+        format: the name of their format; one of FP8 elements is followed by that of the elements.
+    """
+
+    recipe: str
+    storage: str
+    format: str
+
+
+QUANTIZERS: Mapping[str, QuantizerClass] = {
+    "Float8Quantizer": QuantizerClass("fp8_delayed_scaling", "Float8TensorStorage", "FP8"),
+    "Float8CurrentScalingQuantizer": QuantizerClass("fp8_current_scaling", "Float8TensorStorage", "FP8"),
+    "MXFP8Quantizer": QuantizerClass("mxfp8", "MXFP8TensorStorage", "MXFP8"),
+    "Float8BlockQuantizer": QuantizerClass("fp8_block_scaling", "Float8BlockwiseQTensorStorage", "FP8 block"),
+    "NVFP4Quantizer": QuantizerClass("nvfp4", "NVFP4TensorStorage", "NVFP4"),
 }
-"""Transformer Engine's quantizers (2.20.2, ``pytorch/tensor``) and the recipe that each belongs to."""
+"""Transformer Engine's quantizers by the names of their classes (2.20.2, ``pytorch/tensor``)."""
+
+_FORMATS = {name: row.format for quantizer, row in QUANTIZERS.items() for name in (quantizer, row.storage)}
 
 _ASKED_OF_RECIPE: Mapping[str, str] = {
     "fp8_delayed_scaling": "delayed",
@@ -90,7 +107,15 @@ def recipe_of(quantizer: Any) -> str | None:
 @functools.cache
 def _recipe_of_class(quantizer: type) -> str | None:
     names = (base.__name__ for base in quantizer.__mro__)
-    return next((RECIPE_OF_QUANTIZER[name] for name in names if name in RECIPE_OF_QUANTIZER), None)
+    return next((QUANTIZERS[name].recipe for name in names if name in QUANTIZERS), None)
+
+
+def name_of_format(thing: Any) -> str | None:
+    """The format of one of Transformer Engine's quantized tensors or storages, or of what a quantizer of it makes.
+
+    As :class:`QuantizerClass` has it; None for any other class.
+    """
+    return next((_FORMATS[name] for name in class_names(thing) if name in _FORMATS), None)
 
 
 def name_of_recipe(recipe: Any) -> str | None:

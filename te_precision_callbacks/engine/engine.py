@@ -30,10 +30,10 @@ from te_precision_callbacks.engine.quantization import (
     LOSS_SUMS,
     SCALE_MAXIMA,
     SCALE_SUMS,
-    Columns,
     InBlocks,
     PerTensor,
     QuantizationError,
+    SumsAndMaxima,
     default_settings,
     read,
     scale_columns,
@@ -41,7 +41,7 @@ from te_precision_callbacks.engine.quantization import (
     simulate,
 )
 from te_precision_callbacks.engine.reduction import NO_STAMP, Reduction, Rows, Stamp, Table
-from te_precision_callbacks.engine.slots import Segment, SegmentKey, Slots
+from te_precision_callbacks.engine.slots import Segment, SegmentKey, Segments
 from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.numerics.formats import E5M2
 from te_precision_callbacks.numerics.layouts import fp8_format
@@ -136,7 +136,7 @@ class StatisticsEngine:
         self.iteration = 0
         self.series = SeriesTable() if series is None else series
         self._readings: WeakKeyDictionary[Rows, _Reading] = WeakKeyDictionary()
-        self._slots = Slots()
+        self._slots = Segments()
         self._reduction = Reduction()
         self._noted: tuple[Watched, list[Request]] | None = None
         self._weights_seen: set[SegmentKey] = set()
@@ -448,9 +448,9 @@ class _Measuring:
         compared: torch.Tensor | None,
         amax: torch.Tensor | None,
         wanted: Set[Of],
-    ) -> Mapping[Of, Columns]:
+    ) -> Mapping[Of, SumsAndMaxima]:
         if isinstance(found, PerTensor):
-            columns: dict[Of, Columns] = {Of.QUANTIZED: (compared, None)}
+            columns: dict[Of, SumsAndMaxima] = {Of.QUANTIZED: (compared, None)}
             return columns | ({Of.SCALES: scale_columns(found.scale_inv)} if Of.SCALES in wanted else {})
         if isinstance(found, InBlocks):
             return found.columns(self._watched.values, wanted)
@@ -478,7 +478,7 @@ class _Measuring:
         key = SegmentKey(self._watched.layer, self._watched.tensor, kind.name, self._shard)
         return self._engine._slots.segment(key, *_COLUMNS[kind.of], self._values.device, contributes=self._contributes)
 
-    def _merge(self, kind: _Kind, columns: Columns) -> None:
+    def _merge(self, kind: _Kind, columns: SumsAndMaxima) -> None:
         if kind not in self._wanted:
             return
         segment = self._segment(kind)

@@ -48,7 +48,7 @@ LOSS_SUMS = ("blocks", "underflow_blocks", "overflow_blocks")
 LOSS_MAXIMA = ("underflow_share",)
 """The largest share of underflows among the finite elements of a block."""
 
-Columns = tuple[torch.Tensor | None, torch.Tensor | None]
+SumsAndMaxima = tuple[torch.Tensor | None, torch.Tensor | None]
 """The columns that are added, and those of which the maximum is kept."""
 
 _COMPARED, _UNDERFLOWS, _OVERFLOWS, _, _SIGNAL = range(len(COMPARISON_SUMS))
@@ -109,7 +109,7 @@ class InBlocks:
     part: Stored
     block: tuple[int, int]
 
-    def columns(self, values: torch.Tensor | None, wanted: Collection[Of]) -> Mapping[Of, Columns]:
+    def columns(self, values: torch.Tensor | None, wanted: Collection[Of]) -> Mapping[Of, SumsAndMaxima]:
         """What is wanted of it.
 
         Args:
@@ -195,7 +195,7 @@ def _columns(
     scales: _Scales,
     occupied: torch.Tensor | None,
     blocks: torch.Tensor | None,
-) -> dict[Of, Columns]:
+) -> dict[Of, SumsAndMaxima]:
     """What is wanted.
 
     Args:
@@ -205,7 +205,7 @@ def _columns(
         occupied: bool, [blocks]: which have an element other than 0; None where ``compared`` tells.
         blocks: [blocks, elements], what was quantized; needed for the ranges.
     """
-    found: dict[Of, Columns] = {}
+    found: dict[Of, SumsAndMaxima] = {}
     if occupied is None and compared is not None and _needs_blocks(wanted):
         occupied = compared[_SIGNAL] > 0
     # The factor of a block of zeros is the recipe's own, and tells nothing of the tensor.
@@ -225,7 +225,7 @@ def _columns(
     return found
 
 
-def _loss_columns(compared: torch.Tensor) -> Columns:
+def _loss_columns(compared: torch.Tensor) -> SumsAndMaxima:
     underflows = compared[_UNDERFLOWS]
     number = torch.ones_like(underflows).sum()
     sums = torch.stack([number, (underflows > 0).sum(), (compared[_OVERFLOWS] > 0).sum()]).to(torch.float64)
@@ -311,7 +311,7 @@ def simulate(
     settings: Settings,
     *,
     columnwise: bool,
-) -> Mapping[Of, Columns]:
+) -> Mapping[Of, SumsAndMaxima]:
     """What a recipe would make of a tensor.
 
     Args:

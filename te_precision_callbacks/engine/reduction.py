@@ -28,11 +28,10 @@ import torch
 import torch.distributed as dist
 
 from te_precision_callbacks.engine.kernels.columns import NOTHING
-from te_precision_callbacks.engine.slots import Segment, SegmentKey, Slots
+from te_precision_callbacks.engine.slots import Segment, SegmentKey, Segments
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.ranks import all_reduce, by_rank, in_words, is_distributed, message_device, pooled, waiting
-
-Values = npt.NDArray[np.float64]
+from te_precision_callbacks.statistics.table import Columns, Values
 
 
 class ReductionError(PrecisionDebugError, RuntimeError):
@@ -93,11 +92,11 @@ class Table(NamedTuple):
     """
 
     rows: Rows
-    columns: Mapping[str, Values]
+    columns: Columns
 
 
 class Reduction:
-    """Collects :class:`Slots` over a process group.
+    """Collects :class:`Segments` over a process group.
 
     Args:
         group: the process group; None for all ranks.
@@ -112,7 +111,7 @@ class Reduction:
         self._own_version = -1
         self._failed = False
 
-    def collect(self, slots: Slots, *, reduce: bool, stamp: Stamp = NO_STAMP) -> list[Table]:
+    def collect(self, slots: Segments, *, reduce: bool, stamp: Stamp = NO_STAMP) -> list[Table]:
         """The measurements since the last time, merged; with ``reduce`` all ranks of the group must call it alike.
 
         Args:
@@ -139,7 +138,7 @@ class Reduction:
             self._failed = True
             raise
 
-    def _collect_own(self, slots: Slots) -> list[Table]:
+    def _collect_own(self, slots: Segments) -> list[Table]:
         if self._own_layout is None or self._own_version != slots.version:
             described = map(_describe, slots.segments.values())
             self._own_layout = _Layout(described, slots, device=_home(slots), all_of_them=True)
@@ -147,7 +146,7 @@ class Reduction:
         layout = self._own_layout
         return layout.unpack(_to_host(layout.pack(slots, changed=False, stamp=NO_STAMP)))
 
-    def _reduce(self, slots: Slots, stamp: Stamp) -> list[Table]:
+    def _reduce(self, slots: Segments, stamp: Stamp) -> list[Table]:
         while True:
             news = () if self._layout_version == slots.version else self._news(slots)
             if self._layout is not None:
@@ -164,7 +163,7 @@ class Reduction:
                 self._agreed[entry.key] = entry._replace(outputs=tuple(outputs))
             self._lay_out(slots)
 
-    def _news(self, slots: Slots) -> list[Described]:
+    def _news(self, slots: Segments) -> list[Described]:
         """What the other ranks have not heard of."""
         news: list[Described] = []
         for described in map(_describe, slots.segments.values()):
@@ -173,7 +172,7 @@ class Reduction:
                 news.append(described)
         return news
 
-    def _lay_out(self, slots: Slots) -> None:
+    def _lay_out(self, slots: Segments) -> None:
         home = message_device(self.group)
         described = sorted(self._agreed.values(), key=_order)
         self._layout = _Layout(described, slots, device=_home(slots) if home.type == "cpu" else home, all_of_them=False)
@@ -221,7 +220,7 @@ def _order(described: Described) -> tuple[str, str, str, int]:
     return layer, tensor, kind, -1 if shard is None else shard
 
 
-def _home(slots: Slots) -> torch.device:
+def _home(slots: Segments) -> torch.device:
     """Where this rank's measurements are, or the first of them."""
     return next((on for on, _, _ in slots.vectors()), torch.device("cpu"))
 
@@ -250,7 +249,7 @@ class _Layout:
     """
 
     def __init__(
-        self, described: Iterable[Described], slots: Slots, *, device: torch.device, all_of_them: bool
+        self, described: Iterable[Described], slots: Segments, *, device: torch.device, all_of_them: bool
     ) -> None:
         self._device = device
         entries = list(described)
@@ -302,7 +301,7 @@ class _Layout:
         largest, smallest = merged[-_TRAILER:-1].reshape(2, -1)
         return bool(((largest == -smallest) | (largest == NOTHING)).all())
 
-    def pack(self, slots: Slots, *, changed: bool, stamp: Stamp) -> torch.Tensor:
+    def pack(self, slots: Segments, *, changed: bool, stamp: Stamp) -> torch.Tensor:
         """The message of this rank, float64; neutral where it has nothing."""
         message = torch.full((self._length,), NOTHING, dtype=torch.float64, device=self._device)
         message[: self._split] = 0.0

@@ -94,7 +94,7 @@ class _Device:
 
 
 @dataclass
-class Slots:
+class Segments:
     """All segments of this rank.
 
     Attributes:

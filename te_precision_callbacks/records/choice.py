@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 
-from te_precision_callbacks.records.worst import Values, worst_layers
+from te_precision_callbacks.records.worst import ByLayer, worst_layers
 from te_precision_callbacks.statistics.series import Family
 from te_precision_callbacks.statistics.table import Worse
 
@@ -45,7 +45,7 @@ class _Logged:
                 return
             self.layers.add(layer)
 
-    def join(self, ranked: Iterable[str], values: Values, family: Family) -> None:
+    def join(self, ranked: Iterable[str], values: ByLayer, family: Family) -> None:
         """Give a later place to layers that have become worse than those that are logged."""
         others = [layer for layer in ranked if layer not in self.layers]
         candidate = others[0] if others else None
@@ -71,7 +71,7 @@ class SeriesChoice:
         self._families: dict[Family, _Logged] = {}
         self._count = 0
 
-    def take(self, families: Mapping[Family, Values], telling: Mapping[Family, Values]) -> None:
+    def take(self, families: Mapping[Family, ByLayer], telling: Mapping[Family, ByLayer]) -> None:
         """Take the series of a step.
 
         Args:
@@ -93,7 +93,7 @@ class SeriesChoice:
         known = self._families.get(family)
         return frozenset() if known is None else known.layers
 
-    def _take_worst(self, families: Iterable[Family], found: Mapping[Family, Values]) -> None:
+    def _take_worst(self, families: Iterable[Family], found: Mapping[Family, ByLayer]) -> None:
         without_order = []
         for family in families:
             if family.worse is Worse.NEITHER:

@@ -32,7 +32,7 @@ from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.records.choice import LATER_PLACES, MOST_SERIES, PLACES, SeriesChoice
 from te_precision_callbacks.records.loggers import Histogram
 from te_precision_callbacks.records.model import Row, StepRecords, row_of
-from te_precision_callbacks.records.worst import Values, judged, worst_of_all
+from te_precision_callbacks.records.worst import ByLayer, judged, worst_of_all
 from te_precision_callbacks.statistics.series import Family, Series
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class MetricSelection:
         }
 
     def _overall(
-        self, families: Mapping[Family, Values], telling: Mapping[Family, Values], prefix: str
+        self, families: Mapping[Family, ByLayer], telling: Mapping[Family, ByLayer], prefix: str
     ) -> Iterator[tuple[str, float]]:
         """The metrics of the whole model."""
         for key, (_, value) in worst_of_all(telling).items():

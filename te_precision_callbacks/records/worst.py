@@ -27,11 +27,11 @@ WORST_OF_ALL: Mapping[str, str] = {
 format and direction."""
 
 
-Values = Mapping[str, float]
+ByLayer = Mapping[str, float]
 """Layer -> value."""
 
 
-def judged(records: StepRecords) -> Mapping[Family, Values]:
+def judged(records: StepRecords) -> Mapping[Family, ByLayer]:
     """The numbers of a step that tell something of the run: without those of delayed scaling before it has a scale."""
     if not records.unscaled:
         return records.families
@@ -43,7 +43,7 @@ def judged(records: StepRecords) -> Mapping[Family, Values]:
     }
 
 
-def worst_of_all(families: Mapping[Family, Values]) -> dict[str, tuple[Series, float]]:
+def worst_of_all(families: Mapping[Family, ByLayer]) -> dict[str, tuple[Series, float]]:
     """The worst number, with its series, for each name of :data:`WORST_OF_ALL` of which there is one.
 
     Args:
@@ -138,7 +138,7 @@ _SIGN = {Worse.HIGH: 1.0, Worse.LOW: -1.0, Worse.AWAY_FROM_ZERO: math.nan, Worse
 """Direction -> what a value is multiplied with to grow as it gets worse; nan: its size counts, 0: nothing does."""
 
 
-def worst_layers(most: int, family: Family, values: Values, beside: Mapping[Family, Values]) -> list[str]:
+def worst_layers(most: int, family: Family, values: ByLayer, beside: Mapping[Family, ByLayer]) -> list[str]:
     """The worst layers by a statistic, the worst first.
 
     An SQNR or a squared error tells little of elements that are lost beside an outlier. There the layers with the most
@@ -162,5 +162,5 @@ def worst_layers(most: int, family: Family, values: Values, beside: Mapping[Fami
     return list(dict.fromkeys(layer for layer in taking_turns if layer is not None))[:most]
 
 
-def _worst(most: int, family: Family, values: Values) -> list[str]:
+def _worst(most: int, family: Family, values: ByLayer) -> list[str]:
     return heapq.nlargest(most, values, key=lambda layer: family.badness(values[layer]))

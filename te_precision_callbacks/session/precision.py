@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_precision_callbacks.numerics.layouts import gemm_operand
+from te_precision_callbacks.numerics.layouts import fp8_format, gemm_operand
 from te_precision_callbacks.records.precision import FROZEN, NO_BACKWARD, NO_GRADIENT, NO_INPUT_GRADIENT, GemmPrecision
 from te_precision_callbacks.vocabulary import (
     GEMMS,
@@ -30,6 +30,7 @@ from te_precision_callbacks.vocabulary import (
     ROWWISE,
     GemmName,
     class_names,
+    name_of_format,
 )
 
 MODIFIED = " (modified)"
@@ -37,19 +38,6 @@ MODIFIED = " (modified)"
 
 UNKNOWN = "unknown"
 """The format of a tensor that a feature is going to make."""
-
-_FORMATS = {
-    "NVFP4TensorStorage": "NVFP4",
-    "NVFP4Quantizer": "NVFP4",
-    "MXFP8TensorStorage": "MXFP8 {dtype}",
-    "MXFP8Quantizer": "MXFP8 {dtype}",
-    "Float8BlockwiseQTensorStorage": "FP8 block {dtype}",
-    "Float8BlockQuantizer": "FP8 block {dtype}",
-    "Float8TensorStorage": "FP8 {dtype}",
-    "Float8Quantizer": "FP8 {dtype}",
-    "Float8CurrentScalingQuantizer": "FP8 {dtype}",
-}
-"""The classes of storages and quantizers, of which all others of their format derive, and what they hold."""
 
 _HIGH_PRECISION = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16", torch.float64: "FP64"}
 
@@ -161,7 +149,7 @@ def format_of(tensor: Any, *, columnwise: bool) -> str:
         columnwise: which of its data the GEMM reads.
     """
     held = gemm_operand(tensor, columnwise=columnwise)
-    return _known(held, getattr(held, "_fp8_dtype", None)) or _named(held)
+    return _known(held) or _named(held)
 
 
 def quantizer_format(quantizer: Any, high_precision: torch.dtype | None, *, columnwise: bool) -> str:
@@ -178,7 +166,7 @@ def quantizer_format(quantizer: Any, high_precision: torch.dtype | None, *, colu
         return quantizer_format(one, high_precision, columnwise=columnwise)
     if quantizer is None or IDENTITY_QUANTIZER in names:
         return UNKNOWN if high_precision is None else dtype_name(high_precision)
-    return _known(quantizer, getattr(quantizer, "dtype", None)) or type(quantizer).__name__
+    return _known(quantizer) or type(quantizer).__name__
 
 
 def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> dict[Operand, str]:
@@ -243,14 +231,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _HIGH_PRECISION.get(dtype, str(dtype))
 
 
-def _known(thing: Any, dtype: Any) -> str | None:
-    names = class_names(thing)
+def _known(thing: Any) -> str | None:
     if getattr(thing, "custom", False):
         return None  # a user's own, whatever it derives from: it has a GEMM of its own
-    for name, text in _FORMATS.items():
-        if name in names:
-            return text.format(dtype=str(getattr(dtype, "name", dtype)).removeprefix("kFloat8"))
-    return None
+    name = name_of_format(thing)
+    return name if name in (None, "NVFP4") else f"{name} {fp8_format(thing).name}"
 
 
 def _named(tensor: Any) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from te_precision_callbacks.reference.errors import UnsupportedRecipeError
 from te_precision_callbacks.reference.extension import float8, float8_block, mxfp8, nvfp4
-from te_precision_callbacks.vocabulary import RECIPE_OF_QUANTIZER, recipe_of
+from te_precision_callbacks.vocabulary import QUANTIZERS, recipe_of
 
 # Transformer Engine's classes are known only at run time.
 Quantizer = Any
@@ -82,6 +82,6 @@ def casting_for(quantizer: Quantizer) -> Casting:
     if recipe is None:
         raise UnsupportedRecipeError(
             f"{type(quantizer).__name__}: the reference backend does not have this quantizer. It has"
-            f" {', '.join(RECIPE_OF_QUANTIZER)}."
+            f" {', '.join(QUANTIZERS)}."
         )
     return _CASTINGS[recipe]
