@@ -68,6 +68,5 @@ def _is_empty(state: Any) -> torch.Tensor:
     Its first row gathers the amaxes of now, those of an evaluation among them, until the scales are made. Read from
     Transformer Engine 2.20.2, ``common/recipe/delayed_scaling.cu`` and ``quantization.py: _update_amax_history``.
     """
-    scale: torch.Tensor = state.scale
-    history: torch.Tensor = state.amax_history
-    return ~((scale != 1).any() | (history[1:] != 0).any())
+    has_scale: torch.Tensor = (state.scale != 1).any() | (state.amax_history[1:] != 0).any()
+    return ~has_scale

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from te_precision_callbacks.records.model import LayerInfo, Row
-from te_precision_callbacks.records.precision import GemmPrecision
+from te_precision_callbacks.records.precision import Precision
 from te_precision_callbacks.records.worst import RunStatistics, Worst
 from te_precision_callbacks.session.precision import PrecisionAudit
 from te_precision_callbacks.statistics.series import SeriesTable
@@ -43,9 +43,9 @@ class Findings:
         self.statistics = RunStatistics(self.series)
 
     @property
-    def precision(self) -> tuple[GemmPrecision, ...]:
-        """The precision that each GEMM really ran in, so far."""
-        return tuple(self.audit)
+    def precision(self) -> Precision:
+        """The precision that each GEMM really ran in, so far, and in each iteration."""
+        return Precision(self.audit, self.audit.at)
 
     @property
     def last_statistics(self) -> tuple[Row, ...]:

@@ -105,6 +105,8 @@ class ForwardHooks:
         self._waiting: dict[int, dict[int, torch.nn.Module]] = {}
         self._idle_in_evaluation: dict[int, int] = {}
         self._last_state: dict[int, _State] = {}
+        self._gone_to_rest: list[torch.nn.Module] = []
+        self._trained_in_fp8: dict[int, bool] = {}
         self._trainable: list[bool] = []
         self._suspicions: dict[int, _Suspicion] = {}
         self._dropped: dict[int, list[Mapping[Operand, str]]] = {}
@@ -125,6 +127,8 @@ class ForwardHooks:
         self._names = {id(named.module): named.name for named in modules}
         self._idle_in_evaluation.clear()
         self._last_state.clear()
+        self._gone_to_rest.clear()
+        self._trained_in_fp8.clear()
         self._trainable = []
         self._suspicions.clear()
         self._dropped.clear()
@@ -143,7 +147,10 @@ class ForwardHooks:
     def begin(self, iteration: int) -> None:
         """Arm the modules on which a feature may act in an iteration, and let the others rest."""
         self.forget_forwards()
+        ended = iteration - 1
         resting = [module for key, module in self._modules.items() if key not in self._armed]
+        gone_to_rest = [module for module in self._gone_to_rest if id(module) not in self._armed]
+        self._gone_to_rest.clear()
         for module in list(self._armed.values()):
             upcoming = module.__dict__["next_iter_when_debug_should_be_run"]
             if upcoming is None or upcoming > iteration:
@@ -153,20 +160,38 @@ class ForwardHooks:
         for module in self._waiting.pop(iteration, {}).values():
             self._arm(module)
         try:
+            self._audit.leave(ended)
             self._follow_trainable()
             self._follow_suspicions()
+            if gone_to_rest:
+                for module in gone_to_rest:
+                    self._follow_into_rest(module)
+                self._audit.leave(ended)
             for module in resting:
                 if not _is_in_state(module.__dict__, self._last_state.get(id(module))):
-                    self._look_at_state(module)
+                    self._look_at_state(module, ended)
         except Exception as error:
-            self._failures.report("looking for changes of the precision of", f"iteration {iteration - 1}", error)
+            self._failures.report("looking for changes of the precision of", f"iteration {ended}", error)
         self._classify.was_paused = False
         self._follow_accumulation()
 
     def _follow_accumulation(self) -> None:
         self._own_wgrad.follow(any(module.fuse_wgrad_accumulation for module in self._armed.values()))
 
-    def _look_at_state(self, module: torch.nn.Module) -> None:
+    def _follow_into_rest(self, module: Any) -> None:
+        """Tell the precision of a module in its first step without a feature: FP8 or not, as in its last one with."""
+        key, state = id(module), _state_of(module)
+        fp8 = self._trained_in_fp8.get(key)
+        self._last_state.pop(key, None)
+        if fp8 is None or state is None:
+            return
+        if state.fp8 == fp8:
+            self._last_state[key] = state
+        formats = formats_of_fused_path(module, self._layers[key], fp8=fp8)
+        if not self._audit.holds(formats):
+            self._audit.plan(self._audit.of_gemms_that_run(formats))
+
+    def _look_at_state(self, module: torch.nn.Module, iteration: int) -> None:
         """Notice that a module which rested has run in another precision than the audit knows of.
 
         What tells is the state in which its last forward has left it. That may have been an evaluation without a word
@@ -179,7 +204,7 @@ class ForwardHooks:
         self._last_state[key] = state
         formats = formats_of_fused_path(module, self._layers[key], fp8=bool(module.fp8))
         trained = self._has_trained(module)
-        if self._audit.tells(formats):
+        if self._audit.holds(formats):
             if module.fp8 or last is None or last.quantizers is state.quantizers:
                 return
             # A forward before the last one has made FP8 quantizers, as that of a reentrant checkpoint does which is
@@ -189,12 +214,13 @@ class ForwardHooks:
                 return
         if formats in self._dropped.get(key, ()):
             return
+        is_new = not self._audit.tells(formats)
         if trained or key in self._refused:
-            self._audit.plan(formats)
+            self._audit.plan(self._audit.of_gemms_that_run(formats))
         else:
-            self._audit.doubt(formats)
-        if key not in self._refused:
-            self._suspicions[key] = _Suspicion(module, formats)
+            self._audit.doubt(formats, iteration)
+        if key not in self._refused and (is_new or not trained):
+            self._suspicions[key] = _Suspicion(module, formats, iteration, is_new)
             self._ask_again(module)
 
     def _follow_trainable(self) -> None:
@@ -210,10 +236,10 @@ class ForwardHooks:
         """Keep asking the modules in which something was suspected, until it was met in training."""
         for key, suspicion in list(self._suspicions.items()):
             suspicion.steps_left -= 1
-            if self._audit.tells(suspicion.formats):
+            if self._audit.holds(suspicion.formats) or (suspicion.is_new and self._audit.tells(suspicion.formats)):
                 del self._suspicions[key]
                 if key not in self._dropped:
-                    self._audit.trust(suspicion.formats)
+                    self._audit.trust(suspicion.formats, suspicion.iteration)
             elif suspicion.steps_left == 0:
                 del self._suspicions[key]
                 self._dropped.setdefault(key, []).append(suspicion.formats)
@@ -364,6 +390,7 @@ class ForwardHooks:
 
     def _rest(self, module: torch.nn.Module) -> None:
         del self._armed[id(module)]
+        self._gone_to_rest.append(module)
         module.__dict__["is_debug_iter"] = _OfOneModule(self._own_is_debug_iter, module)
 
     @outside_of_dynamo
@@ -433,7 +460,11 @@ class ForwardHooks:
 
     def _note_plan(self, module: Any, quantizers: Iterable[Any], idle: bool, *, fprop_only: bool) -> None:
         """Note in which formats the GEMMs of a forward are going to run, and those of its backward where it has one."""
+        from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
         try:
+            self._audit.enter(TEDebugState.get_iteration())
+            self._trained_in_fp8[id(module)] = bool(module.fp8)
             layers, left_out = self._layers[id(module)], dict[Gemm, str]()
             if not fprop_only:
                 left_out = gemms_left_out(module, layers, input_needs_gradient=self._current.input_needs_gradient)
@@ -488,10 +519,12 @@ class ForwardHooks:
 
 @dataclass
 class _Suspicion:
-    """Formats in which a module may have run, and in how many more steps it is asked."""
+    """Formats in which a module may have run in an iteration, and in how many more steps it is asked."""
 
     module: torch.nn.Module
     formats: Mapping[Operand, str]
+    iteration: int
+    is_new: bool
     steps_left: int = 10
 
 

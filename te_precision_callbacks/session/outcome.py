@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from te_precision_callbacks.records.model import LayerInfo, Row
-from te_precision_callbacks.records.precision import GemmPrecision
+from te_precision_callbacks.records.precision import Precision
 from te_precision_callbacks.records.worst import Worst
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class SessionOutcome:
 
     Attributes:
         layers: every layer of the model that could be observed, and what the config did with it.
-        precision: the precision that each GEMM really ran in.
+        precision: the precision that each GEMM really ran in; ``precision(at=120)`` of one iteration.
         last_statistics: the last value of each statistic.
         worst_statistics: the worst value of each statistic, and the iteration in which it was.
         iteration: the first debug iteration that was not run.
@@ -43,7 +43,7 @@ class SessionOutcome:
     """
 
     layers: tuple[LayerInfo, ...]
-    precision: tuple[GemmPrecision, ...]
+    precision: Precision
     last_statistics: tuple[Row, ...]
     worst_statistics: tuple[Worst, ...]
     iteration: int

@@ -15,13 +15,14 @@ none of them is named and not guessed.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from te_precision_callbacks.numerics.layouts import fp8_format, gemm_operand
 from te_precision_callbacks.records.precision import FROZEN, NO_BACKWARD, NO_GRADIENT, NO_INPUT_GRADIENT, GemmPrecision
+from te_precision_callbacks.session.precision_history import GemmFact, PrecisionHistory
 from te_precision_callbacks.vocabulary import (
     GEMMS,
     HYBRID_QUANTIZER,
@@ -72,6 +73,69 @@ class PrecisionAudit:
         self._told: dict[Operand, dict[str, _Told]] = {}
         self._left_out: dict[Gemm, str] = {}
         self._doubted: set[str] = set()
+        self._history = PrecisionHistory()
+        self._iteration: int | None = None
+        self._now: dict[Operand, dict[str, _Told]] = {}
+        self._left_out_now: dict[Gemm, str] = {}
+
+    def enter(self, iteration: int) -> None:
+        """Say which debug iteration the facts that follow are of."""
+        if iteration != self._iteration:
+            self._end()
+            self._iteration = iteration
+
+    def leave(self, iteration: int) -> None:
+        """Note that an iteration has been run, whatever was noted in it."""
+        self.enter(iteration)
+        self._history.ran(iteration)
+        self._end()
+
+    def _end(self) -> None:
+        self._write()
+        self._now.clear()
+        self._left_out_now.clear()
+
+    def at(self, iteration: int) -> Iterator[GemmPrecision]:
+        """What is known of an iteration. Raises IterationError where it has not run."""
+        self._write()
+        return self._history.at(iteration)
+
+    def _write(self) -> None:
+        """Bring what was noted in this iteration into the history; it may go on."""
+        if self._iteration is None or not (self._now or self._left_out_now):
+            return
+        self._history.ran(self._iteration)
+        layers: dict[str, dict[GemmName, GemmFact]] = {}
+        seen: dict[str, list[GemmName]] = {}
+        for gemm, reason in self._left_out_now.items():
+            layers.setdefault(gemm.layer, {})[gemm.gemm] = GemmFact((), reason)
+        for gemm in dict.fromkeys(Gemm(operand.layer, operand.gemm) for operand in self._now):
+            texts = {tensor: self._now.get(Operand(*gemm, tensor), {}) for tensor in OPERANDS[gemm.gemm]}
+            if any(told is not _Told.AWAITED for found in texts.values() for told in found.values()):
+                told = tuple((tensor, tuple(_those_that_ran(found))) for tensor, found in texts.items() if found)
+                layers.setdefault(gemm.layer, {})[gemm.gemm] = GemmFact(told)
+                if all(set(found.values()) == {_Told.SEEN} for found in texts.values()):
+                    seen.setdefault(gemm.layer, []).append(gemm.gemm)
+            else:
+                layers.setdefault(gemm.layer, {}).setdefault(gemm.gemm, GemmFact((), NO_BACKWARD))
+        for layer, facts in layers.items():
+            self._history.put(layer, self._iteration, facts, seen.get(layer, ()))
+
+    def holds(self, formats: Mapping[Operand, str]) -> bool:
+        """Whether these formats are among those of the last iteration, but for those of GEMMs that are left out."""
+        for operand, text in formats.items():
+            fact = self._history.now(operand.layer)[GEMMS.index(operand.gemm)]
+            if fact is None or not (_is_left_out(fact) or text in dict(fact.operands).get(operand.tensor, ())):
+                return False
+        return True
+
+    def of_gemms_that_run(self, formats: Mapping[Operand, str]) -> dict[Operand, str]:
+        """Without the operands of GEMMs that are left out in the last iteration."""
+        return {
+            operand: text
+            for operand, text in formats.items()
+            if not _is_left_out(self._history.now(operand.layer)[GEMMS.index(operand.gemm)])
+        }
 
     def plan(self, formats: Mapping[Operand, str], *, will_be_seen: bool = False) -> None:
         """Note the formats that quantizers are going to make.
@@ -81,22 +145,23 @@ class PrecisionAudit:
             will_be_seen: whether :meth:`see` is called when the GEMMs run; where it never is, they have not run.
         """
         for operand, text in formats.items():
-            texts = self._told.setdefault(operand, {})
-            if will_be_seen:
-                texts.setdefault(text, _Told.AWAITED)
-            elif texts.get(text) is not _Told.SEEN:
-                texts[text] = _Told.ASSUMED
+            for texts in (self._told.setdefault(operand, {}), self._now.setdefault(operand, {})):
+                if will_be_seen:
+                    texts.setdefault(text, _Told.AWAITED)
+                elif texts.get(text) is not _Told.SEEN:
+                    texts[text] = _Told.ASSUMED
 
     def leave_out(self, gemms: Mapping[Gemm, str]) -> None:
         """Note GEMMs that a forward and its backward do not run, and why."""
         self._left_out.update(gemms)
+        self._left_out_now.update(gemms)
 
     def see(self, operand: Operand, text: str, planned: str | None = None) -> None:
         """Note the format of a tensor that a GEMM is handed; it takes the place of the one that was planned for it."""
-        texts = self._told.setdefault(operand, {})
-        if planned not in (None, text) and texts.get(planned, _Told.SEEN) is not _Told.SEEN:
-            del texts[planned]
-        texts[text] = _Told.SEEN
+        for texts in (self._told.setdefault(operand, {}), self._now.setdefault(operand, {})):
+            if planned not in (None, text) and texts.get(planned, _Told.SEEN) is not _Told.SEEN:
+                del texts[planned]
+            texts[text] = _Told.SEEN
 
     def tells(self, formats: Mapping[Operand, str]) -> bool:
         """Whether all of these formats are noted, seen or planned, but for those of GEMMs that were left out."""
@@ -106,19 +171,28 @@ class PrecisionAudit:
             for gemm in [Gemm(operand.layer, operand.gemm)]
         )
 
-    def doubt(self, formats: Iterable[Operand]) -> None:
-        """Note that the layers may have run in a precision that is not noted."""
-        self._doubted.update(operand.layer for operand in formats)
+    def doubt(self, formats: Mapping[Operand, str], iteration: int) -> None:
+        """Note that the layers may have run in these formats in an iteration, which is over."""
+        layers = {operand.layer for operand in formats}
+        if not self.tells(formats):
+            self._doubted |= layers
+        for layer in layers:
+            self._history.doubt(layer, iteration)
 
-    def trust(self, formats: Iterable[Operand]) -> None:
-        """Take a doubt back."""
-        self._doubted.difference_update(operand.layer for operand in formats)
+    def trust(self, formats: Mapping[Operand, str], iteration: int) -> None:
+        """Take a doubt back, since the formats have been met in training: the iteration had what was met."""
+        met = self.holds(formats)
+        for layer in {operand.layer for operand in formats}:
+            self._doubted.discard(layer)
+            if met:
+                self._history.settle(layer, iteration)
 
     def _has_run(self, gemm: Gemm) -> bool:
         tensors = (self._told.get(Operand(*gemm, tensor), {}) for tensor in OPERANDS[gemm.gemm])
         return any(told is not _Told.AWAITED for texts in tensors for told in texts.values())
 
     def __iter__(self) -> Iterator[GemmPrecision]:
+        self._write()
         known = [*(Gemm(operand.layer, operand.gemm) for operand in self._told), *self._left_out]
         there = frozenset(known)
         layers = dict.fromkeys(gemm.layer for gemm in known)
@@ -126,14 +200,21 @@ class PrecisionAudit:
             if gemm not in there:
                 continue
             if not self._has_run(gemm):
-                yield GemmPrecision(*gemm, {}, seen=False, not_run=self._left_out.get(gemm, NO_BACKWARD))
+                not_run = self._left_out.get(gemm, NO_BACKWARD)
+                yield GemmPrecision(*gemm, {}, seen=False, not_run=not_run, since=self._history.since(*gemm))
                 continue
             texts = {tensor: self._told.get(Operand(*gemm, tensor), {}) for tensor in OPERANDS[gemm.gemm]}
             operands: dict[str, str] = {
                 tensor: " -> ".join(_those_that_ran(found)) for tensor, found in texts.items() if found
             }
             seen = all(set(found.values()) == {_Told.SEEN} for found in texts.values())
-            yield GemmPrecision(*gemm, operands, seen and gemm.layer not in self._doubted)
+            seen = seen and gemm.layer not in self._doubted
+            yield GemmPrecision(*gemm, operands, seen, since=self._history.since(*gemm))
+
+
+def _is_left_out(fact: GemmFact | None) -> bool:
+    """Whether a backward leaves a GEMM out, which a forward tells; that none has come does not."""
+    return fact is not None and fact.not_run not in ("", NO_BACKWARD)
 
 
 def _those_that_ran(texts: Mapping[str, _Told]) -> list[str]:

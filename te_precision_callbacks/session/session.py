@@ -19,7 +19,7 @@ from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.ranks import own_rank
 from te_precision_callbacks.records.model import LayerInfo, Row, Sink, StepRecords
-from te_precision_callbacks.records.precision import GemmPrecision
+from te_precision_callbacks.records.precision import Precision
 from te_precision_callbacks.records.worst import Worst
 from te_precision_callbacks.session.endings import ProcessEnds
 from te_precision_callbacks.session.errors import SessionError
@@ -188,8 +188,9 @@ class InspectSession:
         self._findings.unconverted = dict(value)
 
     @property
-    def precision(self) -> tuple[GemmPrecision, ...]:
-        """The precision that each GEMM really ran in, so far."""
+    def precision(self) -> Precision:
+        """The precision that each GEMM really ran in, so far; ``session.precision(at=120)`` is that of one iteration,
+        and raises a LookupError for one that has not run."""
         return self._findings.precision
 
     @property

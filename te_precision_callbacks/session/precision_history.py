@@ -1,0 +1,149 @@
+"""Which facts about a layer's GEMMs held in which iterations.
+
+A layer has a row of entries, each with the iteration since which its facts hold, up to the next one's. Runs are long
+and may change precision in every step, so that an entry is a few numbers: facts are kept once and referred to.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from te_precision_callbacks.records.precision import GemmPrecision, IterationError
+from te_precision_callbacks.vocabulary import GEMMS, GemmName
+
+_DOUBT = 1 << len(GEMMS)
+
+
+class GemmFact(NamedTuple):
+    """What a GEMM computed with in an iteration: tensors and the formats of each, or why it did not run."""
+
+    operands: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    not_run: str = ""
+
+
+LayerFacts = tuple[GemmFact | None, ...]
+"""A fact for each of :data:`GEMMS`; None of a GEMM that nothing is known of."""
+
+
+class _Entries:
+    """Those of one layer: of each the first iteration, the number of its facts, and which GEMMs were seen."""
+
+    def __init__(self) -> None:
+        self.since, self.facts, self.seen = array("q"), array("q"), bytearray()
+
+    def put(self, iteration: int, facts: int, seen: int) -> None:
+        """Let facts hold from an iteration on; an entry of the same iteration is replaced."""
+        if self.since and self.since[-1] == iteration:
+            self.facts[-1], self.seen[-1] = facts, seen | (self.seen[-1] if facts == self.facts[-1] else 0)
+        elif self.since and self.facts[-1] == facts and not (self.seen[-1] | seen) & _DOUBT:
+            self.seen[-1] |= seen
+        else:
+            self.since.append(iteration)
+            self.facts.append(facts)
+            self.seen.append(seen)
+
+    def cut(self, iteration: int) -> None:
+        number = bisect_left(self.since, iteration)
+        del self.since[number:], self.facts[number:], self.seen[number:]
+
+
+class PrecisionHistory:
+    """The facts of all layers over a run's iterations."""
+
+    def __init__(self) -> None:
+        self._layers: dict[str, _Entries] = {}
+        self._facts: list[LayerFacts] = []
+        self._numbers: dict[LayerFacts, int] = {}
+        self._ran: list[list[int]] = []
+
+    def ran(self, iteration: int) -> None:
+        """Note that an iteration has run. One that runs again, after a return to a checkpoint, counts as it ran last,
+        and those after it have not run."""
+        if self._ran and iteration < self._ran[-1][1]:
+            self._ran = [[first, min(last, iteration - 1)] for first, last in self._ran if first < iteration]
+            for entries in self._layers.values():
+                entries.cut(iteration)
+        if self._ran and iteration - self._ran[-1][1] in (0, 1):
+            self._ran[-1][1] = iteration
+        else:
+            self._ran.append([iteration, iteration])
+
+    def put(self, layer: str, iteration: int, facts: Mapping[GemmName, GemmFact], seen: Iterable[GemmName]) -> None:
+        """Let facts of some of a layer's GEMMs hold from an iteration on; those of the others go on.
+
+        Args:
+            layer: its name.
+            iteration: the last one that has run.
+            facts: GEMM -> what it computed with in the iteration.
+            seen: the GEMMs whose operands were seen in it.
+        """
+        bits = sum(1 << GEMMS.index(gemm) for gemm in seen)
+        self._layers.setdefault(layer, _Entries()).put(iteration, self._number(self.now(layer), facts), bits)
+
+    def doubt(self, layer: str, iteration: int) -> None:
+        """Note that other facts than those of before may hold in an iteration, and be it in that one alone."""
+        entries = self._layers.get(layer)
+        if entries is not None and entries.since:
+            entries.put(iteration, entries.facts[-1], _DOUBT)
+
+    def settle(self, layer: str, iteration: int) -> None:
+        """Let the facts of the last iteration hold in one of which there was a doubt, too."""
+        entries = self._layers.get(layer)
+        number = -1 if entries is None else bisect_right(entries.since, iteration) - 1
+        if entries is not None and number >= 0 and entries.seen[number] & _DOUBT:
+            entries.facts[number], entries.seen[number] = entries.facts[-1], 0
+
+    def now(self, layer: str) -> LayerFacts:
+        """The facts of a layer that hold in the last iteration."""
+        entries = self._layers.get(layer)
+        return (None,) * len(GEMMS) if entries is None or not entries.since else self._facts[entries.facts[-1]]
+
+    def since(self, layer: str, gemm: GemmName) -> int:
+        """The first iteration of which something is known of a GEMM."""
+        entries, column = self._layers.get(layer), GEMMS.index(gemm)
+        known = zip(entries.since, entries.facts, strict=True) if entries is not None else ()
+        return next((since for since, number in known if self._facts[number][column] is not None), 0)
+
+    def at(self, iteration: int) -> Iterator[GemmPrecision]:
+        """What is known of all GEMMs in an iteration, in the order in which layers came.
+
+        Raises:
+            IterationError: it has not run.
+        """
+        if not any(first <= iteration <= last for first, last in self._ran):
+            ran = ", ".join(f"{first} to {last}" if first < last else str(first) for first, last in self._ran)
+            raise IterationError(
+                f"precision(at={iteration!r}): that iteration has not run under this session."
+                f" {f'Those that have: {ran}.' if ran else 'None has run yet.'}"
+            )
+        for layer, entries in self._layers.items():
+            number = bisect_right(entries.since, iteration) - 1
+            if number >= 0:
+                yield from (entry for gemm in GEMMS for entry in self._entry(layer, gemm, entries, number))
+
+    def _entry(self, layer: str, gemm: GemmName, entries: _Entries, number: int) -> Iterator[GemmPrecision]:
+        column = GEMMS.index(gemm)
+        facts = [self._facts[of_layer][column] for of_layer in entries.facts]
+        fact = facts[number]
+        if fact is None:
+            return
+        first, after = number, number + 1
+        while first and facts[first - 1] == fact:
+            first -= 1
+        while after < len(facts) and facts[after] == fact:
+            after += 1
+        seen = any(bits >> column & 1 for bits in entries.seen[first:after]) and not entries.seen[number] & _DOUBT
+        until = entries.since[after] - 1 if after < len(facts) else None
+        operands = {tensor: " -> ".join(formats) for tensor, formats in fact.operands}
+        yield GemmPrecision(layer, gemm, operands, seen, fact.not_run, entries.since[first], until)
+
+    def _number(self, before: LayerFacts, facts: Mapping[GemmName, GemmFact]) -> int:
+        """The number of the facts of a layer, where some of them are new."""
+        found = tuple(facts.get(gemm, fact) for gemm, fact in zip(GEMMS, before, strict=True))
+        number = self._numbers.setdefault(found, len(self._facts))
+        if number == len(self._facts):
+            self._facts.append(found)
+        return number
