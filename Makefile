@@ -1,5 +1,6 @@
 # make demo   train a small FP8 language model under the callback, and show what came out
 # make test   lint, types and all tests
+# make test-quick   the tests that start no process, and of each its first case: tests/quick.py
 # make install   only set up the environment for tests and checks
 # make docs   the docs site, in site/; open site/index.html
 # make te-suite TE_SRC=<checkout of NVIDIA/TransformerEngine>   Transformer Engine's own tests on the reference backend
@@ -19,7 +20,7 @@ DOCS_INSTALLED := $(DOCS_VENV)/.installed
 # Processes start sooner where Python may keep what it compiles.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint docs te-suite clients install install-demo clean
+.PHONY: demo test test-quick tests lint style types docs te-suite clients install install-demo clean
 .DEFAULT_GOAL := test
 
 install-demo:
@@ -33,13 +34,28 @@ demo: install-demo
 	@echo "Training a language model of 3 FP8 layers for 40 steps; the imports before it take some seconds."
 	@OMP_WAIT_POLICY=passive $(BIN)/python examples/byte_lm.py
 
-lint: install
+style: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: install
 	$(BIN)/mypy te_precision_callbacks features examples benchmarks docs/site tools
 
-test: lint
+lint: style types
+
+# One thread a process, and none that spins: the workers take all processors. No pool of processes compiles beside them.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1 \
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+
+tests: install
+	$(PYTEST)
+
+# The types are checked while the tests run: neither takes all processors all the time.
+test: style
+	@$(MAKE) --no-print-directory -j2 types tests
+
+test-quick: install
+	$(PYTEST) --quick --durations 5
 
 $(DOCS_INSTALLED): requirements-docs.lock
 	@echo "Setting up $(DOCS_VENV): this takes half a minute the first time."

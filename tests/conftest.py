@@ -16,6 +16,12 @@ import torch
 from te_precision_callbacks import reference
 from te_precision_callbacks.records import RunInfo, StepRecords
 from te_precision_callbacks.session.uncaught import Uncaught
+from tests.quick import (  # noqa: F401  # pytest finds them here
+    no_process_is_started,
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+)
 
 if not torch.cuda.is_available():
     reference.install()

@@ -212,6 +212,7 @@ def test_above_the_limit_the_worst_are_logged(caplog: pytest.LogCaptureFixture) 
     assert caplog.text.count("log_filter") == 1, "said once"
 
 
+@pytest.mark.slow
 def test_a_series_has_no_gap_and_a_run_few_series() -> None:
     """600 layers whose ranks change in every step; the worst 50 of each step were 600 different ones soon."""
     noise = random.Random(0)

@@ -231,6 +231,7 @@ print(te_precision_callbacks.features.__file__)"""
     assert python(code).startswith(str(tmp_path / "site"))
 
 
+@pytest.mark.slow
 def test_the_demo_runs_and_shows_what_came_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

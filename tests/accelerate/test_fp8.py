@@ -167,6 +167,7 @@ def test_what_multiplies_without_being_a_linear_is_named_too() -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_same_behind_wrappers() -> None:
     _, model = converted(Sequential(OrderedDict(fc1=Linear(16, 24), fc2=Linear(16, 16))))
     expected = unconverted_layers(model)

@@ -30,6 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_every_block_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One after the other, in one process: 16 batches, so 8 optimizer steps each."""
     script, *others = blocks(PAGE, "python")
@@ -71,6 +72,7 @@ def test_the_command_runs_the_script_in_two_processes(folder: Path) -> None:
     assert sorted(board["te.0/activation/max"]) == [1, 2, 3, 4], "16 batches, two to a rank in each of its steps"
 
 
+@pytest.mark.slow
 def test_the_example_runs_and_shows_what_came_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

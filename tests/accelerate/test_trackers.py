@@ -62,6 +62,7 @@ class Kept(GeneralTracker):
         self.calls.append((dict(values), step))
 
 
+@pytest.mark.slow
 def test_every_tracker_has_the_numbers_of_the_log(
     offline_trackers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +151,7 @@ def check_histograms(tmp_path: Path, history: dict[int, dict[str, Any]]) -> None
     assert {edge: count for edge, count in found.items() if count} == drawn
 
 
+@pytest.mark.slow
 def test_more_metrics_than_mlflow_takes_in_a_request(offline_trackers: Path, tmp_path: Path) -> None:
     stats = ["min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "dynamic_range"]
     config = statistics(tensors=["activation", "weight", "gradient", "output", "wgrad", "dgrad"], stats=stats)

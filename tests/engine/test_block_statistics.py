@@ -85,6 +85,7 @@ def test_what_a_recipe_would_give(name: str, recipe: str, tensor: str, columnwis
     assert_as_expected(found, expected, form)
 
 
+@pytest.mark.slow
 def test_the_expected_has_something_of_everything() -> None:
     """Of the tensors above: so that no statistic is 0 in all of them."""
     found: dict[str, set[Any]] = {}
@@ -107,6 +108,7 @@ def test_micro_batches_are_put_together(recipe: str) -> None:
     assert_as_expected(found, recipes.by_block(recipe, pairs), f"{recipe}_{{}}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_compiled_and_in_pieces(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "SMALLEST", COMPILED_FROM)

@@ -78,6 +78,7 @@ def test_nothing_to_take_a_range_of(values: torch.Tensor, dims: int) -> None:
     assert (found.dtype, found.tolist()) == (torch.float64, [-INF])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [1, 2])
 def test_a_large_tensor(dims: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled, in pieces."""

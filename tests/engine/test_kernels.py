@@ -207,6 +207,7 @@ def test_every_code_is_decoded_as_torch_does(measure: Measure, e5m2: bool) -> No
         exact.assert_same(found, exact.columns(values[finite], codes[finite], torch.tensor([0.7]), e5m2=e5m2))
 
 
+@pytest.mark.slow
 def test_codes_of_another_layout(measure: Measure) -> None:
     """A quantized tensor that has only its transpose."""
     values = normal(163, 201)
@@ -267,6 +268,7 @@ def graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncompiled")
 def test_one_compilation_serves_all_shapes() -> None:
     """A kernel that was compiled before, by another test, is made anew here: torch counts by code object."""
@@ -294,6 +296,7 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncompiled")
 def test_the_modes_of_the_caller_have_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """They neither change a number nor use up the compilations that torch allows."""

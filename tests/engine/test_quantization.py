@@ -132,6 +132,7 @@ def test_simulated_recipes_in_e5m2(recipe: str, name: str) -> None:
     assert_simulated(recipe, TENSORS[name], e5m2=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8_current_scaling", "mxfp8", "nvfp4"])
 def test_simulated_recipes_compiled(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of more elements the same, and in pieces."""

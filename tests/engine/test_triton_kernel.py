@@ -31,6 +31,8 @@ BITS = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
 
 Measure = Callable[..., dict[str, Any]]
 
+pytestmark = pytest.mark.slow  # the interpreter is
+
 
 # --- running the kernel without a GPU ---------------------------------------------------------------------------------
 

@@ -109,6 +109,7 @@ def test_elements_in_the_format_of_the_name(found: dict[str | None, Found], laye
                 assert_same(found[layer][f"{tensor} {recipe}_{element_format}_{name}"], values[name], name)
 
 
+@pytest.mark.slow
 def test_both_features_ask_for_nvfp4(found: dict[str | None, Found]) -> None:
     """A statistic of both is logged once, one of LogNvfp4TensorStats alone beside it."""
     for layer in LAYERS:

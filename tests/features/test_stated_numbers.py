@@ -44,6 +44,7 @@ def test_nvfp4_overflows_by_construction(weight: bool, elements: float, blocks: 
         assert 100 * cut == pytest.approx(1, abs=0.2)
 
 
+@pytest.mark.slow
 def test_saturated_scales_of_nvfp4_by_construction() -> None:
     random = np.random.default_rng(0)
     uniform = random.uniform(-1, 1, (128, 512)).astype(np.float32)

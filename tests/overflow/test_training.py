@@ -58,6 +58,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, value: float 
     optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_200_steps_of_a_healthy_run(caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is raised or said, nothing else comes out of the training, and no hook is left."""
 
@@ -84,6 +85,7 @@ def test_200_steps_of_a_healthy_run(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["deferred", "immediate"])
 @pytest.mark.parametrize("backward", [True, False])
 def test_memory_does_not_grow(backward: bool, mode: Any) -> None:

@@ -53,6 +53,7 @@ def _names_looked_up() -> dict[str, set[str]]:
     return {name: files for name, files in found.items() if name != "*" and name not in SLIPS}
 
 
+@pytest.mark.slow
 def test_every_name_is_there() -> None:
     names = _names_looked_up()
     assert len(names) > 150

@@ -42,6 +42,7 @@ class Net(torch.nn.Module):
 # ------------------------------------------------------------------ a step that is forgotten
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("freq", [1, 10])
 def test_a_forgotten_step_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, freq: int) -> None:
     net = te.Linear(32, 32)

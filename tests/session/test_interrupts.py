@@ -76,6 +76,7 @@ def once(iterations: list[int]) -> list[int]:
     return [number for place, number in enumerate(iterations) if iterations[place - 1 : place] != [number]]
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_any_line_of_a_step_loses_no_step_and_takes_it_for_no_other(tmp_path: Path, keeper: Keeper) -> None:
     net = te.Linear(32, 32)
     options: dict[str, Any] = {"log_dir": tmp_path, "sinks": [keeper], "strict": True}
@@ -99,6 +100,7 @@ def test_ctrl_c_in_any_line_of_a_step_loses_no_step_and_takes_it_for_no_other(tm
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ended_by", ["stop", "step"])
 def test_ctrl_c_in_any_line_of_the_end_leaves_nothing_patched(tmp_path: Path, ended_by: str) -> None:
     """Before stop() has begun it may be called once more. Ctrl-C in the last step comes before a whole stop()."""

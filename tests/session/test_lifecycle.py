@@ -420,6 +420,7 @@ def test_a_section_that_does_nothing_is_told(
     assert "section 'idle'" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call")
 def test_a_compiled_model(tmp_path: Path, keeper: Keeper) -> None:
     net = torch.nn.Sequential(te.Linear(32, 32), torch.nn.Linear(32, 32))

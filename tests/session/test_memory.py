@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import nvdlfw_inspect.api as debug_api
+import pytest
 import torch
 import transformer_engine.debug.features
 import transformer_engine.pytorch as te
@@ -62,6 +63,7 @@ def growth(net: torch.nn.Module, step: Callable[[], Any], first: int, last: int)
     return after[0] - before[0], after[1] - before[1]
 
 
+@pytest.mark.slow
 def test_memory_stays_flat(tmp_path: Path) -> None:
     net = model()
     with InspectSession(CONFIG, model=net, log_dir=tmp_path) as session:
@@ -70,6 +72,7 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
     assert abs(caches) < 40_000
 
 
+@pytest.mark.slow
 def test_upstream_alone_grows(tmp_path: Path) -> None:
     """What the test above is about: in 75 steps upstream gathers far more than it may in 100 there."""
     snapshot = Snapshot()

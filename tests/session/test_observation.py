@@ -170,6 +170,7 @@ def test_a_recomputed_forward_has_precision_features_where_evaluation_has_none(t
         assert torch.equal(result, value)
 
 
+@pytest.mark.slow
 def test_nested_checkpoints_are_observed_once(tmp_path: Path) -> None:
     x = batch(0)
     expected = x.double().abs().sum().item()

@@ -20,6 +20,7 @@ def prepared() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLE)
 def test_the_page_says_what_observing_changes(name: str) -> None:
     """Made anew by: python -m tests.session.observing"""

@@ -202,6 +202,7 @@ def warnings_of_names(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [found.getMessage() for found in caplog.records if "layer_names='upstream'" in found.getMessage()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MODELS)
 def test_a_config_selects_what_it_selects_in_upstream(
     make: Callable[[], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
