@@ -78,7 +78,7 @@ def test_a_spawned_worker(tmp_path: Path) -> None:
             """
         )
     )
-    done = run([executable(), "-W", "ignore", str(script)], cwd=tmp_path)
+    done = run([sys.executable, "-W", "ignore", str(script)], cwd=tmp_path)
     assert done.stdout.strip() == "[(9, 0), True]", done.stderr
 
 
@@ -86,8 +86,7 @@ def test_a_spawned_worker(tmp_path: Path) -> None:
 def test_lightning_on_two_processes(tmp_path: Path, strategy: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(LIGHTNING)
-    program = sys.executable if strategy == "ddp_spawn" else executable()
-    done = run([program, "-W", "ignore", str(script), strategy, str(tmp_path)], cwd=tmp_path)
+    done = run([executable(), "-W", "ignore", str(script), strategy, str(tmp_path)], cwd=tmp_path)
     results = dict(line.split(": ") for line in done.stdout.splitlines() if line.startswith("rank"))
     assert sorted(results) == ["rank 0 of 2", "rank 1 of 2"], done.stdout + done.stderr
     assert len(set(results.values())) == 1

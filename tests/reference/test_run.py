@@ -52,7 +52,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_a_script_finds_what_it_finds_without_us(tmp_path: Path, script: Path) -> None:
-    done = te_precision("run", "scripts/train.py", "--help", "--backend", "x", "-c", cwd=tmp_path)
+    done = te_precision("run", "scripts/train.py", "--help", "--backend", "x", "-c", cwd=tmp_path, fresh=True)
     assert done.returncode == 7, done.stderr
     name, argv, first_path, file, capability = json.loads(done.stdout)
     assert name == "__main__"
@@ -124,7 +124,7 @@ def test_torchrun(tmp_path: Path) -> None:
         )
     )
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = te_precision("run", *torchrun, str(script), cwd=tmp_path, fresh=True)
+    done = te_precision("run", *torchrun, str(script), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "rank0").read_text() == (tmp_path / "rank1").read_text()
 
