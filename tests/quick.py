@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: takes over a second of processor time; left out of make test-quick")
+    config.addinivalue_line("markers", "slow: over a second, or starts a process unseen; not in make test-quick")
     if config.getoption("quick"):
         sys.addaudithook(_watch)
 
@@ -55,8 +55,9 @@ def no_process_is_started() -> Iterator[None]:
 
 
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:
-    # Others, such as the compiler that torch.compile calls where its cache is empty, are no Python.
-    if event == "os.fork" or (event == "subprocess.Popen" and Path(str(arguments[0])).name.startswith("python")):
+    is_python = event == "subprocess.Popen" and Path(str(arguments[0])).name.startswith("python")
+    # Where its cache is empty, torch.compile calls a compiler, and has a Python load what that makes, to see if it can.
+    if event == "os.fork" or (is_python and "cdll.LoadLibrary" not in str(arguments[1])):
         _started.append((event, *arguments[:2]))
 
 

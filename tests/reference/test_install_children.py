@@ -138,6 +138,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled")
 def test_a_child_with_a_gpu_and_a_compiled_build_uses_them(caplog: pytest.LogCaptureFixture) -> None:
     assert children.arguments_here(TOLD, has_gpu=True) is None
@@ -156,6 +157,7 @@ def test_a_child_that_is_told_to_has_the_backend_in_any_case(caplog: pytest.LogC
     assert "reference backend, which is slow, although there is a GPU" in said.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_a_child_without_a_compiled_build_has_the_backend(has_gpu: bool, caplog: pytest.LogCaptureFixture) -> None:
     """On a real GPU, CUDA is not pretended."""
