@@ -13,8 +13,8 @@ from nvdlfw_inspect.registry import api_method
 
 from te_precision_callbacks.config.checking import read_options
 from te_precision_callbacks.config.levels import FeatureSchema, LoggedTensor
+from te_precision_callbacks.config.nesting import Nested
 from te_precision_callbacks.config.schemas import schema_of
-from te_precision_callbacks.config.scopes import Scope
 from te_precision_callbacks.numerics.layouts import gemm_operand
 from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.watched import Watched
@@ -34,7 +34,7 @@ def matching_options(config: Mapping[str, Any], *, tensor: str | None, gemm: str
         config: the feature's options in the config.
         tensor, gemm: of the call; None where the call has none.
     """
-    found: list[tuple[Options, Scope]] = [({}, Scope.of(config))]
+    found: list[tuple[Options, Nested]] = [({}, Nested.of(config))]
     calls: tuple[tuple[Literal["gemm", "tensor"], str | None], ...] = (("gemm", gemm), ("tensor", tensor))
     left_out = {"enabled"}
     for what, name in calls:
@@ -42,13 +42,13 @@ def matching_options(config: Mapping[str, Any], *, tensor: str | None, gemm: str
             left_out |= {f"{what}s", f"{what}s_struct"}
             found = [
                 (named if chosen is None else {**named, what: chosen}, inner)
-                for named, scope in found
-                for chosen, inner in scope.chosen(what)
+                for named, nested in found
+                for chosen, inner in nested.chosen(what)
                 if chosen in (None, name)
             ]
     return [
-        {key: value for key, value in {**scope.merged(), **named}.items() if key not in left_out}
-        for named, scope in found
+        {key: value for key, value in {**nested.merged(), **named}.items() if key not in left_out}
+        for named, nested in found
     ]
 
 

@@ -66,7 +66,7 @@ def _problem(
         for condition in target.options.when:
             text = _never_holds(condition, target, known, layers, detects_overflow=detects_overflow)
             if text:
-                return target.scope.path("when"), text
+                return target.nested.path("when"), text
     return None
 
 

@@ -1,7 +1,7 @@
 """What the schemas of features are put together from: their levels, and the keys that several features share.
 
 Each mapping in a feature's options, the options themselves and the items of its lists, is a :class:`Level`. What holds
-for a tensor of a GEMM, with the keys of all levels around it (:mod:`te_precision_callbacks.config.scopes`), is a
+for a tensor of a GEMM, with the keys of all levels around it (:mod:`te_precision_callbacks.config.nesting`), is a
 :class:`Target`: the features get it with each call.
 """
 
@@ -30,8 +30,8 @@ from te_precision_callbacks.config.fields import (
     names,
     words,
 )
+from te_precision_callbacks.config.nesting import Nested
 from te_precision_callbacks.config.problems import KeyPath
-from te_precision_callbacks.config.scopes import Scope
 from te_precision_callbacks.statistics.names import Request
 from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.vocabulary import GEMMS, OPERANDS, RESULT, GemmName
@@ -66,9 +66,9 @@ class Level(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     @property
-    def scope(self) -> Scope:
+    def nested(self) -> Nested:
         """What is given, in this level and in the items of its lists."""
-        return Scope.of(_given(self))
+        return Nested.of(_given(self))
 
     @classmethod
     def listed(cls, written: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,13 +97,13 @@ class Target:
         tensor, gemm: None for all.
         options: what holds there: an item of the feature's list of tensors or GEMMs, complete with what stands around
             it, or the feature's options where it has no such list.
-        scope: where these values stand.
+        nested: where these values stand.
     """
 
     tensor: str | None
     gemm: str | None
     options: Any
-    scope: Scope
+    nested: Nested
 
 
 class FeatureSchema(Level):
@@ -145,7 +145,7 @@ class FeatureSchema(Level):
         Raises:
             Misfit: no tensor or GEMM is chosen, or one twice.
         """
-        return (Target(None, None, self, self.scope),)
+        return (Target(None, None, self, self.nested),)
 
     def holding(self, tensor: str | None, gemm: str | None) -> list[Any]:
         """The options that hold for a call, one for each item that names its tensor.
@@ -171,26 +171,28 @@ def _refuse_both(level: Level, key: str) -> None:
         raise Misfit((f"{key}_struct",), f"stands beside {key!r}; keep one of the two.")
 
 
-def _refuse_twice(found: Sequence[tuple[str, Scope]], what: str) -> None:
+def _refuse_twice(found: Sequence[tuple[str, Nested]], what: str) -> None:
     """Refuse a second item for one tensor or GEMM."""
     seen: set[str] = set()
-    for name, scope in found:
-        if what in scope.levels[-1][1]:
+    for name, nested in found:
+        if what in nested.levels[-1][1]:
             if name in seen:
-                raise Misfit((*scope.here, what), f"is {name!r} a second time; put what is meant for it into one item.")
+                raise Misfit(
+                    (*nested.here, what), f"is {name!r} a second time; put what is meant for it into one item."
+                )
             seen.add(name)
 
 
-def _chosen(scope: Scope, what: Literal["tensor", "gemm"]) -> list[tuple[str, Scope]]:
+def _chosen(nested: Nested, what: Literal["tensor", "gemm"]) -> list[tuple[str, Nested]]:
     """The tensors or GEMMs that a level chooses, each with what is given for it.
 
     Raises:
         Misfit: none.
     """
-    found = [(name, inner) for name, inner in scope.chosen(what) if name is not None]
+    found = [(name, inner) for name, inner in nested.chosen(what) if name is not None]
     if not found:
         example = "gemms: [fprop]" if what == "gemm" else "tensors: [activation, weight]"
-        raise Misfit(scope.here, f"has neither '{what}s' nor '{what}s_struct'. Write for example {example}.")
+        raise Misfit(nested.here, f"has neither '{what}s' nor '{what}s_struct'. Write for example {example}.")
     return found
 
 
@@ -228,13 +230,13 @@ class GemmChoice(Level, Generic[GemmItemT]):
         return self
 
     @cached_property
-    def chosen_gemms(self) -> Mapping[str, Scope]:
+    def chosen_gemms(self) -> Mapping[str, Nested]:
         """Each GEMM, with what is given for it.
 
         Raises:
             Misfit: no GEMM at all, or one in two items.
         """
-        found = _chosen(self.scope, "gemm")
+        found = _chosen(self.nested, "gemm")
         _refuse_twice(found, "gemm")
         return dict(found)
 
@@ -251,11 +253,11 @@ class OneGemm(Level):
     gemm: GemmName = Field(description="The GEMM that the item is for.")
 
 
-def _target(schema: FeatureSchema, gemm: str | None, tensor: str, scope: Scope) -> Target:
+def _target(schema: FeatureSchema, gemm: str | None, tensor: str, nested: Nested) -> Target:
     """A tensor that a feature acts on."""
     item: Any = item_of(type(schema).model_fields["tensors_struct"])
-    holds = {key: value for key, value in scope.merged().items() if key in item.model_fields}
-    return Target(tensor, gemm, item.model_construct(**{**holds, "tensor": tensor}), scope)
+    holds = {key: value for key, value in nested.merged().items() if key in item.model_fields}
+    return Target(tensor, gemm, item.model_construct(**{**holds, "tensor": tensor}), nested)
 
 
 class Scheduled(Level):
@@ -280,7 +282,7 @@ class Scheduled(Level):
         """The steps."""
         return Schedule.of(self.freq, self.start_step, self.end_step, self.start_end_list)
 
-    def check_schedule(self, scope: Scope) -> None:
+    def check_schedule(self, nested: Nested) -> None:
         """Refuse a schedule in which no step is.
 
         Raises:
@@ -288,9 +290,9 @@ class Scheduled(Level):
         """
         start, end = self.start_step or 0, self.end_step
         if not self.start_end_list and end is not None and -1 < end < start:
-            raise Misfit(scope.path("end_step"), f"is {end}, which is before 'start_step', {start}. -1 is no end.")
+            raise Misfit(nested.path("end_step"), f"is {end}, which is before 'start_step', {start}. -1 is no end.")
         if self.schedule.at(-1)[1] is None:
-            raise Misfit(scope.path("freq"), f"leaves no step to act in: there are no {self.schedule}.")
+            raise Misfit(nested.path("freq"), f"leaves no step to act in: there are no {self.schedule}.")
 
 
 class TensorStatistics(Level):
@@ -402,11 +404,11 @@ class ObservingFeature(TensorChoice[NameT, TensorItemT], FeatureSchema, Generic[
     @cached_property
     def targets(self) -> tuple[Target, ...]:
         """The listed tensors."""
-        return tuple(_target(self, None, tensor, scope) for tensor, scope in _chosen(self.scope, "tensor"))
+        return tuple(_target(self, None, tensor, nested) for tensor, nested in _chosen(self.nested, "tensor"))
 
     def check_target(self, target: Target) -> None:
         """Check a tensor's schedule."""
-        target.options.check_schedule(target.scope)
+        target.options.check_schedule(target.nested)
 
 
 class LoggedTensor(Scheduled, OneTensor[NameT], Generic[NameT]):
@@ -436,7 +438,7 @@ class LoggingFeature(ObservingFeature[NameT, TensorItemT], Generic[NameT, Tensor
         """Check a tensor's schedule, and that something is wanted of it."""
         super().check_target(target)
         if not target.options.stats:
-            raise Misfit(target.scope.here, f"has no 'stats', {words(type(self).model_fields['stats'])}.")
+            raise Misfit(target.nested.here, f"has no 'stats', {words(type(self).model_fields['stats'])}.")
 
 
 class ModifyingFeature(
@@ -448,9 +450,9 @@ class ModifyingFeature(
     def targets(self) -> tuple[Target, ...]:
         """The listed tensors of the listed GEMMs."""
         return tuple(
-            _target(self, gemm, tensor, scope)
+            _target(self, gemm, tensor, nested)
             for gemm, outer in self.chosen_gemms.items()
-            for tensor, scope in _chosen(outer, "tensor")
+            for tensor, nested in _chosen(outer, "tensor")
         )
 
     def modifies(self) -> tuple[Pair, ...]:

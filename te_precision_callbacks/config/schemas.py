@@ -151,7 +151,7 @@ backward_in_high_precision:
     @property
     def targets(self) -> tuple[Target, ...]:
         """The listed GEMMs."""
-        return tuple(Target(None, gemm, self, scope) for gemm, scope in self.chosen_gemms.items())
+        return tuple(Target(None, gemm, self, nested) for gemm, nested in self.chosen_gemms.items())
 
     def effect(self) -> Effect:
         """The listed GEMMs run in high precision."""
@@ -290,12 +290,12 @@ what_if_gradients_were_e5m2:
 
     def check_target(self, target: Target) -> None:
         """Check that there is a format, and no margin where the format's blocks give the scales."""
-        scope, quant_format, margin = target.scope, target.options.quant_format, target.options.margin
+        nested, quant_format, margin = target.nested, target.options.quant_format, target.options.margin
         if quant_format is None:
-            raise Misfit(scope.here, f"has no 'quant_format', {words(FakeQuant.model_fields['quant_format'])}.")
+            raise Misfit(nested.here, f"has no 'quant_format', {words(FakeQuant.model_fields['quant_format'])}.")
         if quant_format.startswith("MXFP8") and margin:
             raise Misfit(
-                scope.path("margin"),
+                nested.path("margin"),
                 f"is {margin}, but {quant_format} takes its scales from its blocks, without a margin. Leave 'margin'"
                 " out, or take FP8E4M3 or FP8E5M2.",
             )
@@ -335,7 +335,7 @@ dump_what_is_not_finite:
         super().check_target(target)
         if not target.options.high_precision_tensor and not target.options.quantized_tensor:
             raise Misfit(
-                target.scope.here,
+                target.nested.here,
                 "would write nothing: neither high_precision_tensor nor quantized_tensor is set. Set one of them to"
                 " True.",
             )

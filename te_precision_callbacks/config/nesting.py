@@ -1,10 +1,10 @@
 """Which options of a feature hold for a tensor of a GEMM: the one place that knows that the value of an inner key wins.
 
-    whole = Scope.of({"margin": 1, "gemms_struct": [{"gemm": "fprop", "tensors": ["weight"], "margin": 2}]})
+    whole = Nested.of({"margin": 1, "gemms_struct": [{"gemm": "fprop", "tensors": ["weight"], "margin": 2}]})
     ((gemm, of_gemm),) = whole.chosen("gemm")      # "fprop"
-    ((tensor, scope),) = of_gemm.chosen("tensor")  # "weight"
-    scope.merged()["margin"]                       # 2
-    scope.path("margin")                           # ("gemms_struct", 0, "margin")
+    ((tensor, nested),) = of_gemm.chosen("tensor")  # "weight"
+    nested.merged()["margin"]                       # 2
+    nested.path("margin")                           # ("gemms_struct", 0, "margin")
 
 A feature's options are a mapping whose lists hold mappings: ``tensors_struct``, and ``gemms_struct``, which may hold
 ``tensors_struct`` again. Read from nvidia-dlfw-inspect 0.2.2, ``base.py``, and Transformer Engine 2.20.2,
@@ -23,7 +23,7 @@ _TENSORS = frozenset({"tensors", "tensors_struct"})
 
 
 @dataclass(frozen=True)
-class Scope:
+class Nested:
     """What is given for a tensor or a GEMM, with the levels around it.
 
     Attributes:
@@ -33,7 +33,7 @@ class Scope:
     levels: tuple[tuple[KeyPath, Mapping[str, Any]], ...]
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Scope:
+    def of(cls, options: Mapping[str, Any]) -> Nested:
         """A feature's options as a whole."""
         return cls((((), options),))
 
@@ -55,7 +55,7 @@ class Scope:
             found = {**outer, **level}
         return found
 
-    def chosen(self, what: Literal["tensor", "gemm"]) -> Iterator[tuple[str | None, Scope]]:
+    def chosen(self, what: Literal["tensor", "gemm"]) -> Iterator[tuple[str | None, Nested]]:
         """Each name in ``<what>s`` or in the items of ``<what>s_struct``, of the innermost level that has either.
 
         Where no level has, what is given holds for all: one None.
@@ -63,7 +63,7 @@ class Scope:
         for path, level in reversed(self.levels):
             names, items = level.get(f"{what}s"), level.get(f"{what}s_struct")
             for index, item in enumerate(items or ()):
-                yield item.get(what), Scope((*self.levels, ((*path, f"{what}s_struct", index), item)))
+                yield item.get(what), Nested((*self.levels, ((*path, f"{what}s_struct", index), item)))
             if items:
                 return
             if names is not None:
