@@ -18,14 +18,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -46,6 +44,7 @@ from te_precision_callbacks.session.precision import (
     format_of,
     formats_of_fused_path,
     gemms_left_out,
+    of_fprop,
     quantizer_format,
 )
 from te_precision_callbacks.session.refusals import (
@@ -55,6 +54,7 @@ from te_precision_callbacks.session.refusals import (
     has_quantized_input,
     refusal_of,
 )
+from te_precision_callbacks.session.resting import RestingLayers
 from te_precision_callbacks.session.upstream import reset_schedule
 
 MOST_FORWARDS = 100
@@ -104,12 +104,7 @@ class ForwardHooks:
         self._refused: set[int] = set()
         self._waiting: dict[int, dict[int, torch.nn.Module]] = {}
         self._idle_in_evaluation: dict[int, int] = {}
-        self._last_state: dict[int, _State] = {}
-        self._gone_to_rest: list[torch.nn.Module] = []
-        self._trained_in_fp8: dict[int, bool] = {}
-        self._trainable: list[bool] = []
-        self._suspicions: dict[int, _Suspicion] = {}
-        self._dropped: dict[int, list[Mapping[Operand, str]]] = {}
+        self._resting = RestingLayers(classify, audit, self._ask_again)
         self._own_wgrad = OwnWgrad()
         self._saved: list[tuple[Any, str, Any]] = []
 
@@ -126,13 +121,8 @@ class ForwardHooks:
         self._layers = {id(named.module): tuple(layer.name for layer in named.layers) for named in modules}
         self._names = {id(named.module): named.name for named in modules}
         self._idle_in_evaluation.clear()
-        self._last_state.clear()
-        self._gone_to_rest.clear()
-        self._trained_in_fp8.clear()
-        self._trainable = []
-        self._suspicions.clear()
-        self._dropped.clear()
         self._refused = set(refused).intersection(self._modules)
+        self._resting.watch(self._modules, self._layers, self._refused)
         for key in self._refused:
             self._leave_alone(self._modules[key])
         self.arm()
@@ -148,9 +138,8 @@ class ForwardHooks:
         """Arm the modules on which a feature may act in an iteration, and let the others rest."""
         self.forget_forwards()
         ended = iteration - 1
-        resting = [module for key, module in self._modules.items() if key not in self._armed]
-        gone_to_rest = [module for module in self._gone_to_rest if id(module) not in self._armed]
-        self._gone_to_rest.clear()
+        rested = [module for key, module in self._modules.items() if key not in self._armed]
+        new_at_rest = self._resting.take_new(self._armed)
         for module in list(self._armed.values()):
             upcoming = module.__dict__["next_iter_when_debug_should_be_run"]
             if upcoming is None or upcoming > iteration:
@@ -160,16 +149,7 @@ class ForwardHooks:
         for module in self._waiting.pop(iteration, {}).values():
             self._arm(module)
         try:
-            self._audit.leave(ended)
-            self._follow_trainable()
-            self._follow_suspicions()
-            if gone_to_rest:
-                for module in gone_to_rest:
-                    self._follow_into_rest(module)
-                self._audit.leave(ended)
-            for module in resting:
-                if not _is_in_state(module.__dict__, self._last_state.get(id(module))):
-                    self._look_at_state(module, ended)
+            self._resting.follow(ended, rested, new_at_rest)
         except Exception as error:
             self._failures.report("looking for changes of the precision of", f"iteration {ended}", error)
         self._classify.was_paused = False
@@ -177,82 +157,6 @@ class ForwardHooks:
 
     def _follow_accumulation(self) -> None:
         self._own_wgrad.follow(any(module.fuse_wgrad_accumulation for module in self._armed.values()))
-
-    def _follow_into_rest(self, module: Any) -> None:
-        """Tell the precision of a module in its first step without a feature: FP8 or not, as in its last one with."""
-        key, state = id(module), _state_of(module)
-        fp8 = self._trained_in_fp8.get(key)
-        self._last_state.pop(key, None)
-        if fp8 is None or state is None:
-            return
-        if state.fp8 == fp8:
-            self._last_state[key] = state
-        formats = formats_of_fused_path(module, self._layers[key], fp8=fp8)
-        if not self._audit.holds(formats):
-            self._audit.plan(self._audit.of_gemms_that_run(formats))
-
-    def _look_at_state(self, module: torch.nn.Module, iteration: int) -> None:
-        """Notice that a module which rested has run in another precision than the audit knows of.
-
-        What tells is the state in which its last forward has left it. That may have been an evaluation without a word
-        of it, and so is told only where it is known to have trained. Else the layer is asked in the next steps.
-        """
-        key = id(module)
-        last, state = self._last_state.get(key), _state_of(module)
-        if state is None:
-            return
-        self._last_state[key] = state
-        formats = formats_of_fused_path(module, self._layers[key], fp8=bool(module.fp8))
-        trained = self._has_trained(module)
-        if self._audit.holds(formats):
-            if module.fp8 or last is None or last.quantizers is state.quantizers:
-                return
-            # A forward before the last one has made FP8 quantizers, as that of a reentrant checkpoint does which is
-            # recomputed outside of autocast.
-            formats, trained = _fprop(formats_of_fused_path(module, self._layers[key], fp8=True)), False
-            if self._audit.tells(formats):
-                return
-        if formats in self._dropped.get(key, ()):
-            return
-        is_new = not self._audit.tells(formats)
-        if trained or key in self._refused:
-            self._audit.plan(self._audit.of_gemms_that_run(formats))
-        else:
-            self._audit.doubt(formats, iteration)
-        if key not in self._refused and (is_new or not trained):
-            self._suspicions[key] = _Suspicion(module, formats, iteration, is_new)
-            self._ask_again(module)
-
-    def _follow_trainable(self) -> None:
-        """Ask all modules again where parameters were frozen or unfrozen: it decides which GEMMs a backward runs."""
-        parameters = itertools.chain.from_iterable(module._parameters.values() for module in self._modules.values())
-        now = [parameter is not None and parameter.requires_grad for parameter in parameters]
-        if self._trainable and now != self._trainable:
-            for module in self._modules.values():
-                self._ask_again(module)
-        self._trainable = now
-
-    def _follow_suspicions(self) -> None:
-        """Keep asking the modules in which something was suspected, until it was met in training."""
-        for key, suspicion in list(self._suspicions.items()):
-            suspicion.steps_left -= 1
-            if self._audit.holds(suspicion.formats) or (suspicion.is_new and self._audit.tells(suspicion.formats)):
-                del self._suspicions[key]
-                if key not in self._dropped:
-                    self._audit.trust(suspicion.formats, suspicion.iteration)
-            elif suspicion.steps_left == 0:
-                del self._suspicions[key]
-                self._dropped.setdefault(key, []).append(suspicion.formats)
-            else:
-                self._ask_again(suspicion.module)
-
-    def _has_trained(self, module: torch.nn.Module) -> bool:
-        """Whether a module's last forward was one of training, as far as it can be known after it."""
-        if not self._classify.eval_mode_counts and not self._classify.was_paused:
-            return True  # the front door says when it evaluates
-        quantizers: Any = module.quantizers
-        # Transformer Engine asks for columnwise data, which wgrad reads, in forwards with gradients.
-        return bool(module.training and module.fp8 and quantizers["scaling_fwd"][0].columnwise_usage)
 
     def _ask_again(self, module: torch.nn.Module) -> None:
         if id(module) not in self._refused:
@@ -390,7 +294,7 @@ class ForwardHooks:
 
     def _rest(self, module: torch.nn.Module) -> None:
         del self._armed[id(module)]
-        self._gone_to_rest.append(module)
+        self._resting.add(module)
         module.__dict__["is_debug_iter"] = _OfOneModule(self._own_is_debug_iter, module)
 
     @outside_of_dynamo
@@ -464,19 +368,19 @@ class ForwardHooks:
 
         try:
             self._audit.enter(TEDebugState.get_iteration())
-            self._trained_in_fp8[id(module)] = bool(module.fp8)
+            self._resting.note_training(module)
             layers, left_out = self._layers[id(module)], dict[Gemm, str]()
             if not fprop_only:
                 left_out = gemms_left_out(module, layers, input_needs_gradient=self._current.input_needs_gradient)
                 self._audit.leave_out(left_out)
             if idle:
                 formats = formats_of_fused_path(module, layers, fp8=module.fp8)
-                self._audit.plan(_run(_fprop(formats) if fprop_only else formats, left_out))
+                self._audit.plan(_run(of_fprop(formats) if fprop_only else formats, left_out))
                 return
             hidden = _backward_override(module) is not None
             for quantizer in quantizers:
                 formats = _run(quantizer.planned_formats(), left_out)
-                forward = _fprop(formats)
+                forward = of_fprop(formats)
                 self._audit.plan(forward, will_be_seen=True)
                 if not fprop_only:
                     backward = {operand: text for operand, text in formats.items() if operand not in forward}
@@ -515,17 +419,6 @@ class ForwardHooks:
                 " high precision and outside of its debug path, where no feature is called"
             ),
         )
-
-
-@dataclass
-class _Suspicion:
-    """Formats in which a module may have run in an iteration, and in how many more steps it is asked."""
-
-    module: torch.nn.Module
-    formats: Mapping[Operand, str]
-    iteration: int
-    is_new: bool
-    steps_left: int = 10
 
 
 class _OfOneModule(functools.partial):  # type: ignore[type-arg]
@@ -567,35 +460,6 @@ def _as_its_class(module: Any) -> bool:
     return bool(type(module).is_debug_iter(module))
 
 
-class _State(NamedTuple):
-    """What decides the formats of a module's GEMMs, as its last forward has left it."""
-
-    fp8: bool
-    quantizers: Any
-    recipe: Any
-    activation_dtype: torch.dtype
-
-
-def _state_of(module: torch.nn.Module) -> _State | None:
-    """None before the first forward."""
-    attributes = module.__dict__
-    if attributes["activation_dtype"] is None:
-        return None
-    quantizers, recipe = attributes["quantizers"]["scaling_fwd"], attributes["fp8_meta"].get("recipe")
-    return _State(attributes["fp8"], quantizers, recipe, attributes["activation_dtype"])
-
-
-def _is_in_state(attributes: Mapping[str, Any], state: _State | None) -> bool:
-    """Whether a module is in a state still. It is asked of each module in each step, so without a call."""
-    return (
-        state is not None
-        and attributes["fp8"] is state.fp8
-        and attributes["activation_dtype"] is state.activation_dtype
-        and attributes["quantizers"]["scaling_fwd"] is state.quantizers
-        and (not state.fp8 or attributes["fp8_meta"]["recipe"] is state.recipe)
-    )
-
-
 def _run(formats: Mapping[Operand, str], left_out: Mapping[Gemm, str]) -> dict[Operand, str]:
     """Without the operands of GEMMs that are left out."""
     return {operand: text for operand, text in formats.items() if Gemm(operand.layer, operand.gemm) not in left_out}
@@ -613,10 +477,6 @@ def _input_of(module: torch.nn.Module) -> Any:
             return frame.f_locals.get(names[1])
         frame = frame.f_back
     return None
-
-
-def _fprop(formats: Mapping[Operand, str]) -> dict[Operand, str]:
-    return {operand: text for operand, text in formats.items() if operand.gemm == "fprop"}
 
 
 def _backward_override(module: Any) -> str | None:

@@ -277,6 +277,11 @@ def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> d
     return formats
 
 
+def of_fprop(formats: Mapping[Operand, str]) -> dict[Operand, str]:
+    """The formats of the forward's GEMMs alone."""
+    return {operand: text for operand, text in formats.items() if operand.gemm == "fprop"}
+
+
 def gemms_left_out(module: torch.nn.Module, layers: Sequence[str], *, input_needs_gradient: bool) -> dict[Gemm, str]:
     """The GEMMs that the backward of a forward with gradients does not run, and why.
 

@@ -1,0 +1,209 @@
+"""The precision of layers in the steps in which nothing of the session runs in them.
+
+What tells is the state in which the last forward of a step has left a module: whether it ran FP8, its quantizers, and
+the type of its activations.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from te_precision_callbacks.forwards import ForwardClassifier
+from te_precision_callbacks.session.precision import Operand, PrecisionAudit, formats_of_fused_path, of_fprop
+
+
+class RestingLayers:
+    """Looks at resting modules at the end of a step, and has those asked in which something is not known.
+
+    Args:
+        classify: knows whether a front door says when it evaluates.
+        audit: is told what a module ran in.
+        ask_again: has a module asked in its next forward.
+    """
+
+    def __init__(
+        self, classify: ForwardClassifier, audit: PrecisionAudit, ask_again: Callable[[torch.nn.Module], None]
+    ) -> None:
+        self._classify = classify
+        self._audit = audit
+        self._ask_again = ask_again
+        self.watch({}, {}, ())
+
+    def watch(
+        self,
+        modules: Mapping[int, torch.nn.Module],
+        layers: Mapping[int, tuple[str, ...]],
+        refused: Collection[int],
+    ) -> None:
+        """Begin afresh.
+
+        Args:
+            modules: id -> module.
+            layers: id -> the names of its layers.
+            refused: the ids of those that must not take the debug path; may get more.
+        """
+        self._modules = modules
+        self._layers = layers
+        self._refused = refused
+        self._last_state: dict[int, _State] = {}
+        self._new: list[torch.nn.Module] = []
+        self._trained_in_fp8: dict[int, bool] = {}
+        self._trainable: list[bool] = []
+        self._suspicions: dict[int, _Suspicion] = {}
+        self._dropped: dict[int, list[Mapping[Operand, str]]] = {}
+
+    def note_training(self, module: torch.nn.Module) -> None:
+        """Note that a module is asked in a forward of training."""
+        self._trained_in_fp8[id(module)] = bool(module.fp8)
+
+    def add(self, module: torch.nn.Module) -> None:
+        """Note that a module rests from the next step on."""
+        self._new.append(module)
+
+    def take_new(self, armed: Collection[int]) -> list[torch.nn.Module]:
+        """The modules that rested for the first time in the step that has ended.
+
+        Args:
+            armed: the ids of those that did not rest in it.
+        """
+        new, self._new = self._new, []
+        return [module for module in new if id(module) not in armed]
+
+    def follow(self, iteration: int, rested: Iterable[torch.nn.Module], new: Collection[torch.nn.Module]) -> None:
+        """Look for changes of precision in a step that has ended.
+
+        Args:
+                rested: the modules in which nothing of the session has run.
+            new: those of them that did run it in the step before.
+        """
+        self._audit.leave(iteration)
+        self._follow_trainable()
+        self._follow_suspicions()
+        for module in new:
+            self._enter(module)
+        if new:
+            self._audit.leave(iteration)
+        for module in rested:
+            if not _is_in_state(module.__dict__, self._last_state.get(id(module))):
+                self._look_at_state(module, iteration)
+
+    def _enter(self, module: Any) -> None:
+        """Tell the precision of a module in its first step without a feature: FP8 or not, as in its last one with."""
+        key, state = id(module), _state_of(module)
+        fp8 = self._trained_in_fp8.get(key)
+        self._last_state.pop(key, None)
+        if fp8 is None or state is None:
+            return
+        if state.fp8 == fp8:
+            self._last_state[key] = state
+        formats = formats_of_fused_path(module, self._layers[key], fp8=fp8)
+        if not self._audit.holds(formats):
+            self._audit.plan(self._audit.of_gemms_that_run(formats))
+
+    def _look_at_state(self, module: torch.nn.Module, iteration: int) -> None:
+        """Notice that a module which rested has run in another precision than the audit knows of.
+
+        What tells is the state in which its last forward has left it. That may have been an evaluation without a word
+        of it, and so is told only where it is known to have trained. Else the layer is asked in the next steps.
+        """
+        key = id(module)
+        last, state = self._last_state.get(key), _state_of(module)
+        if state is None:
+            return
+        self._last_state[key] = state
+        formats = formats_of_fused_path(module, self._layers[key], fp8=bool(module.fp8))
+        trained = self._has_trained(module)
+        if self._audit.holds(formats):
+            if module.fp8 or last is None or last.quantizers is state.quantizers:
+                return
+            # A forward before the last one has made FP8 quantizers, as that of a reentrant checkpoint does which is
+            # recomputed outside of autocast.
+            formats, trained = of_fprop(formats_of_fused_path(module, self._layers[key], fp8=True)), False
+            if self._audit.tells(formats):
+                return
+        if formats in self._dropped.get(key, ()):
+            return
+        is_new = not self._audit.tells(formats)
+        if trained or key in self._refused:
+            self._audit.plan(self._audit.of_gemms_that_run(formats))
+        else:
+            self._audit.doubt(formats, iteration)
+        if key not in self._refused and (is_new or not trained):
+            self._suspicions[key] = _Suspicion(module, formats, iteration, is_new)
+            self._ask_again(module)
+
+    def _follow_trainable(self) -> None:
+        """Ask all modules again where parameters were frozen or unfrozen: it decides which GEMMs a backward runs."""
+        parameters = itertools.chain.from_iterable(module._parameters.values() for module in self._modules.values())
+        now = [parameter is not None and parameter.requires_grad for parameter in parameters]
+        if self._trainable and now != self._trainable:
+            for module in self._modules.values():
+                self._ask_again(module)
+        self._trainable = now
+
+    def _follow_suspicions(self) -> None:
+        """Keep asking the modules in which something was suspected, until it was met in training."""
+        for key, suspicion in list(self._suspicions.items()):
+            suspicion.steps_left -= 1
+            if self._audit.holds(suspicion.formats) or (suspicion.is_new and self._audit.tells(suspicion.formats)):
+                del self._suspicions[key]
+                if key not in self._dropped:
+                    self._audit.trust(suspicion.formats, suspicion.iteration)
+            elif suspicion.steps_left == 0:
+                del self._suspicions[key]
+                self._dropped.setdefault(key, []).append(suspicion.formats)
+            else:
+                self._ask_again(suspicion.module)
+
+    def _has_trained(self, module: torch.nn.Module) -> bool:
+        """Whether a module's last forward was one of training, as far as it can be known after it."""
+        if not self._classify.eval_mode_counts and not self._classify.was_paused:
+            return True  # the front door says when it evaluates
+        quantizers: Any = module.quantizers
+        # Transformer Engine asks for columnwise data, which wgrad reads, in forwards with gradients.
+        return bool(module.training and module.fp8 and quantizers["scaling_fwd"][0].columnwise_usage)
+
+
+@dataclass
+class _Suspicion:
+    """Formats in which a module may have run in an iteration, and in how many more steps it is asked."""
+
+    module: torch.nn.Module
+    formats: Mapping[Operand, str]
+    iteration: int
+    is_new: bool
+    steps_left: int = 10
+
+
+class _State(NamedTuple):
+    """What decides the formats of a module's GEMMs, as its last forward has left it."""
+
+    fp8: bool
+    quantizers: Any
+    recipe: Any
+    activation_dtype: torch.dtype
+
+
+def _state_of(module: torch.nn.Module) -> _State | None:
+    """None before the first forward."""
+    attributes = module.__dict__
+    if attributes["activation_dtype"] is None:
+        return None
+    quantizers, recipe = attributes["quantizers"]["scaling_fwd"], attributes["fp8_meta"].get("recipe")
+    return _State(attributes["fp8"], quantizers, recipe, attributes["activation_dtype"])
+
+
+def _is_in_state(attributes: Mapping[str, Any], state: _State | None) -> bool:
+    """Whether a module is in a state still. It is asked of each module in each step, so without a call."""
+    return (
+        state is not None
+        and attributes["fp8"] is state.fp8
+        and attributes["activation_dtype"] is state.activation_dtype
+        and attributes["quantizers"]["scaling_fwd"] is state.quantizers
+        and (not state.fp8 or attributes["fp8_meta"]["recipe"] is state.recipe)
+    )
