@@ -190,4 +190,4 @@ def test_adding_the_options_imports_no_framework() -> None:
         parser.parse_args(["--debug", "activation_overflow"])
         print([name for name in ("torch", "transformers", "transformer_engine") if name in sys.modules])
     """
-    assert python(code).stdout.strip() == "[]"
+    assert python(code, fresh=True).stdout.strip() == "[]"

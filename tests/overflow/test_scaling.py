@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
+    gc.collect()  # detectors of earlier tests
     own = {name: vars(GradScaler)[name] for name in ("scale", "unscale_", "step")}
     yield
     assert {name: vars(GradScaler)[name] for name in own} == own, "the last detector puts back what it wrapped"
