@@ -17,7 +17,7 @@ from te_precision_callbacks.statistics.table import QUANTIZED_STATISTICS, TENSOR
 from te_precision_callbacks.vocabulary import RECIPES
 from tests.conftest import feature
 from tests.engine.exact import BLOCK_STATISTICS
-from tests.test_config import LAYERS
+from tests.test_config_loading_and_plan import LAYERS
 
 ROOT = Path(__file__).parents[1]
 REGISTERED = {"transformer_engine": (*FEATURES, "Own")}

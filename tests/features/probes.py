@@ -17,7 +17,7 @@ REFERENCE = {
     "inspect_tensor_postquantize_enabled": "config, layer_name, gemm, tensor_name, iteration",
     "inspect_tensor_postquantize": "config, layer_name, tensor_name, gemm, tensor, iteration, tp_group",
 }
-"""The signatures of reference 002."""
+"""The signatures of Transformer Engine's page about the calls of its debug API."""
 
 RECENT = {
     **REFERENCE,

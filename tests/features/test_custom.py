@@ -1,4 +1,4 @@
-"""A user's own features: every call of reference 002, in every way to write it, in a training step with FP8."""
+"""A user's own features: every call of the debug API, in every way to write it, in a training step with FP8."""
 
 from __future__ import annotations
 

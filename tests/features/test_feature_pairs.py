@@ -21,7 +21,7 @@ from te_precision_callbacks.config.schemas import FEATURES
 from te_precision_callbacks.errors import FeatureError
 from te_precision_callbacks.session import InspectSession
 from tests.features.plain import linear, plain, train
-from tests.test_config import LAYERS
+from tests.test_config_loading_and_plan import LAYERS
 
 OPERANDS = {"fprop": ("weight", "activation"), "dgrad": ("weight", "gradient"), "wgrad": ("activation", "gradient")}
 """GEMM -> the two matrices that the extension multiplies, in the order that it takes them."""

@@ -106,7 +106,7 @@ def test_two_entries_for_one_tensor(tmp_path: Path) -> None:
 
 
 def test_keys_beside_the_struct_hold_for_its_entries(tmp_path: Path) -> None:
-    """As in reference 000, where LogFp8TensorStats has start_step and end_step there; an entry's own goes before."""
+    """As LogFp8TensorStats has start_step and end_step in Transformer Engine's examples; an entry's own goes before."""
     struct = [
         {"tensor": "activation", "stats": ["max"], "freq": 1},
         {"tensor": "weight", "end_step": 2},

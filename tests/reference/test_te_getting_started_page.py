@@ -23,7 +23,7 @@ from te_precision_callbacks.session import InspectSession
 from tests.conftest import Keeper
 from tests.forked import executable
 
-CONFIG = Path(__file__).parents[1] / "examples" / "config.yaml"
+CONFIG = Path(__file__).parents[2] / "examples" / "config.yaml"
 TE_FEATURES = Path(transformer_engine.debug.features.__path__[0])
 STATISTICS = ["max", "min", "mean", "std", "l1_norm"]
 

@@ -16,7 +16,7 @@ from te_precision_callbacks.config.schemas import FEATURES
 from te_precision_callbacks.config.sizes import size_in_bytes
 from te_precision_callbacks.statistics.schedule import Schedule
 from tests.conftest import feature
-from tests.test_config import LAYERS
+from tests.test_config_loading_and_plan import LAYERS
 
 HEAD = """
 looked_at:
