@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -76,6 +77,35 @@ def test_the_graph_is_that_of_the_sources() -> None:
 
 def test_there_is_no_circle() -> None:
     assert [module for module in graph() if module in reached(module)] == []
+
+
+def lines_of_the_house() -> list[set[str]]:
+    """The table of docs/architecture.md, from the top: on each line the parts."""
+    text = (HERE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    found: list[set[str]] = []
+    for line in text.partition("```text\n")[2].partition("```")[0].splitlines():
+        if not line.startswith(" "):
+            found.append(set())
+        found[-1].update(re.findall(r"(?<![/\w])(\w+)(?:\.py|/)", line))
+    return found
+
+
+def test_no_part_imports_one_of_a_line_above() -> None:
+    lines = lines_of_the_house()
+    line_of = {part: number for number, parts in enumerate(lines) for part in parts}
+
+    def part(module: str) -> str:
+        return module.removeprefix(f"{PACKAGE}.").partition(".")[0]
+
+    beside = {PACKAGE, "reference"}
+    assert {*map(part, graph())} - beside == set(line_of), "all parts are in the table"
+    upwards = [
+        (module, target)
+        for module, targets in graph().items()
+        for target in targets
+        if not beside & {part(module), part(target)} and line_of[part(target)] < line_of[part(module)]
+    ]
+    assert upwards == []
 
 
 FLOOR = (

@@ -137,11 +137,25 @@ def reference_backend(folder: Path, code: str) -> None:
     assert run(code)["layer"].weight.grad.isfinite().all()
 
 
+def scopes(folder: Path, code: str) -> None:
+    Path("config.yaml").write_text(str(statistics()))
+    found = run(code)
+    model = torch.nn.ModuleDict({"fc": te.Linear(32, 32), "experts": te.GroupedLinear(1, 32, 32)})
+    for session, names in (
+        (found["of_stage"], ["pp1.fc", "pp1.experts.gemm_0"]),
+        (found["of_experts"], ["fc", "ep1.experts.gemm_0"]),
+    ):
+        with session:
+            session.attach(model)
+            assert [layer.name for layer in session.layers] == names
+
+
 PYTHON: dict[str, Callable[..., None]] = {
     "README.md": readme,
     "docs/activation-overflow.md": activation_overflow,
     "docs/lightning.md": lightning_page,
     "docs/reference-backend.md": reference_backend,
+    "docs/statistics.md": scopes,
 }
 
 

@@ -244,7 +244,7 @@ def case(
             session.step()
         found = wrong(session.precision, spy.handed)
         if checkpoint == "reentrant, outside" and autocast == EARLIER:
-            return found  # of a layer that rests, only the last forward of a step is known: docs/architecture.md
+            return found  # of a layer that rests, only the last forward of a step is known: docs/internals.md
         for step, handed in enumerate(spy.handed_in):
             at = session.precision(at=step)
             found += [f"{step}: {text}" for text in wrong(at, handed)]
