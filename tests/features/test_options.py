@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,8 +15,8 @@ from transformer_engine.debug.features.api import TEConfigAPIMapper
 from te_precision_callbacks.config import ConfigError, levels
 from te_precision_callbacks.features import base
 from te_precision_callbacks.features.base import matching_options
-from te_precision_callbacks.features.log_tensor_stats import LogTensorStats
 from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session.upstream import Snapshot
 from te_precision_callbacks.statistics.schedule import Schedule
 from tests.features.plain import linear, plain, train
 
@@ -114,21 +115,32 @@ def test_nothing_is_read_in_a_session_that_was_started(tmp_path: Path) -> None:
     }
 
 
-class WeightsMinimum(LogTensorStats):  # type: ignore[misc]
-    """A user's own feature on top of one of this project, under a name that no schema has."""
+@pytest.fixture
+def weights_minimum() -> Iterator[type]:
+    """Importing a feature of this project registers it in nvidia-dlfw-inspect."""
+    before = Snapshot()
+    from te_precision_callbacks.features.log_tensor_stats import LogTensorStats
+
+    class WeightsMinimum(LogTensorStats):  # type: ignore[misc]
+        """A user's own feature on top of one of this project, under a name that no schema has."""
+
+    yield WeightsMinimum
+    before.restore()
 
 
 @pytest.mark.parametrize("in_session", [False, True])
-def test_a_feature_that_derives_from_one_of_ours_has_its_keys(tmp_path: Path, in_session: bool) -> None:
+def test_a_feature_that_derives_from_one_of_ours_has_its_keys(
+    tmp_path: Path, in_session: bool, weights_minimum: type
+) -> None:
     features = {"WeightsMinimum": {"enabled": True, "tensors": "weight", "stats": "min", "freq": 2}}
     if not in_session:
-        with plain(features, tmp_path, classes=[WeightsMinimum]) as logged:
+        with plain(features, tmp_path, classes=[weights_minimum]) as logged:
             train(linear(), 3)
         assert logged.iterations("linear_weight_min") == [0, 2]
         return
     net = te.Linear(32, 32)
     config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": features}}
-    keywords: dict[str, Any] = {"log_dir": tmp_path, "features": [WeightsMinimum], "strict": True}
+    keywords: dict[str, Any] = {"log_dir": tmp_path, "features": [weights_minimum], "strict": True}
     with InspectSession(config, model=net, **keywords) as session:
         train(net, 3, session)
     assert [row.statistic for row in session.last_statistics] == ["min"]

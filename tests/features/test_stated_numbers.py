@@ -38,7 +38,7 @@ def test_nvfp4_overflows_by_construction(weight: bool, elements: float, blocks: 
     assert 100 * over.mean() == pytest.approx(elements, rel=0.05)
     assert by_block("nvfp4", [Pair(x, quantized)])["overflow_blocks%"] == pytest.approx(blocks, abs=2.5)
     assert (magnitude / limits)[over].max() <= 1 / (1 - 1 / 17) * (1 + 1e-6)
-    assert says("statistics.md", "3.4 % of the elements, in 51 % of the blocks", "0.26 %, in 52 %")
+    assert says("statistics.md", "3.4 % of the elements, in 51 % of the blocks", "0.26 % of the elements in 52 %")
     if not weight:
         cut = ((magnitude - limits)[over] ** 2).sum() / ((x - quantized.values.astype(np.float64)) ** 2).sum()
         assert 100 * cut == pytest.approx(1, abs=0.2)
@@ -52,7 +52,7 @@ def test_saturated_scales_of_nvfp4_by_construction() -> None:
     found = [by_block("nvfp4", [Pair(x, quantize("nvfp4", x))])["saturated_scales%"] for x in (uniform, normal)]
     assert found[0] == pytest.approx(44, abs=2)
     assert found[1] < 0.1
-    assert says("statistics.md", "44 % of the blocks of numbers that are uniform in [-1, 1]")
+    assert says("statistics.md", "44 % of the blocks for numbers that are uniform in [-1, 1]")
 
 
 @mock.patch.object(compiled, "SMALLEST", sys.maxsize)
@@ -81,7 +81,7 @@ def test_what_a_recipe_would_give_has_its_own_format_whatever_the_layer_runs(tmp
     assert gradients(tmp_path / "disabled", hybrid, disabled=True) == expected
     assert gradients(tmp_path / "e4m3", e4m3) == expected
     assert gradients(tmp_path / "none", None) == expected
-    assert says("statistics.md", "costs 6 dB", "31.5 dB for `mxfp8_sqnr_db`", "25.5 dB for `mxfp8_e5m2_sqnr_db`")
+    assert says("statistics.md", "costs 6 dB", "`mxfp8_sqnr_db` (E4M3) is 31.5 dB", "are 25.5 dB")
     x = np.random.default_rng(1).standard_normal((64, 512)).astype(np.float32)
     for recipe in ("fp8_current_scaling", "fp8_block_scaling", "mxfp8"):
         errors = [((x - quantize(recipe, x, e5m2=e5m2).values) ** 2).sum() for e5m2 in (False, True)]

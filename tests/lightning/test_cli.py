@@ -95,6 +95,7 @@ def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
         "statistics_log": "all",
         "start_step": 5,
         "layer_names": "upstream",
+        "scope": "pp1",
         "prefix": "precision",
         "log_filter": ["*/net.0/*"],
         "debug": ["activation_overflow"],
