@@ -80,7 +80,7 @@ def run(
 
 
 def main() -> None:
-    """Run the command that ``sys.argv`` names; what this package raises on purpose is a message and exit code 2."""
+    """Run the command that ``sys.argv`` names; an exception of this package becomes a message and exit code 2."""
     try:
         app()
     except PrecisionDebugError as error:

@@ -49,12 +49,12 @@ __all__ = [
 
 
 class DebugRun(Protocol):
-    """What :func:`debugging` gives: a context manager around a training loop, and its step."""
+    """The result of :func:`debugging`: a context manager around a training loop, with a method for its steps."""
 
     @property
     def overflow(self) -> DebugActivationOverflow | None:
-        """Inside of the block, with ``activation_overflow``: what looks for inf and nan. A loop that scales its loss
-        without torch's GradScaler sets its ``loss_scaled``."""
+        """The detector of inf and nan, inside the block and with ``activation_overflow``. A loop that scales its loss
+        without torch's GradScaler sets ``overflow.loss_scaled``."""
 
     def __enter__(self) -> Any:
         """Begin."""
@@ -65,7 +65,7 @@ class DebugRun(Protocol):
         """End, and put back what was changed."""
 
     def step(self, logging_step: int | None = None) -> Any:
-        """After each step of the optimizer."""
+        """End a step: call it after each step of the optimizer."""
 
 
 def add_debug_options(parser: argparse.ArgumentParser) -> None:
@@ -108,22 +108,22 @@ class _AddNames(argparse.Action):
 
 
 def debugging(arguments: argparse.Namespace, model: Model, **keywords: Unpack[SessionKeywords]) -> DebugRun:
-    """What the parsed options of :func:`add_debug_options` ask for, as a context manager around a training loop.
+    """Turn the parsed options of :func:`add_debug_options` into a context manager around a training loop.
 
-    With ``te_precision`` it is an :class:`te_precision_callbacks.InspectSession`, whose ``step`` ends a debug iteration
-    and hands its statistics on. With ``activation_overflow`` an inf or nan raises
-    :class:`te_precision_callbacks.debug_utils.ActivationOverflowError` in the optimizer's step, at the latest in
-    ``step``; alone, it needs no Transformer Engine. With neither it does nothing.
+    With ``te_precision`` the result is an :class:`te_precision_callbacks.InspectSession`, whose ``step`` ends a debug
+    iteration and hands its statistics on. With ``activation_overflow`` an inf or nan raises
+    :class:`te_precision_callbacks.debug_utils.ActivationOverflowError` in the optimizer's step, or at the latest in
+    ``step``; on its own this option needs no Transformer Engine. Without either option the result does nothing.
 
     Args:
         arguments: the parsed arguments.
         model: the complete model.
-        **keywords: see :class:`te_precision_callbacks.options.SessionOptions`; ``debug`` is what the arguments say.
-            ``activation_overflow`` alone has use for ``reduce`` and ``process_group``, and leaves the others be.
+        **keywords: see :class:`te_precision_callbacks.options.SessionOptions`; ``debug`` comes from the arguments.
+            ``activation_overflow`` on its own uses only ``reduce`` and ``process_group``, and ignores the others.
 
     Raises:
-        OptionError: the parser has not got the options, or the config was given without ``te_precision``; an unknown
-            keyword, or a value that it does not take.
+        OptionError: the parser does not have the options; the config was given without ``te_precision``; a keyword is
+            unknown, or its value is invalid.
         UnknownDebugOptionError: an unknown name.
         ConfigError: the config cannot be used.
     """

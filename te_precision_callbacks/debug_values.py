@@ -1,4 +1,4 @@
-"""What ``debug=`` and ``--debug`` take: the names, and how they are read.
+"""The values of ``debug=`` and ``--debug``, and how they are read.
 
 parse_debug("activation_overflow te_precision") == parse_debug(["activation_overflow", "te_precision"])
 """
@@ -14,12 +14,12 @@ ACTIVATION_OVERFLOW = "activation_overflow"
 """Stop where an activation or a gradient becomes inf or nan: :mod:`te_precision_callbacks.debug_utils`."""
 
 TE_PRECISION = "te_precision"
-"""Precision debugging of Transformer Engine's layers: what a session does."""
+"""Precision debugging of Transformer Engine's layers, as a session does it."""
 
 DEBUG_OPTIONS = (ACTIVATION_OVERFLOW, TE_PRECISION)
 
 DebugValue = str | Iterable[str] | None
-"""Names, or a text of names with spaces in between."""
+"""Names, or one text of names separated by spaces."""
 
 
 class UnknownDebugOptionError(OptionError, ValueError):
@@ -27,14 +27,14 @@ class UnknownDebugOptionError(OptionError, ValueError):
 
 
 def parse_debug(value: DebugValue, *, valid: Sequence[str] = DEBUG_OPTIONS) -> tuple[str, ...]:
-    """The names that a value of ``debug=`` holds, each once.
+    """Gives the names in a value of ``debug=``, each once.
 
     Args:
         value: a text such as ``"a b"``, a list of such texts, or None.
-        valid: the names that there are.
+        valid: all valid names.
 
     Raises:
-        UnknownDebugOptionError: another name, or something that holds no names; the text lists all valid ones.
+        UnknownDebugOptionError: a name is unknown, or the value holds no names; the message lists all valid names.
     """
     parts = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
     names: dict[str, None] = {}
@@ -64,10 +64,10 @@ def check_config_option(debug: Iterable[str], config: object) -> None:
 
     Args:
         debug: the debug options.
-        config: what was given as ``te_precision_config``.
+        config: the value of ``te_precision_config``.
 
     Raises:
-        OptionError: there is a config, and ``te_precision`` is not among the options.
+        OptionError: a config was given, but ``te_precision`` is not among the options.
     """
     if config is not None and TE_PRECISION not in debug:
         raise OptionError(

@@ -1,7 +1,7 @@
 """The exceptions of this package, from one base class.
 
-Each part derives its own from :class:`PrecisionDebugError`, so that ``except PrecisionDebugError`` catches all that
-this package raises on purpose, and nothing else.
+Each part derives its exceptions from :class:`PrecisionDebugError`, so ``except PrecisionDebugError`` catches everything
+that this package raises on purpose, and nothing else.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ class PrecisionDebugError(Exception):
 
 
 class OptionError(PrecisionDebugError, TypeError):
-    """A keyword that does not exist, or a value that it does not take."""
+    """A keyword does not exist, or does not accept the given value."""
 
 
 class FeatureError(PrecisionDebugError, RuntimeError):
     """A debug feature failed while it was called.
 
     Args:
-        message: the whole of it.
-        feature, call, layer: which feature failed, in which call, for which layer; empty where it is not of one.
-        failure: what went wrong, in words that are the same in each layer; the message where nothing is given.
+        message: the full message.
+        feature, call, layer: the feature that failed, the call, and the layer; empty where there is none.
+        failure: what went wrong, in words that are the same for each layer; the default is the message.
     """
 
     def __init__(self, message: str, *, feature: str = "", call: str = "", layer: str = "", failure: str = "") -> None:
@@ -35,7 +35,7 @@ class FeatureError(PrecisionDebugError, RuntimeError):
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """What is equal for the same failure in other layers."""
+        """A key that is equal for the same failure in different layers."""
         return self.feature, self.call, self.failure
 
 
@@ -43,8 +43,8 @@ class MissingExtraError(PrecisionDebugError, ImportError):
     """A module was imported whose optional dependency is not installed.
 
     Args:
-        module: what was imported.
-        extra: the extra of this package that brings the dependency.
+        module: the module that was imported.
+        extra: the extra of this package that installs the dependency.
     """
 
     def __init__(self, module: str, extra: str) -> None:

@@ -58,22 +58,22 @@ class PrecisionDebugCallback(Callback):
     Written below ``log_dir``: ``nvdlfw_inspect_logs`` (which features acted where, a file a rank) and
     ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
 
-    Sanity checks, validation, test and predict are not observed; features that change precision act in validation as in
+    Sanity checks, validation, test and predict are not observed. Features that change precision act in validation as in
     training, and with ``keep_precision=True`` also after the fit, until :meth:`release` or the next fit. After an
-    exception or Ctrl-C the session is closed, and what was gathered since the last step is written.
+    exception or Ctrl-C the session is closed, and the statistics gathered since the last step are written.
 
     With ``debug="activation_overflow"`` the fit ends with an ``ActivationOverflowError`` where an activation or a
     gradient becomes inf or nan; see docs/activation-overflow.md.
 
     Args:
         config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
-        step_on: what a debug iteration is: ``"optimizer_step"`` (the batches of an accumulation are one), ``"batch"``.
+        step_on: the length of a debug iteration: ``"optimizer_step"`` (all batches of an accumulation) or ``"batch"``.
         **keywords: the options of every front door, see :class:`te_precision_callbacks.options.SessionOptions`.
 
     Raises:
-        ConfigError: the config cannot be used. What needs the model (a section that matches no layer) is raised at the
-            start of the fit.
-        OptionError: an unknown option, or a value that it does not take.
+        ConfigError: the config cannot be used. Problems that need the model (a section that matches no layer) are
+            raised at the start of the fit.
+        OptionError: an option is unknown, or its value is invalid.
         TransformerEngineUnavailableError: at the start of the fit, Transformer Engine cannot be imported.
 
     Example::
@@ -103,10 +103,10 @@ class PrecisionDebugCallback(Callback):
 
     @property
     def session(self) -> InspectSession | SessionOutcome:
-        """The session of the current or last fit; where the fit was in other processes, what that of rank 0 has found.
+        """The session of the current or last fit. If the fit ran in other processes: the results of rank 0's session.
 
         Raises:
-            SessionError: nothing was fitted yet, or the session of rank 0 has left nothing here.
+            SessionError: nothing was fitted yet, or the session of rank 0 has left no results here.
         """
         self._outcome = self._mailbox.take() or self._outcome
         if self._outcome is not None:
@@ -126,7 +126,7 @@ class PrecisionDebugCallback(Callback):
         return self._session
 
     def release(self) -> None:
-        """End what ``keep_precision=True`` has left acting on the model after the fit."""
+        """Remove the features that ``keep_precision=True`` has left acting on the model after the fit."""
         if self._session is not None:
             self._session.release()
 
@@ -157,7 +157,7 @@ class PrecisionDebugCallback(Callback):
         self._session.trainer_steps = True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Name the layers: here the model is complete, with what a precision plugin has replaced."""
+        """Name the layers: the model is complete here, including layers that a precision plugin has replaced."""
         session = self._live
         if self._restored_iteration is not None:
             session.iteration = self._restored_iteration
@@ -166,7 +166,7 @@ class PrecisionDebugCallback(Callback):
             session.overflow.loss_scaled = _scales_loss(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Take the step of a resumed fit: before its first batch the trainer has not restored all of its own."""
+        """Take the step of a resumed fit: the trainer has restored its own counts only when the first batch begins."""
         if self._live.overflow is not None:
             self._live.overflow.begin_batch()
         first = self._step_of_batch is None
@@ -185,7 +185,7 @@ class PrecisionDebugCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End a debug iteration where one has ended."""
+        """End the debug iteration if the batch completed it."""
         # Counted once however many optimizers stepped: global_step counts each of them.
         stepped = trainer.global_step != self._last_global_step
         self._last_global_step = trainer.global_step
@@ -234,7 +234,7 @@ class PrecisionDebugCallback(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the debug iteration from a checkpoint; one that was counted in another way is left to the trainer."""
+        """Take the debug iteration from a checkpoint; an iteration that was counted in another way is ignored."""
         if state_dict.get("step_on") == self._step_on and self._options.start_step is None:
             self._restored_iteration = int(state_dict["iteration"])
             self._last_global_step = int(state_dict["global_step"])

@@ -65,24 +65,24 @@ class SessionOptions:
         log_dir: where logs go. None: the trainer's folder, or the current one.
         feature_dirs: folders of a user's own features; every ``.py`` file below them is executed.
         features: a user's own features, as classes.
-        sinks: more receivers of a step's records, beside the statistics log and the trainer's loggers.
+        sinks: receivers of each step's records, in addition to the statistics log and the trainer's loggers.
         process_group: the group over which statistics are reduced. None: all ranks.
         reduce: False keeps the statistics of each rank, without a collective.
-        statistics_log: which ranks write the statistics log. ``"rank0"``: the first of those that reduce together, who
-            all have the same numbers; the others write what is theirs alone. ``"all"``: each. ``"off"``: none.
+        statistics_log: which ranks write the statistics log. ``"rank0"``: of the ranks that reduce together, which all
+            have the same numbers, the first writes all; the others write only numbers of their own. ``"all"``: each
+            rank. ``"off"``: none.
         start_step: the debug iteration at start. None: 0, or the resumed step.
-        layer_names: what layers are called, in selectors and in all that is written. ``"upstream"``: exactly as
-            nvidia-dlfw-inspect's ``infer_and_assign_layer_names`` calls them, and with its numbers, for a config that
-            was written for it. ``"path"``: after their path in the module tree. None: as the config's own key
-            ``layer_names`` says; without one after their path, with a warning where the config's selectors would select
-            other layers by upstream's names.
-        scope: what the names of this rank's layers begin with, where other ranks have other layers at the same paths:
-            a text such as ``"pp1"``, or a function from a module's path to one. Empty: found where it can be, see
-            :mod:`te_precision_callbacks.scopes`.
+        layer_names: the names of layers, in selectors and in all output. ``"upstream"``: exactly the names and numbers
+            of nvidia-dlfw-inspect's ``infer_and_assign_layer_names``, for a config that was written for those.
+            ``"path"``: the paths in the module tree. None: as the config's own key ``layer_names`` says; without that
+            key the paths, with a warning where the config's selectors would select other layers by upstream's names.
+        scope: the prefix of this rank's layer names, where other ranks have other layers at the same paths: a text
+            such as ``"pp1"``, or a function that gives the prefix for a module's path. Empty: detected where possible,
+            see :mod:`te_precision_callbacks.scopes`.
         prefix: first part of every metric name.
-        log_filter: which metrics go to the trainer's loggers; see :mod:`te_precision_callbacks.records.metrics`.
+        log_filter: the metrics that go to the trainer's loggers; see :mod:`te_precision_callbacks.records.metrics`.
         debug: ``"activation_overflow"`` stops where an activation or a gradient becomes inf or nan; ``"te_precision"``
-            is what a session does anyway. See :mod:`te_precision_callbacks.debug_options`.
+            is accepted, and changes nothing. See :mod:`te_precision_callbacks.debug_options`.
         precision_features_in_eval: whether features that change precision act in evaluation as they do in training.
         keep_precision: whether features that change precision go on acting on the model after a normal end, as they do
             in evaluation, until ``release()``, the next session, or the end of the process.
@@ -115,7 +115,7 @@ class SessionOptions:
         """Check the keywords of a front door, and load the config.
 
         Raises:
-            OptionError: an unknown keyword, or a value that it does not take.
+            OptionError: a keyword is unknown, or its value is invalid.
             ConfigError: the config cannot be used.
         """
         known = {entry.name for entry in fields(cls)}
@@ -180,11 +180,12 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def spelled_out(front_door: FunctionT) -> FunctionT:
-    """Gives the ``__init__`` of a front door a signature that names every option in the place of ``**keywords``.
+    """Gives the ``__init__`` of a front door a signature that names every option instead of ``**keywords``.
 
     A program that makes objects from text, such as LightningCLI with jsonargparse, reads the signature. Each annotation
-    there holds the types that a YAML file can spell: text for a path, a list for a sequence. Beside ``os.PathLike``
-    jsonargparse 4.52 and later makes text of every mapping and list, and the content of a file of its path.
+    there holds the types that a YAML file can spell: text for a path, a list for a sequence. If an annotation also
+    holds ``os.PathLike``, jsonargparse 4.52 and later turns every mapping and list into text, and a file's path into
+    the file's content.
     """
     own = inspect.signature(front_door)
     hints = get_type_hints(front_door)

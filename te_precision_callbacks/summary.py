@@ -1,12 +1,12 @@
-"""What a session found out, for the terminal.
+"""Tables of a session's results, for the terminal.
 
 Usage::
 
     from rich.console import Console
     Console().print(summary(session))
 
-The same is in ``<log_dir>/precision_summary.txt`` when a session has ended. Names come from a user's model and config:
-they are shown as text, not as markup, and without control characters.
+A session writes the same tables to ``<log_dir>/precision_summary.txt`` when it ends. Names come from a user's model and
+config, so they are shown as text, not as markup, and without control characters.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ MOST_ROWS = 12
 _FILE_WIDTH = 120
 
 _NAME_WIDTH = 29
-"""Of a layer's name, so that the table of precision fits into 80 columns."""
+"""The width of a layer's name, so that the table of precision fits into 80 columns."""
 
 _HEADER_WIDTH = 20
 
 
 class Observed(Protocol):
-    """What a summary is of: an ``InspectSession``, also one that was stopped, or what is left of one."""
+    """The subject of a summary: an ``InspectSession``, running or stopped, or the results that it has left."""
 
     @property
     def precision(self) -> tuple[GemmPrecision, ...]:
@@ -69,7 +69,7 @@ class Observed(Protocol):
 
     @property
     def worst_statistics(self) -> tuple[Worst, ...]:
-        """The worst value of each statistic, and the iteration in which it was."""
+        """The worst value of each statistic, and its iteration."""
 
     @property
     def iteration(self) -> int:
@@ -77,23 +77,23 @@ class Observed(Protocol):
 
     @property
     def log_dir(self) -> Path:
-        """Where the session writes."""
+        """The folder of the session's files."""
 
 
 def summary(session: Observed) -> RenderableType:
-    """The precision of each GEMM, the last and the worst statistics of each watched tensor, and where the logs are.
+    """Tables of each GEMM's precision and each watched tensor's last and worst statistics, and the log folder.
 
     Args:
-        session: a session, also one that was stopped.
+        session: a session, running or stopped.
     """
     return Group(*(part for section in _SECTIONS for part in section(session)))
 
 
 def write_summary(session: Observed) -> None:
-    """Append the summary of a session to the file in its log folder; nothing where no GEMM has run.
+    """Append the summary of a session to the file in its log folder; does nothing if no GEMM has run.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     if not session.precision:
         return
@@ -144,7 +144,7 @@ _SECTIONS: Sequence[_Section] = (_precision, _unconverted, _refused, _statistics
 
 
 def precision_table(session: Observed) -> Table:
-    """A row a layer, a column a GEMM: the formats of its two operands, as in ``session.precision``."""
+    """The formats of each GEMM's two operands, as in ``session.precision``: a row per layer, a column per GEMM."""
     table = Table(title="Precision that really ran", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("layer", no_wrap=True)
     for gemm in GEMMS:
@@ -162,7 +162,7 @@ def precision_table(session: Observed) -> Table:
 
 
 def unconverted_table(unconverted: Mapping[str, str]) -> Table:
-    """A row a layer that runs without Transformer Engine, and why."""
+    """The layers that run without Transformer Engine, and why: a row per layer."""
     table = Table(title="Left unconverted, so without FP8", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("layer", no_wrap=True)
     table.add_column("why")
@@ -172,7 +172,8 @@ def unconverted_table(unconverted: Mapping[str, str]) -> Table:
 
 
 def refused_table(session: Observed) -> Table:
-    """A row a layer that is left as it is, in all of its forwards or in some, and what Transformer Engine refuses."""
+    """The layers that are left as they are, in all or some forwards, and what Transformer Engine refuses: a row per
+    layer."""
     table = Table(title="Not observed", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("layer", no_wrap=True)
     table.add_column("what Transformer Engine's debug path refuses")

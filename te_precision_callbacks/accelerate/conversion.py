@@ -1,4 +1,4 @@
-"""What Accelerate did not convert to Transformer Engine, and why."""
+"""The layers that Accelerate did not convert to Transformer Engine, and why."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ class _Unconverted(NamedTuple):
 
 
 def warn_of_unconverted(accelerator: Accelerator, model: Model) -> dict[str, str]:
-    """Say on the main process which layers ``accelerator.prepare`` left without Transformer Engine, why, and how much
-    of the model they are.
+    """Warn on the main process of layers that ``accelerator.prepare`` did not convert, with reasons and their share.
 
     Returns:
-        What :func:`unconverted_layers` says; nothing where the accelerator does not convert layers.
+        The result of :func:`unconverted_layers`; empty if the accelerator does not convert layers.
     """
     if accelerator.fp8_backend != "TE" or accelerator.distributed_type == DistributedType.MEGATRON_LM:
         return {}
@@ -57,17 +56,17 @@ def warn_of_unconverted(accelerator: Accelerator, model: Model) -> dict[str, str
 
 
 def unconverted_layers(model: Model) -> dict[str, str]:
-    """The layers that ``accelerator.prepare`` with Transformer Engine's FP8 left as they were: name -> why.
+    """Lists the layers that ``accelerator.prepare`` with Transformer Engine's FP8 did not convert: name -> why.
 
-    These are ``torch.nn.Linear``, and weights of other classes that are multiplied as its weight is: ``Conv1D`` of
+    These are ``torch.nn.Linear``, and weights of other classes that multiply the input as a Linear does: ``Conv1D`` of
     transformers' GPT-2, the routers and the experts of its mixtures, ``torch.nn.MultiheadAttention``. Nothing is run to
-    find them: a weight counts that has two dimensions and "weight" in its name, or three with one for the experts, in a
-    module that is no embedding, convolution or norm. The name is the module's path, or the parameter's where that is
-    not ``weight``.
+    find them. A weight counts if it has two dimensions and "weight" in its name, or three dimensions, one of them for
+    the experts, in a module that is no embedding, convolution or norm. The name is the module's path, or the path of
+    the parameter if that is not called ``weight``.
 
-    Accelerate's ``convert_model`` stops in a container at the first ``torch.nn.Linear`` whose weight has a dimension
-    that is no multiple of 16, and skips all that comes after it there. Read from Accelerate 1.10 to 1.15,
-    ``utils/transformer_engine.py``. What it did is read off the model, which holds the rest of the story.
+    In a container, Accelerate's ``convert_model`` stops at the first ``torch.nn.Linear`` whose weight has a dimension
+    that is no multiple of 16, and skips the modules after it. Read from Accelerate 1.10 to 1.15,
+    ``utils/transformer_engine.py``. The other facts are read from the converted model.
 
     Args:
         model: the prepared model, or a list of them.
@@ -79,7 +78,7 @@ def _find(model: Model) -> dict[str, _Unconverted]:
     found: dict[str, _Unconverted] = {}
 
     def visit(module: torch.nn.Module, path: str, why: str | None) -> str | None:
-        """Visit what is below; gives why what follows in the same container was skipped."""
+        """Visit the modules below; returns why the following modules in the same container were skipped."""
         if isinstance(module, torch.nn.Linear):
             indivisible = [size for size in (module.in_features, module.out_features) if size % _CONVERTED_MULTIPLE]
             elements = module.in_features * module.out_features
@@ -146,10 +145,10 @@ def _is_of_transformer_engine(module: torch.nn.Module) -> bool:
 
 
 def roots_of(model: Any) -> list[tuple[str, torch.nn.Module]]:
-    """A model, or several, each with what the names in it begin with.
+    """Gives each model of one or several, with the prefix of the names in it.
 
     Raises:
-        OptionError: something else.
+        OptionError: ``model`` is neither a model nor several.
     """
     if roots := named_roots(model):
         return roots

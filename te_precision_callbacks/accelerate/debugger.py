@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "te_precision_debugger.json"
-"""In the folder of ``accelerator.save_state``: the debug iteration."""
+"""The file with the debug iteration, in the folder of ``accelerator.save_state``."""
 
 
 class PrecisionDebugger:
     """Runs Transformer Engine's precision debugging in a training loop with Accelerate.
 
-    Made after ``accelerator.prepare``, and on every process. As a context manager it observes from the begin of the
-    block to its end; without one, call :meth:`start` and :meth:`stop`.
+    Make the debugger after ``accelerator.prepare``, on every process. As a context manager it observes from the
+    beginning of the block to its end; otherwise call :meth:`start` and :meth:`stop`.
 
-    Logged on the main process, in one ``accelerator.log`` call a step, to every tracker:
+    Logged on the main process, in one ``accelerator.log`` call per step, to every tracker:
 
     - ``te.<layer>/<tensor>/<statistic>`` for each statistic that the config asks for, such as
       ``te.model.layers.0.mlp.up_proj/activation/max``. Units are those of the tensor; a statistic whose name ends in
@@ -53,27 +53,27 @@ class PrecisionDebugger:
     Written below ``log_dir``: ``nvdlfw_inspect_logs`` (which features acted where, a file a rank) and
     ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
 
-    ``accelerator.save_state`` saves the debug iteration, in a file of its own, and ``load_state`` restores it: for as
-    long as the debugger lives, before :meth:`start` and after :meth:`stop` too. Checkpoints with and without that file
-    load with and without a debugger.
+    ``accelerator.save_state`` saves the debug iteration in a separate file, and ``load_state`` restores it, as long as
+    the debugger lives, also before :meth:`start` and after :meth:`stop`. Checkpoints with and without that file load
+    with and without a debugger.
 
-    Modules in eval mode and forwards without gradients are not observed; features that change precision act there as in
-    training. After an exception what was gathered since the last step is written, without a collective.
+    Modules in eval mode and forwards without gradients are not observed. Features that change precision act there as in
+    training. After an exception the statistics gathered since the last step are written, without a collective.
 
     Args:
         accelerator: the :class:`accelerate.Accelerator` that has prepared the model.
-        model: what ``accelerator.prepare`` gave back, or a list of such models, or a mapping whose keys the names of
-            their layers begin with.
+        model: the model that ``accelerator.prepare`` returned, or a list of such models, or a mapping whose keys become
+            prefixes of the layer names.
         config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
-        step_on: what a debug iteration is: ``"optimizer_step"`` (:meth:`step` counts where gradients were synchronized,
-            so that the batches of an accumulation are one), ``"batch"`` (every call counts).
+        step_on: the length of a debug iteration: ``"optimizer_step"`` (a call of :meth:`step` counts if gradients were
+            synchronized, so the batches of an accumulation are one iteration) or ``"batch"`` (every call counts).
         **keywords: the options of every front door, see :class:`te_precision_callbacks.options.SessionOptions`.
             ``log_dir`` is the accelerator's ``logging_dir`` or ``project_dir`` where it is not given.
 
     Raises:
-        ConfigError: the config cannot be used. What needs the model (a section that matches no layer) is raised by
-            :meth:`start`.
-        OptionError: an unknown option, or a value that it does not take; no accelerator; no model.
+        ConfigError: the config cannot be used. Problems that need the model (a section that matches no layer) are
+            raised by :meth:`start`.
+        OptionError: an option is unknown, or its value is invalid; no accelerator; no model.
         SessionError: ``accelerator.prepare`` has not seen the model.
     """
 
@@ -106,13 +106,13 @@ class PrecisionDebugger:
 
     @property
     def session(self) -> InspectSession:
-        """The session, before :meth:`start` and after :meth:`stop` too."""
+        """The session; available also before :meth:`start` and after :meth:`stop`."""
         return self._session
 
     @property
     def unconverted(self) -> dict[str, str]:
-        """The layers that Accelerate did not convert to Transformer Engine, so that they run without FP8: name ->
-        why. Known from :meth:`start` on; empty where Accelerate converts nothing."""
+        """The layers that Accelerate did not convert to Transformer Engine and that run without FP8: name -> why. Known
+        from :meth:`start` on; empty if Accelerate converts nothing."""
         return dict(self._session.unconverted)
 
     def summary(self) -> RenderableType:
@@ -130,7 +130,7 @@ class PrecisionDebugger:
         """Begin to observe, on every process.
 
         Raises:
-            ConfigError: a section that matches no layer, and what else only the model can tell; on all processes.
+            ConfigError: a section matches no layer, or another problem that needs the model; on all processes.
             SessionError: the debugger, or another session, is running already.
             TransformerEngineUnavailableError: Transformer Engine cannot be imported.
         """
@@ -153,18 +153,18 @@ class PrecisionDebugger:
         return self
 
     def step(self, step: int | None = None) -> StepRecords | None:
-        """End a debug iteration where one has ended; call it once a batch, on every process, after the optimizer.
+        """End the debug iteration if it is complete. Call this once per batch, on every process, after the optimizer.
 
         Args:
-            step: the step at which the statistics are logged. Give it where the script counts in another way than the
-                debugger, whose step is the debug iteration + 1: the count of optimizer steps.
+            step: the step at which the statistics are logged. The default is the debug iteration + 1: the number of
+                optimizer steps. Pass ``step`` if the script counts in another way.
 
         Returns:
-            The records of the iteration; None where it has none, or has not ended.
+            The records of the iteration; None if it has none, or has not ended.
 
         Raises:
             OptionError: ``step`` is not a count.
-            SessionError: the debugger was not started. One that was stopped does nothing, and says so once; with
+            SessionError: the debugger was not started. A stopped debugger does nothing, and warns once; with
                 ``strict=True`` it raises.
             ActivationOverflowError: with ``debug="activation_overflow"``, an inf or nan since the last look.
         """
@@ -179,11 +179,11 @@ class PrecisionDebugger:
         return self._session.step(step)
 
     def stop(self, error: BaseException | None = None) -> None:
-        """End the session and put back everything that it changed. Does nothing where it is not running.
+        """End the session and undo everything that it changed. Does nothing if the session is not running.
 
         Args:
-            error: what ended the loop. What was gathered since the last step is written from this process's own data in
-                any case, without a collective.
+            error: the exception that ended the loop. In any case the statistics gathered since the last step are
+                written, from this process's own data, without a collective.
         """
         session = self._session
         was_running = session.running
@@ -196,7 +196,7 @@ class PrecisionDebugger:
                 self._next_iteration = session.iteration
 
     def release(self) -> None:
-        """End what ``keep_precision=True`` has left acting on the model after :meth:`stop`."""
+        """Remove the features that ``keep_precision=True`` has left acting on the model after :meth:`stop`."""
         self._session.release()
 
     def __enter__(self) -> Self:
@@ -210,10 +210,10 @@ class PrecisionDebugger:
     # ------------------------------------------------------------------ checkpoints
 
     def _hook_checkpoints(self) -> None:
-        """Take part in ``save_state`` and ``load_state`` for as long as the debugger lives, also after :meth:`stop`.
+        """Take part in ``save_state`` and ``load_state`` as long as the debugger lives, also after :meth:`stop`.
 
-        Not through ``register_for_checkpointing``: with it a checkpoint loads only where the same number of objects is
-        registered, so that none could be loaded with the debugger that was saved without it, or the other way round.
+        ``register_for_checkpointing`` is not used: with it a checkpoint loads only if the same number of objects is
+        registered, so a checkpoint saved without the debugger could not be loaded with it, nor the other way round.
         """
         debugger_or_none = weakref.ref(self)  # the accelerator does not keep it, its session and the model alive
 
@@ -234,7 +234,8 @@ class PrecisionDebugger:
             weakref.finalize(self, handle.remove)
 
     def _save(self, folder: Path) -> None:
-        """Write the iteration where Accelerate writes the model, so that a process that has the one has the other."""
+        """Write the iteration where Accelerate writes the model, so a process that has one of them also has the
+        other."""
         accelerator = self._accelerator
         iteration = self._session.iteration if self._session.running else self._next_iteration
         on_each_node = accelerator.project_configuration.save_on_each_node
@@ -249,7 +250,7 @@ class PrecisionDebugger:
             logger.warning("The debug iteration cannot be saved: %s. Training goes on.", error)
 
     def _load(self, folder: Path) -> None:
-        """Take up the iteration of a checkpoint; one that was counted in another way is left alone."""
+        """Continue at the iteration of a checkpoint; an iteration that was counted in another way is ignored."""
         path = folder / STATE_FILE
         if self._options.start_step is not None or not path.exists():
             return

@@ -1,4 +1,4 @@
-"""The way of a step's statistics to Accelerate's trackers."""
+"""Sends a step's statistics to Accelerate's trackers."""
 
 from __future__ import annotations
 
