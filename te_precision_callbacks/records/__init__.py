@@ -1,4 +1,4 @@
-"""What a session measures, and who receives it.
+"""The records that a session makes of its measurements, and the sinks that receive them.
 
 Usage::
 

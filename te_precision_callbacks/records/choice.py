@@ -1,16 +1,17 @@
-"""Which series go to a trainer's loggers over a whole run, so that a logger's series are few and have no gaps.
+"""Chooses the series that go to a trainer's loggers over a whole run: few series, without gaps.
 
-A *series* is one statistic of one tensor of one layer; those of the same tensor and statistic are a *family*, with a
+A *series* is one statistic of one tensor of one layer. Series of the same tensor and statistic are a *family*, with a
 value from each layer.
 
 - Until :data:`MOST_SERIES` series were seen in the run, all of them go to the loggers, whatever is due in a step.
-- In the first step with more, each family gets up to :data:`PLACES` layers, those that are worst by the table of
-  statistics; what was logged before stays.
-- A layer that gets worse later takes one of :data:`LATER_PLACES` more: at once where its value is not finite; else when
-  it was in :data:`PATIENCE` steps in a row among the worst of its family, and the worst of those not logged.
-- A series that goes to the loggers does so to the end. None is replaced.
+- In the first step with more, each family gets up to :data:`PLACES` layers, the worst by the table of statistics;
+  series that were logged before stay.
+- A layer that gets worse later takes one of :data:`LATER_PLACES` more places: at once if its value is not finite;
+  otherwise if it was, in :data:`PATIENCE` consecutive steps, among the worst of its family, and the worst of the layers
+  that are not logged.
+- A series that goes to the loggers does so to the end. No series is replaced.
 
-So there are never more than MOST_SERIES + (PLACES + LATER_PLACES) * families of them.
+There are therefore never more than MOST_SERIES + (PLACES + LATER_PLACES) * families series.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ class _Logged:
         self._steps = 0
 
     def fill(self, ranked: Iterable[str]) -> None:
-        """Give the places that are free to the worst layers."""
+        """Give free places to the worst layers."""
         for layer in ranked:
             if len(self.layers) >= PLACES:
                 return
             self.layers.add(layer)
 
     def join(self, ranked: Iterable[str], values: ByLayer, family: Family) -> None:
-        """Give a later place to layers that have become worse than those that are logged."""
+        """Give a later place to layers that have become worse than the logged layers."""
         others = [layer for layer in ranked if layer not in self.layers]
         candidate = others[0] if others else None
         self._steps = self._steps + 1 if candidate == self._waiting else 1
@@ -76,7 +77,8 @@ class SeriesChoice:
 
         Args:
             families: the numbers of the step, and its histograms with any value.
-            telling: those that tell something of the run, see :func:`~te_precision_callbacks.records.worst.judged`.
+            telling: the numbers that count for the worst of the run, see
+            :func:`~te_precision_callbacks.records.worst.judged`.
         """
         new = {family: values.keys() - self.logged(family) for family, values in families.items()}
         if not self.crowded:
@@ -109,7 +111,8 @@ class SeriesChoice:
             self._families.setdefault(family, _Logged()).fill(self._most_logged(family.tensor, found[family]))
 
     def _most_logged(self, tensor: str, layers: Iterable[str]) -> list[str]:
-        """Those first whose other statistics of the tensor are logged: of a count or a histogram none is the worst."""
+        """Layers whose other statistics of the tensor are logged come first: a count or a histogram has no worst
+        layer."""
         logged = Counter(
             layer for family, known in self._families.items() if family.tensor == tensor for layer in known.layers
         )

@@ -1,4 +1,4 @@
-"""Loggers: the one sink that hands a step's metrics to them, and what they want otherwise than as a name and a number.
+"""The sink that hands a step's metrics to loggers, and conversions for loggers that need more than name and number.
 
 class Board(LoggerSink):                       # a loop of one's own: sinks=[Board(MetricSelection())]
     def log(self, metrics, histograms, step):
@@ -26,7 +26,8 @@ ValueT = TypeVar("ValueT")
 
 
 def names_for_mlflow(metrics: Mapping[str, ValueT]) -> dict[str, ValueT]:
-    """The metrics under names that MLflow takes, which has no ``%`` in them, nor what a layer's name rarely has."""
+    """The metrics under names that MLflow accepts: without ``%``, and without characters that layer names rarely
+    have."""
     return {_NOT_IN_MLFLOW.sub("_", name.replace("%", "_pct")): value for name, value in metrics.items()}
 
 
@@ -35,31 +36,31 @@ _NOT_IN_MLFLOW = re.compile(r"[^/\w.\- ]")
 
 
 _MOST_WANDB_BINS = 512
-"""What wandb.Histogram takes."""
+"""The most bins that wandb.Histogram takes."""
 
 
 class Histogram(tuple[float, ...]):
-    """The counts of a histogram, and over what they are: powers of two.
+    """The counts of a histogram over powers of two, with their bins.
 
     Attributes:
-        bins: where each count stands.
+        bins: the bin of each count.
     """
 
     bins: Bins
 
     def __new__(cls, counts: Iterable[float], bins: Bins) -> Self:
-        """Put them together; there are as many counts as bins."""
+        """Combine counts and bins, of the same number."""
         made = super().__new__(cls, counts)
         made.bins = bins
         return made
 
 
 def _filled(counts: Sequence[float], most: int | None = None) -> tuple[list[float], list[float]]:
-    """The counts from the first bin that has one to the last, and the edges of these bins, one more.
+    """The counts from the first to the last non-empty bin, and the edges of these bins, one more than counts.
 
     Args:
-        counts: a :class:`Histogram`; without bins of its own that of exponents.
-        most: neighbours are put together until there are no more than this.
+        counts: a :class:`Histogram`; counts without bins are those of exponents.
+        most: neighbouring bins are merged until there are no more than this.
     """
     edges = (counts.bins if isinstance(counts, Histogram) else EXPONENTS).edges.tolist()
     places = [place for place, count in enumerate(counts) if count] or [0]
@@ -71,7 +72,7 @@ def _filled(counts: Sequence[float], most: int | None = None) -> tuple[list[floa
 
 
 def add_to_tensorboard(writer: Any, name: str, counts: Sequence[float], step: int) -> None:
-    """Log a histogram: over powers of two, not over the values.
+    """Log a histogram over powers of two, not over the values, to TensorBoard.
 
     Args:
         writer: a ``torch.utils.tensorboard.SummaryWriter``, or one of tensorboardX.
@@ -103,17 +104,17 @@ def wandb_histogram(counts: Sequence[float]) -> Any:
 
 
 class LoggerSink(Sink):
-    """The sink of every front door: hands the metrics of a step, and its histograms, to :meth:`log`, in one call.
+    """Hands the metrics and histograms of a step to :meth:`log`, in one call; the base of all front doors' sinks.
 
     Args:
-        select: which of the numbers, and their names; one object for all sinks of a run.
+        select: selects and names the metrics; one object for all sinks of a run.
     """
 
     def __init__(self, select: MetricSelection) -> None:
         self._select = select
 
     def write(self, records: StepRecords) -> None:
-        """Log, at the records' logging step; not at all where there is nothing to log."""
+        """Log at the records' logging step; does nothing if there is nothing to log."""
         metrics, histograms = self._select(records), self._select.histograms(records)
         if metrics or histograms:
             self.log(metrics, histograms, records.logging_step)
@@ -122,7 +123,7 @@ class LoggerSink(Sink):
         """Log the metrics of a step.
 
         Args:
-            metrics: name -> value; empty where the step has histograms alone.
+            metrics: name -> value; empty if the step has only histograms.
             histograms: name -> counts over powers of two, for :func:`add_to_tensorboard` and :func:`wandb_histogram`.
             step: the step at which the trainer's own metrics of the same batch are logged.
         """

@@ -1,4 +1,4 @@
-"""What of a step's numbers goes to a trainer's loggers, and under which names.
+"""The metrics of a step: the numbers that go to a trainer's loggers, and their names.
 
     selection = MetricSelection(prefix="te", log_filter=["*/activation/*", "*underflows%"])
     logger.log_metrics(selection(records), step=records.logging_step)
@@ -11,12 +11,11 @@
                                        ``min`` and ``median``
 =====================================  ================================================================================
 
-TensorBoard and W&B put metrics into a group by what stands before the first slash. So each layer is a group, behind a
-dot after the prefix, and the prefix alone is the group of the whole model, which comes first; with a slash there, the
-7,500 charts of 500 layers were one group. :mod:`te_precision_callbacks.records.choice` says which layers go to the
-loggers of a large model. The statistics log always has all. Numbers of
-one rank alone, where statistics are reduced over ranks, are no points of the same series: ``te.local.<layer>/...``,
-``te.local/...``.
+TensorBoard and W&B group metrics by the part of the name before the first slash. Each layer is therefore a group, with
+a dot after the prefix, and the prefix alone is the group of the whole model, which comes first. With a slash instead of
+the dot, the 7,500 charts of 500 layers would be one group. :mod:`te_precision_callbacks.records.choice` says which
+layers of a large model go to the loggers. The statistics log always has all. If statistics are reduced over ranks,
+numbers of one rank alone are separate series: ``te.local.<layer>/...``, ``te.local/...``.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ LogFilter = str | Sequence[str] | Callable[[str], bool] | None
 
 
 def metric_name(prefix: str, row: Row) -> str:
-    """``te.<layer>/<tensor>/<statistic>``; the GEMM stands before the statistic where the number belongs to one.
+    """``te.<layer>/<tensor>/<statistic>``, with the GEMM before the statistic if the number belongs to a GEMM.
 
-    A number without a layer, of a user's own feature, is of the whole model: ``te/<name>``.
+    A number without a layer, of a user's own feature, belongs to the whole model: ``te/<name>``.
     """
     group = f"{prefix}.{row.layer}" if prefix and row.layer else prefix or row.layer
     return "/".join(part for part in (group, row.tensor, row.gemm, row.statistic) if part)
@@ -75,7 +74,7 @@ class MetricSelection:
 
     Args:
         prefix: first part of every name.
-        log_filter: which names go to the loggers. None: all, up to the number of series that
+        log_filter: the names that go to the loggers. None: all, up to the number of series that
             :mod:`te_precision_callbacks.records.choice` allows.
 
     Raises:

@@ -19,7 +19,7 @@ class Row(NamedTuple):
     """One number of a step.
 
     Attributes:
-        layer: the layer's name; empty for a number that a user's own feature logged under a name of its own.
+        layer: the layer's name; empty for a number that a user's own feature logged under a free name.
         tensor: ``activation``, ``weight``, ``gradient``, ``output``, ``wgrad`` or ``dgrad``; empty as above.
         gemm: ``fprop``, ``dgrad`` or ``wgrad`` where the number belongs to one GEMM, else None.
         statistic: the statistic's name, or the user's own name.
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepRecords:
-    """The numbers of one debug iteration: series, and a value of each. Iterating gives :class:`Row` objects.
+    """The numbers of one debug iteration: series, and the value of each. Iterating gives :class:`Row` objects.
 
     Attributes:
         iteration: the debug iteration: 0-based, counted by the session, restored on resume.
@@ -44,13 +44,13 @@ class StepRecords:
         series: [numbers], int32: the series of each number.
         values: [numbers], float64.
         histograms: series -> counts.
-        local: True where the numbers are of this rank alone although statistics are reduced over ranks: what was
-            gathered but not yet stepped when the run ended, and all that comes after a reduction that failed.
-        own: [numbers]: of each number whether it is this rank's alone. False where it is reduced over ranks, so that
-            all of them have the same one; what a user's own feature logs is not.
-        unscaled: the layers that ran delayed scaling in this step with the scale 1, before it has an amax of an earlier
-            step. What quantization did to their tensors (66 to 89 % of a gradient may underflow) tells nothing of the
-            steps after it, and is left out where the worst of several steps is looked for.
+        local: True if the numbers belong to this rank alone although statistics are reduced over ranks: numbers that
+            were gathered but not yet stepped when the run ended, and all numbers after a reduction that failed.
+        own: [numbers]: for each number, whether it belongs to this rank alone. False: it is reduced over ranks, and all
+            ranks have the same number. Numbers that a user's own feature logs are not reduced.
+        unscaled: the layers that ran delayed scaling in this step with the scale 1, before there is an amax of an
+            earlier step. The quantization statistics of their tensors (66 to 89 % of a gradient may underflow) say
+            nothing about later steps, and are left out of the worst values of several steps.
     """
 
     iteration: int
@@ -76,17 +76,17 @@ class StepRecords:
         unscaled: frozenset[str] = frozenset(),
         table: SeriesTable | None = None,
     ) -> StepRecords:
-        """Make records of rows, in their order. Without ``own`` all of them are this rank's alone.
+        """Make records from rows, in their order. Without ``own`` all rows belong to this rank alone.
 
         Args:
             iteration: the debug iteration.
             logging_step: the step of the trainer's own metrics.
             rows: the numbers.
             vectors: histograms, by layer, tensor and statistic.
-            local: whether all of it is this rank's alone although statistics are reduced.
-            own: of each number whether it is this rank's alone.
+            local: whether all numbers belong to this rank alone although statistics are reduced.
+            own: for each number, whether it belongs to this rank alone.
             unscaled: the layers in their first step of delayed scaling.
-            table: the series of the run, for records that go to one sink together; a new one where None.
+            table: the series of the run, for records that go to the same sink; None makes a new table.
         """
         table = SeriesTable() if table is None else table
         rows = list(rows)
@@ -153,17 +153,17 @@ def row_of(series: Series, value: float) -> Row:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """What a run says once about a layer.
+    """The facts about a layer that do not change during a run.
 
     Attributes:
         name: as in the records.
         module_class: the class of its module, such as ``LayerNormLinear``.
-        sections: the sections of the config that hit it.
+        sections: the sections of the config that select it.
         features: namespace -> feature -> options, as handed to nvidia-dlfw-inspect.
-        given: the name that the script has given to the layer, under which it stands in the statistics log and in
-            ``summary``; empty where it has none that no other layer has.
-        refused: why Transformer Engine's debug path refuses the layer, or some forwards of it. What it refuses is left
-            as it is, unobserved. Empty where nothing is refused.
+        given: the name that the script has given to the layer, which the statistics log and ``summary`` use; empty if
+            there is no such name, or if another layer has the same name.
+        refused: why Transformer Engine's debug path refuses the layer, or some forwards of it. These are left as they
+            are, unobserved. Empty if nothing is refused.
     """
 
     name: str
@@ -179,12 +179,12 @@ class RunInfo:
     """The facts of a run, given once to each sink before the first step.
 
     Attributes:
-        log_dir: where the session writes.
+        log_dir: the folder of the session's files.
         rank, world_size: of torch.distributed; 0 and 1 without it.
         start_iteration: the first debug iteration; above 0 on resume.
         layers: every layer of the model that can be observed.
-        versions: package -> version, for those that shape the numbers.
-        config: where the config came from, a path or ``<mapping>``.
+        versions: package -> version, for the packages that affect the numbers.
+        config: the source of the config, a path or ``<mapping>``.
     """
 
     log_dir: Path
@@ -200,7 +200,7 @@ class RunInfo:
 class Sink(Protocol):
     """A receiver of records. A sink that raises is reported once and dropped; with ``strict=True`` it ends the run.
 
-    As a base class it does nothing, so that a sink defines what it needs::
+    The methods of the base class do nothing, so a sink defines only the methods that it needs::
 
         class Printer(Sink):
             def write(self, records: StepRecords) -> None:
@@ -208,13 +208,14 @@ class Sink(Protocol):
     """
 
     def start(self, run: RunInfo) -> None:
-        """Called once, when the layers are known and before the first step."""
+        """Receive the facts of the run: called once, when the layers are known and before the first step."""
         return
 
     def write(self, records: StepRecords) -> None:
-        """Called at the end of each step that has records, on every rank; again with the same ones if interrupted."""
+        """Receive a step's records: called at the end of each step that has any, on every rank; again if
+        interrupted."""
         return
 
     def close(self, error: BaseException | None) -> None:
-        """Called once at the end; ``error`` is what ended the run, None after a normal end."""
+        """End the run: called once; ``error`` is the exception that ended it, None after a normal end."""
         return

@@ -1,4 +1,4 @@
-"""The precision that a GEMM ran in, as a fact of a run."""
+"""The precision in which each GEMM of a run really ran."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class GemmPrecision:
     Attributes:
         layer: the layer.
         gemm: ``fprop``, ``dgrad`` or ``wgrad``.
-        operands: tensor -> its format, such as ``FP8 E4M3`` or ``BF16``; one that changed during the run has all of
-            them, joined by an arrow in the order of their first appearance. Empty for a GEMM that has not run.
-        seen: whether each of these formats is that of a tensor that was seen when it was handed to the GEMM, and no
-            other one is suspected. False: some are those of the quantizers.
+        operands: tensor -> its format, such as ``FP8 E4M3`` or ``BF16``. If the format changed during the run: all
+            formats, joined by an arrow in the order of their first appearance. Empty for a GEMM that has not run.
+        seen: whether all of these formats were seen on tensors when they were handed to the GEMM, and no other format
+            is suspected. False: some are the formats of the quantizers.
         not_run: why the GEMM has not run in training so far, one of :data:`FROZEN`, :data:`NO_INPUT_GRADIENT`,
-            :data:`NO_GRADIENT` and :data:`NO_BACKWARD`; empty where it has run. The last is told of layers on which a
-            feature acts: only there it can be seen.
-        since: the first debug iteration in which this held; in ``session.precision`` that of the GEMM.
-        until: the last one; None while it holds.
+            :data:`NO_GRADIENT` and :data:`NO_BACKWARD`; empty if it has run. NO_BACKWARD is reported only for layers
+            on which a feature acts, since it can be seen only there.
+        since: the first debug iteration in which this held; in ``session.precision`` the first one of the GEMM.
+        until: the last debug iteration in which this held; None while it still holds.
     """
 
     layer: str
@@ -42,11 +42,11 @@ class GemmPrecision:
 
 
 class IterationError(PrecisionDebugError, LookupError):
-    """An iteration was asked for that has not run."""
+    """The requested iteration has not run."""
 
 
 class Precision(tuple[GemmPrecision, ...]):
-    """The precision that each GEMM ran in, over a run; called, that of one iteration.
+    """The precision in which each GEMM of a run ran; calling the object gives the precision of one iteration.
 
     session.precision              # all formats that each GEMM had
     session.precision(at=120)      # those of iteration 120, with the span of iterations in which they held
@@ -63,15 +63,15 @@ class Precision(tuple[GemmPrecision, ...]):
         return tuple(self), self._at
 
     def __call__(self, *, at: int) -> tuple[GemmPrecision, ...]:
-        """The precision of one debug iteration, of the GEMMs of which anything was known by then.
+        """Gives the precision of one debug iteration, for all GEMMs that were known by then.
 
-        A GEMM that did not run in it has the reason in ``not_run``. A layer that no forward reached in it has what it
-        had before.
+        A GEMM that did not run in the iteration has the reason in ``not_run``. A layer that no forward reached in the
+        iteration keeps its previous precision.
 
         Args:
             at: the debug iteration.
 
         Raises:
-            IterationError: it has not run under this session. It is a LookupError.
+            IterationError: the iteration has not run under this session; a LookupError.
         """
         return tuple(self._at(at))

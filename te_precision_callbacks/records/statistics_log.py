@@ -3,8 +3,8 @@
 <log_dir>/nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-<rank>.log
     <time> - INFO - fc1_activation_max   iteration=000002   value=4.318804740905762
 
-A line ends with ``rank=<rank>`` where its number is of that rank alone although statistics are reduced over ranks, as
-after a reduction that failed. A run that goes on in the folder of an earlier one appends to its file:
+A line ends with ``rank=<rank>`` if its number belongs to that rank alone although statistics are reduced over ranks, as
+after a reduction that failed. A run in the folder of an earlier run appends to the file:
     <time> - INFO - Here another run begins, of process 4711.
 """
 
@@ -43,19 +43,20 @@ def log_file_name(rank: int) -> str:
 
 
 OVERWRITE_VARIABLE = "NVDLFW_INSPECT_ENABLE_LOG_OVERWRITE"
-"""nvidia-dlfw-inspect's: ``0`` has it append to a file that is there, anything else empty it."""
+"""nvidia-dlfw-inspect's variable: with ``0`` it appends to an existing file, with any other value it empties the
+file."""
 
 
 def is_overwritten() -> bool:
-    """Whether the user has told nvidia-dlfw-inspect what to do with a file that is there, so that it is left to it."""
+    """Whether the user has told nvidia-dlfw-inspect how to treat an existing file, which then decides."""
     return OVERWRITE_VARIABLE in os.environ
 
 
 class _ClaimedFile(io.TextIOWrapper):
-    """A file for appending that is locked until it is closed."""
+    """A file for appending, locked until it is closed."""
 
     def close(self) -> None:
-        """Close the file; processes forked meanwhile, such as workers of a DataLoader, do not go on locking it."""
+        """Close the file; processes forked meanwhile, such as workers of a DataLoader, do not keep it locked."""
         if not self.closed:
             with contextlib.suppress(OSError):
                 fcntl.flock(self, fcntl.LOCK_UN)
@@ -63,14 +64,14 @@ class _ClaimedFile(io.TextIOWrapper):
 
 
 def claim(path: Path) -> TextIO:
-    """Open a file to append to that no other process writes.
+    """Open a file for appending that no other process writes.
 
-    What is there is kept, and a line says where the new part begins. A file that another running process has claimed is
-    left to it: then it is the first of ``<name>.1``, ``<name>.2`` and so on that is free. On a file system without
-    locks nobody is known to have a file.
+    Existing content is kept, and a line marks where the new part begins. If another running process has claimed the
+    file, the first free one of ``<name>.1``, ``<name>.2`` and so on is opened. On a file system without locks, every
+    file counts as free.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the file cannot be created.
     """
     if is_overwritten():
         append = os.environ[OVERWRITE_VARIABLE] == "0"
@@ -92,7 +93,7 @@ def claim(path: Path) -> TextIO:
 
 
 def _begin_part(file: TextIO) -> None:
-    """Tell what is there from what will be written."""
+    """Mark where the new part of the file begins."""
     size = file.seek(0, os.SEEK_END)
     if size:
         file.buffer.seek(size - 1)
@@ -103,24 +104,24 @@ def _begin_part(file: TextIO) -> None:
 
 
 def _now() -> str:
-    """The time as logging writes it."""
+    """The time in the format of the logging module."""
     now = datetime.now()
     return f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03d}"
 
 
 def format_value(value: float) -> str:
-    """The shortest decimal that reads back as the same float64, without an exponent, which tools do not expect."""
+    """The shortest decimal that reads back as the same float64, without an exponent, since tools expect none."""
     return format(Decimal(repr(value)), "f") if math.isfinite(value) else f"{value}"
 
 
 class StatisticsLog:
     """The sink that writes the statistics log of a rank. A step is in the file when ``write`` returns.
 
-    The file is made when there is something to write.
+    The file is created when there is something to write.
 
     Args:
-        own_only: write what is this rank's alone, since another rank writes what is reduced.
-        given_names: layer -> the name that the script has given to it, under which it is written. It may change.
+        own_only: write only numbers of this rank alone, since another rank writes the reduced numbers.
+        given_names: layer -> the name that the script has given to it, which the log uses. The mapping may change.
     """
 
     def __init__(self, *, own_only: bool = False, given_names: Mapping[str, str] | None = None) -> None:
@@ -136,12 +137,12 @@ class StatisticsLog:
         self._position = 0
 
     def start(self, run: RunInfo) -> None:
-        """Take the place of the file from the run."""
+        """Take the path of the file from the run."""
         self._mark = _LOCAL_MARK.format(rank=run.rank)
         self._path = run.log_dir / STATISTICS_FOLDER / log_file_name(run.rank)
 
     def write(self, records: StepRecords) -> None:
-        """Append a line a number."""
+        """Append one line per number."""
         numbers = zip(records.series.tolist(), records.values, strict=True)
         written = list(itertools.compress(numbers, records.own)) if self._own_only else list(numbers)
         if self._path is None or not written:
@@ -173,7 +174,7 @@ class StatisticsLog:
             raise FileNotFoundError(f"{self._path} was deleted while it was written")
 
     def _names_in(self, table: SeriesTable) -> Sequence[str]:
-        """The names of a table's series, made once for each."""
+        """The names of a table's series, each made once."""
         if self._named is not table or self._named_as != self._given_names:
             self._named, self._named_as, self._names = table, dict(self._given_names), []
         for number in range(len(self._names), len(table)):

@@ -1,6 +1,6 @@
-"""Which of many numbers are the worst, by the direction that the table of statistics gives each of them.
+"""Finds the worst of many numbers, by the direction that the table of statistics gives to each statistic.
 
-What delayed scaling does in a layer's first step, with the scale 1, is left out: ``StepRecords.unscaled``.
+Statistics of delayed scaling from a layer's first step, with the scale 1, are left out: ``StepRecords.unscaled``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ ByLayer = Mapping[str, float]
 
 
 def judged(records: StepRecords) -> Mapping[Family, ByLayer]:
-    """The numbers of a step that tell something of the run: without those of delayed scaling before it has a scale."""
+    """The numbers of a step that count for the worst of the run: all but those of delayed scaling without a scale
+    yet."""
     if not records.unscaled:
         return records.families
     return {
@@ -44,10 +45,10 @@ def judged(records: StepRecords) -> Mapping[Family, ByLayer]:
 
 
 def worst_of_all(families: Mapping[Family, ByLayer]) -> dict[str, tuple[Series, float]]:
-    """The worst number, with its series, for each name of :data:`WORST_OF_ALL` of which there is one.
+    """The worst number, with its series, for each name of :data:`WORST_OF_ALL` that the step has.
 
     Args:
-        families: of a step, those that are :func:`judged`.
+        families: the numbers of a step that are :func:`judged`.
     """
     found: dict[str, tuple[Series, float]] = {}
     keys = {statistic: key for key, statistic in WORST_OF_ALL.items()}
@@ -135,14 +136,14 @@ class RunStatistics:
 
 
 _SIGN = {Worse.HIGH: 1.0, Worse.LOW: -1.0, Worse.AWAY_FROM_ZERO: math.nan, Worse.NEITHER: 0.0, None: 0.0}
-"""Direction -> what a value is multiplied with to grow as it gets worse; nan: its size counts, 0: nothing does."""
+"""Direction -> the factor that makes a value grow as it gets worse; nan: the magnitude counts; 0: nothing counts."""
 
 
 def worst_layers(most: int, family: Family, values: ByLayer, beside: Mapping[Family, ByLayer]) -> list[str]:
     """The worst layers by a statistic, the worst first.
 
-    An SQNR or a squared error tells little of elements that are lost beside an outlier. There the layers with the most
-    underflows and overflows take turns with those that are worst by the statistic itself.
+    An SQNR or a squared error says little about elements that are lost beside an outlier. For these statistics, the
+    layers with the most underflows and overflows take turns with the layers that are worst by the statistic itself.
 
     Args:
         most: how many.

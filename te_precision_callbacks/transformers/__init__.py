@@ -1,4 +1,4 @@
-"""Precision debugging for the Hugging Face Trainer: a callback, or a drop-in pair with a ``--debug`` flag.
+"""Precision debugging for the Hugging Face Trainer: a callback, or drop-in classes with a ``--debug`` flag.
 
 Usage::
 

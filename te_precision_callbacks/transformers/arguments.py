@@ -1,4 +1,4 @@
-"""TrainingArguments with the debug options of this package beside those of transformers."""
+"""TrainingArguments with the debug options of this package and those of transformers."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ VALID = (*(option.value for option in DebugOption), *DEBUG_OPTIONS)
 
 
 def parse_options(value: Any) -> list[DebugOption | PrecisionDebugOption]:
-    """The options that a value of ``debug=`` holds, each once.
+    """Gives the options in a value of ``debug=``, each once.
 
     Args:
         value: a text such as ``"a b"``, a list of such texts or of options, or None.
 
     Raises:
-        UnknownDebugOptionError: another name, or something that holds no names; the text lists all valid ones.
+        UnknownDebugOptionError: a name is unknown, or the value holds no names; the message lists all valid names.
     """
     if isinstance(value, Iterable) and not isinstance(value, str):
         value = [part.value if isinstance(part, (DebugOption, PrecisionDebugOption)) else part for part in value]
@@ -52,8 +52,9 @@ def parse_options(value: Any) -> list[DebugOption | PrecisionDebugOption]:
 class TrainingArguments(transformers.TrainingArguments):
     """``transformers.TrainingArguments`` whose ``debug`` also takes ``activation_overflow`` and ``te_precision``.
 
-    They do something in :class:`te_precision_callbacks.transformers.Trainer` and classes that inherit from it. Any
-    other Trainer warns at train begin that nothing is watched. Beside another trainer's arguments, in any order::
+    Both values take effect in :class:`te_precision_callbacks.transformers.Trainer` and its subclasses. Any other
+    Trainer warns when training begins that nothing is watched. To combine the class with another trainer's arguments,
+    in any order::
 
         @dataclass
         class Arguments(TrainingArguments, Seq2SeqTrainingArguments): ...
@@ -65,7 +66,7 @@ class TrainingArguments(transformers.TrainingArguments):
             Transformer Engine layer.
 
     Raises:
-        UnknownDebugOptionError: another name, also inside a list; a ValueError.
+        UnknownDebugOptionError: a name is unknown, also inside a list; a ValueError.
         OptionError: ``te_precision_config`` without ``te_precision``, or of another type.
     """
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class PrecisionDebugTrainerCallback(DebugCallback):
-    """Runs Transformer Engine's precision debugging during ``trainer.train()``, of the unmodified Trainer, too.
+    """Runs Transformer Engine's precision debugging during ``trainer.train()``, also in the unmodified Trainer.
 
     Logged to the reporting integrations of ``report_to``, on the main process, at ``state.global_step``:
 
@@ -40,15 +40,15 @@ class PrecisionDebugTrainerCallback(DebugCallback):
     - ``te/worst_underflows%`` and its kin, ``te/all/<tensor>/<statistic>/max`` and its kin: of the whole model, see
       :mod:`te_precision_callbacks.records.metrics`.
 
-    Added to the entries of ``state.log_history`` that have the training's loss, of what was collected since the last of
-    them, at most twelve keys: ``te/worst_underflows%``, ``te/worst_overflows%``, ``te/worst_sqnr_db``,
+    Added to the entries of ``state.log_history`` that have the training loss: the worst values since the previous
+    entry, at most twelve keys: ``te/worst_underflows%``, ``te/worst_overflows%``, ``te/worst_sqnr_db``,
     ``te/nonfinite_num``, each with ``_layer`` and ``_tensor``.
 
     Written below ``log_dir``, by default ``args.output_dir``: ``nvdlfw_inspect_logs`` (which features acted where, a
     file a rank) and ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
 
-    Evaluation and prediction are not observed; features that change precision act there as in training. The Trainer
-    tells no callback that a training failed: with :class:`te_precision_callbacks.transformers.Trainer`, or with
+    Evaluation and prediction are not observed. Features that change precision act there as in training. The Trainer
+    does not tell callbacks that a training failed: with :class:`te_precision_callbacks.transformers.Trainer`, or with
     ``trainer=``, the session is closed at once; otherwise at the next forward of the model or the next training, when
     the callback is collected, or when the process ends.
 
@@ -58,11 +58,11 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         **keywords: the options of every front door, see :class:`te_precision_callbacks.options.SessionOptions`.
 
     Raises:
-        ConfigError: the config cannot be used. What needs the model (a section that matches no layer) is raised at the
-            begin of the training.
-        OptionError: an unknown option, or a value that it does not take.
-        TransformerEngineUnavailableError: at the begin of the training, Transformer Engine cannot be imported.
-        DataParallelError: at the begin of the training, ``args.n_gpu`` is above 1.
+        ConfigError: the config cannot be used. Problems that need the model (a section that matches no layer) are
+            raised when training begins.
+        OptionError: an option is unknown, or its value is invalid.
+        TransformerEngineUnavailableError: when training begins, Transformer Engine cannot be imported.
+        DataParallelError: when training begins, ``args.n_gpu`` is above 1.
 
     Example::
 
@@ -105,7 +105,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         return TE_PRECISION, *self._options.debug
 
     def release(self) -> None:
-        """End what ``keep_precision=True`` has left acting on the model after the training."""
+        """Remove the features that ``keep_precision=True`` has left acting on the model after the training."""
         if self._training is not None:
             self._training.session.release()
 
@@ -123,7 +123,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         model: torch.nn.Module | None = None,
         **keywords: Any,
     ) -> None:
-        """Start the session: here ``accelerator.prepare`` has replaced and wrapped what it does."""
+        """Start the session: ``accelerator.prepare`` has replaced layers and wrapped the model by now."""
         self._close(SessionError("Another training began."), at_once=False)
         close_abandoned()
         if model is None:
@@ -183,20 +183,20 @@ class PrecisionDebugTrainerCallback(DebugCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
     ) -> None:
-        """Observe no more: all micro-batches are done, and what another callback does with the model is its own."""
+        """Stop observing: all micro-batches are done, and other callbacks may run the model from here on."""
         self._pause()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
     ) -> None:
-        """End a debug iteration: all of the micro-batches of an accumulation are one."""
+        """End a debug iteration, which holds all micro-batches of an accumulation."""
         if self._training is not None and self._training.running:
             self._training.end_step(TrainerEvent(args, state, control, keywords))
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
     ) -> None:
-        """Observe no more also where the epoch was stopped inside of an accumulation."""
+        """Stop observing, even if the epoch was stopped inside an accumulation."""
         self._pause()
 
     def _pause(self) -> None:
@@ -206,7 +206,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
     ) -> None:
-        """Say where the features that changed precision in training do not act any more."""
+        """Warn if the features that changed precision in training no longer act."""
         if self._training is not None:
             self._training.session.tell_of_evaluation("An evaluation after the training")
 
@@ -223,11 +223,11 @@ class PrecisionDebugTrainerCallback(DebugCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
     ) -> None:
-        """End the session. The integrations have been told already, and may be closed."""
+        """End the session. The integrations got their last event before, and may be closed."""
         self._close(None, at_once=False)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the session of a training that has just failed, where the trainer is not known to the callback."""
+        """End the session of a training that has just failed, if the callback does not know the trainer."""
         self._close(error, at_once=True)
 
     def _close(self, error: BaseException | None, *, at_once: bool) -> None:

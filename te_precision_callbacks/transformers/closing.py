@@ -1,4 +1,4 @@
-"""Closing what a training opened where the training fails: the Trainer raises no event then."""
+"""Closes debug callbacks when a training fails: the Trainer raises no event then."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ logger = logging.getLogger(__name__)
 
 
 class DataParallelError(OptionError, ValueError):
-    """Debugging was asked for under ``torch.nn.DataParallel``, whose copies of the model nobody can watch."""
+    """Debugging was requested under ``torch.nn.DataParallel``, whose copies of the model cannot be watched."""
 
 
 class DebugCallback(TrainerCallback, ABC):
-    """A callback that opens something at train begin, and closes it at train end or where the training fails."""
+    """A callback that opens resources when training begins, and closes them when training ends or fails."""
 
     @property
     @abstractmethod
     def watches(self) -> tuple[str, ...]:
-        """The debug options that it acts on."""
+        """The debug options that the callback acts on."""
 
     @abstractmethod
     def close(self, error: BaseException | None = None) -> None:
-        """Close what is open after the training has just failed with ``error``; does nothing where nothing is."""
+        """Close open resources after the training has failed with ``error``; does nothing if nothing is open."""
 
 
 def refuse_data_parallel(args: TrainingArguments) -> None:
-    """Refuse to debug under DataParallel, which runs each forward on copies of the model that it makes for it.
+    """Refuse to debug under DataParallel, which makes new copies of the model for each forward.
 
     Raises:
         DataParallelError: ``args.n_gpu`` is above 1.
@@ -50,7 +50,7 @@ def refuse_data_parallel(args: TrainingArguments) -> None:
 
 @contextmanager
 def closing(handler: CallbackHandler) -> Iterator[None]:
-    """A training of a trainer that is known: whatever it raises closes its debug callbacks at once."""
+    """Closes a known trainer's debug callbacks at once when its training raises."""
     try:
         yield
     except BaseException as error:
@@ -71,7 +71,7 @@ def close_with(trainer: transformers.Trainer, callback: DebugCallback) -> None:
 
 
 class _ClosingTrain:
-    """What stands in the place of a trainer's method ``train``; a copy or pickle of the trainer has the method."""
+    """Replaces a trainer's method ``train``; a copy or pickle of the trainer has the original method."""
 
     def __init__(self, trainer: transformers.Trainer, callback: DebugCallback) -> None:
         self._trainer = trainer
@@ -94,7 +94,7 @@ class _ClosingTrain:
 
 
 def _restore_train(trainer: weakref.ref[transformers.Trainer], train: weakref.ref[_ClosingTrain]) -> None:
-    """Give the trainer its own method back, unless somebody else has put something there since."""
+    """Restore the trainer's own method, unless other code has replaced it since."""
     found = trainer()
     if found is not None and found.__dict__.get("train") is train():
         del found.__dict__["train"]

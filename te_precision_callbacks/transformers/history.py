@@ -1,4 +1,4 @@
-"""What ``state.log_history`` gets of the statistics: the worst of a few, each with its layer.
+"""The worst values of a few statistics, each with its layer, for ``state.log_history``.
 
 {"loss": 2.31, ..., "step": 20, "te/worst_underflows%": 3.5, "te/worst_underflows%_layer": "model.layers.0.mlp.fc2",
  "te/worst_underflows%_tensor": "gradient", "te/worst_sqnr_db": 28.1, ..., "te/nonfinite_num": 0.0}
@@ -38,9 +38,9 @@ class HistorySummary:
                 self._worst[key] = (series, value)
 
     def update(self, entry: dict[str, Any]) -> None:
-        """Put the summary into the entry of a logging event of the training, and begin anew.
+        """Put the summary into the entry of a logging event of the training, and start a new summary.
 
-        The entry of an evaluation, or of what a user logs, is left as it is; so is one where nothing was collected.
+        Entries of evaluations, entries that a user logs, and entries without collected statistics stay unchanged.
         """
         if not any(name in entry for name in _TRAINING_METRICS):
             return

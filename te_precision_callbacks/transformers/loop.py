@@ -1,4 +1,4 @@
-"""Whose training this is: found on the stack, since a callback is handed neither the trainer nor its handler.
+"""Finds the running training on the stack, since a callback gets neither the trainer nor its handler.
 
 Read from transformers 5.0 to 5.23: ``Trainer.train`` runs the whole loop, and every event comes from a method of
 ``trainer.callback_handler``, a ``CallbackHandler``.
@@ -18,16 +18,16 @@ from transformers.trainer_callback import CallbackHandler
 
 
 def find_handler() -> CallbackHandler | None:
-    """The callback handler that called the event from which this is called; None where none did.
+    """Finds the callback handler that raised the event in which this function is called; None if there is none.
 
-    It is the ``self`` of the innermost frame whose ``self`` is a ``transformers.trainer_callback.CallbackHandler``. A
-    callback that is called by another callback is found, too.
+    The handler is the ``self`` of the innermost frame whose ``self`` is a
+    ``transformers.trainer_callback.CallbackHandler``. This also works in a callback that another callback calls.
     """
     return next((owner for _, owner in _methods() if isinstance(owner, CallbackHandler)), None)
 
 
 def find_loop(handler: CallbackHandler, state: TrainerState) -> TrainingLoop | None:
-    """The running ``train()`` of the trainer that owns ``handler``; None where another kind of loop calls it."""
+    """Finds the running ``train()`` of the trainer that owns ``handler``; None if another kind of loop calls it."""
     for frame, owner in _methods():
         if isinstance(owner, Trainer) and owner.callback_handler is handler and frame.f_code.co_name == "train":
             return TrainingLoop(owner, frame.f_code, state)
@@ -56,9 +56,9 @@ class TrainingLoop:
 
     @property
     def running(self) -> bool:
-        """Whether this is called from inside of it; from another thread it cannot be told, and is taken as if it were.
+        """Whether the caller is inside the training. From another thread this is unknown, and counts as inside.
 
-        It takes a few microseconds: a look at the codes on the stack.
+        The check takes a few microseconds: it compares the code objects on the stack.
         """
         if threading.get_ident() != self._thread:
             return True

@@ -1,4 +1,4 @@
-"""``--debug activation_overflow`` alone: no session, and no Transformer Engine."""
+"""``--debug activation_overflow`` on its own, without a session and without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ActivationOverflowCallback(DebugCallback):
         model: torch.nn.Module,
         **keywords: Any,
     ) -> None:
-        """Hook the model, after ``accelerator.prepare`` has replaced the layers that it replaces."""
+        """Hook the model, after ``accelerator.prepare`` has replaced layers."""
         from te_precision_callbacks.debug_utils import DebugActivationOverflow
 
         self.close()
@@ -50,11 +50,11 @@ class ActivationOverflowCallback(DebugCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
     ) -> None:
-        """Take the hooks off, after a last look."""
+        """Remove the hooks, after a last look."""
         self.close()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close(error)

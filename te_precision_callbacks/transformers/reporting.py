@@ -1,8 +1,9 @@
-"""A step's statistics to the trainer's reporting integrations, those of ``report_to``, and to nobody else.
+"""Sends a step's statistics to the trainer's reporting integrations (``report_to``), and to no other callback.
 
 An integration is a callback of one of the classes in transformers' ``INTEGRATION_TO_CALLBACK``. Its own ``on_log`` is
-called, so that steps and processes are as for the trainer's own metrics. Most integrations put ``train/`` in front of
-every name, which would add thousands of charts to the group of the loss; ours keep their names: ``te.<layer>/...``.
+called, so steps and processes are the same as for the trainer's own metrics. Most integrations put ``train/`` in front
+of every name, which would add thousands of charts to the group of the loss. Statistics keep their names:
+``te.<layer>/...``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class ReportingError(PrecisionDebugError, RuntimeError):
 
 
 class TrainerEvent(NamedTuple):
-    """What a callback is called with."""
+    """The arguments with which a callback is called."""
 
     args: TrainingArguments
     state: TrainerState
@@ -48,7 +49,7 @@ class Reporting:
     """The sinks of a training on the main process, one for each reporting integration of a handler.
 
     Attributes:
-        event: the last event of the training. None: the integrations are not open, and get nothing.
+        event: the last event of the training. None: the integrations are not open, and get no statistics.
     """
 
     def __init__(self, handler: CallbackHandler, select: MetricSelection) -> None:
@@ -60,10 +61,11 @@ class Reporting:
 
 
 class _OwnName(str):
-    """A metric's name that stays as it is where an integration puts ``train/`` in front of it.
+    """A metric's name that stays unchanged when an integration puts ``train/`` in front of it.
 
     transformers 5.23.0, ``integrations/integration_utils.py: rewrite_logs`` has ``"train/" + name``: the reflected
-    addition of a subclass of str comes before str's own. An integration that renames in another way still may.
+    addition of a subclass of str takes precedence over str's own. An integration that renames in another way can still
+    do so.
     """
 
     def __radd__(self, other: str) -> str:
@@ -80,7 +82,7 @@ class _IntegrationSink(LoggerSink):
         self._known: set[str] = set()
 
     def log(self, metrics: dict[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
-        """Log, at the step of the trainer's own metrics; not at all where the training is over."""
+        """Log at the step of the trainer's own metrics; does nothing after the training."""
         event = self._reporting.event
         if event is None:
             return
@@ -108,7 +110,7 @@ class _IntegrationSink(LoggerSink):
 
 
 def _at_step(state: TrainerState, step: int) -> TrainerState:
-    """The state as it is at the end of a step: another one where that step could not be completed."""
+    """The state at the end of a step; a different state if that step could not be completed."""
     if state.global_step == step:
         return state
     state = copy.copy(state)

@@ -20,22 +20,22 @@ from te_precision_callbacks.transformers.overflow import ActivationOverflowCallb
 class Trainer(transformers.Trainer):
     """``transformers.Trainer`` that acts on ``--debug activation_overflow`` and ``--debug te_precision``.
 
-    It is a mixin as well, in any order: ``class MyTrainer(Trainer, Seq2SeqTrainer)``. Where the other class comes
-    first, its constructor does not take the two keywords below: give ``args`` the options.
+    The class is also a mixin, in any order: ``class MyTrainer(Trainer, Seq2SeqTrainer)``. If the other class comes
+    first, its constructor does not take the two keywords below: put the options into ``args``.
 
-    Whatever ends a training, a KeyboardInterrupt as well, also ends the debugging at once; so it does for a
-    :class:`PrecisionDebugTrainerCallback` among ``callbacks``.
+    Every exception that ends a training, including KeyboardInterrupt, also ends the debugging at once. The same holds
+    for a :class:`PrecisionDebugTrainerCallback` among ``callbacks``.
 
     Args:
         *arguments: as transformers' Trainer takes them.
-        debug: debug options beside those of ``args.debug``, in the same form; all that transformers takes as well.
-        te_precision_config: the config of ``te_precision``, in the place of ``args.te_precision_config``.
+        debug: debug options in addition to those of ``args.debug``, in the same form; the options of transformers too.
+        te_precision_config: the config of ``te_precision``, instead of ``args.te_precision_config``.
         **keywords: as transformers' Trainer takes them.
 
     Raises:
-        UnknownDebugOptionError: an unknown name; a ValueError.
-        ConfigError: ``args.te_precision_config`` cannot be used. What needs the model (a section that matches no
-            layer) is raised by ``train()``, before the first step.
+        UnknownDebugOptionError: a name is unknown; a ValueError.
+        ConfigError: ``args.te_precision_config`` cannot be used. Problems that need the model (a section that matches
+            no layer) are raised by ``train()``, before the first step.
         DataParallelError: ``args.n_gpu`` is above 1, with a debug option of this package.
 
     Example::
@@ -80,7 +80,7 @@ class Trainer(transformers.Trainer):
         raise SessionError("The trainer has no session: it has one with debug='te_precision', when train() begins.")
 
     def train(self, *arguments: Any, **keywords: Any) -> Any:
-        """As of transformers' Trainer; whatever it raises ends the debugging."""
+        """Train as transformers' Trainer does; every exception ends the debugging."""
         with closing(self.callback_handler):
             return super().train(*arguments, **keywords)
 

@@ -1,4 +1,4 @@
-"""One training under a session, from train begin to whatever ends it."""
+"""One training under a session, from its beginning to its end or failure."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from te_precision_callbacks.transformers.reporting import Reporting, TrainerEven
 logger = logging.getLogger(__name__)
 
 _OPEN: weakref.WeakSet[Training] = weakref.WeakSet()
-"""Those that were not closed yet."""
+"""The trainings that were not closed yet."""
 
 
 class Training:
-    """A session that observes the steps of one training and is closed once, by the first who sees that it is over.
+    """A session that observes the steps of one training, and is closed once, by the first code that sees its end.
 
-    Its parts refer to each other and to the model, never to the callback, which can be collected while it runs.
+    The object refers to the model, never to the callback, which can be garbage-collected while the training runs.
 
     Args:
         session: a running session that knows its model.
         reporting: the integrations that get statistics.
         history: what the trainer's log history gets.
-        loop: the training; None where it cannot be told whether it is running.
-        model: its model. A forward of it outside of the training closes the session; one of a part of it alone runs as
-            without a session.
+        loop: the training; None if it is unknown whether it is running.
+        model: the model of the training. A forward of the model outside the training closes the session; a forward of
+            only a part of the model runs as without a session.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Training:
         return self.session.running
 
     def begin_step(self, event: TrainerEvent) -> None:
-        """Observe from here to :meth:`pause`: what runs in between two steps is evaluation, or a user's own."""
+        """Observe from here to :meth:`pause`: forwards between two steps are evaluation, or the user's own."""
         self._take(event)
         self.session.observing = True
 
@@ -74,11 +74,11 @@ class Training:
             self.history.add(records)
 
     def close(self, error: BaseException | None, *, at_once: bool) -> None:
-        """End the session; does nothing where it was ended.
+        """End the session; does nothing if it has ended.
 
         Args:
             error: what ended the training, None after a normal end.
-            at_once: False where time has passed since the training ended: the integrations are not given what was
+            at_once: False if time has passed since the training ended: the integrations then do not get the statistics
                 gathered since its last step, since they may have been closed or moved on to another run.
         """
         _OPEN.discard(self)
@@ -93,7 +93,7 @@ class Training:
             self._take(None)
 
     def close_if_over(self) -> None:
-        """End the session where this is not called from inside of the training."""
+        """End the session if the caller is not inside the training."""
         if self.running and self._loop is not None and not self._loop.running:
             logger.warning(
                 "The training that precision debugging observed has ended with an exception. Its session is closed now."
@@ -106,7 +106,7 @@ class Training:
 
 
 def close_abandoned() -> None:
-    """End the sessions of failed trainings, of any callback: in a process there is one session at a time."""
+    """End the sessions of failed trainings, of any callback: a process has one session at a time."""
     for training in list(_OPEN):
         training.close_if_over()
 
