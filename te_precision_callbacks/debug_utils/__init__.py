@@ -1,4 +1,4 @@
-"""Activation overflow: where an activation or a gradient becomes inf or nan, and what led to it.
+"""Activation overflow: finds where an activation or a gradient becomes inf or nan, and shows what led to it.
 
 Usage::
 
@@ -6,7 +6,7 @@ Usage::
 
     debug_overflow = DebugActivationOverflow(model)
 
-See :class:`DebugActivationOverflow`, and :func:`detect_overflow` for a look inside of a forward.
+See :class:`DebugActivationOverflow`, and :func:`detect_overflow` for checks inside a forward.
 """
 
 from te_precision_callbacks.debug_utils.detector import DebugActivationOverflow

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class DebugActivationOverflow:
     """Stops a run where an activation or a gradient becomes inf or nan, and shows what led to it.
 
-    It works from its construction on, or as a context manager, which takes its hooks away at the end::
+    The detector works from its construction on. As a context manager it removes its hooks at the end::
 
         with DebugActivationOverflow(model):
             for batch in loader:
@@ -39,8 +39,8 @@ class DebugActivationOverflow:
                 optimizer.step()          # raises ActivationOverflowError, before the weights are touched
                 optimizer.zero_grad()
 
-    The report shows the last frames up to the bad one: ``abs_max`` is the largest magnitude, ``>`` what enters a
-    module, ``<`` what leaves it, ``[0]`` the batch::
+    The report shows the last frames up to the bad one. ``abs_max`` is the largest magnitude; ``>`` marks a tensor that
+    enters a module, ``<`` a tensor that leaves it; ``[0]`` is the batch::
 
         < [0] encoder.block.2.layer.1.DenseReluDense.wo: Linear: output has infs
 
@@ -50,39 +50,39 @@ class DebugActivationOverflow:
         abs_max= 1.80e+04 > [0] encoder.block.2.layer.1.DenseReluDense.wo: Linear: input[0]
         abs_max=      inf < [0] encoder.block.2.layer.1.DenseReluDense.wo: Linear: output
 
-    In the mode ``deferred`` nothing waits for the device in forward and backward. All is looked at once, before an
-    optimizer of the model steps or in :meth:`look`; without gradients, at the end of the outermost forward.
+    In the mode ``deferred`` nothing waits for the device in forward and backward. All tensors are checked once, before
+    an optimizer of the model steps or in :meth:`look`; without gradients, at the end of the outermost forward.
 
     Args:
-        model: the model; or several, as a list or as a mapping whose keys their paths begin with. On any device and in
-            any wrapper.
-        max_frames: how many frames a report has at most.
+        model: the model; or several, as a list or as a mapping whose keys become prefixes of the paths. On any device
+            and in any wrapper.
+        max_frames: the maximum number of frames in a report.
         mode: ``deferred``, or ``immediate``: looks at the end of each module's forward, and raises from there.
-        gradients: whether gradients are watched, of activations and parameters.
-        parameters: whether the values of each module's parameters are shown, and looked at.
+        gradients: whether gradients of activations and parameters are watched.
+        parameters: whether the values of each module's parameters are shown and checked.
         abs_min: whether a column with the smallest magnitude is shown; each tensor is read once more for it.
-        trace_batches: numbers of batches whose frames are all logged (as warnings), and not looked at.
+        trace_batches: numbers of batches whose frames are all logged (as warnings), and not checked.
         abort_after_batch: the number of a batch after which :class:`AbortAfterBatch` is raised.
-        allow_neg_inf: patterns (as in ``fnmatch``) of the paths of modules that make -inf on purpose.
+        allow_neg_inf: patterns (as in ``fnmatch``) of the paths of modules that produce -inf on purpose.
         warn_above: a share of the dtype's largest number: one warning for each module with an output above it. None: no
             warning.
-        distributed: whether all ranks stop together, with the culprit of the one on which it came first: one number is
-            reduced in each training look, which all ranks must take part in.
-        process_group: over which ranks; None for all.
-        on_failure: what a failure of detection itself does: ``raise`` a :class:`DetectionFailedError` in the next look,
+        distributed: whether all ranks stop together, with the first culprit of any rank: one number is reduced in each
+            training look, in which all ranks must take part.
+        process_group: the ranks that stop together; None for all.
+        on_failure: what happens if detection itself fails: ``raise`` a :class:`DetectionFailedError` in the next look,
             on all ranks, since an overflow may have been missed; ``warn`` logs it as an error, and training goes on
             without detection.
         **names_of_transformers: ``trace_batch_nums`` and ``abort_after_batch_num``, as
             ``transformers.debug_utils.DebugUnderflowOverflow`` names ``trace_batches`` and ``abort_after_batch``.
 
-    After an :class:`ActivationOverflowError` it goes on watching, for a loop that catches it. A second detector on a
-    model takes the place of the first.
+    After an :class:`ActivationOverflowError` the detector goes on watching, for a loop that catches the error. A second
+    detector on a model replaces the first.
 
     Raises:
-        OverflowOptionError: an unknown keyword, or a value that a keyword does not take.
+        OverflowOptionError: a keyword is unknown, or its value is invalid.
         OverflowDetectorError: no model.
-        ActivationOverflowError: while training, or in :meth:`look` or :meth:`close`: an inf or nan.
-        DetectionFailedError: there too: detection itself has failed.
+        ActivationOverflowError: while training, or in :meth:`look` or :meth:`close`: there was an inf or nan.
+        DetectionFailedError: in the same places: detection itself has failed.
     """
 
     def __init__(
@@ -133,19 +133,19 @@ class DebugActivationOverflow:
 
     @property
     def batch_number(self) -> int:
-        """The number of the training batch that is running or was the last, 0-based; before the first one, of the
-        forward without gradients."""
+        """The number of the current or last training batch, counted from 0; before the first training batch, the number
+        of the forward without gradients."""
         return self._journal.batches.number
 
     @property
     def reports(self) -> int:
-        """How many overflows it has reported."""
+        """The number of overflows that the detector has reported."""
         return self._looking.reports
 
     @property
     def loss_scaled(self) -> bool:
-        """Whether the loss is scaled by something other than torch's GradScaler, which is recognized: then gradients
-        that are inf or nan are shown, and are no reason to stop. May be set at any time."""
+        """Whether something other than torch's GradScaler, which is recognized, scales the loss: gradients that are inf
+        or nan are then shown, and do not stop the run. May be set at any time."""
         return self._looking.reader.loss_scaled
 
     @loss_scaled.setter
@@ -154,8 +154,8 @@ class DebugActivationOverflow:
 
     @property
     def abandoned(self) -> Callable[[], bool] | None:
-        """Tells whether the loop that made the detector has ended without closing it: then forwards, backwards and
-        steps are not its any more, and it does nothing. None: never. May be set at any time."""
+        """A function that tells whether the loop that made the detector has ended without closing it: the detector then
+        ignores forwards, backwards and steps. None: never. May be set at any time."""
         return self._journal.abandoned
 
     @abandoned.setter
@@ -163,35 +163,36 @@ class DebugActivationOverflow:
         self._journal.abandoned = value
 
     def begin_batch(self) -> None:
-        """Say that a batch begins, where the loop does not call the model itself but modules in it.
+        """Mark the beginning of a batch, in a loop that calls submodules instead of the model itself.
 
-        From the first call on, batches are counted by these calls alone.
+        From the first call on, only these calls count batches.
 
         Raises:
-            AbortAfterBatch: the batch before was the last one that was wanted.
+            AbortAfterBatch: the previous batch was ``abort_after_batch``.
         """
         self._journal.batches.give()
         if not self._journal.closed:
             self._looking.next_batch()
 
     def look(self) -> None:
-        """Look at what training has done since the last look; where ranks stop together, on all of them.
+        """Check the tensors since the last look; if ranks stop together, call this on all of them.
 
-        Not needed where an optimizer of the model steps: it looks before each step, also before one that a GradScaler
-        leaves out.
+        Not needed where an optimizer of the model steps: each step triggers a look first, even if a GradScaler then
+            skips
+        the step.
 
         Raises:
             ActivationOverflowError: there was an inf or nan.
             DetectionFailedError: detection itself has failed.
-            AbortAfterBatch: the last batch that was wanted is over.
+            AbortAfterBatch: the batch ``abort_after_batch`` is over.
         """
         self._looking.look()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Look at what was not looked at, on this rank alone, and take all hooks away. Closing twice does nothing.
+        """Check the tensors since the last look, on this rank alone, and remove all hooks. Closing twice does nothing.
 
         Args:
-            error: what ended the run. What is found is logged then, and not raised over it.
+            error: the exception that ended the run. Findings are then logged, and not raised over that exception.
 
         Raises:
             ActivationOverflowError: without ``error``: there was an inf or nan.

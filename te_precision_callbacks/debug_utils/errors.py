@@ -13,10 +13,10 @@ class ActivationOverflowError(PrecisionDebugError, RuntimeError):
     Attributes:
         path: the module's path in the model, without wrapper parts; empty for the model itself.
         class_name: the module's class.
-        role: which tensor of it: ``output``, ``input[0]``, ``grad_output[logits]``, ``grad of weight``, or the label
-            that was given to :func:`~te_precision_callbacks.debug_utils.detect_overflow`.
-        batch: the batch number, 0-based: of the training, or of an evaluation since the last training batch.
-        evaluation: whether it happened in such an evaluation.
+        role: the tensor of the module: ``output``, ``input[0]``, ``grad_output[logits]``, ``grad of weight``, or the
+            label that was given to :func:`~te_precision_callbacks.debug_utils.detect_overflow`.
+        batch: the batch number, counted from 0 in the training, or in an evaluation since the last training batch.
+        evaluation: whether the overflow happened in such an evaluation.
         rank: the rank on which it happened.
         report: the whole report.
     """
@@ -47,7 +47,7 @@ class ActivationOverflowError(PrecisionDebugError, RuntimeError):
 
 
 def _rebuilt(message: str, attributes: dict[str, object]) -> ActivationOverflowError:
-    """For pickle: a process that a trainer spawned sends its exception to the one that waits for it."""
+    """Rebuild the exception for pickle: a spawned process sends its exception to the waiting process."""
     error = ActivationOverflowError(
         message, path="", class_name="", role="", batch=0, evaluation=False, rank=0, report=""
     )
@@ -56,12 +56,12 @@ def _rebuilt(message: str, attributes: dict[str, object]) -> ActivationOverflowE
 
 
 class DetectionFailedError(PrecisionDebugError, RuntimeError):
-    """Detection has failed, and what was done since cannot be judged: an overflow may have been missed.
+    """Detection has failed, and an overflow may have been missed since.
 
-    It is raised from the failure itself on the rank where that happened.
+    On the rank where the failure happened, the exception is raised from the failure itself.
 
     Attributes:
-        rank: the rank on which it happened.
+        rank: the rank on which detection failed.
         failure: the class and the text of the failure.
     """
 
@@ -83,14 +83,14 @@ class OverflowDetectorError(PrecisionDebugError, ValueError):
 
 
 class OverflowOptionError(OptionError, ValueError):
-    """A value that a keyword of the detector does not take."""
+    """The value of a keyword of the detector is invalid."""
 
 
 class AbortAfterBatch(PrecisionDebugError, ValueError):
-    """The batch is over after which the detector was asked to end the run (``abort_after_batch=``).
+    """The batch is over after which the run must end (``abort_after_batch=``).
 
     Attributes:
-        batch: its number, 0-based.
+        batch: the number of the batch, counted from 0.
     """
 
     def __init__(self, batch: int) -> None:

@@ -1,4 +1,4 @@
-"""What the keywords of the detector say, checked."""
+"""The checked keywords of the detector."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OnFailure = Literal["raise", "warn"]
 
 
 class NamesOfTransformers(TypedDict, total=False):
-    """What ``transformers.debug_utils.DebugUnderflowOverflow`` calls keywords that it has, too."""
+    """The names in ``transformers.debug_utils.DebugUnderflowOverflow`` of keywords that both detectors have."""
 
     trace_batch_nums: Iterable[int] | None
     abort_after_batch_num: int | None
@@ -29,7 +29,7 @@ class Options:
     """The keywords of :class:`~te_precision_callbacks.debug_utils.DebugActivationOverflow`, each under its name.
 
     Raises:
-        OverflowOptionError: a value that its keyword does not take.
+        OverflowOptionError: the value of a keyword is invalid.
     """
 
     max_frames: int
@@ -66,10 +66,10 @@ class Options:
 def from_transformers(
     given: Mapping[str, Any], trace_batches: Iterable[int], abort_after_batch: int | None
 ) -> tuple[Iterable[int], int | None]:
-    """The values of ``trace_batches`` and ``abort_after_batch``, under whichever name.
+    """The values of ``trace_batches`` and ``abort_after_batch``, given under either name.
 
     Raises:
-        OverflowOptionError: an unknown keyword, or a value under both names.
+        OverflowOptionError: a keyword is unknown, or a value was given under both names.
     """
     ours = {"trace_batch_nums": "trace_batches", "abort_after_batch_num": "abort_after_batch"}
     for (theirs, name), own in zip(ours.items(), (trace_batches, abort_after_batch), strict=True):
@@ -94,7 +94,7 @@ def listed(key: str, value: object) -> tuple[Any, ...]:
     """The values of a keyword that takes several.
 
     Raises:
-        OverflowOptionError: ``value`` is no list of them.
+        OverflowOptionError: ``value`` is no list of values.
     """
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise OverflowOptionError(f"{key}= is a list, not {value!r}.")

@@ -1,4 +1,4 @@
-"""The model of a run: its layers under their names, and what the config does with each."""
+"""The model of a run: its named layers, and what the config does with each layer."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ class ObservedModel:
         options: of the session.
         inspector: gets the names and the plan.
         hooks: get the modules.
-        engine: gets how the layers are split over ranks.
-        findings: get what there is to say of each layer.
-        failures: told what goes wrong.
-        notices: what the run has said.
+        engine: gets the split of layers over ranks.
+        findings: get the facts about each layer.
+        failures: get errors.
+        notices: the messages that the run has logged once.
 
     Attributes:
         modules: the Transformer Engine modules of this rank.
-        layer_names: those of their layers.
+        layer_names: the names of the layers of these modules.
         attached: whether there is a model.
-        given_names: layer -> the name that the script gave, of those that no other layer has.
+        given_names: layer -> the name that the script gave to it and to no other layer.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class ObservedModel:
 
     @property
     def config_source(self) -> str:
-        """Where the config came from, a path or ``<mapping>``."""
+        """The source of the config, a path or ``<mapping>``."""
         source = self._options.config.source
         return str(source) if source else "a mapping"
 
     # ------------------------------------------------------------------ a model that is given
 
     def attach(self, model: Model, ranks: Ranks) -> None:
-        """Name and watch a model, in the place of what was watched before; on all ranks.
+        """Name and watch a model, instead of the model that was watched before; on all ranks.
 
         Raises:
             ConfigError, SessionError: as ``InspectSession.attach``.
@@ -136,7 +136,7 @@ class ObservedModel:
         return layers
 
     def _name_by_number(self, alike: Mapping[str, Sequence[str]]) -> None:
-        """Call layers by their number in the whole model: statistics of different ones would go under one name."""
+        """Name layers by their number in the whole model, since different layers would share a name."""
         self._by_number = True
         if own_rank() == 0:
             name, numbered = next(iter(alike.items()))
@@ -151,7 +151,7 @@ class ObservedModel:
     def _plan(
         self, model: Model, layers: Sequence[Layer], layers_of_all: Sequence[Layer]
     ) -> tuple[Plan, list[NamespacedFeatures]]:
-        """What happens in this rank's layers but those that are refused, and the features of all sections."""
+        """Plan the features of this rank's layers without refused layers, and list the features of all sections."""
         config, registered = self._options.config, self._inspector.registered
         plan = config.plan(
             layers_of_all,
@@ -167,7 +167,7 @@ class ObservedModel:
         return self._refused.leave(replace(plan, layers=own), model, self.modules, effects), sections
 
     def _take_names(self, layers: Sequence[Layer], plan: Plan) -> None:
-        """Know the layers of all ranks by the names that the script gave, and say what is ambiguous about names."""
+        """Collect the names that the script gave to layers on all ranks, and warn of ambiguous names."""
         self._layers_of_all = tuple(layers)
         named = by_given_name(layers)
         self.given_names.clear()
@@ -203,9 +203,9 @@ class ObservedModel:
     # ------------------------------------------------------------------ what changes in it
 
     def follow(self) -> None:
-        """Watch what has come into the model since the last step, and say what trains outside of it.
+        """Watch modules that were added to the model since the last step, and warn of modules that train outside it.
 
-        Without a collective, since other ranks may have nothing new: a section matches if it did when all attached.
+        Runs no collective, since other ranks may have nothing new: a section matches if it did when all ranks attached.
         """
         if self._tree is not None and self._tree.changed():
             before = {id(module.module): module.name for module in self.modules}
@@ -246,20 +246,20 @@ class ObservedModel:
     # ------------------------------------------------------------------ what Transformer Engine refuses
 
     def note_refusal(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
-        """Take note of a forward that is left as it is."""
+        """Note a forward that is left as it is."""
         names = {layer.name for named in self.modules if named.module is module for layer in named.layers}
         acting = [info.name for info in self._findings.layers if info.name in names and info.features]
         self._refused.note(acting, refusal)
 
     def say_refused(self) -> None:
-        """Name the layers that are left as they are since the last call."""
+        """Warn of the layers that are left as they are since the last call."""
         if self._refused.say(self._inspector.log):
             layers = self._findings.layers
             self._findings.layers = tuple(replace(info, refused=self._refused.why(info.name)) for info in layers)
 
 
 def _warn_if_idle(section: Section, features: NamespacedFeatures) -> None:
-    """A warning for a section that changes nothing in a layer of Transformer Engine."""
+    """Warn of a section that changes nothing in a layer of Transformer Engine."""
     if features.get("base"):
         logger.warning(
             "%s: %s belongs to nvidia-dlfw-inspect itself, and no layer of Transformer Engine calls it. Put it below"

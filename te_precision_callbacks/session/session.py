@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _last_started: weakref.ref[InspectSession] | None = None
-"""The session of this process; there is one at a time."""
+"""The session of this process, of which there is one at a time."""
 
 
 def running_session() -> InspectSession | None:
-    """The session that is running in this process, of whichever front door; there is one at a time.
+    """Gives the session that is running in this process, of any front door; there is one at a time.
 
-    In a notebook, ``running_session().stop()`` ends one that nothing else refers to any more.
+    In a notebook, ``running_session().stop()`` ends a session that no variable refers to any more.
     """
     session = None if _last_started is None else _last_started()
     return session if session is not None and session.running else None
@@ -48,7 +48,7 @@ def running_session() -> InspectSession | None:
 class InspectSession:
     """Precision debugging for a training loop.
 
-    As a context manager, it starts at once and observes from there to the end of the block::
+    As a context manager, the session starts at once and observes until the end of the block::
 
         with InspectSession("config.yaml", model=model, log_dir="run") as session:
             for batch in loader:
@@ -58,18 +58,18 @@ class InspectSession:
                 session.step()
 
     Or in pieces: :meth:`start`, :meth:`attach` (when the model is complete), :meth:`step`, :meth:`stop`. The modules
-    may be built before or after the start. Statistics go to the log file and to ``sinks``; after an error or an
-    interrupt, what was gathered since the last step is written too, from this rank's own data.
+    may be built before or after the start. Statistics go to the log file and to ``sinks``. After an error or an
+    interrupt, the statistics gathered since the last step are written too, from this rank's own data.
 
     Args:
         config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
-        model: the model; or several, as a list or as a mapping whose keys their layers' names begin with. None: give it
-            to :meth:`attach` later.
+        model: the model; or several, as a list or as a mapping whose keys become prefixes of the layer names. None:
+            pass the model to :meth:`attach` later.
         **keywords: see :class:`te_precision_callbacks.options.SessionOptions`.
 
     Raises:
         ConfigError: the config cannot be used.
-        OptionError: an unknown keyword, or a value that it does not take.
+        OptionError: a keyword is unknown, or its value is invalid.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class InspectSession:
 
     @classmethod
     def from_options(cls, options: SessionOptions, model: Model | None = None) -> InspectSession:
-        """A session with options that were checked before."""
+        """Make a session from options that were checked before."""
         session = cls.__new__(cls)
         session._begin(options, model)
         return session
@@ -116,7 +116,7 @@ class InspectSession:
 
     @property
     def iteration(self) -> int:
-        """The debug iteration: 0-based, the one that is gathering now. After the end, the first that was not run."""
+        """The current debug iteration, counted from 0. After the end: the first iteration that was not run."""
         run = self._run
         return self._findings.iteration if run is None or not run.live else run.inspector.iteration
 
@@ -126,8 +126,8 @@ class InspectSession:
 
     @property
     def observing(self) -> bool:
-        """Whether forwards are observed at all. A loop sets it to False for an evaluation; forwards without gradients,
-        or of modules in eval mode, are not observed in any case."""
+        """Whether forwards are observed at all. A loop sets this to False for an evaluation. Forwards without
+        gradients, or of modules in eval mode, are never observed."""
         return not self._classify.paused
 
     @observing.setter
@@ -136,7 +136,7 @@ class InspectSession:
 
     @property
     def eval_mode_counts(self) -> bool:
-        """Whether modules in eval mode are taken as being evaluated. A loop that sets ``observing`` may turn it off."""
+        """Whether modules in eval mode count as evaluation. A loop that sets ``observing`` may turn this off."""
         return self._classify.eval_mode_counts
 
     @eval_mode_counts.setter
@@ -145,8 +145,8 @@ class InspectSession:
 
     @property
     def trainer_steps(self) -> bool:
-        """Whether a trainer calls :meth:`step`, so that nobody can forget it. Where a loop calls it, 100 training
-        forwards of one module without a step get one warning."""
+        """Whether a trainer calls :meth:`step`. If a loop calls it, a warning tells once of 100 training forwards of
+        one module without a step."""
         return self._loop.trainer_steps
 
     @trainer_steps.setter
@@ -155,8 +155,9 @@ class InspectSession:
 
     @property
     def abandoned(self) -> Callable[[], bool] | None:
-        """Tells whether the loop that started the session has ended without stopping it: then forwards run as without a
-        session. It is asked in each forward of a watched module; None where a loop stops its session in any case."""
+        """A function that tells whether the loop that started the session has ended without stopping it: forwards then
+        run as without a session. It is called in each forward of a watched module; None if the loop always stops its
+        session."""
         return self._loop.has_left
 
     @abandoned.setter
@@ -165,12 +166,12 @@ class InspectSession:
 
     @property
     def overflow(self) -> DebugActivationOverflow | None:
-        """What looks for inf and nan with ``debug="activation_overflow"``, from :meth:`attach` to :meth:`stop`."""
+        """The detector of inf and nan with ``debug="activation_overflow"``, from :meth:`attach` to :meth:`stop`."""
         return None if self._run is None or not self._run.live else self._run.overflow.detector
 
     @property
     def log_dir(self) -> Path:
-        """Where the session writes."""
+        """The folder of the session's files."""
         return self._findings.log_dir
 
     @property
@@ -189,8 +190,8 @@ class InspectSession:
 
     @property
     def precision(self) -> Precision:
-        """The precision that each GEMM really ran in, so far; ``session.precision(at=120)`` is that of one iteration,
-        and raises a LookupError for one that has not run."""
+        """The precision in which each GEMM has really run so far. ``session.precision(at=120)`` gives the precision of
+        one iteration, and raises a LookupError if that has not run."""
         return self._findings.precision
 
     @property
@@ -200,8 +201,8 @@ class InspectSession:
 
     @property
     def worst_statistics(self) -> tuple[Worst, ...]:
-        """The worst value of each statistic so far, and the iteration in which it was: of those with a worse direction
-        in the table of docs/statistics.md. Delayed scaling's first step is left out, see ``StepRecords.unscaled``."""
+        """The worst value so far, and its iteration, of each statistic that has a worse direction in the table of
+        docs/statistics.md. Delayed scaling's first step is left out, see ``StepRecords.unscaled``."""
         return self._findings.worst_statistics
 
     # ------------------------------------------------------------------ the life of a session
@@ -217,10 +218,10 @@ class InspectSession:
         """Start nvidia-dlfw-inspect with all features; nothing is observed before :meth:`attach`.
 
         Args:
-            log_dir: where logs go, where the options name no folder.
-            sinks: receivers of records, before those of the options.
-            stop_at_sigterm: stop before SIGTERM ends the process, where the script has set no handler for it.
-            counts_from: the step under which iteration 0 is logged where :meth:`step` is not told another one.
+            log_dir: the folder for logs if the options name none.
+            sinks: receivers of records, called before those of the options.
+            stop_at_sigterm: stop before SIGTERM ends the process, if the script has set no handler for SIGTERM.
+            counts_from: the step under which iteration 0 is logged if :meth:`step` gets no other step.
 
         Raises:
             SessionError: a session is running already in this process, or nothing can be written to the log folder.
@@ -260,13 +261,13 @@ class InspectSession:
     def attach(self, model: Model) -> None:
         """Name the Transformer Engine modules of ``model`` and begin to observe them.
 
-        Call it when the model is complete, and again if modules were replaced since; where statistics are reduced, on
-        all ranks, at a place where none waits for another (in a pipeline: before the first schedule). They may have
-        different layers, and a section must match one on any of them.
+        Call this when the model is complete, and again if modules were replaced since. If statistics are reduced, call
+        it on all ranks, at a place where no rank waits for another (in a pipeline: before the first schedule). Ranks
+        may have different layers; a section must match a layer on at least one of them.
 
         Raises:
-            ConfigError: a section that matches no layer, an unknown feature, one feature from two sections in a layer;
-                on all ranks, if on one. The ranks have different configs.
+            ConfigError: a section matches no layer, a feature is unknown, a layer gets one feature from two sections,
+                or the ranks have different configs. Raised on all ranks, even if only one rank has the problem.
             SessionError: the session is not running, attaching failed on another rank, or the ranks are in different
                 iterations.
         """
@@ -275,20 +276,20 @@ class InspectSession:
     def step(self, logging_step: int | None = None) -> StepRecords | None:
         """End a debug iteration: after the optimizer's step, on all ranks. Statistics are reduced and handed to sinks.
 
-        A step that is interrupted, by Ctrl-C, is completed by the next one or by :meth:`stop`, with the numbers of this
-        rank where it had not reduced them. In a process that was forked from the session's it does nothing.
+        A step that Ctrl-C interrupts is completed by the next step or by :meth:`stop`, with this rank's own numbers if
+        it had not reduced them. In a process that was forked from the session's process, ``step`` does nothing.
 
         Args:
-            logging_step: the step under which the records are logged. None: the debug iteration, plus what
-                :meth:`start` was told as ``counts_from``.
+            logging_step: the step under which the records are logged. None: the debug iteration, plus the
+                ``counts_from`` of :meth:`start`.
 
         Returns:
-            The records of the iteration, None where there are none.
+            The records of the iteration; None if there are none.
 
         Raises:
             SessionError: the session is not running, or has no model.
-            ObservationError: with ``strict=True``, a failure in a statistic or a sink.
-            ActivationOverflowError: with ``debug="activation_overflow"``, an inf or nan since the last look.
+            ObservationError: with ``strict=True``, a statistic or a sink failed.
+            ActivationOverflowError: with ``debug="activation_overflow"``, there was an inf or nan since the last look.
         """
         run = self._running("step()")
         if not run.model.attached:
@@ -296,15 +297,15 @@ class InspectSession:
         return run.step(logging_step)
 
     def stop(self, error: BaseException | None = None, logging_step: int | None = None) -> None:
-        """End the session and put back everything that it changed. Does nothing where it is not running.
+        """End the session and undo everything that it changed. Does nothing if the session is not running.
 
         With ``keep_precision=True`` and no error the features that change precision stay: see :meth:`release`.
 
         Args:
-            error: what ended the run. What was gathered since the last step is written from this rank's own data in
-                any case, without a collective.
-            logging_step: the step under which that is logged. None: the one after the last; of a run without a step as
-                of :meth:`step`.
+            error: the exception that ended the run. In any case the statistics gathered since the last step are
+                written, from this rank's own data, without a collective.
+            logging_step: the step under which these are logged. None: the step after the last one; in a run without a
+                step, the default of :meth:`step`.
         """
         run = self._run
         if run is None or not run.live or run.is_forked:
@@ -317,17 +318,18 @@ class InspectSession:
             self._loop.has_left = None
 
     def release(self) -> None:
-        """End what ``keep_precision=True`` has left in place after :meth:`stop`: the model runs as without a session.
+        """Remove what ``keep_precision=True`` has left in place after :meth:`stop`: the model runs as without a
+        session.
 
-        Does nothing where nothing was left. The next session, of whatever front door, does it when it starts, and so
-        does the end of the process.
+        Does nothing if nothing was left. The start of the next session, of any front door, and the end of the process
+        do the same.
         """
         run, self._kept = self._kept, None
         if run is not None:
             run.release()
 
     def tell_of_evaluation(self, what: str) -> None:
-        """Say once, where the session has ended, that the features that changed precision do not act any more.
+        """Warn once, if the session has ended, that the features that changed precision no longer act.
 
         Args:
             what: the evaluation that begins now.
@@ -341,7 +343,7 @@ class InspectSession:
             )
 
     def in_accumulation(self) -> None:
-        """Say that a batch has ended which is no step of its own, for a loop that will call :meth:`step` later."""
+        """Note the end of a batch that is not a step by itself, in a loop that will call :meth:`step` later."""
         if self._run is not None:
             self._run.hooks.forget_forwards()
 
@@ -369,7 +371,7 @@ class InspectSession:
 
 
 def _place_in_script() -> str:
-    """Where the user's code is: file and line of the innermost frame that is of no installed package."""
+    """The place in the user's code: file and line of the innermost frame outside installed packages."""
     package = str(Path(__file__).parents[1])
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(package) and "site-packages" not in frame.filename:
