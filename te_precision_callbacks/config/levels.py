@@ -204,7 +204,8 @@ class TensorChoice(Level, Generic[NameT, TensorItemT]):
     )
     tensors_struct: ListOf[TensorItemT] = Field(
         default_factory=list,
-        description="Instead of `tensors`: an item for each tensor, with `tensor` and keys that hold for it alone.",
+        description="Instead of `tensors`: an item for each tensor, with `tensor` and keys that apply to that tensor"
+        " only.",
     )
 
     @model_validator(mode="after")
@@ -221,7 +222,7 @@ class GemmChoice(Level, Generic[GemmItemT]):
     )
     gemms_struct: ListOf[GemmItemT] = Field(
         default_factory=list,
-        description="Instead of `gemms`: an item for each GEMM, with `gemm` and keys that hold for it alone.",
+        description="Instead of `gemms`: an item for each GEMM, with `gemm` and keys that apply to that GEMM only.",
     )
 
     @model_validator(mode="after")
@@ -266,11 +267,11 @@ class Scheduled(Level):
     freq: StrictInt = Field(
         1,
         ge=1,
-        description="The feature acts in steps that are multiples of it: with `freq: 10` and `start_step: 5` in the"
-        " steps 10, 20, ...",
+        description="The feature acts in steps that are multiples of this number: with `freq: 10` and `start_step: 5`"
+        " in the steps 10, 20, ...",
     )
     start_step: StrictInt | None = Field(0, ge=0, description="The first step, counted from 0.")
-    end_step: StrictInt | None = Field(-1, ge=-1, description="The last step, itself included. -1: no end.")
+    end_step: StrictInt | None = Field(-1, ge=-1, description="The last step, inclusive. -1: no end.")
     start_end_list: Intervals | None = Field(
         None,
         description="Several ranges of steps, ends included, such as `[[0, 20], [80, 100]]`; `start_step` and"
@@ -300,7 +301,7 @@ class TensorStatistics(Level):
 
     stats: ListOf[TensorStatistic] = Field(
         default_factory=list,
-        description="What is computed; needed here or in each item. Formulas and units:"
+        description="Statistics to compute; required here or in each item. Formulas and units:"
         " [statistics.md](statistics.md).",
     )
 
@@ -310,15 +311,15 @@ class Fp8Statistics(Level):
 
     stats: ListOf[Fp8Statistic] = Field(
         default_factory=list,
-        description="What is computed; needed here or in each item. Without a recipe: of the recipe that the layer"
-        " runs. With another one: what that recipe would give, in the element format of its default or in FORMAT."
-        " `_columnwise`: of the transposed data, where the recipe scales blocks. Formulas and units:"
+        description="Statistics to compute; required here or in each item. Without a recipe in the name: for the"
+        " recipe that the layer runs. With another recipe: what that recipe would give, in its default element format"
+        " or in FORMAT. `_columnwise`: for the transposed data, if the recipe scales blocks. Formulas and units:"
         " [statistics.md](statistics.md).",
     )
     only_quantized: StrictBool = Field(
         False,
-        description="Leave statistics without a recipe out where the tensor is not quantized, rather than log what a"
-        " recipe would give.",
+        description="Leave out statistics without a recipe in the name if the tensor is not quantized, instead of"
+        " logging what a recipe would give.",
     )
 
 
@@ -327,8 +328,8 @@ class Nvfp4Statistics(Level):
 
     stats: ListOf[Nvfp4Statistic] = Field(
         default_factory=list,
-        description="What is computed; needed here or in each item. `_columnwise`: of the transposed data. Formulas and"
-        " units: [statistics.md](statistics.md).",
+        description="Statistics to compute; required here or in each item. `_columnwise`: for the transposed data."
+        " Formulas and units: [statistics.md](statistics.md).",
     )
 
 
@@ -336,18 +337,19 @@ class Dumped(Level):
     """What is written of a tensor."""
 
     high_precision_tensor: StrictBool = Field(False, description="Write the tensor as it is before quantization.")
-    quantized_tensor: StrictBool = Field(False, description="Write the quantized tensor, where there is one.")
+    quantized_tensor: StrictBool = Field(False, description="Write the quantized tensor, if there is one.")
     dump_quantized_internals: StrictBool = Field(
         True,
-        description="With `quantized_tensor`: write also what it consists of, decoded: codes as numbers, scales, amax,"
-        " row- and columnwise, in plain layouts.",
+        description="With `quantized_tensor`: also write its decoded parts: codes as numbers, scales, amax, row- and"
+        " columnwise, in plain layouts.",
     )
     when: ListOf[When] = Field(
         default_factory=list,
-        description="Write the tensor only in steps in which one of these holds: it has an inf or nan; a statistic of"
-        " the same layer and tensor, which LogTensorStats, LogFp8TensorStats or LogNvfp4TensorStats collects in that"
-        ' step, is above or below a number; activation overflow detection (`debug="activation_overflow"`) stops the'
-        " run in it. One needs no brackets. Without it: in every step of the schedule.",
+        description="Write the tensor only in steps in which one of these conditions holds: the tensor has an inf or"
+        " nan; a statistic of the same layer and tensor, which LogTensorStats, LogFp8TensorStats or"
+        " LogNvfp4TensorStats collects in that step, is above or below a number; activation overflow detection"
+        ' (`debug="activation_overflow"`) stops the run in that step. One condition needs no brackets. Without'
+        " `when`: in every step of the schedule.",
     )
 
 
@@ -357,22 +359,22 @@ class DumpLimits(Level):
     file_format: Literal["safetensors", "torch"] = Field(
         _NOT_GIVEN,
         description="`safetensors`: loads without Transformer Engine and without unpickling. `torch`: Transformer"
-        " Engine's path, name and keys, a pickle. Without it: safetensors in a session of this project, torch under"
+        " Engine's path, name and keys, a pickle. Default: safetensors in a session of this project, torch under"
         " plain nvidia-dlfw-inspect.",
     )
     max_bytes: Size = Field(
         "10GiB",
         validate_default=True,
-        description="Budget on disk, of each rank: dumping stops, with one message, before the files in its folder are"
-        " larger than this together. Files of earlier runs in the same folder count.",
+        description="Disk budget of each rank: dumping stops, with one message, before the files in the rank's folder"
+        " together exceed this size. Files of earlier runs in the same folder count.",
     )
-    max_files: StrictInt = Field(10_000, ge=1, description="Budget of each rank in files.")
+    max_files: StrictInt = Field(10_000, ge=1, description="The maximum number of files of each rank.")
     max_memory: Size = Field(
         "1GiB",
         validate_default=True,
         description="Memory of each rank for tensors that wait to be written; when it is full, training waits for the"
-        " disk. As much again holds the tensors of a step until its end tells whether `when` holds; one that does not"
-        " fit there is not written, which is said once.",
+        " disk. The same amount again holds the tensors of a step until its end decides whether `when` holds; a"
+        " tensor that does not fit is not written, which is logged once.",
     )
 
 
@@ -383,8 +385,8 @@ class Margin(Level):
         0,
         ge=-126,
         le=127,
-        description="The scale is made for amax * 2^margin: 1 leaves one power of two above amax unused, -1 saturates"
-        " what is above half of amax.",
+        description="The scale is computed for amax * 2^margin: 1 leaves one power of two above amax unused, -1"
+        " saturates elements above half of amax.",
     )
 
 
@@ -393,7 +395,7 @@ class Quantization(Margin):
 
     quant_format: QuantFormat | None = Field(
         None,
-        description="The format to quantize to; needed for every tensor, here or in an item. FP8 formats: one scale"
+        description="The format to quantize to; required for every tensor, here or in an item. FP8 formats: one scale"
         " from the tensor's own amax. MXFP8 formats: one scale for each block of 32, and no `margin`.",
     )
 

@@ -83,9 +83,9 @@ class LogFp8TensorStatsItem(Fp8Statistics, LoggedTensor[OperandName]):
 
 
 class LogFp8TensorStats(Scheduled, Fp8Statistics, LoggingFeature[OperandName, LogFp8TensorStatsItem]):
-    """Logs what quantization does to the operands of the GEMMs: what is lost below and above, the error, the scales.
+    """Logs what quantization does to the operands of the GEMMs: underflows, overflows, the error, the scales.
 
-    It can also tell what another recipe than the layer's own would do to the same tensors.
+    It can also show what a recipe other than the layer's own would do to the same tensors.
     """
 
     example = """
@@ -131,10 +131,10 @@ class DisableQuantizationGemmItem(OneGemm):
 class DisableQuantizationGEMM(GemmChoice[DisableQuantizationGemmItem], FeatureSchema):
     """Runs the listed GEMMs in high precision, whatever the recipe says. It acts in every step.
 
-    A feature that quantizes tensors of such a GEMM, PerTensorScaling, cannot stand beside it.
+    It excludes a feature that quantizes tensors of such a GEMM (PerTensorScaling).
 
     The bias is not always spared: in a float32 layer under autocast it stays rounded to bfloat16, as for an FP8 GEMM,
-    in a GroupedLinear, and in fc2 of a LayerNormMLP whose fc1 runs in FP8. That is Transformer Engine's.
+    in a GroupedLinear, and in fc2 of a LayerNormMLP whose fc1 runs in FP8. This is Transformer Engine's behaviour.
     """
 
     example = """
@@ -176,10 +176,10 @@ forward_in_high_precision:
 class DisableQuantizationLayer(FeatureSchema):
     """Runs all GEMMs of the layer in high precision, whatever the recipe says. It acts in every step.
 
-    A feature that quantizes tensors of the layer, PerTensorScaling, cannot stand beside it.
+    It excludes a feature that quantizes tensors of the layer (PerTensorScaling).
 
     The bias is not always spared: in a float32 layer under autocast it stays rounded to bfloat16, as for an FP8 GEMM,
-    in a GroupedLinear, and in fc2 of a LayerNormMLP whose fc1 runs in FP8. That is Transformer Engine's.
+    in a GroupedLinear, and in fc2 of a LayerNormMLP whose fc1 runs in FP8. This is Transformer Engine's behaviour.
     """
 
     example = """
@@ -255,13 +255,13 @@ class FakeQuantGemmItem(Quantization, TensorChoice[TensorName, FakeQuantTensorIt
 class FakeQuant(Quantization, ModifyingFeature[TensorName, FakeQuantTensorItem, FakeQuantGemmItem]):
     """Rounds tensors to a format and back, and runs the GEMM in high precision.
 
-    So each tensor's part in the loss of precision can be seen alone, and formats can be tried that the GPU does not
-    have. It acts in every step. Only one feature can change a tensor of a GEMM, and none beside it can quantize another
-    tensor of it.
+    This isolates each tensor's part in the loss of precision, and allows trying formats that the GPU does not have. It
+    acts in every step. Only one feature can change a tensor of a GEMM, and no other feature can quantize another tensor
+    of that GEMM.
 
-    FP8 is what Transformer Engine's FakeQuant makes of a tensor, bit for bit. Its scale is a product with the
-    reciprocal of the amax, where current scaling divides: for a quarter of all amaxes that is one unit in the last
-    place off, and single elements may land on the neighbouring number. MXFP8 is the recipe's, bit for bit.
+    FP8 results equal those of Transformer Engine's FakeQuant, bit for bit. Its scale is a product with the reciprocal
+    of the amax, where current scaling divides: for a quarter of all amaxes the scale is one unit in the last place off,
+    and single elements may round to the neighbouring number. MXFP8 results equal those of the recipe, bit for bit.
     """
 
     example = """
@@ -308,8 +308,8 @@ class DumpTensorsItem(Scheduled, Dumped, OneTensor[TensorName]):
 class DumpTensors(DumpLimits, Scheduled, Dumped, ObservingFeature[TensorName, DumpTensorsItem]):
     """Writes tensors to files, a file for each rank, step, layer, tensor and micro-batch.
 
-    They are written beside training, whole or not at all, to `tensor_dumps/rank_R/iter_N/` in the log folder. With
-    `when` only those of the interesting steps are.
+    Files are written in the background, completely or not at all, to `tensor_dumps/rank_R/iter_N/` in the log folder.
+    With `when` only tensors of steps in which a condition holds are written.
     """
 
     example = """
@@ -421,47 +421,47 @@ def _section(name: str, model: type[FeatureSchema]) -> str:
 _INTRODUCTION = """\
 # Features
 
-What stands in a section of a config, and below its `transformer_engine:`. This page is made from the schemas that
-configs are checked with: `python -m te_precision_callbacks.config.schemas > docs/features.md`.
+The keys of a config section, and of the features below its `transformer_engine:`. This page is generated from the
+schemas that check configs: `python -m te_precision_callbacks.config.schemas > docs/features.md`.
 
 ## Sections and their layers
 
-A config is a mapping of sections. Each has `enabled`, `layers`, and features below `transformer_engine:`. In a section
-that is not enabled nothing else is read, and `layers` may be missing. A layer may be in several sections, as long as
-each of them brings other features. The keys of `layers` select:
+A config is a mapping of sections. Each section has `enabled`, `layers`, and features below `transformer_engine:`. In a
+section that is not enabled, nothing else is read, and `layers` may be missing. A layer may be in several sections, if
+each of them brings different features. The keys of `layers` select:
 
 - `exact_layer_names`: layers with one of these names.
-- `layer_name_regex_pattern`: layers in whose name this regular expression is found, wherever in it.
+- `layer_name_regex_pattern`: layers whose name contains a match of this regular expression.
 - `layer_numbers`: layers with one of these numbers: `[0, '4-7']`, both ends included, or `all`. The number of a layer
-  is the first part of its name that is one: 12 in `model.layers.12.layernorm_mlp.fc1`.
+  is the first part of its name that is a number: 12 in `model.layers.12.layernorm_mlp.fc1`.
 - `layer_types`: layers with one of these words in their name, or of one of these classes (`LayerNormLinear`,
   `layernorm_linear`); `all`: every layer.
 
-Where a section has several of these keys, the rule is that of nvidia-dlfw-inspect:
+If a section has several of these keys, nvidia-dlfw-inspect's rule applies:
 
-- `exact_layer_names` decides alone. Without it `layer_name_regex_pattern` decides alone. The keys beside one that
-  decides alone have no effect, which is warned about.
-- `layer_numbers` and `layer_types` hold together: a layer must meet both. Inside of each list one entry is enough.
+- `exact_layer_names` decides alone. Without it `layer_name_regex_pattern` decides alone. Other keys then have no
+  effect, and cause a warning.
+- `layer_numbers` and `layer_types` combine: a layer must meet both. Within each list, one matching entry is enough.
 
 A section that selects no layer of the model, and an exact name that no layer has, are refused at the start;
-`allow_unmatched=True` makes warnings of both. A type and a number that no layer has, in a list with others that some
-layer has, are warned about, since one config may be for several models. A regular expression whose search in the names
-takes more than half a second is refused.
+`allow_unmatched=True` turns both into warnings. If other entries of a list match, a type or a number that no layer has
+only causes a warning, since one config may be for several models. A regular expression whose search in the names takes
+more than half a second is refused.
 
 ### Names
 
-A layer is called after its path in the module tree. The parts that DDP, FSDP, torch.compile, checkpoint wrappers and
-PEFT add are left out: `layers.3.q_proj`, and beside it `layers.3.q_proj.lora_A.default`. Other names select it, too:
-the one that the script gave (`te.Linear(..., name="head")`, or nvidia-dlfw-inspect's `infer_and_assign_layer_names`
-before `attach()`), the path with PEFT's parts (`base_model.model.layers.3.q_proj.base_layer`), and the path without a
-LightningModule's own attribute. A name that the script gave to one layer alone stands for it in the statistics log and
-in `summary`. Layers of one name are told apart by their paths, which is said. Where ranks have different layers at one
-path, the names have Megatron's numbers ([statistics.md](statistics.md#what-a-value-is-of)).
+A layer's name is its path in the module tree. The parts that DDP, FSDP, torch.compile, checkpoint wrappers and PEFT add
+are left out: `layers.3.q_proj`, and beside it `layers.3.q_proj.lora_A.default`. These names also select the layer: the
+name that the script gave (`te.Linear(..., name="head")`, or nvidia-dlfw-inspect's `infer_and_assign_layer_names` before
+`attach()`), the path with PEFT's parts (`base_model.model.layers.3.q_proj.base_layer`), and the path without a
+LightningModule's own attribute. The statistics log and `summary` use a name that the script gave to one layer only.
+Layers with the same name are distinguished by their paths, and a message says so. If ranks have different layers at the
+same path, the names have Megatron's numbers ([statistics.md](statistics.md#what-a-value-is-of)).
 
-nvidia-dlfw-inspect calls the same layer `model.layers.4.q_proj` where the modules have an attribute `layer_number`. A
-config that was written for its names may so mean other layers here; then one warning names both sets. To have exactly
-its names and numbers, give `layer_names="upstream"` to any front door, or write the key beside the sections, where a
-flag takes nothing but a config:
+If modules have an attribute `layer_number`, nvidia-dlfw-inspect calls the same layer `model.layers.4.q_proj`. A config
+that was written for those names may select other layers here; one warning then names both sets. To use exactly
+nvidia-dlfw-inspect's names and numbers, pass `layer_names="upstream"` to any front door. Where only a config can be
+passed, as with a flag, write the key beside the sections:
 
 ```yaml
 layer_names: upstream     # or path: the paths are meant, and no warning is wanted
@@ -476,34 +476,35 @@ statistics:
       stats: [max]
 ```
 
-- A layer's number is then the only number in its name, not counting that of `fc1` or `fc2`; a layer whose name has
-  several or none, for which nvidia-dlfw-inspect raises, has no number. `layer_types` are parts of the name alone.
-- The names are those of the model that the session is given. What selects nothing by them is looked for in the names
-  of the model without DDP and its kin, since scripts name a model before or after it is wrapped. Where the script has
-  called `infer_and_assign_layer_names` itself, the names that it gave then count.
-- Layers to which nvidia-dlfw-inspect gives one name (`model.layers.None....`, where `layer_number` is not set) are told
-  apart by a count, and are selected by that name together.
+- A layer's number is then the only number in its name, not counting that of `fc1` or `fc2`. A layer whose name has
+  several numbers or none, for which nvidia-dlfw-inspect raises, has no number. `layer_types` match parts of the name
+  only.
+- The names are those of the model that the session gets. A selector that matches none of them is compared with the
+  names of the model without DDP and other wrappers, since scripts name a model before or after wrapping it. If the
+  script has called `infer_and_assign_layer_names` itself, the names that it gave count.
+- Layers to which nvidia-dlfw-inspect gives the same name (`model.layers.None....`, where `layer_number` is not set) are
+  distinguished by a count, and that name selects all of them.
 - nvidia-dlfw-inspect itself does not read a file with this key.
 
 ### Errors
 
-All that is wrong with a config is told by one error, each problem with its line. A feature that does not exist is
-refused when the config is loaded. Your own features count where they are given as classes (`features=`); with folders
-(`feature_dirs=`), which are executed when a session starts, an unknown name is refused there.
+One error reports all problems of a config, each with its line. A feature that does not exist is refused when the config
+is loaded. Your own features are known then if they are given as classes (`features=`). Folders (`feature_dirs=`) are
+executed when a session starts; with folders, an unknown name is refused at that point.
 
 ## Keys
 
 - The case of a feature's name does not matter: `DisableFp8Gemm` is `DisableFP8GEMM`.
-- A key that may stand at the feature and in its items may stand at both: an item's value wins. The item of a tensor
-  wins over that of a GEMM.
+- A key that is allowed at the feature and in its items may be given at both; the item's value takes precedence. The
+  item of a tensor takes precedence over that of a GEMM.
 - Tensors: `fprop` multiplies `activation` and `weight` to `output`; `dgrad` multiplies `gradient` and `weight` to
   `dgrad`; `wgrad` multiplies `activation` and `gradient` to `wgrad`.
-- Where a feature has schedules, a tensor may stand in several items of `tensors_struct`, and all of them act. Where it
-  has GEMMs, a GEMM stands in one item, and a tensor in one item of that.
-- A GEMM multiplies two quantized tensors, or two in high precision. So a feature that quantizes a tensor of a GEMM
-  (PerTensorScaling) and one that runs the GEMM in high precision (the Disable features, FakeQuant) are refused beside
-  one another, whether they stand in one section or in two that meet in a layer.
-- Features of your own, registered by folder or class, take what they like: their keys are not checked.
+- If a feature has schedules, a tensor may be in several items of `tensors_struct`, and all of them act. If a feature
+  has GEMMs, a GEMM may be in one item only, and a tensor in one item of that GEMM only.
+- A GEMM multiplies two quantized tensors, or two in high precision. A feature that quantizes a tensor of a GEMM
+  (PerTensorScaling) and a feature that runs the GEMM in high precision (the Disable features, FakeQuant) therefore
+  exclude each other, in one section or in two sections that select the same layer.
+- Your own features, registered by folder or class, may have any keys: these are not checked.
 """
 
 
