@@ -340,5 +340,11 @@ def test_the_page_has_the_default_config_and_the_numbers_of_the_rule() -> None:
     block = next(block for block in page.split("```yaml\n")[1:] if block.startswith("default_statistics"))
     assert yaml.safe_load(block.split("```")[0]) == DEFAULT_CONFIG
     assert (MOST_SERIES, PLACES, LATER_PLACES, PATIENCE) == (2000, 50, 50, 3)
-    for words in ("at most 2,000 series", "gets the 50 worst layers", "in three consecutive steps", "at most 50 more layers"):
+    stated = (
+        "at most 2,000 series",
+        "gets the 50 worst layers",
+        "in three consecutive steps",
+        "at most 50 more layers",
+    )
+    for words in stated:
         assert words in page
