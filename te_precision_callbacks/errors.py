@@ -22,7 +22,9 @@ class FeatureError(PrecisionDebugError, RuntimeError):
 
     Args:
         message: the full message.
-        feature, call, layer: the feature that failed, the call, and the layer; empty where there is none.
+        feature: the feature that failed; empty where no single one did.
+        call: the call in which it failed.
+        layer: the layer for which it failed.
         failure: what went wrong, in words that are the same for each layer; the default is the message.
     """
 
