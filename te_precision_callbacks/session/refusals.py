@@ -165,7 +165,7 @@ def _is_captured(forward: DebugForward) -> bool:
 
 CUDA_GRAPH = DebugRefusal(
     "CUDA graph",
-    "its replay runs no Python, so that no feature is called, and updating a cached weight raises in debug mode",
+    "a replay runs no Python, so no feature is called, and updating a cached weight raises in debug mode",
     "debug.pytorch.debug_quantization:DebugQuantizedTensor.quantize_",
     "CUDA Graphs are not supported with debug=True!",
     of_forward=_is_captured,
@@ -173,7 +173,7 @@ CUDA_GRAPH = DebugRefusal(
 )
 ONNX_EXPORT = DebugRefusal(
     "onnx_export",
-    "it raises in debug mode, so the layer is exported without features",
+    "the export raises in debug mode, so the layer is exported without features",
     "pytorch.module.linear:Linear.onnx_forward",
     "Debug mode is not supported in ONNX export.",
 )
@@ -187,7 +187,7 @@ REFUSALS = (
     ),
     DebugRefusal(
         "single_grouped_weight or single_grouped_bias",
-        "the debug path takes each GEMM's own parameters, and raises where they are one",
+        "the debug path takes each GEMM's own parameters, and raises if they are one tensor",
         "pytorch.module.grouped_linear:GroupedLinear.forward",
         "TE debug features do not support single grouped parameters.",
         of_module=_has_single_grouped_parameters,
@@ -195,7 +195,7 @@ REFUSALS = (
     CUDA_GRAPH,
     DebugRefusal(
         "quantized_model_init",
-        "the weight exists only quantized, so that a feature which replaces it, or runs fprop or dgrad in high"
+        "the weight exists only in quantized form, so a feature that replaces it, or runs fprop or dgrad in high"
         " precision, raises",
         "debug.pytorch.debug_quantization:DebugQuantizer.wrap_quantized_tensor",
         "Weight tensor with fp8 model parameters enabled cannot be",
@@ -212,8 +212,8 @@ REFUSALS = (
     ),
     DebugRefusal(
         "quantized input",
-        "no feature gets it as it comes from a layer with fp8_output or from FP8 attention, so that a GEMM whose other"
-        " operand a feature changes fails",
+        "an input from a layer with fp8_output or from FP8 attention reaches no feature, so a GEMM whose other operand"
+        " a feature changes fails",
         "pytorch.module.linear:_linear_forward_impl",
         "            if isinstance(inputmat, QuantizedTensorStorage):\n"
         "                inputmat.update_usage(rowwise_usage=True)\n"
@@ -222,7 +222,7 @@ REFUSALS = (
     ),
     DebugRefusal(
         "autocast with calibrating=True",
-        "it raises in debug mode",
+        "calibration raises in debug mode",
         "debug.pytorch.debug_quantization:DebugQuantizer.calibrate",
         "Calibration with debug is not supported",
         of_forward=_calibrates,
