@@ -1,4 +1,4 @@
-"""Tensors of training as files that can be read years later: saved, listed, loaded, dequantized and compared.
+"""Saves tensors of training to files that can be read years later; lists, loads, dequantizes and compares them.
 
 Usage::
 
@@ -11,7 +11,7 @@ Usage::
         numbers = dumps.dequantize(dump)
         dumps.compare(dump).differences  # quantized against high precision
 
-What is in a file: ``docs/dumps.md``.
+``docs/dumps.md`` describes the content of a file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much may be written: a run's budget of bytes and files, and the room that must stay on the disk.
+"""The budget of a run's dumps: bytes, files, and the space that must stay free on the disk.
 
 budget = Budget(folder)                     # counts what is in the folder already
 why = budget.refuses(nbytes, limits)        # None, or words about what is exhausted
@@ -22,9 +22,9 @@ class Limits:
     """What a rank may write in a run.
 
     Attributes:
-        max_bytes, max_files: of all files in its folder.
-        max_memory: bytes that may wait to be written, and as many that may wait for the end of a step. Of host memory;
-            of a GPU's for the quantized tensors themselves, which files of the format "torch" hold.
+        max_bytes, max_files: limits for all files in the rank's folder together.
+        max_memory: bytes that may wait to be written, and as many again that may wait for the end of a step. In host
+            memory; in GPU memory for the quantized tensors themselves, which files of the format "torch" hold.
     """
 
     max_bytes: int
@@ -33,10 +33,10 @@ class Limits:
 
 
 class Budget:
-    """What a rank's folder holds.
+    """Counts the content of a rank's folder.
 
     Args:
-        folder: which files count; it need not exist yet. Those of earlier runs count too.
+        folder: the folder whose files count, also files of earlier runs; it need not exist yet.
     """
 
     def __init__(self, folder: Path) -> None:

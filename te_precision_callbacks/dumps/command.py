@@ -1,4 +1,4 @@
-"""``te-precision dumps``: what is in dumped tensors, on the command line.
+"""``te-precision dumps``: reads dumped tensors on the command line.
 
 Usage::
 
@@ -6,9 +6,9 @@ Usage::
     te-precision dumps show fc1_activation.safetensors
     te-precision dumps diff a.safetensors b.safetensors
 
-``list`` and ``show`` end with exit code 0; ``diff`` with 0 where the dumps are equal and 1 where they differ. Wrong
-use, a file that is no dump for example, is 2. With ``--json`` one JSON object is printed, in which a number that is not
-finite is a word.
+``list`` and ``show`` return exit code 0; ``diff`` returns 0 if the dumps are equal and 1 if they differ. Wrong use,
+such as a file that is no dump, gives 2. ``--json`` prints one JSON object, in which a number that is not finite is a
+word.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How two dumps differ, and how far a quantized tensor is from what it was before.
+"""Compares two dumps, or a quantized tensor with the tensor before quantization.
 
 Usage::
 
@@ -30,10 +30,10 @@ class Block:
 
     Attributes:
         index: its row and column among the blocks.
-        rows, columns: first and one past the last, of the data in memory as a matrix; where the header says
-            ``transposed`` the rows run along the tensor's last dimension.
-        codes_differing: elements of it whose codes differ.
-        factors: what a's and b's codes are multiplied by there.
+        rows, columns: the first index and one past the last, of the data in memory viewed as a matrix; if the header
+            says ``transposed``, the rows run along the tensor's last dimension.
+        codes_differing: number of elements of the block whose codes differ.
+        factors: the factors of a's and b's codes in the block.
     """
 
     index: tuple[int, int]
@@ -48,10 +48,10 @@ class Internals:
     """How the codes and scales of two quantized tensors of one format differ.
 
     Attributes:
-        blocks: all of them.
-        codes_differing: elements whose codes differ.
-        scales_differing: blocks whose factors differ, in which NVFP4's amax has a part.
-        first_block: the first one, row by row, whose codes or factor differ.
+        blocks: number of all blocks.
+        codes_differing: number of elements whose codes differ.
+        scales_differing: number of blocks whose factors differ; NVFP4's amax is part of a factor.
+        first_block: the first block, row by row, whose codes or factor differ.
     """
 
     blocks: int
@@ -64,19 +64,20 @@ class Internals:
 class Difference:
     """How two tensors differ, as numbers.
 
-    Errors are taken over the elements that are finite on both sides, in float64: of integers beyond 2^53 rounded ones.
+    Errors are computed over the elements that are finite on both sides, in float64, which rounds integers beyond 2^53.
 
     Attributes:
         what: "high_precision", "rowwise", "columnwise" (both dequantized), or a pair, "high_precision / rowwise".
-        shape: of both.
-        differing: elements that are not the same number; NaN is the same as NaN, and -0 as 0. Exact, but for integers
-            beyond 2^53 against floating-point numbers, which are compared in float64.
-        max_abs_error: the largest ``|a - b|``; 0 where nothing is finite on both sides.
-        max_at: the first place of it in ``shape``; None where it is 0.
+        shape: the shape of both.
+        differing: number of elements that are not the same number; NaN equals NaN, and -0 equals 0. Exact, except for
+            integers beyond 2^53 against floating-point numbers, which are compared in float64.
+        max_abs_error: the largest ``|a - b|``; 0 if nothing is finite on both sides.
+        max_at: the first index in ``shape`` with the largest error; None if that is 0.
         mean_abs_error: the mean of ``|a - b|``.
-        sqnr_db: ``10 log10(sum a^2 / sum (a - b)^2)``; inf where there is no error, nan where nothing is finite.
-        nan, inf: how many a and b have.
-        internals: of two quantized tensors of the same format, direction and layout.
+        sqnr_db: ``10 log10(sum a^2 / sum (a - b)^2)``; inf if there is no error, nan if nothing is finite.
+        nan, inf: the counts in a and b.
+        internals: the difference of codes and scales, for two quantized tensors of the same format, direction and
+            layout.
     """
 
     what: str
@@ -92,7 +93,7 @@ class Difference:
 
     @property
     def elements(self) -> int:
-        """How many there are."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -109,12 +110,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`compare` found.
+    """The result of :func:`compare`.
 
     Attributes:
         a, b: the headers.
         differences: one for each pair that was compared.
-        not_compared: what one of them has alone, or has in another form, in words.
+        not_compared: parts that only one dump has, or that the dumps have in different forms, as text.
     """
 
     a: Header
@@ -131,16 +132,17 @@ class Comparison:
 def compare(a: Dump, b: Dump | None = None) -> Comparison:
     """Compare two dumps: the high-precision tensors, and each direction of the quantized ones.
 
-    Columnwise NVFP4 data alone may know a matrix only: it is compared with a tensor whose leading dimensions, in one,
-    make that matrix. Where one has a high-precision tensor only and the other a quantized one only, these are compared.
+    A dump of columnwise NVFP4 data alone may know only a matrix. It is compared with a tensor whose leading dimensions
+    merge to that matrix. If one dump has only a high-precision tensor and the other only a quantized tensor, these are
+    compared.
 
     Args:
-        a: the dump that is taken as right: its numbers are the signal.
-        b: the other; None: a's quantized tensor against a's high-precision one.
+        a: the reference: its numbers are the signal.
+        b: the other dump; None compares a's quantized tensor with a's high-precision tensor.
 
     Raises:
         DifferentShapesError: the shapes differ.
-        NothingToCompareError: they have nothing in common.
+        NothingToCompareError: the dumps have nothing in common.
         DumpError: one of them is no dump.
     """
     a = a_dump(a)
@@ -191,7 +193,7 @@ def _alike(a: Dump, b: Dump) -> Comparison:
 
 
 def _across(high: Dump, quantized: Dump) -> Comparison:
-    """The high-precision tensor of one against the quantized one of the other."""
+    """Compares the high-precision tensor of one dump with the quantized tensor of the other."""
     differences: list[Difference] = []
     not_compared: list[str] = []
     tensor = high.tensors.get(HIGH_PRECISION)
@@ -210,7 +212,7 @@ def _across(high: Dump, quantized: Dump) -> Comparison:
 
 
 def _in_one_shape(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where one is the matrix of the other, both with all dimensions."""
+    """Gives both tensors with all dimensions, if one is the matrix of the other."""
     if leads_to(tuple(a.shape), tuple(b.shape)):
         return a, b.reshape(a.shape)
     if leads_to(tuple(b.shape), tuple(a.shape)):
@@ -257,7 +259,7 @@ def _difference(what: str, a: torch.Tensor, b: torch.Tensor, *, internals: Inter
 
 
 def _unequal(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Which elements are not the same number; a NaN never is."""
+    """Marks the elements that are not the same number; a NaN is never the same."""
     if x.is_floating_point() or y.is_floating_point() or x.is_complex() or y.is_complex():
         return wide(x) != wide(y)
     # Integers as int64, in which those of uint64 from 2^63 on are negative: no other integer is equal to these.
@@ -283,7 +285,7 @@ def _unravelled(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _grid(part: Stored) -> tuple[object, ...]:
-    """What two quantized tensors share whose codes and scales can be told apart one by one."""
+    """The common layout of two quantized tensors whose codes and scales can be compared one by one."""
     scale_format = None if part.scale_format is None else part.scale_format.name
     return (part.element_format.name, scale_format, part.transposed, part.block, part.matrix_shape)
 

@@ -1,4 +1,4 @@
-"""What a dump holds: plain torch tensors with a name each, and a header that says what they are.
+"""The content of a dump: named plain torch tensors, and a header that describes them.
 
 Usage::
 
@@ -8,9 +8,9 @@ Usage::
     snapshot = dump.copied()  # training may go on
     write(snapshot, "fc1_activation.safetensors")  # files.py; from any thread
 
-The names of the tensors are those of Transformer Engine's pull request 2645, as far as it has them; ``docs/dumps.md``
-lists them. Scales are neither padded nor swizzled, whatever layout training used: that is the work of
-:mod:`te_precision_callbacks.numerics.layouts`. Nothing here needs Transformer Engine.
+The names of the tensors follow Transformer Engine's pull request 2645 where it defines them; ``docs/dumps.md`` lists
+them. Scales are neither padded nor swizzled, whatever layout training used:
+:mod:`te_precision_callbacks.numerics.layouts` converts them. Nothing here needs Transformer Engine.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Dump:
     """A tensor of training, before and after quantization.
 
     Attributes:
-        header: what it is.
-        tensors: name -> plain tensor, detached; of a fresh dump they share training's memory.
-        internals: whether a file gets the decoded internals too (:meth:`complete`).
-        original: Transformer Engine's tensor itself, for files of the format "torch" only.
-        events: of CUDA: the copies that :meth:`wait` waits for.
+        header: the description of the tensor.
+        tensors: name -> plain tensor, detached; the tensors of a fresh dump share training's memory.
+        internals: whether a file also gets the decoded internals (:meth:`complete`).
+        original: Transformer Engine's tensor itself, only for files of the format "torch".
+        events: CUDA events of the copies that :meth:`wait` waits for.
     """
 
     header: Header
@@ -71,7 +71,8 @@ class Dump:
 
     @property
     def file_bytes(self) -> int:
-        """The bytes of all tensors in a file of it, decoded internals and all, without the header's few thousand."""
+        """The bytes of all tensors in a file of this dump, with decoded internals, without a few thousand for the
+        header."""
         decoded = 0
         for direction, _ in self._directions() if self.internals else ():
             for name, elements in _decoded_sizes(direction, self.tensors).items():
@@ -79,10 +80,10 @@ class Dump:
         return self.nbytes + decoded
 
     def copied(self) -> Dump:
-        """A snapshot that training cannot change any more.
+        """Makes a snapshot that training can no longer change.
 
-        On a CPU a copy. From a GPU the tensors go to page-locked host memory, behind what the current stream was given
-        so far, and nothing waits: :meth:`wait` does, before they are read. ``original`` stays on its device.
+        On a CPU this is a copy. From a GPU the tensors are copied to page-locked host memory, after the work queued on
+        the current stream, and nothing waits: call :meth:`wait` before reading them. ``original`` stays on its device.
         """
         devices = {tensor.device for tensor in (*self.tensors.values(), *_buffers(self.original)) if tensor.is_cuda}
         tensors = {name: _snapshot(tensor) for name, tensor in self.tensors.items()}
@@ -101,14 +102,14 @@ class Dump:
             event.synchronize()
 
     def picklable(self) -> Any:
-        """``original``, without the memory around a buffer that is a view: that would be pickled too."""
+        """``original`` without the memory around buffers that are views, since pickle would write that memory too."""
         return _with_buffers(self.original, unshared)
 
     def part(self, *, columnwise: bool) -> Stored | None:
-        """One direction of the quantized tensor, from the internals; None if the dump does not have it.
+        """Reads one direction of the quantized tensor from the internals; None if the dump does not have it.
 
         Raises:
-            NotADumpError: the tensors are not as the header says.
+            NotADumpError: the tensors do not match the header.
         """
         quantized = self.header.quantized
         direction = quantized.direction(columnwise) if quantized is not None else None
@@ -119,11 +120,11 @@ class Dump:
         return _part(direction, columnwise, self.tensors)
 
     def complete(self) -> dict[str, torch.Tensor]:
-        """The tensors of a file: where ``internals`` is set with the decoded ones, computed if they are not there yet.
+        """Gives the tensors of a file; if ``internals`` is set, with the decoded ones, which are computed if missing.
 
         Returns:
             name -> tensor. ``*_unpacked_values``: the numbers of FP4 codes, float32. ``*_scale_inv_values``: E8M0 and
-            E4M3 scales as float32. ``*_block_factors``: of NVFP4: what the numbers of a block are multiplied by.
+            E4M3 scales as float32. ``*_block_factors``: NVFP4 only: the factors of the numbers of each block.
         """
         tensors = dict(self.tensors)
         for direction, part in self._directions() if self.internals else ():
@@ -153,23 +154,23 @@ def dump_of(
     columnwise_from: Any = None,
     keep_quantized: bool = False,
 ) -> Dump:
-    """A dump of a tensor, sharing its memory where it lies there as it is written.
+    """Makes a dump of a tensor, which shares the tensor's memory where the layout in the file is the same.
 
     Args:
-        high_precision: the tensor before quantization, or None. A quantized one (a quantized model parameter) has no
-            high precision: it is taken as ``quantized`` where that is None, and is left out otherwise.
-        quantized: what it became, or None: a quantized tensor of Transformer Engine or its storage class, with scales
-            in any layout; or a plain tensor.
-        internals: whether files hold the decoded internals too.
+        high_precision: the tensor before quantization, or None. A quantized tensor (a quantized model parameter) has no
+            high precision: it is taken as ``quantized`` if that is None, and is left out otherwise.
+        quantized: the tensor after quantization, or None: a quantized tensor of Transformer Engine or its storage
+            class, with scales in any layout; or a plain tensor.
+        internals: whether files also hold the decoded internals.
         layer, tensor, iteration, micro_batch, rank: see :class:`Header`.
-        recipe: the recipe, an object or words.
-        columnwise_from: the quantized tensor whose columnwise data are meant, where that is another one.
-        keep_quantized: keep a quantized object itself, for a file of the format "torch". Its internals are then in the
-            dump only with ``internals``.
+        recipe: the recipe, as an object or text.
+        columnwise_from: another quantized tensor, from which the columnwise data are taken.
+        keep_quantized: keep the quantized object itself, for a file of the format "torch". The dump then has its
+            internals only with ``internals``.
 
     Raises:
-        DumpError: neither tensor is there, or the quantized one is of a kind that is not known.
-        LayoutError: the quantized tensor's buffers do not fit one another.
+        DumpError: both tensors are None, or the kind of the quantized tensor is unknown.
+        LayoutError: the quantized tensor's buffers do not match each other.
     """
     if high_precision is not None and kind_is_known(high_precision):
         high_precision, quantized = None, high_precision if quantized is None else quantized
@@ -204,23 +205,23 @@ def dump_of(
 
 
 def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The quantized tensor as numbers, from the dump's internals alone.
+    """Computes the numbers of the quantized tensor from the dump's internals alone.
 
-    Bit for bit what Transformer Engine's ``dequantize()`` gives of the same data: the product in float32, then rounded
-    to the nominal dtype.
+    The result equals that of Transformer Engine's ``dequantize()`` for the same data, bit for bit: the product in
+    float32, rounded to the nominal dtype.
 
     Args:
-        dump: one with a quantized tensor.
-        columnwise: which of its two directions; of per-tensor FP8 both are the same, and either is read. Columnwise
-            NVFP4 data may be of a random Hadamard transform of the tensor: then so is the result, and the header's
-            ``columnwise.hadamard`` is set.
-        dtype: of the result; by default the nominal one. float32 holds each number exactly.
+        dump: a dump with a quantized tensor.
+        columnwise: read the columnwise data instead of the rowwise data; for per-tensor FP8 both are the same, and
+            either is read. Columnwise NVFP4 data may hold a random Hadamard transform of the tensor: the result is then
+            transformed too, and the header's ``columnwise.hadamard`` is set.
+        dtype: the dtype of the result; by default the nominal dtype. float32 holds each number exactly.
 
     Returns:
-        The tensor's shape, contiguous.
+        A contiguous tensor of the tensor's shape.
 
     Raises:
-        DumpError: the dump has no quantized tensor, or not this direction; or it is no dump.
+        DumpError: the dump has no quantized tensor, or not this direction; or ``dump`` is no dump.
     """
     what = a_dump(dump).header.quantized
     if what is None:
@@ -242,19 +243,19 @@ def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | Non
 
 
 def a_dump(given: Any) -> Dump:
-    """What a user gave, if it is a dump, or else a DumpError that says how to get one."""
+    """Returns the argument if it is a dump; otherwise raises a DumpError that says how to get a dump."""
     if isinstance(given, Dump):
         return given
     raise DumpError(f"A dump is expected, not {given!r:.200}. What load(path) and save(tensor, path) give are dumps.")
 
 
 def kind_is_known(tensor: Any) -> bool:
-    """Whether this is a quantized tensor that can be dumped as one: of one format, or of one in each direction."""
+    """Whether the tensor can be dumped as a quantized tensor: of one format, or of one format in each direction."""
     return is_quantized(tensor) or hasattr(tensor, "_rowwise_storage")
 
 
 def unshared(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of it where it looks at a part of a larger memory."""
+    """The tensor, or a copy if it is a view of a larger memory."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
@@ -271,7 +272,7 @@ def _pickled(quantized: Any, what: Quantized) -> Any:
 
 
 def _plain(tensor: Any) -> torch.Tensor:
-    """The tensor without its graph, if it is one that torch alone can read."""
+    """The tensor without its graph, if torch alone can read it."""
     # Subclasses that hold other tensors: of Transformer Engine, DTensor, ...
     holds_others = hasattr(tensor, "_quantizer") or hasattr(tensor, "__tensor_flatten__")
     if not isinstance(tensor, torch.Tensor) or holds_others or tensor.layout is not torch.strided or tensor.is_meta:
@@ -285,7 +286,7 @@ def _plain(tensor: Any) -> torch.Tensor:
 def _quantized(
     quantized: Any, columnwise_from: Any, before: tuple[int, ...] | None
 ) -> tuple[Quantized, dict[str, torch.Tensor]]:
-    """What it is, and its tensors; ``before`` is the shape of the tensor before quantization, where that is known."""
+    """The description and the tensors; ``before`` is the shape of the tensor before quantization, if known."""
     class_name = type(quantized).__name__
     if not kind_is_known(quantized):
         tensor = _plain(quantized)
@@ -355,7 +356,7 @@ def _internals(part: Stored, *, one_object: bool) -> tuple[Direction, dict[str, 
 
 
 def _elements_in_memory(part: Stored) -> torch.Tensor:
-    """The codes with all dimensions: of FP8 in the format's own dtype, of FP4 two a byte."""
+    """The codes with all dimensions: FP8 codes in the format's own dtype, FP4 codes two per byte."""
     shape = part.shape
     if part.transposed:
         shape = (*shape[-1:], *shape[:-1])
@@ -400,7 +401,7 @@ def _decoded(direction: Direction, part: Stored) -> Iterator[tuple[str, torch.Te
 
 
 def _decoded_sizes(direction: Direction, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The elements, float32, of what :func:`_decoded` gives."""
+    """The number of float32 elements in the result of :func:`_decoded`."""
     sizes = {}
     data, scales = tensors[direction.data].numel(), tensors[direction.scale].numel()
     if FORMATS[direction.format].dtype is None:
@@ -424,7 +425,7 @@ def _snapshot(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _with_buffers(original: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same object with other buffers, those of the objects in it too."""
+    """A copy of the object with other buffers, also in the objects inside it."""
     if original is None:
         return None
     if not hasattr(original, "get_metadata"):

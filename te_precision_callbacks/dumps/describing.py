@@ -1,4 +1,4 @@
-"""The numbers of a dump: of each tensor, and of the blocks and scales of its quantized data.
+"""Describes a dump in numbers: each tensor, and the blocks and scales of the quantized data.
 
 Usage::
 
@@ -27,9 +27,10 @@ class TensorNumbers:
     """A tensor of a dump, with the name that it has there.
 
     Attributes:
-        nbytes: of its data.
-        minimum, maximum, mean: of the finite elements, of complex ones their magnitudes; nan where there are none.
-        nan, inf, zeros: elements that are so.
+        nbytes: the bytes of its data.
+        minimum, maximum, mean: over the finite elements, for complex tensors over their magnitudes; nan if there are
+            none.
+        nan, inf, zeros: number of such elements.
     """
 
     name: str
@@ -57,16 +58,16 @@ class BlockAmax:
 class DirectionNumbers:
     """The blocks of a quantized tensor's rowwise or columnwise data.
 
-    A block's factor is what its codes are multiplied by.
+    A block's codes are multiplied by its factor.
 
     Attributes:
         name: "rowwise" or "columnwise".
-        blocks: all of them.
-        zero_blocks: those with zeros only.
-        smallest_factor, largest_factor: of the factors above 0 that are finite; nan where there are none.
-        at_largest_code: blocks with an element at the format's largest number or beyond.
-        smallest_block, largest_block: with the smallest amax above 0, and with the largest one, of the dequantized
-            numbers; None where there are none.
+        blocks: number of all blocks.
+        zero_blocks: number of blocks that hold only zeros.
+        smallest_factor, largest_factor: over the finite factors above 0; nan if there are none.
+        at_largest_code: number of blocks with an element at the format's largest number or beyond.
+        smallest_block, largest_block: the blocks with the smallest amax above 0, and with the largest amax, of the
+            dequantized numbers; None if there are none.
     """
 
     name: str
@@ -146,5 +147,5 @@ def _block(place: torch.Tensor | None, amax: torch.Tensor, factors: torch.Tensor
 
 
 def _amaxes(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """The largest magnitude of each block; NaN where one is."""
+    """The largest magnitude of each block; NaN for a block with a NaN."""
     return tiled(matrix.abs(), block).amax((1, 3))

@@ -1,4 +1,4 @@
-"""Dumps on their way to the disk: written beside training, within their budgets, until the disk takes no more."""
+"""Writes dumps to the disk in the background, within their budgets, until the disk takes no more."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 class Job(NamedTuple):
-    """A dump that is written.
+    """A dump to be written.
 
     Attributes:
-        dump: what is written.
-        limits: the budget that it counts in.
-        file_format: of the file.
+        dump: the dump.
+        limits: the budget that the dump counts in.
+        file_format: the format of the file.
     """
 
     dump: Dump
@@ -32,14 +32,14 @@ class Job(NamedTuple):
 
 
 class Disk:
-    """Writes dumps in a thread of its own.
+    """Writes dumps in a separate thread.
 
     Args:
         folder: the log folder.
 
     Attributes:
-        folder: the same.
-        files, nbytes: what has been written.
+        folder: the log folder.
+        files, nbytes: the number of files and bytes written so far.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,15 +53,15 @@ class Disk:
         self._stopped = False
 
     def stopped(self, limits: Limits) -> bool:
-        """Whether nothing more is written, ever or within these limits."""
+        """Whether writing has stopped, for good or within these limits."""
         return self._stopped or limits in self._exhausted
 
     def wait_for_room(self, nbytes: int, limits: Limits) -> None:
-        """Wait until as many bytes more may wait to be written."""
+        """Wait until so many more bytes may wait to be written."""
         self._writer.wait_for_room(nbytes, limits.max_memory)
 
     def put(self, job: Job) -> None:
-        """Have a dump written; wait where more than ``max_memory`` bytes would wait."""
+        """Queue a dump for writing; waits if more than ``max_memory`` bytes would be queued."""
         if not self.stopped(job.limits):
             self._writer.put(job, job.dump.nbytes, job.limits.max_memory)
 
@@ -70,7 +70,7 @@ class Disk:
         self._writer.drain()
 
     def take_failure(self) -> Exception | None:
-        """What has gone wrong since the last call."""
+        """Returns the failure since the last call, if any."""
         failure, self._failure = self._failure, None
         died = self._writer.take_failure()
         if died is not None:
@@ -111,7 +111,7 @@ class Disk:
             )
 
     def _write_within_budget(self, job: Job) -> str | None:
-        """Write a file; why not, where the budget does not allow it."""
+        """Write a file; returns the reason if the budget does not allow it."""
         header = job.dump.header
         budget = self._budget
         if budget is None:

@@ -1,4 +1,4 @@
-"""What goes wrong with dumps."""
+"""The exceptions of dumps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from te_precision_callbacks.errors import PrecisionDebugError
 
 
 class DumpError(PrecisionDebugError, RuntimeError):
-    """A tensor cannot be dumped, or a dump cannot be written, read or used; the base of the others here."""
+    """A tensor cannot be dumped, or a dump cannot be written, read or used; the base class of these exceptions."""
 
 
 class NotADumpError(DumpError):
@@ -14,11 +14,11 @@ class NotADumpError(DumpError):
 
 
 class LaterVersionError(DumpError):
-    """A dump was written by a later version of this package, in a form that this one does not know."""
+    """A dump was written by a later version of this package, in a form that this version does not know."""
 
 
 class PickleRefusedError(DumpError):
-    """A file would have to be unpickled, which nobody has allowed. Unpickling can run any code that is in the file."""
+    """A file would have to be unpickled, which was not allowed. Unpickling can run any code that is in the file."""
 
 
 class DifferentShapesError(DumpError):

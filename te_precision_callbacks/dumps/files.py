@@ -1,4 +1,4 @@
-"""Dumps as files: safetensors, or Transformer Engine's own form of a pickled dictionary.
+"""Writes and reads dump files: safetensors, or Transformer Engine's own form of a pickled dictionary.
 
 Usage::
 
@@ -7,14 +7,14 @@ Usage::
     write_new(dump, numbered(folder, "fc1_activation", ".safetensors"))  # names.py; never in the place of another file
     dump = load("fc1_activation.safetensors")
 
-A file appears under its name when it is whole, and not before: a process that is killed leaves whole files only; beside
-them there may be one whose name ends with ``.incomplete``: on Linux only while another one is replaced. Reading never
-unpickles unless it is told to.
+A file appears under its name only when it is complete, so a process that is killed leaves only complete files. It may
+also leave a file whose name ends with ``.incomplete``, on Linux only while a file is replaced. Reading never unpickles
+unless told to.
 
 The safetensors format (huggingface/safetensors, "Format"): 8 bytes with the length of a JSON object, little-endian; the
 object, name -> dtype, shape, and where the data lie; the data. The library's own ``save_file`` leaves a temporary file
-behind when it is killed, and ``save`` copies all tensors with the interpreter locked, which would stop training: so the
-format is written here, and read by the library.
+behind when it is killed, and ``save`` copies all tensors with the interpreter locked, which would stop training. The
+format is therefore written here, and read by the library.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ HEADER_RECORD = "te_precision_dump.json"
 """Where the header is in the zip archive that ``torch.save`` writes. ``torch.load`` does not look at it."""
 
 TEMPORARY_SUFFIX = ".incomplete"
-"""The end of the name, which starts with a dot, of a file that is not whole, where files cannot be without a name."""
+"""The suffix of incomplete files, whose names start with a dot, on systems without unnamed files."""
 
 # The names of the safetensors format.
 _DTYPE_NAMES = {
@@ -75,35 +75,35 @@ _DTYPE_NAMES = {
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _PIECE = 1 << 24
 _MOST_HEADER = 1 << 24
-"""Bytes of a header: of an archive it is known only when it was unpacked."""
+"""The most bytes of a header; in an archive the size is known only after unpacking."""
 
 
 def write(dump: Dump, path: str | os.PathLike[str], file_format: str = SAFETENSORS, *, fsync: bool = False) -> int:
-    """Write a dump; a file of that name is replaced.
+    """Write a dump; replaces an existing file.
 
     Args:
-        dump: what to write.
-        path: the file. Its folder is made if it is not there.
+        dump: the dump.
+        path: the file. Its folder is created if missing.
         file_format: ``"safetensors"``, or ``"torch"``: a dictionary, pickled by ``torch.save``, with Transformer
             Engine's keys ``"high_precision"`` and ``"quantized"``, its tensor, and the internals.
-        fsync: wait until the file is on the disk, so that it is there after a power failure too.
+        fsync: wait until the file is on the disk, so it survives a power failure.
 
     Returns:
         The file's size in bytes.
 
     Raises:
-        DumpError: the file cannot be written (disk full, no permission), or the dump does not fit the format. There is
-            then no part of it; a file that was there before is as it was.
+        DumpError: the file cannot be written (disk full, no permission), or the dump does not fit the format. No part
+            of the file is then left, and an existing file is unchanged.
     """
     return _write(dump, iter((Path(path),)), file_format, replace=True, fsync=fsync)
 
 
 def write_new(dump: Dump, paths: Iterator[Path], file_format: str = SAFETENSORS) -> int:
-    """Write a dump at the first of some paths in one folder at which there is no file, whoever else writes there.
+    """Write a dump to the first free one of several paths in one folder, even if other processes write there.
 
     Args:
-        dump, file_format: as of :func:`write`.
-        paths: without an end, as :func:`te_precision_callbacks.dumps.names.numbered` gives them.
+        dump, file_format: as in :func:`write`.
+        paths: an endless iterator, as from :func:`te_precision_callbacks.dumps.names.numbered`.
 
     Returns:
         The file's size in bytes.
@@ -140,24 +140,24 @@ def _write(dump: Dump, paths: Iterator[Path], file_format: str, *, replace: bool
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
-    """What the system said; torch.save raises a RuntimeError of its own while it handles that."""
+    """The system's error behind an exception; torch.save raises a RuntimeError while it handles that error."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error
 
 
 def load(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Dump:
-    """A dump from its file, of either format, on the CPU.
+    """Load a dump from a file of either format, to the CPU.
 
     Args:
         path: the file.
         allow_pickle: also read files of the format "torch" (and Transformer Engine's own dumps), by unpickling them.
-            This runs whatever code is in the file, and needs Transformer Engine where its tensors are in it.
+            This runs any code in the file, and needs Transformer Engine if the file has its tensors.
 
     Raises:
-        NotADumpError: there is no such file, or it is of another kind, truncated, or damaged.
-        LaterVersionError: a later version of this package has written it.
-        PickleRefusedError: it is a pickle, and ``allow_pickle`` is not set.
+        NotADumpError: there is no such file, or the file is of another kind, truncated, or damaged.
+        LaterVersionError: a later version of this package has written the file.
+        PickleRefusedError: the file is a pickle, and ``allow_pickle`` is not set.
     """
     path = Path(path)
     if file_format_of(path) == TORCH:
@@ -178,7 +178,7 @@ def load(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Dump:
 
 
 def read_header(path: str | os.PathLike[str]) -> Header | None:
-    """The header alone, without a look at the tensors; None in a pickle that this package has not written.
+    """Read only the header, not the tensors; None for a pickle that this package has not written.
 
     Raises:
         NotADumpError, LaterVersionError: as :func:`load`.
@@ -191,10 +191,10 @@ def read_header(path: str | os.PathLike[str]) -> Header | None:
 
 
 def file_format_of(path: str | os.PathLike[str]) -> str:
-    """``"safetensors"`` or ``"torch"``, by the first bytes of a file.
+    """Tells ``"safetensors"`` from ``"torch"`` by the first bytes of a file.
 
     Raises:
-        NotADumpError: there is no such file, or its first bytes are of neither.
+        NotADumpError: there is no such file, or its first bytes fit neither format.
     """
     path = Path(path)
     try:
@@ -261,7 +261,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Put the file's name before what is wrong with it."""
+    """Put the file's name in front of error messages."""
     try:
         yield
     except DumpError as error:
@@ -337,7 +337,7 @@ def _torch_header(path: Path) -> Header | None:
 
 
 def _header_record(path: Path) -> bytes | None:
-    """The header as it is in the archive, cut off behind the most that it may have; None where there is none."""
+    """The header in the archive, cut off after the largest allowed size; None if there is none."""
     with zipfile.ZipFile(path) as archive:
         if not any(name.endswith("/data.pkl") for name in archive.namelist()):
             raise NotADumpError("a zip archive, but none of torch.save.")
@@ -350,13 +350,13 @@ def _header_record(path: Path) -> bytes | None:
 
 @contextlib.contextmanager
 def _appearing(paths: Iterator[Path], folder: Path, *, replace: bool, fsync: bool) -> Iterator[IO[bytes]]:
-    """A file that gets a name when the block ends without an exception.
+    """A file that gets its name when the block ends without an exception.
 
     Args:
-        paths: its name is the first one; without ``replace`` the first at which there is no file.
-        folder: of the paths.
-        replace: whether a file of the name is replaced.
-        fsync: wait until it is on the disk.
+        paths: the file gets the first path; without ``replace`` the first path that is free.
+        folder: the folder of the paths.
+        replace: whether an existing file is replaced.
+        fsync: wait until the file is on the disk.
     """
     file = _nameless(folder)
     if file is None:
@@ -386,7 +386,7 @@ def _appearing(paths: Iterator[Path], folder: Path, *, replace: bool, fsync: boo
 
 
 def _nameless(folder: Path) -> IO[bytes] | None:
-    """A file without a name, which is gone when the process is; None where the system has none."""
+    """A file without a name, which vanishes with the process; None if the system has no such files."""
     if not hasattr(os, "O_TMPFILE") or not os.path.isdir("/proc/self/fd"):
         return None
     try:
@@ -405,7 +405,7 @@ def _link(file: IO[bytes], source: str, path: Path) -> None:
 
 @contextlib.contextmanager
 def _hidden(paths: Iterator[Path], folder: Path, *, replace: bool, fsync: bool) -> Iterator[IO[bytes]]:
-    """A file under another name, one that is never listed, until it is whole; else as :func:`_appearing`."""
+    """Like :func:`_appearing`, but the file has a hidden name, which is never listed, until it is complete."""
     beside = _beside(folder)
     try:
         with beside.open("w+b") as file:
