@@ -1,4 +1,4 @@
-"""What a debug config may say, and what it means for the layers of a model.
+"""Reads and checks debug configs, and plans which features act on which layers of a model.
 
 Usage::
 

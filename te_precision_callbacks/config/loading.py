@@ -37,21 +37,21 @@ DEFAULT_CONFIG: dict[str, Any] = {
         },
     }
 }
-"""What ``config=None`` means: statistics of the GEMM operands of every TE layer, and of what quantization loses of
-those that are quantized, in every tenth step."""
+"""The meaning of ``config=None``: in every tenth step, statistics of the GEMM operands of every TE layer, and of the
+losses by quantization of those that are quantized."""
 
 LAYER_NAMES = "layer_names"
-"""The key beside the sections that says which names their selectors mean."""
+"""The key beside the sections that says which layer names the selectors use."""
 
 _SECTION_KEYS = ("enabled", "layers")
 
 
 @dataclass(frozen=True)
 class _Known:
-    """What can be told of features before any is imported.
+    """The features that are known before any is imported.
 
     Attributes:
-        features: those that there are.
+        features: the known features.
         others: whether there may be more.
     """
 
@@ -64,9 +64,9 @@ class Config:
     """A loaded config.
 
     Attributes:
-        sections: in the order of the file, those that are not enabled included.
-        source: the file that it was read from; None for a mapping and for the defaults.
-        layer_names: which names its selectors mean; None where it does not say.
+        sections: all sections, also disabled ones, in the order of the file.
+        source: the file of the config; None for a mapping and for the defaults.
+        layer_names: which layer names the selectors use; None if the config does not say.
     """
 
     sections: tuple[Section, ...]
@@ -75,7 +75,7 @@ class Config:
 
     @property
     def enabled_sections(self) -> tuple[Section, ...]:
-        """The sections that do something."""
+        """The enabled sections."""
         return tuple(section for section in self.sections if section.enabled)
 
     def plan(
@@ -106,14 +106,14 @@ def load_config(
         source: the path of a YAML file, a mapping of the same content, a loaded config (returned as it is), or None for
             the defaults: :data:`DEFAULT_CONFIG`.
         features: a user's own features, as classes, as the session gets them.
-        feature_dirs: folders of a user's own features. What is in them is known when a session starts and executes
-            them: with a folder, a name that is not known here is checked there.
+        feature_dirs: folders of a user's own features. Their features are known only when a session starts and executes
+            them; with folders, an unknown name is therefore checked at that point.
 
     Raises:
         ConfigError: the file is missing or unreadable, is not YAML, or holds more than a config could; it is not a
             mapping of sections, or a section is malformed; a feature or a namespace does not exist; an enabled feature
-            of Transformer Engine has a key or a value that its schema does not take; two features of a section cannot
-            act side by side. One error tells of all that is wrong with the sections.
+            of Transformer Engine has a key or a value that its schema does not take; two features of a section exclude
+            each other. One error reports all problems of the sections.
     """
     if isinstance(source, Config):
         return source

@@ -1,8 +1,8 @@
-"""Which features act on which layer, decided before the run.
+"""Decides before the run which features act on which layer.
 
-nvidia-dlfw-inspect 0.2.2 decides this in each layer's first forward pass, where a selector that hits no layer is silent
-and two sections that hit one layer end the run. Here the sections are merged per layer, and what is handed over are
-exact layer names.
+nvidia-dlfw-inspect 0.2.2 decides this in each layer's first forward pass, where it says nothing of a selector that
+matches no layer, and where two sections that select one layer end the run. Here the sections are merged per layer, and
+nvidia-dlfw-inspect gets exact layer names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from te_precision_callbacks.config.selection import (
 logger = logging.getLogger(__name__)
 
 RegisteredFeatures = Mapping[str, Collection[str]]
-"""The features that there are: namespace -> feature names."""
+"""The existing features: namespace -> feature names."""
 
 BASE = "base"
 """nvidia-dlfw-inspect's own namespace, whose features stand in a section without a namespace."""
@@ -48,15 +48,15 @@ NamespacedFeatures = Mapping[str, Mapping[str, FeatureOptions]]
 
 @dataclass(frozen=True)
 class Section:
-    """One top-level entry of a config: some layers, and what is done with them.
+    """One top-level entry of a config: layers, and the features that act on them.
 
     Attributes:
         name: its key in the config.
         enabled: a section that is not enabled does nothing, and nothing else in it is read.
-        selector: the layers that it means.
+        selector: selects the layers.
         features: the rest of the section, by namespace (``transformer_engine``) or, for the features of
             nvidia-dlfw-inspect itself, by feature name.
-        places: where the keys of the config stand, for messages.
+        places: the places of the config's keys, for messages.
         effects: for each enabled feature of Transformer Engine, as written, what it does to the GEMMs of a layer.
     """
 
@@ -68,17 +68,17 @@ class Section:
     effects: Mapping[str, Effect] = field(default_factory=dict)
 
     def place(self, *keys: str | int) -> str:
-        """Where a key of this section, or the one above it, stands: ``config.yaml, line 7 (section 'stats')``."""
+        """The place of a key of this section, or of the key above it: ``config.yaml, line 7 (section 'stats')``."""
         return self.places(self.name, *keys)
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What happens in one layer.
+    """The features that act on one layer.
 
     Attributes:
         layer: the layer.
-        sections: the names of the sections that hit it.
+        sections: the names of the sections that select it.
         features: namespace -> feature -> its options.
     """
 
@@ -89,13 +89,13 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens in which layer.
+    """The features that act on each layer.
 
     Attributes:
-        layers: the layers that some section hits, in the order of the model.
-        unmatched: the names of the sections that hit none.
-        otherwise_upstream: what to tell of sections that would hit other layers by nvidia-dlfw-inspect's names; empty
-            where there are none, or where it was said which names are meant.
+        layers: the layers that at least one section selects, in the order of the model.
+        unmatched: the names of the sections that select no layer.
+        otherwise_upstream: the warning about sections that would select other layers by nvidia-dlfw-inspect's names;
+            empty if there are none, or if ``layer_names`` says which names are meant.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -105,8 +105,8 @@ class Plan:
     def as_inspect_config(self) -> dict[str, Any]:
         """The plan as a config of nvidia-dlfw-inspect: one section for each set of layers with the same features.
 
-        Its layers are given as one anchored pattern of exact names, so that no layer is in two sections and none is hit
-        by chance.
+        The layers are given as one anchored pattern of exact names, so no layer is in two sections, and none matches by
+        chance.
         """
         groups: dict[tuple[str, ...], list[LayerPlan]] = {}
         for entry in self.layers:
@@ -125,7 +125,7 @@ class Plan:
 
 
 def exact_pattern(names: Iterable[str]) -> str:
-    """A regular expression that ``search`` finds in exactly these names; in none where there are none."""
+    """A regular expression that ``search`` finds in exactly these names; in no name if there are none."""
     return rf"\A(?:{'|'.join(re.escape(name) for name in names) or '(?!)'})\Z"
 
 
@@ -139,19 +139,20 @@ def plan(
 ) -> Plan:
     """Decide which features act on which layer.
 
-    Entries of a list of types or numbers that mean no layer are warned about: one config may be for several models.
+    An entry of a list of types or numbers that matches no layer causes a warning only: one config may be for several
+    models.
 
     Args:
         sections: the enabled sections.
         layers: the layers of the model.
         registered: the features that exist.
-        allow_unmatched: warn about a section that hits no layer and a name that no layer has, instead of raising.
-        layer_names: by which names layers are selected. None: by their paths, and it is told where that is not what
-            nvidia-dlfw-inspect's names would select.
+        allow_unmatched: warn about a section that selects no layer and a name that no layer has, instead of raising.
+        layer_names: the names by which layers are selected. None: their paths, with a warning where
+            nvidia-dlfw-inspect's names would select other layers.
 
     Raises:
-        ConfigError: an unknown feature, a section that hits no layer, a name that no layer has, two sections with one
-            feature for one layer, two features that cannot act side by side. One error tells of them all.
+        ConfigError: a feature is unknown, a section selects no layer, no layer has a given name, two sections have one
+            feature for one layer, or two features exclude each other. One error reports all problems.
     """
     problems = Problems()
     resolved: list[NamespacedFeatures] = []

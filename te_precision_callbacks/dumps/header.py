@@ -1,4 +1,4 @@
-"""The header of a dump: what its tensors are, as JSON, and whether they are so.
+"""The header of a dump: describes its tensors as JSON, and checks the tensors against the description.
 
 Usage::
 
@@ -27,11 +27,11 @@ SCHEMA = 1
 """The version of the header that this package writes. It grows when a reader of the last one would misread a dump."""
 
 HIGH_PRECISION, QUANTIZED = "high_precision", "quantized"
-"""The names of the tensor before quantization, and of what it became where that is a plain tensor."""
+"""The names of the tensor before quantization, and of the tensor after quantization if that is a plain tensor."""
 
 FLOAT32 = "float32"
 FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E2M1, E8M0)}
-"""The formats of elements and scales, by the names that they have in a header."""
+"""The formats of elements and scales, by their names in a header."""
 
 # torch 2.6 has no E8M0: there these scales are their bytes.
 SCALE_DTYPES = {"E4M3": torch.float8_e4m3fn, "E8M0": getattr(torch, "float8_e8m0fnu", torch.uint8)}
@@ -53,7 +53,7 @@ _DTYPE_NAMES = (
     *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
 )
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
-"""The dtypes that a header may speak of and this torch has."""
+"""The dtypes that a header may name and that this torch has."""
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -81,20 +81,21 @@ class Direction:
     """The rowwise or the columnwise data of a quantized tensor.
 
     Attributes:
-        format: what one element is: "E4M3", "E5M2" or "E2M1".
+        format: the format of an element: "E4M3", "E5M2" or "E2M1".
         scaling_mode: "per_tensor", "mxfp8", "fp8_block_1d", "fp8_block_2d" or "nvfp4".
         data: the name of the tensor with the elements, in the order of memory.
         scale: the name of the tensor with a scale for each block.
         amax: NVFP4 only: the name of the tensor with the amax.
-        shape: of the quantized tensor. Columnwise NVFP4 data are a matrix, whatever the leading dimensions were.
+        shape: the shape of the quantized tensor. Columnwise NVFP4 data are a matrix, whatever the leading dimensions
+        were.
         transposed: whether the first dimension of the data is the last one of the quantized tensor.
-        block: rows and columns of a block of the data, taken as a matrix: its first dimension against the others where
-            it is transposed, its last one against the others where it is not.
+        block: rows and columns of a block of the data, viewed as a matrix: the first dimension against the others if
+            transposed, otherwise the others against the last dimension.
         scale_format: "E8M0", "E4M3" or "float32".
         largest_scale: NVFP4 only: the E4M3 number that stands for the largest scale, 448 or 256.
-        stored_scale_shape: of the scales in training: padded, and perhaps transposed.
-        swizzled: whether the scales were, in training, in the order that a GEMM reads. In the dump they never are.
-        hadamard: whether the data are of a random Hadamard transform of the tensor.
+        stored_scale_shape: the shape of the scales in training: padded, and perhaps transposed.
+        swizzled: whether the scales were in the order that a GEMM reads, in training. In a dump they never are.
+        hadamard: whether the data hold a random Hadamard transform of the tensor.
     """
 
     format: _Format
@@ -127,7 +128,7 @@ class Direction:
 
     @property
     def shape_in_memory(self) -> tuple[int, ...]:
-        """Of the tensor with the data: FP4 has two elements a byte."""
+        """The shape of the tensor with the data: FP4 has two elements per byte."""
         shape = (*self.shape[-1:], *self.shape[:-1]) if self.transposed else self.shape
         return shape if self.format in _FP8 else (*shape[:-1], *(size // 2 for size in shape[-1:]))
 
@@ -142,14 +143,15 @@ class Plain:
 
 @dataclass(frozen=True)
 class Quantized:
-    """What the tensor became.
+    """The tensor after quantization.
 
     Attributes:
-        class_name: Transformer Engine's, or "Tensor" where it stayed a plain tensor, of fake quantization for example.
-        shape: of the tensor.
-        dtype: the nominal one, which ``dequantize()`` gives.
-        quantizer: the quantizer and its settings, in words.
-        rowwise, columnwise: what there is of either direction.
+        class_name: Transformer Engine's class, or "Tensor" if the tensor stayed plain, after fake quantization for
+            example.
+        shape: the shape of the tensor.
+        dtype: the nominal dtype, which ``dequantize()`` gives.
+        quantizer: the quantizer and its settings, as text.
+        rowwise, columnwise: the data of each direction, if any.
     """
 
     class_name: str
@@ -166,19 +168,19 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Header:
-    """What a dump is of.
+    """Describes the tensor in a dump.
 
     Attributes:
         layer: the layer's name in the model.
         tensor: "activation", "weight", "gradient", "output", "wgrad", "dgrad", or any other word.
-        iteration: the debug iteration; None where there is none.
+        iteration: the debug iteration; None if there is none.
         micro_batch: counts the dumps of this tensor within the iteration, from 0.
-        rank: of the process in the default process group.
-        recipe: the quantization recipe, in words.
+        rank: the rank of the process in the default process group.
+        recipe: the quantization recipe, as text.
         high_precision: the tensor before quantization, if the dump has it.
-        quantized: what it became, if the dump has it.
-        versions: of "torch", "transformer_engine" and "te_precision_callbacks" where the dump was made.
-        time: when, in UTC (ISO 8601).
+        quantized: the tensor after quantization, if the dump has it.
+        versions: the versions of "torch", "transformer_engine" and "te_precision_callbacks" that made the dump.
+        time: the time in UTC (ISO 8601).
         schema: the version of this header.
     """
 
@@ -197,18 +199,19 @@ class Header:
     def to_json(self) -> str:
         """The header as a JSON object, with the names of the attributes.
 
-        A lone surrogate, which a name on disk may have, is no character that JSON could hold: six of them say so.
+        A lone surrogate, which a name on disk may have, cannot be held by JSON: it is written as an escape of six
+        characters.
         """
         text = json.dumps(dataclasses.asdict(self), ensure_ascii=False)
         return _LONE_SURROGATE.sub(lambda found: rf"\\u{ord(found[0]):04x}", text)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Header:
-        """The header from :meth:`to_json`; what a later version added beside it is ignored.
+        """Read the header from the text of :meth:`to_json`; fields that a later version added are ignored.
 
         Raises:
             NotADumpError: the text is not a header.
-            LaterVersionError: its schema is later than :data:`SCHEMA`.
+            LaterVersionError: the schema is later than :data:`SCHEMA`.
         """
         try:
             version = _SchemaOnly.model_validate_json(text).version
@@ -235,10 +238,10 @@ _HEADER = pydantic.TypeAdapter(Header)
 
 
 def check(header: Header, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Whether the tensors of a dump are what its header says.
+    """Check the tensors of a dump against its header.
 
     Raises:
-        NotADumpError: one is not there, or has another shape or dtype; or the header contradicts itself.
+        NotADumpError: a tensor is missing, or has another shape or dtype; or the header contradicts itself.
     """
     if header.high_precision is not None:
         _check_tensor(tensors, HIGH_PRECISION, header.high_precision.shape, DTYPES[header.high_precision.dtype])
@@ -261,7 +264,7 @@ def check(header: Header, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_direction(direction: Direction, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Whether the tensors of one direction are what the header says, as :func:`check`."""
+    """Check the tensors of one direction against the header, as :func:`check` does."""
     elements, scale_format = _MODES[direction.scaling_mode]
     if direction.format not in elements or direction.scale_format != scale_format:
         raise NotADumpError(
@@ -292,12 +295,12 @@ def check_direction(direction: Direction, tensors: Mapping[str, torch.Tensor]) -
 
 
 def leads_to(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether a shape is another one, or the other is its matrix, with the leading dimensions in one."""
+    """Whether two shapes are equal, or the other is the matrix of the shape, with its leading dimensions merged."""
     return other in (shape, (math.prod(shape[:-1]), *shape[-1:]))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As torch calls it: "bfloat16"."""
+    """The name of a dtype in torch: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,4 +1,4 @@
-"""The dumps in a folder, from their headers alone.
+"""Lists the dumps in a folder, from their headers alone.
 
 Usage::
 
@@ -27,10 +27,10 @@ class Entry:
 
     Attributes:
         path: the file.
-        size: its bytes.
+        size: the size of the file in bytes.
         file_format: "safetensors" or "torch".
-        header: None of a pickle that this package did not write, Transformer Engine's own dump for example: what it is
-            of is in its path, rank_0/iter_000100/fc1_activation.pt, and in the pickle, which is not opened for a list.
+        header: None for a pickle that this package did not write, such as Transformer Engine's own dump. Such a dump is
+            described by its path, rank_0/iter_000100/fc1_activation.pt, and by the pickle, which a list does not open.
     """
 
     path: Path
@@ -48,7 +48,7 @@ class Foreign:
 
 
 class Listing(Sequence[Entry]):
-    """The dumps, by iteration, layer, tensor, micro-batch and rank; those without a header last, by path.
+    """The dumps, sorted by iteration, layer, tensor, micro-batch and rank; dumps without a header last, by path.
 
     Attributes:
         foreign: the other files, by path.
@@ -70,10 +70,10 @@ class Listing(Sequence[Entry]):
 
 
 def list_dumps(folder: str | os.PathLike[str]) -> Listing:
-    """The dumps in a folder and the folders in it; no tensor is read, and nothing unpickled.
+    """List the dumps in a folder and its subfolders; reads no tensor, and unpickles nothing.
 
     Args:
-        folder: the folder, or one file. Files whose names start with a dot are not looked at.
+        folder: the folder, or one file. Files whose names start with a dot are ignored.
 
     Raises:
         DumpError: there is no such folder, or it cannot be read.
@@ -82,7 +82,7 @@ def list_dumps(folder: str | os.PathLike[str]) -> Listing:
     foreign: list[Foreign] = []
 
     def unreadable(error: OSError) -> None:
-        """A folder that cannot be looked into."""
+        """Report a folder that cannot be read."""
         path = Path(error.filename)
         if path == Path(folder):
             raise DumpError(f"{path}: cannot be read: {error.strerror}.") from error

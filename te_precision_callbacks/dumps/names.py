@@ -5,10 +5,10 @@
     file_stem("model.fc1", "activation", 0, file_format="torch")        # model_fc1_activation, as Transformer Engine
     numbered(folder, stem, ".safetensors")           # stem.safetensors, stem.1.safetensors, ...: the first free one
 
-In safetensors files' names, a layer whose name is not wholly of lower-case letters, digits, ``_``, ``-`` and single
-dots gets a part of its SHA-256 behind it, so that no two layers share a name, on file systems that do not know case
-either. Transformer Engine's names (2.20.2, ``debug/features/dump_tensors.py``) are alike for ``a.b`` and ``a_b``, and
-for all micro-batches; there the first that comes has the name, and the others a number behind it.
+In names of safetensors files, a part of its SHA-256 is appended to a layer name that has characters other than
+lower-case letters, digits, ``_``, ``-`` and single dots. No two layers then share a file name, even on file systems
+that ignore case. Transformer Engine's names (2.20.2, ``debug/features/dump_tensors.py``) are equal for ``a.b`` and
+``a_b``, and for all micro-batches; the first file gets the name, and a number is appended for the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from te_precision_callbacks.dumps.files import TORCH
 
 _MOST = 160
-"""Characters of a layer's name in a file's name, which may have 255 bytes."""
+"""The most characters of a layer's name in a file name, which may have 255 bytes."""
 
 _UNSAFE = re.compile(r"[^a-z0-9_.\-]", re.IGNORECASE)
 _PLAIN = re.compile(r"[a-z0-9_\-]+(\.[a-z0-9_\-]+)*")
@@ -49,7 +49,7 @@ def file_stem(layer: str, tensor: str, micro_batch: int, *, file_format: str) ->
 
 
 def numbered(folder: Path, stem: str, suffix: str) -> Iterator[Path]:
-    """The paths that a dump may have in a folder: with the name, then with ``.1``, ``.2`` and so on behind it."""
+    """The possible paths of a dump in a folder: the plain name, then with ``.1``, ``.2`` and so on appended."""
     yield folder / f"{stem}{suffix}"
     for count in itertools.count(1):
         yield folder / f"{stem}.{count}{suffix}"

@@ -1,4 +1,4 @@
-"""A large tensor, looked at piece by piece.
+"""Reads a large tensor piece by piece.
 
 Usage::
 
@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 
 PIECE = 1 << 16
-"""Elements that are looked at once, in float64: few enough for a cache."""
+"""The number of elements that are read at once, in float64: few enough for a cache."""
 
 
 def wide(values: torch.Tensor) -> torch.Tensor:
-    """The numbers in float64, or in complex128 where they are complex; integers beyond 2^53 are rounded."""
+    """The numbers in float64, or in complex128 if they are complex; integers beyond 2^53 are rounded."""
     if values.is_complex():
         return values.to(torch.complex128)
     # From float8 there is no way to float64 on all devices but through float32.

@@ -6,9 +6,9 @@
     recorder.end_step()                     # what is held is written or dropped
     recorder.close()                        # when everything is on the disk
 
-Nothing waits for the disk but where more than ``max_memory`` bytes would wait to be written: then :meth:`Recorder.note`
-does, and :meth:`Recorder.end_step`. On CUDA the condition ``nonfinite`` has ``end_step`` wait for the device, once a
-step, when it reads the flags of all tensors together.
+:meth:`Recorder.note` and :meth:`Recorder.end_step` wait for the disk only if more than ``max_memory`` bytes would wait
+to be written. On CUDA the condition ``nonfinite`` makes ``end_step`` wait for the device, once per step, when it reads
+the flags of all tensors together.
 
 A run has one, in its :class:`te_precision_callbacks.observation.Observation`.
 """
@@ -49,7 +49,7 @@ Report = Callable[[str, str, Exception], None]
 
 
 class _OnStatistic(NamedTuple):
-    """A condition, and what is collected for it."""
+    """A condition, and the statistic that is collected for it."""
 
     condition: Threshold
     collected: Collected
@@ -60,10 +60,10 @@ class _Held:
     """A dump that waits for the end of its step.
 
     Attributes:
-        job: what is written then.
-        nonfinite: whether the tensor has an inf or nan, on its device; None where that is no condition.
-        statistics: the conditions of this step that are on statistics.
-        overflow: whether it is written after an overflow.
+        job: the dump to write then.
+        nonfinite: whether the tensor has an inf or nan, on its device; None if that is no condition.
+        statistics: the conditions of this step that concern statistics.
+        overflow: whether the dump is written after an overflow.
     """
 
     job: Job
@@ -77,9 +77,9 @@ class Recorder:
 
     Args:
         folder: the log folder; dumps go to ``tensor_dumps/rank_R/iter_XXXXXX`` in it.
-        file_format: for options without one.
-        report: told what fails, on the training thread. None: it is logged, once.
-        detects_overflow: whether :attr:`overflowed` will be set where there is an overflow.
+        file_format: the format for options without one.
+        report: called with failures, on the training thread. None: failures are logged, once.
+        detects_overflow: whether :attr:`overflowed` will be set after an overflow.
 
     Attributes:
         overflowed: set by a session when activation overflow detection has stopped the step that is running.
@@ -110,10 +110,10 @@ class Recorder:
     # ------------------------------------------------------------------ the life of a run
 
     def end_step(self) -> None:
-        """Write what was held and is wanted, drop the rest, and tell what has failed.
+        """Write the held dumps whose conditions hold, drop the others, and report failures.
 
-        It waits for the disk where more than ``max_memory`` bytes would wait to be written, and on CUDA, with the
-        condition ``nonfinite``, for the device.
+        Waits for the disk if more than ``max_memory`` bytes would wait to be written, and for the device on CUDA with
+        the condition ``nonfinite``.
 
         Raises:
             Exception: whatever ``report`` raises about a failure.
@@ -124,12 +124,12 @@ class Recorder:
         self._tell()
 
     def flush(self) -> None:
-        """Wait until all that was noted and wanted is on the disk."""
+        """Wait until all noted dumps that are wanted are on the disk."""
         self._disk.drain()
         self._tell()
 
     def close(self) -> None:
-        """End the run: decide on what is held, and wait until all is written. Closing twice does nothing.
+        """End the run: decide about held dumps, and wait until all are written. Closing twice does nothing.
 
         Raises:
             Exception: as :meth:`end_step`.
@@ -148,12 +148,12 @@ class Recorder:
         self._tell()
 
     def _follow_fork(self) -> None:
-        """In a process that was forked, begin afresh: what waits there is the parent's to write."""
+        """Start afresh in a forked process: the parent writes the dumps that wait there."""
         if os.getpid() != self._process:
             self._begin()
 
     def stopped(self, limits: Limits) -> bool:
-        """Whether nothing more is written, ever or within these limits."""
+        """Whether writing has stopped, for good or within these limits."""
         return self._disk.stopped(limits)
 
     # ------------------------------------------------------------------ a tensor
@@ -163,8 +163,8 @@ class Recorder:
 
         Args:
             seen: the tensor.
-            wanted: what the config asks for.
-            collected: tells which statistics of the tensor are collected, and when.
+            wanted: the options of the config.
+            collected: the statistics of the tensor that are collected, and when.
 
         Raises:
             DumpError: the tensor is of a kind that cannot be dumped.
@@ -211,7 +211,7 @@ class Recorder:
     def _conditions_left(
         self, seen: Watched, wanted: Wanted, collected: Callable[[], Mapping[str, Collected]]
     ) -> tuple[torch.Tensor | None, tuple[_OnStatistic, ...], bool] | None:
-        """What is known of the conditions only at the end of the step; None where the tensor is written in any case."""
+        """The conditions that are decided only at the end of the step; None if the tensor is written in any case."""
         if not wanted.conditions:
             return None
         nonfinite: torch.Tensor | None = None
@@ -235,7 +235,7 @@ class Recorder:
         return nonfinite, tuple(statistics), overflow
 
     def _statistic(self, condition: Threshold, seen: Watched, collected: Mapping[str, Collected]) -> Collected | None:
-        """The statistic of a condition, if there is one in this step."""
+        """The statistic of a condition, if it is collected in this step."""
         found = read_by(condition, collected, _recipe_of_quantized(seen))
         if found is None:
             self._complain(condition, seen, missing_statistic(condition, collected, [seen.layer], seen.tensor))
@@ -353,7 +353,7 @@ def _read(flags: Sequence[torch.Tensor | None]) -> list[bool]:
 
 
 def _recipe_of_quantized(seen: Watched) -> str | None:
-    """The recipe that a tensor was quantized with; None where it was not, for a layer without a recipe."""
+    """The recipe with which a tensor was quantized; None if it was not quantized, for a layer without a recipe."""
     quantized, _ = quantized_form(seen)
     if quantized is None or not kind_is_known(quantized):
         return None

@@ -1,4 +1,4 @@
-"""One tensor into one file.
+"""Saves one tensor to one file.
 
 Usage::
 
@@ -34,30 +34,30 @@ def save(
     file_format: str = SAFETENSORS,
     fsync: bool = False,
 ) -> Dump:
-    """Write a tensor to a file, which is there when it is whole.
+    """Write a tensor to a file, which appears only when it is complete.
 
     Args:
         tensor: a quantized tensor of Transformer Engine, or its storage class, with scales in any layout, swizzled too;
             or a plain tensor.
-        path: the file. Its folder is made if it is not there; a file of that name is replaced.
-        high_precision: what ``tensor`` was before it was quantized, into the same file.
+        path: the file. Its folder is created if missing; an existing file is replaced.
+        high_precision: ``tensor`` before quantization, to be saved in the same file.
         layer: the layer that the tensor is from, for the header.
         tensor_name: ``activation``, ``weight`` or another name, for the header.
         iteration: the debug iteration, for the header.
         micro_batch: the micro-batch of the iteration, for the header.
         rank: the rank, for the header.
-        recipe: the recipe, an object or words.
-        internals: add what is decoded from the data and scales: FP4 numbers one by one, scales as float32.
+        recipe: the recipe, as an object or text.
+        internals: add tensors decoded from the data and scales: FP4 numbers one by one, scales as float32.
         file_format: ``"safetensors"`` or ``"torch"``, a pickle.
         fsync: wait until the file is on the disk.
 
     Returns:
-        What was written; it shares the tensor's memory.
+        The dump that was written; it shares the tensor's memory.
 
     Raises:
-        DumpError: the tensor is of a kind that is not known, ``high_precision`` has another shape, a name is not text,
-            a number is not whole, or the file cannot be written.
-        LayoutError: the tensor's buffers do not fit one another.
+        DumpError: the kind of the tensor is unknown, ``high_precision`` has another shape, a name is not text, a number
+            is not whole, or the file cannot be written.
+        LayoutError: the tensor's buffers do not match each other.
     """
     for name, text in {"layer": layer, "tensor_name": tensor_name}.items():
         if not isinstance(text, str):
@@ -85,7 +85,7 @@ def save(
 
 
 def _whole(name: str, number: Any) -> int:
-    """The number as an int; a tensor or an array with one is taken too."""
+    """The number as an int; also accepts a tensor or an array with one number."""
     try:
         return operator.index(number)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""How large the file of a dump is at most, before it is written.
+"""An upper bound of the size of a dump's file, before it is written.
 
 most_bytes(dump, "safetensors")         # at most some hundred bytes more than the file will have
 """
@@ -50,7 +50,7 @@ def most_bytes(dump: Dump, file_format: str) -> int:
 
 
 def _decoded_shapes(dump: Dump) -> Iterator[Sequence[int]]:
-    """A shape with at least the digits of each tensor's that is decoded later: two dimensions more than the data's."""
+    """A shape with at least as many digits as that of any tensor decoded later: two dimensions more than the data."""
     quantized = dump.header.quantized
     for direction in (quantized.rowwise, quantized.columnwise) if quantized is not None and dump.internals else ():
         if direction is not None:

@@ -1,4 +1,4 @@
-"""What DumpTensors wants of a tensor, and what there is of one; for :mod:`te_precision_callbacks.dumps.recording`.
+"""The options of DumpTensors for one tensor, and the tensor's quantized form.
 
 wanted = Wanted.of(schema.targets[0].options, schema)
 quantized, columnwise_from = quantized_form(Watched("fc1", "activation", 7, x, rowwise, columnwise))
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the options of DumpTensors ask for.
+    """The options of DumpTensors for a tensor.
 
     Attributes:
-        schedule: when.
-        high_precision, quantized, internals: what of a tensor.
-        conditions: one of which must hold; none: always.
-        file_format: None for the default of whoever has started the recorder.
+        schedule: the steps in which to dump.
+        high_precision, quantized, internals: the parts of the tensor to dump.
+        conditions: one of these must hold; without any, the tensor is always dumped.
+        file_format: None for the recorder's default.
         limits: the budget.
     """
 
@@ -43,11 +43,11 @@ class Wanted:
 
     @classmethod
     def of(cls, tensor: DumpTensorsItem, options: DumpTensors) -> Wanted:
-        """What is wanted of one tensor.
+        """Take the options for one tensor.
 
         Args:
-            tensor: what holds for it.
-            options: all of the feature's.
+            tensor: the options that apply to the tensor.
+            options: all options of the feature.
         """
         return cls(
             schedule=tensor.schedule,
@@ -61,9 +61,9 @@ class Wanted:
 
 
 def quantized_form(watched: Watched) -> tuple[Any, Any]:
-    """What the tensor became, and the object whose columnwise data count where that is another one.
+    """Gives the quantized form of the tensor, and the object that has its columnwise data if that is another one.
 
-    A GEMM that runs in high precision reads the tensor itself, which is none of them.
+    A GEMM that runs in high precision reads the tensor itself, which is not a quantized form.
     """
     operands = (watched.rowwise, watched.columnwise)
     became = [operand for operand in operands if operand is not None and not _is_values(watched.values, operand)]
@@ -84,7 +84,7 @@ def _is_values(values: torch.Tensor | None, operand: Any) -> bool:
 
 
 def has_nonfinite(watched: Watched) -> torch.Tensor | None:
-    """Whether a tensor has an inf or nan: a bool on its device; None where there is nothing to look at."""
+    """Whether a tensor has an inf or nan, as a bool on its device; None if there is nothing to check."""
     values = watched.values
     if values is None:
         became, _ = quantized_form(watched)

@@ -1,4 +1,4 @@
-"""Writes beside the training thread, in order, with bounded memory.
+"""Writes in a background thread, in order, with bounded memory.
 
     writer = Writer(write)          # write(job) runs in a thread of the writer's own
     writer.put(job, nbytes, most=1 << 30)   # waits while more than `most` bytes would wait for the disk
@@ -6,8 +6,9 @@
 
     writer.take_failure()           # the exception that has ended the thread, if one has
 
-Nothing is lost silently: what is put is written, unless ``write`` raises :class:`Stop`; then what waits is dropped. So
-it is where the thread itself ends with another exception, which is kept to be told; nobody waits for such a thread.
+Nothing is lost silently: every job is written, unless ``write`` raises :class:`Stop`; waiting jobs are then dropped.
+They are also dropped if the thread itself ends with another exception, which is kept for :meth:`Writer.take_failure`;
+nothing waits for such a thread.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ JobT = TypeVar("JobT")
 
 
 class Stop(Exception):
-    """Raised by ``write``: nothing more is to be written."""
+    """Raised by ``write`` to end writing."""
 
 
 class Writer(Generic[JobT]):
-    """A thread that is there while there is something to write.
+    """A thread that runs while there is something to write.
 
     Args:
-        write: writes one job; raises :class:`Stop` where no more is to come. It handles all other exceptions itself.
+        write: writes one job; raises :class:`Stop` to end writing. It handles all other exceptions itself.
     """
 
     def __init__(self, write: Callable[[JobT], None]) -> None:
@@ -39,16 +40,16 @@ class Writer(Generic[JobT]):
         self._stopped = False
         self._failure: BaseException | None = None
         self.pending = 0
-        """Bytes that wait, with those that are being written."""
+        """Bytes that wait or are being written."""
 
     def put(self, job: JobT, nbytes: int, most: int) -> None:
-        """Have a job written.
+        """Queue a job.
 
         Args:
-            job: what ``write`` gets.
-            nbytes: the memory that it holds.
-            most: wait until it does not take the memory of all jobs above this. A job that is larger waits for all
-                others to be written.
+            job: the argument for ``write``.
+            nbytes: the memory that the job holds.
+            most: wait until the memory of all jobs stays within this limit. A larger job waits until all others are
+                written.
         """
         with self._changed:
             self._wait_for_room(nbytes, most)
@@ -71,7 +72,7 @@ class Writer(Generic[JobT]):
             self._run()
 
     def wait_for_room(self, nbytes: int, most: int) -> None:
-        """Wait until :meth:`put` would not, before the memory is taken."""
+        """Wait until :meth:`put` would not wait; call this before allocating the memory."""
         with self._changed:
             self._wait_for_room(nbytes, most)
 
@@ -85,7 +86,7 @@ class Writer(Generic[JobT]):
                 self._changed.wait_for(lambda: self._thread is None)
 
     def take_failure(self) -> BaseException | None:
-        """What has ended the thread before everything was written, once; None where nothing has."""
+        """Returns, once, the exception that ended the thread before everything was written; otherwise None."""
         with self._changed:
             failure, self._failure = self._failure, None
         return failure

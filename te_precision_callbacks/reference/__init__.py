@@ -11,9 +11,9 @@ Usage::
     with te.autocast(enabled=True):
         layer(torch.randn(32, 64)).sum().backward()
 
-It is slow and exact, and meant for trying out a config, a feature or a whole training script before the GPUs are
-booked. Scripts that say ``.cuda()`` need ``reference.install(pretend_cuda=True)``, or ``te-precision run SCRIPT``.
-docs/reference-backend.md has the whole story.
+The backend is slow and exact, and meant for trying out a config, a feature or a whole training script before the GPUs
+are booked. Scripts that call ``.cuda()`` need ``reference.install(pretend_cuda=True)``, or ``te-precision run SCRIPT``.
+docs/reference-backend.md has the details.
 """
 
 from te_precision_callbacks.reference.errors import (

@@ -1,4 +1,4 @@
-"""Installing the reference backend into this process.
+"""Installs the reference backend in this process.
 
 Usage::
 
@@ -43,7 +43,7 @@ _installed: Installation | None = None
 
 
 def installed() -> Installation | None:
-    """How the reference backend is installed in this process; None if it is not."""
+    """Gives the settings with which the reference backend is installed in this process; None if it is not."""
     inherited.install_if_pending()
     return _installed
 
@@ -58,10 +58,10 @@ def install(
 ) -> Installation:
     """Let Transformer Engine run without its compiled extension.
 
-    Call it before the first import of ``transformer_engine``. It holds for the rest of the process, and processes that
-    this one starts do the same when they import torch or Transformer Engine, unless there are a GPU and a compiled
-    Transformer Engine: then they use those, with a warning. Where it is installed already, a call that asks for nothing
-    else does nothing: so a script that calls it runs under ``te-precision run`` as well.
+    Call this before the first import of ``transformer_engine``. The backend stays installed until the process ends.
+    Child processes install it when they import torch or Transformer Engine, unless there are a GPU and a compiled
+    Transformer Engine: they then use those, with a warning. If the backend is installed already, a call that asks for
+    nothing else does nothing, so a script that calls ``install`` also runs under ``te-precision run``.
 
     Args:
         pretend_cuda: False, the default: only Transformer Engine's own modules and the debug features see a GPU; your
@@ -70,7 +70,7 @@ def install(
             were written for a GPU.
         capability: the compute capability to stand for: (9, 0), the default, or (10, 0). None takes it from the
             environment variable ``TE_PRECISION_REFERENCE_CAPABILITY``, if it is set.
-        always_in_children: processes that this one starts install the backend in any case.
+        always_in_children: child processes install the backend in any case.
 
     Raises:
         TransformerEngineVersionError: no Transformer Engine is installed, or not 2.20.x.
@@ -121,10 +121,10 @@ def install(
 def install_where_needed() -> Installation | None:
     """:func:`install`, unless there is a GPU and a compiled Transformer Engine that can be imported.
 
-    For scripts that run on any machine. Call it before the first import of ``transformer_engine``.
+    For scripts that run on any machine. Call this before the first import of ``transformer_engine``.
 
     Returns:
-        How the backend is installed; None where the compiled Transformer Engine is to be used.
+        The settings of the installed backend; None if the compiled Transformer Engine is used.
     """
     import torch
 
@@ -136,7 +136,7 @@ def install_where_needed() -> Installation | None:
 
 
 def _require_same(before: Installation, pretend_cuda: bool, capability: tuple[int, int] | None) -> None:
-    """A call that asks for less than there is is content; one that asks for something else is not."""
+    """Accept a call that the installed backend satisfies; otherwise raise."""
     if (pretend_cuda and not before.pretend_cuda) or capability not in (None, before.capability):
         raise InstallError(
             f"install(pretend_cuda={pretend_cuda}, capability={capability}), but the reference backend is installed in "
