@@ -1,4 +1,4 @@
-"""What the features of this folder have in common: which of their options hold for a tensor and a GEMM, and statistics.
+"""The common base of this folder's features: their options for a tensor and a GEMM, and their statistics.
 
 Nothing here is registered; nvidia-dlfw-inspect executes this file as every other, which has no effect.
 """

@@ -1,4 +1,4 @@
-"""DumpTensors: writes tensors to files, beside training, within a budget, and where a condition asks for it."""
+"""DumpTensors: writes tensors to files in the background, within a budget, and only where a condition holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LogFp8TensorStats: what quantization makes of tensors, and what other recipes would make of them."""
+"""LogFp8TensorStats: statistics of quantized tensors, and of what other recipes would make of the tensors."""
 
 from __future__ import annotations
 

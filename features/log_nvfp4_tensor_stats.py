@@ -1,4 +1,4 @@
-"""LogNvfp4TensorStats: what quantization to NVFP4 makes of tensors, or would make of them."""
+"""LogNvfp4TensorStats: statistics of tensors that are, or would be, quantized to NVFP4."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward pass is for those who watch a model: training, the half of a recomputed one, or evaluation."""
+"""Kinds of forward passes: training, part of a recomputed forward, or evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What FP8 training keeps between steps beside parameters and optimizer: saved, and put back to the last bit.
+"""Saves and restores, to the last bit, the state that FP8 training keeps besides parameters and optimizer.
 
     before = fp8_state.save(model)
     parameters = [parameter.detach().clone() for parameter in model.parameters()]  # as a checkpoint holds them

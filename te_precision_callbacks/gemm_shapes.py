@@ -1,4 +1,4 @@
-"""Which shapes a GEMM of quantized operands takes: one table for each recipe and compute capability.
+"""The shapes that a GEMM of quantized operands accepts: one table for each recipe and compute capability.
 
 Usage::
 

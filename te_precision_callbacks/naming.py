@@ -1,4 +1,4 @@
-"""Module tree -> layer names.
+"""Derives layer names from the module tree.
 
     for module in named_te_modules(model):
         print(module.name, [layer.name for layer in module.layers])

@@ -1,4 +1,4 @@
-"""What is said once."""
+"""Messages that are logged once."""
 
 from __future__ import annotations
 

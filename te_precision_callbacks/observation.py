@@ -1,4 +1,4 @@
-"""What the features of a run measure and dump, and who gets it.
+"""The engine and the recorder of a run, which measure and dump tensors for the features.
 
 nvidia-dlfw-inspect makes its features anew at each start and knows no run. The namespace API (``features/api.py``)
 holds the observation of the run and hands it to each feature: a session's, or that of plain nvidia-dlfw-inspect.

@@ -1,4 +1,4 @@
-"""What several parts ask of torch.distributed: which rank this is, and small messages among ranks."""
+"""The uses of torch.distributed that several parts share: the rank, and small messages among ranks."""
 
 from __future__ import annotations
 

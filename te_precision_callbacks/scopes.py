@@ -1,4 +1,4 @@
-"""What tells layers apart that stand at one path on several ranks: a stage of a pipeline, a rank of expert parallelism.
+"""Distinguishes layers at the same path on several ranks, as in pipeline stages and expert parallelism.
 
 A scope is a text such as ``pp1``, ``ep0`` or ``pp1.ep0``. It is found in Megatron's parallel state, or in the device
 mesh of a module's parameters; else the user says it, by ``scope=`` of every front door.

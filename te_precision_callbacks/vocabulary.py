@@ -1,4 +1,4 @@
-"""The words that all parts share: tensors, GEMMs and what they read, recipes, and Transformer Engine's quantizers.
+"""The names that all parts share: tensors, GEMMs and their operands, recipes, and Transformer Engine's quantizers.
 
 Each of these facts stands here alone. Nothing of Transformer Engine, torch or the rest of the package is imported.
 """

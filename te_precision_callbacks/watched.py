@@ -1,4 +1,4 @@
-"""A tensor in the moment that a layer computes with it: what features hand to the engine and to the dumps."""
+"""A tensor at the moment when a layer computes with it, as features pass it to the engine and to the dumps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of a section's features, read by their schemas, and what does not fit said in this project's words.
+"""Reads the options of a section's features by their schemas, and reports invalid options in this project's words.
 
 read = read_features({"FakeQuant": {...}}, place)     # raises ConfigError
 read["FakeQuant"]                                     # as written, a bare name as a list

@@ -1,4 +1,4 @@
-"""Which statistics the features of a layer collect of a tensor, and the one among them that a condition reads.
+"""Lists the statistics that a layer's features collect of a tensor, and finds the one that a condition reads.
 
 known = collected(schemas_of_a_layer, "activation")    # label -> Collected
 read_by(parse_condition("mxfp8_mse > 5"), known)       # what is collected, under which names, and when

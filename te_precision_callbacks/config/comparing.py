@@ -1,4 +1,4 @@
-"""Whether the ranks of a run were given the same config, and where two configs differ."""
+"""Checks that the ranks of a run have the same config, and finds where two configs differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conditions: the one grammar of what must hold of a tensor in a step, parsed once.
+"""Conditions on a tensor in a step: one grammar, parsed once.
 
     condition = parse_condition("underflows% > 5")
     condition.statistic.label                   # "underflows%"

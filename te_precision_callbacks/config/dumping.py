@@ -1,4 +1,4 @@
-"""Conditions of DumpTensors that can never hold, found before the run.
+"""Finds conditions of DumpTensors that can never hold, before the run.
 
 check_conditions(plan, config.enabled_sections, detects_overflow=False)     # raises ConfigError
 """

@@ -1,4 +1,4 @@
-"""What features do to the GEMMs of a layer, and which of them cannot act side by side.
+"""The effects of features on the GEMMs of a layer, and which features exclude each other.
 
 A GEMM multiplies two quantized tensors, or two in high precision. So a feature that quantizes one of its tensors and
 one that keeps it in high precision exclude each other, on whichever tensors they act; and a tensor has one value, so

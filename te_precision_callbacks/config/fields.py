@@ -1,4 +1,4 @@
-"""What a key of a feature may hold: types of values for the schemas, and what each of them takes, in words.
+"""The types of feature keys' values, for the schemas, and a description of each.
 
     freq: StrictInt = Field(1, ge=1)         # words(field): "an integer from 1 on"
     tensors: ListOf[Operand]                 # words(field): "a list of activation, weight, gradient"

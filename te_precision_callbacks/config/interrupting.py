@@ -1,4 +1,4 @@
-"""A limit on the time that a regular expression is searched for, which may otherwise be longer than the universe lasts.
+"""Limits the time of a regular-expression search, which could otherwise run practically forever.
 
     with at_most(0.5):                  # seconds of the processor
         pattern.search(text)            # TookTooLong

@@ -1,4 +1,4 @@
-"""Which features there are, as far as it can be told before any of them is imported.
+"""Lists the existing features, as far as they are known before any of them is imported.
 
 Read from nvidia-dlfw-inspect 0.2.2 (``registry.py``, ``debug_features/``) and Transformer Engine 2.20.2
 (``debug/features/``): a file in such a folder registers its classes with a decorator, when a session starts.

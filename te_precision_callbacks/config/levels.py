@@ -1,4 +1,4 @@
-"""What the schemas of features are put together from: their levels, and the keys that several features share.
+"""The parts of feature schemas: their levels, and the keys that several features share.
 
 Each mapping in a feature's options, the options themselves and the items of its lists, is a :class:`Level`. What holds
 for a tensor of a GEMM, with the keys of all levels around it (:mod:`te_precision_callbacks.config.nesting`), is a

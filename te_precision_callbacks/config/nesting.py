@@ -1,4 +1,4 @@
-"""Which options of a feature hold for a tensor of a GEMM: the one place that knows that the value of an inner key wins.
+"""Finds the options of a feature for a tensor of a GEMM; the only place where inner keys override outer ones.
 
     whole = Nested.of({"margin": 1, "gemms_struct": [{"gemm": "fprop", "tensors": ["weight"], "margin": 2}]})
     ((gemm, of_gemm),) = whole.chosen("gemm")      # "fprop"

@@ -1,4 +1,4 @@
-"""The errors for everything that is wrong with a config, and how they point at the place.
+"""The errors for problems of a config, with the place of each.
 
 problems = Problems()
 with problems.noted():              # what is raised inside of it is one of several

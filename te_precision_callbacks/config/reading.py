@@ -1,4 +1,4 @@
-"""A YAML file as data, and the line of each key and list entry in it; what no config could be is refused early.
+"""Reads a YAML file as data, with the line of each key and list entry; refuses early what cannot be a config.
 
 A config that a person wrote has some hundred keys. What a few lines can stand for (an anchor of anchors of anchors),
 and what is nested without end, is refused before anything is made of it: nothing here takes more time or memory than

@@ -1,4 +1,4 @@
-"""What each feature of the namespace ``transformer_engine`` takes: one pydantic model a feature.
+"""The schemas of the features in the namespace ``transformer_engine``: one pydantic model per feature.
 
     FEATURES["DisableFP8GEMM"].model_validate({"enabled": True, "gemms": ["fprop"]})
     schema_of("DisableFp8Gemm")                                    # case does not matter

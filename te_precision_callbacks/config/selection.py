@@ -1,4 +1,4 @@
-"""Which layers a section of a config means: its ``layers`` block, checked and applied.
+"""Selects the layers of a config section: checks and applies its ``layers`` block.
 
 The keys and their precedence are nvidia-dlfw-inspect's (``config_manager.py`` 0.2.2): ``exact_layer_names``, else
 ``layer_name_regex_pattern``, else ``layer_numbers`` and ``layer_types`` together. Unlike there, every selector is

@@ -1,4 +1,4 @@
-"""Sizes in bytes, as a config has them.
+"""Sizes in bytes, as written in a config.
 
 size_in_bytes("2GiB")  # 2147483648
 """

@@ -1,4 +1,4 @@
-"""Over ranks: all stop together, with the first culprit of any of them, or because one of them could not look."""
+"""Agreement of ranks: all stop together, with the first culprit of any rank, or because a rank could not look."""
 
 from __future__ import annotations
 

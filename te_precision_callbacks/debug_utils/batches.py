@@ -1,4 +1,4 @@
-"""Which batch is running."""
+"""Counts batches, and tells which batch is running."""
 
 from __future__ import annotations
 

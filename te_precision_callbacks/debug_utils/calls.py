@@ -1,4 +1,4 @@
-"""What hooks do: they make events of the calls of modules and of gradients, and tell who looks when it may."""
+"""The hooks' work: they record the calls of modules and the gradients as events, and trigger looks."""
 
 from __future__ import annotations
 

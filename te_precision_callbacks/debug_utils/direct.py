@@ -1,4 +1,4 @@
-"""A look at one tensor, at once."""
+"""Checks one tensor at once."""
 
 from __future__ import annotations
 

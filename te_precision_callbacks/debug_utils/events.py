@@ -1,4 +1,4 @@
-"""What was seen, in order: the calls of modules, gradients that arrived, and tensors with a label.
+"""The recorded events, in order: calls of modules, gradients, and labelled tensors.
 
 An event is made while the model runs, and is expanded into the frames of a report only if there is one.
 """

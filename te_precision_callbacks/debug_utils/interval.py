@@ -1,4 +1,4 @@
-"""What was seen between two looks: events, and the slots that they refer to."""
+"""The events between two looks, and the slots that they refer to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hooks note of a run, and what a look reads: the events, where the run is, and whether detection works."""
+"""The state between hooks and looks: the events, the current batch, and whether detection works."""
 
 from __future__ import annotations
 

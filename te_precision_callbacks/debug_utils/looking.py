@@ -1,4 +1,4 @@
-"""Looks at what hooks have noted, agrees on it with other ranks, and stops the run."""
+"""Checks the events that hooks have recorded, agrees with other ranks, and stops the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a look reads: the first overflow, the frames of traced batches, and outputs that come near an overflow."""
+"""Reads the events in a look: the first overflow, frames of traced batches, and outputs close to an overflow."""
 
 from __future__ import annotations
 

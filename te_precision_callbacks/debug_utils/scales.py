@@ -1,4 +1,4 @@
-"""The FP8 scale under which a Transformer Engine module quantizes what enters its first GEMM.
+"""The FP8 scale under which a Transformer Engine module quantizes the input of its first GEMM.
 
 Read from Transformer Engine 2.20.2 (``pytorch/module/base.py``, ``pytorch/quantization.py``): a module keeps
 ``fp8_meta`` and ``quantizers``, and sets ``fp8`` in each forward. So does DotProductAttention, whose scales are those

@@ -1,4 +1,4 @@
-"""Where the extremes of tensors gather: one slot each, in device memory, read by the host all at once.
+"""Slots in device memory that gather the extremes of tensors, and that the host reads all at once.
 
     slots = Slots(abs_min=False)
     first, second = slots.measure(hidden), slots.measure(labels)   # nothing waits for the device

@@ -1,4 +1,4 @@
-"""The steps of optimizers: a look comes before each of the model's, also where a GradScaler leaves the step out."""
+"""Looks before each step of the model's optimizers, even if a GradScaler skips the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors in what a module takes and gives: tuples, lists, mappings and dataclasses, however nested.
+"""Finds the tensors in a module's inputs and outputs: in nested tuples, lists, mappings and dataclasses.
 
 list(tensors_in({"logits": a, "cache": (b, None)}, "output")) == [("output[logits]", a), ("output[cache][0]", b)]
 """

@@ -1,4 +1,4 @@
-"""Which modules of a model are watched, and under which path."""
+"""The watched modules of a model, and their paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which frame is the first bad one, and which come near their dtype's limit."""
+"""Finds the first bad frame, and the frames close to the limit of their dtype."""
 
 from __future__ import annotations
 

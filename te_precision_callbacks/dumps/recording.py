@@ -1,4 +1,4 @@
-"""What DumpTensors does with tensors in a run: held or not, within the budget, written beside training.
+"""Records tensors for DumpTensors in a run: holds or drops them, and writes them within the budget.
 
     recorder = Recorder(log_dir, file_format="safetensors", report=failures.report)
     recorder.note(seen, wanted)             # in a forward or backward: a snapshot, nothing waits for the device

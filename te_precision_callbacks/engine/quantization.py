@@ -1,4 +1,4 @@
-"""What quantization made of a tensor, or would make of it: the columns of the statistics of quantized tensors.
+"""Measures what quantization made, or would make, of a tensor: the columns for its statistics.
 
     found = read(quantized_tensor, columnwise=False)        # Transformer Engine's quantized tensor, of any recipe
     found.columns(tensor, {Of.QUANTIZED, Of.LOSSES})        # what it has of each kind, where it has blocks

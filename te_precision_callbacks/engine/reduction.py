@@ -1,4 +1,4 @@
-"""Brings a step's measurements to the host, merged over ranks: two collectives and one copy, however many there are.
+"""Brings a step's measurements to the host, merged over ranks: two collectives and one copy, whatever their number.
 
 Ranks are matched by the names of segments, never by the order in which they came up, so that they may hold different
 layers, and a layer may rest on some of them for a step. They agree on a common layout when a segment comes up that no

@@ -1,4 +1,4 @@
-"""Where a step's statistics gather: ranges of two float64 vectors on each device.
+"""Slots that gather a step's statistics: ranges of two float64 vectors on each device.
 
 Every watched tensor has segments: its moments, its exponents, one for each recipe that it is compared with, and so on.
 A segment has some columns that are added and some of which the maximum is kept; micro-batches merge in place, and

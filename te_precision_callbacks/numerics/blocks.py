@@ -1,4 +1,4 @@
-"""A matrix in blocks, the last ones filled up where its sides are no multiples of theirs; and back.
+"""Splits a matrix into blocks, padding the last ones, and joins the blocks again.
 
 Usage::
 

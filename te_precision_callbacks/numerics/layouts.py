@@ -1,4 +1,4 @@
-"""How Transformer Engine lays quantized tensors out in memory, and their data brought into one plain layout.
+"""The memory layouts of Transformer Engine's quantized tensors, and their conversion to one plain layout.
 
 Usage::
 

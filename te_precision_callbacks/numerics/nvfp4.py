@@ -1,4 +1,4 @@
-"""What NVFP4 makes of a matrix: E2M1 codes, and an E4M3 scale for 16 elements.
+"""Quantizes a matrix to NVFP4: E2M1 codes, and an E4M3 scale for 16 elements.
 
 Usage::
 

@@ -1,4 +1,4 @@
-"""What a recipe makes of a tensor, in numbers: blocks rounded and brought back, without codes in memory.
+"""Quantizes and dequantizes a tensor by a recipe, in numbers: blocks are rounded, without codes in memory.
 
 Usage::
 

@@ -1,4 +1,4 @@
-"""From amax to scale, for each recipe.
+"""Computes scales from amaxes, for each recipe.
 
 Usage::
 

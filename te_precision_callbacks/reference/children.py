@@ -1,4 +1,4 @@
-"""Processes that are started by one with the reference backend install it as well.
+"""Installs the reference backend in child processes of a process that has it.
 
 Usage, in a process that was started by one with the backend, by
 :mod:`te_precision_callbacks.reference.startup.sitecustomize`::

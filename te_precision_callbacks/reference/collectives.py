@@ -1,4 +1,4 @@
-"""Collectives that NCCL runs and gloo does not, or not rightly. Read from torch 2.13.
+"""Collectives that NCCL runs and that gloo lacks or gets wrong. Read from torch 2.13.
 
 Usage::
 

@@ -1,4 +1,4 @@
-"""What ``torch.cuda`` answers where the CPU stands for the GPU.
+"""The replacement for ``torch.cuda`` where the CPU stands for the GPU.
 
 Transformer Engine's modules see this module in place of ``torch.cuda``; with ``pretend_cuda=True`` the whole process
 does, because :mod:`te_precision_callbacks.reference.pretend` puts the names in ``__all__`` into the real one. What is

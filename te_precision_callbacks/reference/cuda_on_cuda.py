@@ -1,4 +1,4 @@
-"""What Transformer Engine's modules see in place of ``torch.cuda`` where there is a real GPU.
+"""The replacement for ``torch.cuda`` in Transformer Engine's modules if there is a real GPU.
 
 The compute capability, and the CUDA version that Transformer Engine holds it against, are the ones that the backend
 stands for, whatever the GPU: the layouts of the backend follow from them. All else is the real ``torch.cuda``.

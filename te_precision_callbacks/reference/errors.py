@@ -1,4 +1,4 @@
-"""What the reference backend raises on purpose.
+"""The exceptions of the reference backend.
 
 ``except ReferenceBackendError`` catches all of it. Each message says what is wrong, where, and what to do about it.
 """

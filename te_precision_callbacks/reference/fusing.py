@@ -1,4 +1,4 @@
-"""Functions that a GPU runs as one kernel: computed in float32, rounded once, at the end.
+"""Functions that a GPU runs as one kernel: computed in float32, and rounded once at the end.
 
 Usage::
 

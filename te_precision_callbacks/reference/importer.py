@@ -1,4 +1,4 @@
-"""How Transformer Engine's Python is imported on the reference backend.
+"""Imports Transformer Engine's Python on the reference backend.
 
 Usage::
 

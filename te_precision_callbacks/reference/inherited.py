@@ -1,4 +1,4 @@
-"""What a process with the reference backend tells those that it starts, in their environment.
+"""The settings that a process with the reference backend passes to child processes in their environment.
 
 install_in_children(pretend_cuda=True, capability=(9, 0), always=False)
 told = inherited()                       # in a process that was started since

@@ -1,4 +1,4 @@
-"""Running an unmodified GPU script, on the compiled Transformer Engine or on the reference backend.
+"""Runs an unmodified GPU script, on the compiled Transformer Engine or on the reference backend.
 
 Usage::
 

@@ -1,4 +1,4 @@
-"""What is imported by the name of ``ProcessGroupNCCL`` where gloo stands for NCCL. Read from torch 2.13."""
+"""The replacement for ``ProcessGroupNCCL`` where gloo stands for NCCL. Read from torch 2.13."""
 
 from __future__ import annotations
 

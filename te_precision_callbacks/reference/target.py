@@ -1,4 +1,4 @@
-"""Which GPU the reference backend stands for.
+"""The GPU that the reference backend stands for.
 
 Usage::
 

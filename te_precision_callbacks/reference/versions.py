@@ -1,4 +1,4 @@
-"""Which Transformer Engine the reference backend was written for."""
+"""The Transformer Engine version that the reference backend was written for."""
 
 from __future__ import annotations
 

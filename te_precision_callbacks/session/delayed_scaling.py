@@ -1,4 +1,4 @@
-"""Which layers ran delayed scaling before it had a scale.
+"""Finds the layers that ran delayed scaling before they had a scale.
 
 Its scale follows from the amaxes of earlier steps. In a layer's first step there are none, and it is 1: most of a small
 gradient underflows. Whether it is the first one is read from the layer's state, as its first forward finds it: a run

@@ -1,4 +1,4 @@
-"""A step's numbers on their way from the engine and from users' features to the sinks."""
+"""Delivers a step's numbers from the engine and from users' features to the sinks."""
 
 from __future__ import annotations
 

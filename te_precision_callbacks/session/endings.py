@@ -1,4 +1,4 @@
-"""Ends of the process that a session has to come before."""
+"""The ends of a process that a session must precede."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failures in observation: each kind reported once, loudly, and counted after that; raised with ``strict=True``."""
+"""Failures in observation: each kind is reported once, then counted; with ``strict=True`` it raises."""
 
 from __future__ import annotations
 

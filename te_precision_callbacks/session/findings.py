@@ -1,4 +1,4 @@
-"""What a run has found: it can be read while the run goes on, and after it."""
+"""The results of a run, readable during the run and after it."""
 
 from __future__ import annotations
 

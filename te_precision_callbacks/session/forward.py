@@ -1,4 +1,4 @@
-"""What a forward pass of a Transformer Engine module means for a session, and how the session makes TE act on it.
+"""Classifies forward passes of Transformer Engine modules for a session, and makes TE act accordingly.
 
 Whether a forward is observed is decided in that forward, holds for its backward, and is not remembered for other
 forwards of the same iteration. Transformer Engine decides it once an iteration and knows neither evaluation nor

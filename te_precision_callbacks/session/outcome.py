@@ -1,4 +1,4 @@
-"""What is left of a session that ran in another process.
+"""The results of a session that ran in another process.
 
 Lightning's ``ddp_spawn`` and ``ddp_fork`` strategies fit in child processes, each with a copy of the callback. The copy
 of rank 0 leaves what its session found in a file that the callback knows by name, and the callback takes it from there.

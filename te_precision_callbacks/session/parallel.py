@@ -1,4 +1,4 @@
-"""How the layers of a model are split over ranks, and what ranks must decide together.
+"""The split of a model's layers over ranks, and decisions that ranks must make together.
 
 Read from Transformer Engine 2.20.2: the attributes ``tp_group``, ``tp_size``, ``parallel_mode`` and
 ``sequence_parallel`` of the modules in ``pytorch/module``. What it is not told stays unknown: layers that differ from

@@ -1,4 +1,4 @@
-"""The precision that each GEMM really ran in.
+"""Records the precision in which each GEMM really ran.
 
     for entry in session.precision:
         print(entry.layer, entry.gemm, entry.operands)        # fc1 fprop {'activation': 'BF16', 'weight': 'BF16'}

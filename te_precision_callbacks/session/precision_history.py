@@ -1,4 +1,4 @@
-"""Which facts about a layer's GEMMs held in which iterations.
+"""The facts about a layer's GEMMs, by iteration.
 
 A layer has a row of entries, each with the iteration since which its facts hold, up to the next one's. Runs are long
 and may change precision in every step, so that an entry is a few numbers: facts are kept once and referred to.

@@ -1,4 +1,4 @@
-"""What Transformer Engine's debug path refuses: the table, and who is in it.
+"""The table of what Transformer Engine's debug path refuses, and the layers that it applies to.
 
 A layer in debug mode takes another path through Transformer Engine than one in training. Some of what the ordinary path
 can, the debug path refuses: it raises in the middle of a step, or goes on without the feature. A session leaves such a

@@ -1,4 +1,4 @@
-"""Which layer, GEMM and dimension an exception of Transformer Engine is about, where a shape cannot be multiplied.
+"""Explains an exception of Transformer Engine about a shape: finds the layer, the GEMM and the dimension.
 
 Transformer Engine refuses such a shape where it meets it, by the operand alone. Which layer that was stands in the
 frames of the traceback, so that nothing has to be noted while everything is well. Read from Transformer Engine 2.20.2:

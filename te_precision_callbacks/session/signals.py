@@ -1,4 +1,4 @@
-"""Signals: Ctrl-C while a session ends, and SIGTERM where nobody else takes it.
+"""Signals: Ctrl-C while a session ends, and SIGTERM if no other handler is set.
 
 Python runs the handler of a signal in the main thread, between two instructions, wherever that thread is.
 """

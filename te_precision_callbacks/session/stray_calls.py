@@ -1,4 +1,4 @@
-"""Calls of nvidia-dlfw-inspect's own API that a script makes while a session runs: left out, and said.
+"""Ignores, with a message, calls of nvidia-dlfw-inspect's own API that a script makes while a session runs.
 
 A script that was written for nvidia-dlfw-inspect initializes it, names the layers, sets a group and steps by itself.
 In a session all of that is done, and a second ``step()`` would skip every other iteration without a word. Read from

@@ -1,4 +1,4 @@
-"""Exceptions that nobody catches: what a session says at its end comes before their traceback."""
+"""Makes a session's last messages come before the traceback of an exception that nobody catches."""
 
 from __future__ import annotations
 

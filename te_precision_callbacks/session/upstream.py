@@ -1,4 +1,4 @@
-"""nvidia-dlfw-inspect and Transformer Engine's debug state: started for a session, and put back after it.
+"""Starts nvidia-dlfw-inspect and Transformer Engine's debug state for a session, and restores them after it.
 
 Read from nvidia-dlfw-inspect 0.2.2 and Transformer Engine 2.20.2. Upstream's own ``end_debug`` leaves log handlers, the
 set of one-time messages, the schedule of each module and (with a module built in between) a state behind in which

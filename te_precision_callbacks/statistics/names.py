@@ -1,4 +1,4 @@
-"""The one grammar of statistics' names: what an entry of a config asks for, and what a name in logs was asked for by.
+"""The one grammar of statistics' names, in configs and in logs.
 
     request = tensor_request("std")                        # of a tensor itself: LogTensorStats
     request = quantized_request("mxfp8_mse_columnwise")    # of its quantized form: LogFp8TensorStats

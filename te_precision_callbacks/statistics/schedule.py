@@ -1,4 +1,4 @@
-"""When a feature acts: ``freq``, ``start_step``, ``end_step`` and ``start_end_list`` of its options.
+"""The schedule of a feature: the keys ``freq``, ``start_step``, ``end_step`` and ``start_end_list``.
 
     schedule = Schedule.of(freq=10, start_step=5)
     schedule.at(7)      # (False, 10): not in iteration 7, next in iteration 10

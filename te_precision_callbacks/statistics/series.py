@@ -1,4 +1,4 @@
-"""Series: what is the same from step to step, so that a step is numbers alone.
+"""Series: the names that stay the same from step to step, so a step holds only numbers.
 
     table = SeriesTable()
     number = table.intern("net.fc1", "activation", "mxfp8_underflows%")

@@ -1,4 +1,4 @@
-"""Every statistic, defined once: its name, its formula, its unit, and how it follows from what a pass measured.
+"""Defines every statistic once: its name, formula and unit, and its computation from the measured columns.
 
     STATISTICS["std"].value(columns)    # float64, one for each row of the columns
 

@@ -1,4 +1,4 @@
-"""A warning where this package's debug options are given to a trainer that does not know them."""
+"""Warns if this package's debug options are given to a trainer that does not know them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one pass over a tensor measures: the columns of its result, all float64.
+"""The columns of the result of one pass over a tensor, all float64.
 
 Sums and counts are merged over micro-batches and ranks by adding, extremes by their maximum; a minimum is kept negated
 for that reason. "Finite" elements are those that are neither inf nor nan; every column but ``nonfinite`` is of these.

@@ -1,4 +1,4 @@
-"""The pass in plain torch, piece by piece, so that the temporaries of a piece stay in the cache of a CPU.
+"""The pass in plain torch, piece by piece, so temporaries stay in the cache of a CPU.
 
 For any device, and where no compiler is there. The arithmetic of :func:`moments` and :func:`comparison` is shared with
 the compiled pass. Squares and sums are taken in float64: the square of a float32 is exact there and cannot overflow,

@@ -1,4 +1,4 @@
-"""What unfused attention asks of the extension: no fused kernel, and moving tokens between layouts.
+"""The functions of the extension that unfused attention needs: no fused kernel, and moving tokens between layouts.
 
 Usage::
 

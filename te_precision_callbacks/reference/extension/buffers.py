@@ -1,4 +1,4 @@
-"""Making the tensors that a family of quantizers writes to.
+"""Makes the tensors that a family of quantizers writes to.
 
 Usage::
 

@@ -1,4 +1,4 @@
-"""From the extension's element types to torch's, and to the formats.
+"""Converts the extension's element types to torch's, and to the formats.
 
 Usage::
 

@@ -1,4 +1,4 @@
-"""Matrix products with all that the extension hangs on them: bias, GELU, their gradients, accumulation, quantization.
+"""Matrix products with the extension's extras: bias, GELU, their gradients, accumulation, quantization.
 
 Usage::
 

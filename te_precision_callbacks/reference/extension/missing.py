@@ -1,4 +1,4 @@
-"""What the compiled extension has and the reference backend has not: the names are here, and each raises when used.
+"""The functions of the compiled extension that the reference backend lacks; each raises when it is used.
 
 Usage::
 

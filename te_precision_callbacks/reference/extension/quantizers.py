@@ -1,4 +1,4 @@
-"""Which implementation serves which of Transformer Engine's quantizers.
+"""Assigns an implementation to each of Transformer Engine's quantizers.
 
 Usage::
 
