@@ -45,7 +45,7 @@ class DumpTensors(ScheduledFeature):
             return None
 
     def options_for(self, options: Any, tensor: str | None, gemm: str | None) -> list[Any]:
-        """What is wanted of the tensor, and when."""
+        """The options for the tensor, with their schedule."""
         return [Wanted.of(item, options) for item in super().options_for(options, tensor, gemm)]
 
     @api_method

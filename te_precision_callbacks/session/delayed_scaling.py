@@ -1,8 +1,8 @@
 """Finds the layers that ran delayed scaling before they had a scale.
 
-Its scale follows from the amaxes of earlier steps. In a layer's first step there are none, and it is 1: most of a small
-gradient underflows. Whether it is the first one is read from the layer's state, as its first forward finds it: a run
-that resumes has the scales of its checkpoint, or none where the checkpoint has none.
+The scale of delayed scaling follows from the amaxes of earlier steps. In a layer's first step there are none, and the
+scale is 1: most of a small gradient underflows. Whether it is the first one is read from the layer's state, as its
+first forward finds it: a run that resumes has the scales of its checkpoint, or none where the checkpoint has none.
 """
 
 from __future__ import annotations

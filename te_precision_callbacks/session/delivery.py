@@ -143,7 +143,7 @@ class Delivery:
             ending.local = self.reduces
 
     def read_local(self, ending: Ending) -> None:
-        """Have the records of a step without the other ranks, where it has none yet."""
+        """Read the records of a step without the other ranks, if there are none yet."""
         if not ending.is_read:
             self.take_local(ending)
             with suppress(ObservationError):  # something else has ended the step already

@@ -34,11 +34,11 @@ class ProcessEnds:
         self._uncaught = Uncaught(self._stop_before_the_end)
 
     def forget_exceptions(self) -> None:
-        """Take no exception any more: the session has stopped."""
+        """Ignore exceptions from now on: the session has stopped."""
         self._uncaught.remove()
 
     def forget_exit(self) -> None:
-        """Do nothing at the exit any more: nothing is left in place."""
+        """Do nothing at the exit from now on: nothing is left in place."""
         self._at_exit.cancel()
 
     def _stop_at_exit(self) -> None:

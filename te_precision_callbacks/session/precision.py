@@ -79,13 +79,13 @@ class PrecisionAudit:
         self._left_out_now: dict[Gemm, str] = {}
 
     def enter(self, iteration: int) -> None:
-        """Say which debug iteration the facts that follow are of."""
+        """Set the debug iteration of the facts that follow."""
         if iteration != self._iteration:
             self._end()
             self._iteration = iteration
 
     def leave(self, iteration: int) -> None:
-        """Note that an iteration has been run, whatever was noted in it."""
+        """Note that an iteration has run, whatever was noted in it."""
         self.enter(iteration)
         self._history.ran(iteration)
         self._end()
@@ -142,7 +142,7 @@ class PrecisionAudit:
 
         Args:
             formats: of the operands of GEMMs that run.
-            will_be_seen: whether :meth:`see` is called when the GEMMs run; where it never is, they have not run.
+            will_be_seen: whether :meth:`see` is called when the GEMMs run; if it is never called, they have not run.
         """
         for operand, text in formats.items():
             for texts in (self._told.setdefault(operand, {}), self._now.setdefault(operand, {})):
@@ -157,14 +157,14 @@ class PrecisionAudit:
         self._left_out_now.update(gemms)
 
     def see(self, operand: Operand, text: str, planned: str | None = None) -> None:
-        """Note the format of a tensor that a GEMM is handed; it takes the place of the one that was planned for it."""
+        """Note the format of a tensor that a GEMM takes; this replaces the planned format."""
         for texts in (self._told.setdefault(operand, {}), self._now.setdefault(operand, {})):
             if planned not in (None, text) and texts.get(planned, _Told.SEEN) is not _Told.SEEN:
                 del texts[planned]
             texts[text] = _Told.SEEN
 
     def tells(self, formats: Mapping[Operand, str]) -> bool:
-        """Whether all of these formats are noted, seen or planned, but for those of GEMMs that were left out."""
+        """Whether all of these formats are noted, seen or planned, except those of GEMMs that were left out."""
         return all(
             text in self._told.get(operand, ()) or (not self._has_run(gemm) and gemm in self._left_out)
             for operand, text in formats.items()
@@ -218,16 +218,16 @@ def _is_left_out(fact: GemmFact | None) -> bool:
 
 
 def _those_that_ran(texts: Mapping[str, _Told]) -> list[str]:
-    """The formats without those that are awaited, unless there is no other."""
+    """The formats without those still awaited, unless there are no others."""
     return [text for text, told in texts.items() if told is not _Told.AWAITED] or list(texts)
 
 
 def format_of(tensor: Any, *, columnwise: bool) -> str:
-    """The format of what a GEMM reads of a tensor that it is handed.
+    """The format of the data that a GEMM reads from a tensor.
 
     Args:
         tensor: a plain tensor, or a quantized one or its storage, of any class.
-        columnwise: which of its data the GEMM reads.
+        columnwise: whether the GEMM reads the columnwise data.
     """
     held = gemm_operand(tensor, columnwise=columnwise)
     return _known(held) or _named(held)
@@ -237,9 +237,9 @@ def quantizer_format(quantizer: Any, high_precision: torch.dtype | None, *, colu
     """The format that a quantizer makes.
 
     Args:
-        quantizer: of any class; None for none.
-        high_precision: that of a tensor that is not quantized; None where it is not known.
-        columnwise: for which data.
+        quantizer: a quantizer of any class, or None.
+        high_precision: the format of a tensor that is not quantized; None if unknown.
+        columnwise: whether the columnwise data are meant.
     """
     names = class_names(quantizer)
     if HYBRID_QUANTIZER in names:
@@ -304,7 +304,7 @@ def gemms_left_out(module: torch.nn.Module, layers: Sequence[str], *, input_need
 
 
 def _frozen(module: Any, layers: Sequence[str]) -> list[bool]:
-    """Of each layer of a module whether its weight needs no gradient."""
+    """For each layer of a module, whether its weight needs no gradient."""
     if "LayerNormMLP" in class_names(module):
         return [not module.fc1_weight.requires_grad, not module.fc2_weight.requires_grad]
     # A weight in several parameters is one to its GEMM; of GroupedLinear the first weight decides for all.

@@ -18,7 +18,7 @@ _DOUBT = 1 << len(GEMMS)
 
 
 class GemmFact(NamedTuple):
-    """What a GEMM computed with in an iteration: tensors and the formats of each, or why it did not run."""
+    """The operands of a GEMM in an iteration: tensors and the formats of each, or why the GEMM did not run."""
 
     operands: tuple[tuple[str, tuple[str, ...]], ...] = ()
     not_run: str = ""
@@ -84,13 +84,13 @@ class PrecisionHistory:
         self._layers.setdefault(layer, _Entries()).put(iteration, self._number(self.now(layer), facts), bits)
 
     def doubt(self, layer: str, iteration: int) -> None:
-        """Note that other facts than those of before may hold in an iteration, and be it in that one alone."""
+        """Note that facts other than the previous ones may hold in an iteration, even if only in that one."""
         entries = self._layers.get(layer)
         if entries is not None and entries.since:
             entries.put(iteration, entries.facts[-1], _DOUBT)
 
     def settle(self, layer: str, iteration: int) -> None:
-        """Let the facts of the last iteration hold in one of which there was a doubt, too."""
+        """Let the facts of the last iteration also hold in a doubtful iteration."""
         entries = self._layers.get(layer)
         number = -1 if entries is None else bisect_right(entries.since, iteration) - 1
         if entries is not None and number >= 0 and entries.seen[number] & _DOUBT:

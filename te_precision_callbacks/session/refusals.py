@@ -49,7 +49,7 @@ class DebugRefusal:
 
     Attributes:
         what: what the layer has or does, by the name that it has in Transformer Engine.
-        why: what comes of it in debug mode.
+        why: what happens in debug mode.
         place: the function of Transformer Engine 2.20.2 that it was read from, below ``transformer_engine``.
         source: what stands there.
         of_module: whether a module has it, before the first step.
@@ -69,7 +69,7 @@ class DebugRefusal:
 
     @property
     def known(self) -> str:
-        """When it is known of a layer."""
+        """When the refusal is detected."""
         return "before the first step" if self.of_module or self.of_effects else "in the forward that has it"
 
     def __str__(self) -> str:
@@ -236,14 +236,14 @@ REFUSALS = (
     ),
     ONNX_EXPORT,
 )
-"""What is refused. A layer is told the first row that holds."""
+"""The table of refusals. The first row that holds is the reason for a layer."""
 
 _GRAPHED_BY = frozenset({"transformer_engine.pytorch.graph", "torch.cuda.graphs"})
 """The modules whose ``make_graphed_callables`` puts a ``forward`` of its own into a module."""
 
 
 class RefusedLayers:
-    """The layers of a session that are left as they are, and why.
+    """The layers of a session that are left as they are, with the reasons.
 
     Args:
         strict: raise instead.

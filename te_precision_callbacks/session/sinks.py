@@ -1,4 +1,4 @@
-"""The receivers of a session's records: called in turn, closed where they fail, named where they are slow."""
+"""The receivers of a session's records: called in turn, closed if they fail, and named if they are slow."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from te_precision_callbacks.session.failures import ObservationFailures
 logger = logging.getLogger(__name__)
 
 SLOW_SHARE = 0.1
-"""The share of the time of training above which a sink is called slow."""
+"""The share of the training time above which a sink counts as slow."""
 
 _LEAST_WRITES, _LEAST_SECONDS = 10, 1.0
-"""How many writes a sink is judged by, and how long they must have taken, so that it is no accident."""
+"""The writes and the seconds after which a sink is judged, so that chance does not decide."""
 
 
 @dataclass
@@ -27,12 +27,12 @@ class _Time:
 
 
 class Sinks:
-    """The sinks of a run. One that fails is reported, closed and dropped; the others are called all the same.
+    """The sinks of a run. A sink that fails is reported, closed and dropped; the others go on.
 
     Args:
         sinks: in the order in which they are called.
-        describe: the facts of the run. Asked for at its first step, when a resumed run knows its iteration.
-        failures: told of those that fail.
+        describe: gives the facts of the run; called at its first step, when a resumed run knows its iteration.
+        failures: gets the failures of sinks.
     """
 
     def __init__(self, sinks: Iterable[Sink], describe: Callable[[], RunInfo], failures: ObservationFailures) -> None:
@@ -49,14 +49,14 @@ class Sinks:
         self._left: list[Sink] = []
 
     def start(self) -> None:
-        """Tell all of them of the run, once; after an interruption, those that were not told."""
+        """Start all sinks, once; after an interruption, those that were not started."""
         if self._to_start:
             self._begun = True
             run = self._describe()
             self._each("starting", self._to_start, lambda sink: sink.start(run))
 
     def write(self, records: StepRecords) -> None:
-        """Hand a step's records to all of them; after an interruption, to those that have not finished with them."""
+        """Hand a step's records to all sinks; after an interruption, to those that have not finished with them."""
         if self._records is not records:
             self._left = list(self._sinks)
             self._records = records

@@ -24,7 +24,7 @@ class Uncaught:
         sys.excepthook = self._show
 
     def remove(self) -> None:
-        """Do nothing any more; a hook that somebody else has set since, around this one, stays."""
+        """Stop acting; a hook that other code has set around this one since then stays."""
         if sys.excepthook == self._show:
             sys.excepthook = self._shown_by
         self._before = None

@@ -122,7 +122,7 @@ class SeriesTable:
         return self._series[number]
 
     def find(self, layer: str, tensor: str, statistic: str, gemm: str | None = None) -> int | None:
-        """The number of a series; None where it has none. The arguments are those of :meth:`intern`."""
+        """The number of a series; None if it has none. The arguments are those of :meth:`intern`."""
         return self._numbers.get((layer, tensor, statistic, gemm))
 
     def intern(self, layer: str, tensor: str, statistic: str, gemm: str | None = None) -> int:
