@@ -44,7 +44,8 @@ class ForwardClassifier:
         kept: whether the session has ended and left the features that change precision: every forward is an evaluation.
         eval_mode_counts: whether a module in eval mode is being evaluated. Not so where the front door says when it
             evaluates: a model may be trained in eval mode, or left in it by a validation that failed.
-        abandoned: whether the loop that started the session has ended without a word, so that nothing is its any more.
+        abandoned: whether the loop that started the session has ended without stopping it, so forwards no longer belong
+        to it.
     """
 
     def __init__(self, *, precision_features_in_eval: bool) -> None:

@@ -24,10 +24,10 @@ _TENSORS = frozenset({"tensors", "tensors_struct"})
 
 @dataclass(frozen=True)
 class Nested:
-    """What is given for a tensor or a GEMM, with the levels around it.
+    """The options for a tensor or a GEMM, with the levels around them.
 
     Attributes:
-        levels: the path of each level in the feature's options, and what is given there; outermost first.
+        levels: the path of each level in the feature's options, and the options there; outermost first.
     """
 
     levels: tuple[tuple[KeyPath, Mapping[str, Any]], ...]
@@ -43,12 +43,13 @@ class Nested:
         return self.levels[-1][0]
 
     def path(self, key: str) -> KeyPath:
-        """Where the value that holds here stands; the innermost level where none is given."""
+        """The path of the effective value of a key; the path of the innermost level if no level has the key."""
         given = (path for path, level in reversed(self.levels) if key in level)
         return next(((*path, key) for path in given), self.here)
 
     def merged(self) -> dict[str, Any]:
-        """What holds here: of each key the innermost value; a level that chooses tensors replaces an outer choice."""
+        """The effective options: for each key the innermost value; a level that chooses tensors replaces an outer
+        choice."""
         found: dict[str, Any] = {}
         for _, level in self.levels:
             outer = found if _TENSORS.isdisjoint(level) else {k: v for k, v in found.items() if k not in _TENSORS}
@@ -58,7 +59,7 @@ class Nested:
     def chosen(self, what: Literal["tensor", "gemm"]) -> Iterator[tuple[str | None, Nested]]:
         """Each name in ``<what>s`` or in the items of ``<what>s_struct``, of the innermost level that has either.
 
-        Where no level has, what is given holds for all: one None.
+        If no level has either, the options apply to all names: yields one None.
         """
         for path, level in reversed(self.levels):
             names, items = level.get(f"{what}s"), level.get(f"{what}s_struct")

@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Ending:
-    """A step from its begin to the moment in which all sinks have its records.
+    """A step, from its beginning until all sinks have its records.
 
     Attributes:
-        iteration, logging_step: its numbers.
-        is_remainder: whether it is what was gathered when the session was stopped, and no step.
-        local: whether its numbers are this rank's alone although statistics are reduced.
-        records: what the sinks get; None where there is nothing.
+        iteration, logging_step: the numbers of the step.
+        is_remainder: whether this is no step, but the remainder gathered when the session was stopped.
+        local: whether the statistics belong to this rank alone although statistics are reduced.
+        records: the records for the sinks; None if there are none.
         is_read: whether ``records`` is known.
     """
 
@@ -52,25 +52,25 @@ class Ending:
 
 @dataclass
 class _Gathered:
-    """What was received since the last step."""
+    """The numbers received since the last step."""
 
     scalars: list[tuple[str, Any]] = field(default_factory=list)
     measured: list[Measured] = field(default_factory=list)
 
 
 class Delivery:
-    """Takes what is measured in a step, makes records of it, and hands them to the sinks.
+    """Takes the measurements of a step, makes records of them, and hands the records to the sinks.
 
     Args:
-        inspector: where the numbers come from.
-        model: whose numbers they are.
+        inspector: the source of the numbers.
+        model: the model that the numbers belong to.
         findings: get each step's numbers.
-        sinks: get its records.
-        failures: told what goes wrong.
-        delayed_scaling: tells which layers had no scale.
+        sinks: get each step's records.
+        failures: get failures.
+        delayed_scaling: the layers that had no scale.
 
     Attributes:
-        ending: the step whose records not all sinks have; None where there is none.
+        ending: the step whose records not all sinks have yet; None if there is none.
         reduces: whether statistics are reduced over ranks.
     """
 
@@ -97,7 +97,7 @@ class Delivery:
     # ------------------------------------------------------------------ during a step
 
     def take_scalar(self, name: str, value: Any) -> None:
-        """Take a number that a user's feature logs: a plain one, or a tensor with one element."""
+        """Take a number that a user's feature logs: a plain number, or a tensor with one element."""
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             self._gathered.scalars.append((name, value))
             return
@@ -115,7 +115,7 @@ class Delivery:
     # ------------------------------------------------------------------ at its end
 
     def hand_over(self, ending: Ending) -> StepRecords | None:
-        """Turn what was received into records, and give them to the sinks. It may be repeated after an interruption."""
+        """Turn the received numbers into records for the sinks. This may be repeated after an interruption."""
         self._sinks.start()
         if not ending.is_read:
             ending.records = self._read(ending)
@@ -131,7 +131,7 @@ class Delivery:
         return ending.records
 
     def take_local(self, ending: Ending) -> None:
-        """Take what this rank has, unless the step's statistics were handed over already."""
+        """Take this rank's statistics, unless those of the step were handed over already."""
         received = list(self._gathered.measured)
         try:
             self._inspector.log_local_statistics()
@@ -152,14 +152,15 @@ class Delivery:
         self._gathered = _Gathered()
 
     def forget_logging_step(self) -> None:
-        """Count logging steps anew: the debug iteration is another one."""
+        """Count logging steps anew, since the debug iteration was set."""
         self._last_logging_step = None
 
     def hand_over_remainder(self, logging_step: int | None, guard: Uninterrupted, *, counts_from: int) -> None:
-        """Hand over what an interrupted step has left, and what was gathered since the last step.
+        """Hand over the records of an interrupted step, and the statistics gathered since the last step.
 
         Args:
-            logging_step: of the latter. None: the one after the last; of a run without a step, as ``counts_from`` says.
+            logging_step: the step of the latter. None: the step after the last one; in a run without a step, as
+                ``counts_from`` says.
             guard: lets Ctrl-C interrupt the sinks.
             counts_from: the logging step of iteration 0.
         """

@@ -17,7 +17,7 @@ MOST_REPORTS = 20
 
 
 class ObservationFailures:
-    """What went wrong while watching a run.
+    """Collects the failures while observing a run.
 
     Args:
         strict: raise the first failure as :class:`ObservationError` instead of reporting it.
@@ -35,8 +35,8 @@ class ObservationFailures:
 
         Args:
             doing: what failed.
-            of: the layer and tensor, the iteration, or whatever it failed for. Failures that differ in it alone are of
-                one kind.
+            of: the layer and tensor, the iteration, or another subject. Failures that differ only in this are of one
+                kind.
             error: the exception.
 
         Raises:
@@ -79,13 +79,14 @@ class ObservationFailures:
             )
 
     def summarize(self) -> None:
-        """Say at the end how many failures were only counted."""
+        """Log at the end how many failures were only counted."""
         if self._count > 1:
             logger.error("Precision debugging failed %d times on rank %d.", self._count, self._rank)
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Whether a collective failed on its way: NCCL has an exception for it, and gloo's text begins with its file."""
+    """Whether a collective lost its connection: NCCL has an exception for this, and gloo's text begins with its
+    file."""
     return isinstance(error, torch.distributed.DistError) or (
         isinstance(error, RuntimeError) and "gloo/transport" in str(error)
     )

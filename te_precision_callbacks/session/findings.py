@@ -15,18 +15,18 @@ from te_precision_callbacks.statistics.series import SeriesTable
 
 @dataclass
 class Findings:
-    """What an ``InspectSession`` shows of a run, under the same names.
+    """The results of a run that an ``InspectSession`` shows under the same names.
 
     Attributes:
-        log_dir: where the session writes.
-        iteration: the debug iteration that is gathering now; after the end, the first that was not run.
-        started_at: the place in the script that has started it; empty before.
+        log_dir: the folder of the session's files.
+        iteration: the current debug iteration; after the end, the first iteration that was not run.
+        started_at: the place in the script that started the session; empty before the start.
         layers: every layer of the model that can be observed, and what the config does with it.
         unconverted: layers that a trainer left without Transformer Engine: name -> why.
         changes_precision: whether a feature in the config can change what a GEMM gets.
-        audit: the precision that each GEMM really ran in.
-        series: of the numbers.
-        statistics: the last and the worst of the numbers.
+        audit: the precision in which each GEMM really ran.
+        series: the series of the numbers.
+        statistics: the last and the worst numbers.
     """
 
     log_dir: Path

@@ -1,17 +1,17 @@
 """Classifies forward passes of Transformer Engine modules for a session, and makes TE act accordingly.
 
 Whether a forward is observed is decided in that forward, holds for its backward, and is not remembered for other
-forwards of the same iteration. Transformer Engine decides it once an iteration and knows neither evaluation nor
-recomputation. Two seams are replaced while a session is live, both read from Transformer Engine 2.20.2:
+forwards of the same iteration. Transformer Engine decides this once per iteration, and does not distinguish evaluation
+or recomputation. Two seams are replaced while a session is live, both read from Transformer Engine 2.20.2:
 
 - ``TransformerEngineBaseModule.is_debug_iter`` and ``no_debug_features_active`` (``pytorch/module/base.py``): the first
   thing that each forward asks.
 - ``debug_quantization.DebugQuantizer`` (``debug/pytorch/debug_quantization.py``), which each forward in debug mode
   builds anew for each tensor: a subclass, which knows the kind of its forward.
 
-What Transformer Engine refuses in debug mode (``refusals.py``) is left as it is. Where the refusal is of the process
-and not of a layer, it is taken away: ``TEDebugState`` of ``pytorch/cpu_offload.py`` and ``cpu_offload_v1.py``, and
-``onnx_forward`` of the modules. ``torch.cuda.CUDAGraph.capture_begin`` (torch 2.13) tells of a graph.
+Layers that Transformer Engine refuses in debug mode (``refusals.py``) are left as they are. Refusals that concern the
+process, not a layer, are removed: ``TEDebugState`` of ``pytorch/cpu_offload.py`` and ``cpu_offload_v1.py``, and
+``onnx_forward`` of the modules. ``torch.cuda.CUDAGraph.capture_begin`` (torch 2.13) is followed to detect CUDA graphs.
 """
 
 from __future__ import annotations
@@ -64,25 +64,25 @@ FORWARD_TENSORS = frozenset({"activation", "weight", "output"})
 
 
 class ForwardHooks:
-    """Puts the session's decision into Transformer Engine, and takes it out again.
+    """Installs the session's decisions in Transformer Engine, and removes them again.
 
-    A module is *armed* in the iterations in which a feature may act on it. In all others, and where it has no feature,
-    it *rests*: it runs Transformer Engine's own methods, and nothing of the session is called in its forward and
-    backward.
+    A module is *armed* in the iterations in which a feature may act on it. In all other iterations, and if it has no
+    feature, it *rests*: it runs Transformer Engine's own methods, and nothing of the session is called in its forward
+    and backward.
 
     Args:
         classify: decides the kind of a forward.
-        failures: receives what goes wrong in observation.
+        failures: receives failures in observation.
         audit: receives the precision that each GEMM operand really had.
 
     Attributes:
-        on_renamed: called with the name of a module to which somebody has given another one since, and that one; it has
-            its name again.
+        on_renamed: called with the name of a module and the other name that the script has given to it; the module has
+            its own name again.
         on_many_forwards: called in the :data:`MOST_FORWARDS`-th training forward of a module without a step in between.
         on_refusal: called in each forward that is left as it is because Transformer Engine would refuse it, with the
             module and the reason.
         unwatched: the modules that are not watched, and ran a forward with gradients in training.
-        delayed_scaling: which layers have run delayed scaling without a scale.
+        delayed_scaling: the layers that have run delayed scaling without a scale.
     """
 
     def __init__(self, classify: ForwardClassifier, failures: ObservationFailures, audit: PrecisionAudit) -> None:
@@ -135,7 +135,7 @@ class ForwardHooks:
         self._follow_accumulation()
 
     def begin(self, iteration: int) -> None:
-        """Arm the modules on which a feature may act in an iteration, and let the others rest."""
+        """Arm the modules on which a feature may act in an iteration; the others rest."""
         self.forget_forwards()
         ended = iteration - 1
         rested = [module for key, module in self._modules.items() if key not in self._armed]
@@ -164,7 +164,7 @@ class ForwardHooks:
             self._arm(module)
 
     def keep(self) -> None:
-        """End observation, and leave the features that change precision, until :meth:`remove`."""
+        """End observation, but keep the features that change precision, until :meth:`remove`."""
         self._classify.kept = True
         self.arm()
 
@@ -209,7 +209,7 @@ class ForwardHooks:
                 self._replace(module, "DebugQuantizer", quantizer)
 
     def _install_for_refusals(self) -> None:
-        """Take away what Transformer Engine refuses for the whole process, and follow CUDA graphs."""
+        """Remove Transformer Engine's refusals for the whole process, and follow CUDA graphs."""
         import transformer_engine.pytorch as te
         from transformer_engine.pytorch import cpu_offload, cpu_offload_v1
 
@@ -248,7 +248,7 @@ class ForwardHooks:
         return capture_begin
 
     def remove(self) -> None:
-        """Put Transformer Engine's own back."""
+        """Restore Transformer Engine's own methods."""
         self._release()
         while self._saved:
             owner, name, value = self._saved.pop()
@@ -299,7 +299,7 @@ class ForwardHooks:
 
     @outside_of_dynamo
     def _is_debug_iter(self, module: Any) -> bool:
-        """What an armed module asks first in each forward."""
+        """Answers the first question of an armed module in each forward."""
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
         name = self._names[id(module)]
@@ -363,7 +363,7 @@ class ForwardHooks:
         return no_debug_features_active
 
     def _note_plan(self, module: Any, quantizers: Iterable[Any], idle: bool, *, fprop_only: bool) -> None:
-        """Note in which formats the GEMMs of a forward are going to run, and those of its backward where it has one."""
+        """Note the planned formats of the GEMMs of a forward, and of its backward if it has one."""
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
         try:
@@ -429,7 +429,7 @@ class _OfOneModule(functools.partial):  # type: ignore[type-arg]
 
 
 class _NotDebugging:
-    """Transformer Engine's debug state, for those parts of it that refuse to work at all while a session runs."""
+    """Transformer Engine's debug state, for the parts of Transformer Engine that refuse to work during a session."""
 
     debug_enabled = False
 
@@ -437,8 +437,9 @@ class _NotDebugging:
 def _forget_cached_weights(module: Any, quantizers: Sequence[Any]) -> None:
     """Drop weights that a forward with ``is_first_microbatch`` has cached in another iteration, or in an evaluation.
 
-    Transformer Engine writes the new weight into such a one by its own, old quantizer: with the features, and in the
-    precision, of the iteration that has made it. Read from 2.20.2, ``pytorch/module/base.py: quantize_weight``.
+    Transformer Engine would write the new weight into the cached weight with the cached weight's old quantizer: with
+    the features, and in the precision, of the iteration that made it. Read from 2.20.2, ``pytorch/module/base.py:
+    quantize_weight``.
     """
     from transformer_engine.debug.pytorch.debug_quantization import DebugQuantizedTensor
 
@@ -466,7 +467,7 @@ def _run(formats: Mapping[Operand, str], left_out: Mapping[Gemm, str]) -> dict[O
 
 
 def _input_of(module: torch.nn.Module) -> Any:
-    """The input of the forward that a module is in; None where it cannot be told.
+    """The input of the forward that a module is running; None if unknown.
 
     The input is the first argument of TE 2.20.2's forwards, which keep its name.
     """
@@ -513,7 +514,7 @@ def _session_quantizer(
     """Transformer Engine's DebugQuantizer, with the kind of the forward that it was built in."""
 
     class DebugQuantizedTensor(debug_quantization.DebugQuantizedTensor):  # type: ignore[misc]
-        """Notes what it gives to a GEMM."""
+        """Notes the data that it gives to a GEMM."""
 
         def get_tensor(self, transpose: bool) -> Any:
             tensor = super().get_tensor(transpose)
@@ -522,7 +523,7 @@ def _session_quantizer(
             return tensor
 
     class DebugQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
-        """Observes if its forward is an observed one; a failure in observation does not reach training."""
+        """Observes if its forward is observed; a failure in observation does not reach training."""
 
         @outside_of_dynamo
         def __init__(self, layer_name: str, tensor_name: str, *args: Any, **keywords: Any) -> None:
@@ -540,7 +541,8 @@ def _session_quantizer(
                 self._pair_dgrads_of_mlp()
 
         def _gemms(self) -> Iterable[tuple[Operand, str, bool]]:
-            """Of the two GEMMs that read the tensor: which operand it is, the plan, and whether of columnwise data."""
+            """For each of the two GEMMs that read the tensor: the operand, the plan, and whether it reads columnwise
+            data."""
             for gemm, plan, columnwise in (
                 (self.rowwise_gemm_name, self.rowwise_tensor_plan, False),
                 (self.columnwise_gemm_name, self.columnwise_tensor_plan, True),
@@ -563,7 +565,7 @@ def _session_quantizer(
                 )
 
         def planned_formats(self) -> Mapping[Operand, str]:
-            """The formats that the GEMMs are going to be handed; none of the tensors that they make."""
+            """The planned formats of the GEMMs' operands, not of their results."""
             if not self.output_tensor:
                 for operand, plan, columnwise in self._gemms():
                     if plan == debug_quantization.API_CALL_MODIFY:
@@ -575,7 +577,7 @@ def _session_quantizer(
             return self._planned
 
         def note_operand(self, tensor: Any, columnwise: bool) -> None:
-            """Note what a GEMM is handed."""
+            """Note the operand of a GEMM."""
             if self.kind is ForwardKind.EVALUATION or (self._override is not None and columnwise):
                 return
             try:
@@ -587,7 +589,7 @@ def _session_quantizer(
                 failures.report("telling the precision of", f"{self.layer_name} {self.tensor_name}", error)
 
         def is_left_out(self) -> bool:
-            """Whether a feature wants to act in a backward in which Transformer Engine calls none."""
+            """Whether a feature would act in a backward in which Transformer Engine calls no features."""
             if self._override is None:
                 return False
             modifies = debug_quantization.API_CALL_MODIFY
@@ -624,7 +626,7 @@ def _session_quantizer(
             return tensor
 
         def take_own_wgrad(self, compute: Callable[[], torch.Tensor]) -> None:
-            """What the GEMM that runs next is going to add to ``main_grad``; it is computed if a feature wants it."""
+            """Compute, if a feature needs it, the wgrad that the next GEMM is going to add to ``main_grad``."""
             self._accumulates = True
             if self.kind is not ForwardKind.OBSERVED:
                 return

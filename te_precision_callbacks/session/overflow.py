@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class OverflowWatch:
-    """The detector of a run, and what it tells the recorder of dumps.
+    """The detector of a run, and its messages to the recorder of dumps.
 
     Args:
         options: of the session.
@@ -24,7 +24,7 @@ class OverflowWatch:
         abandoned: whether the loop that started the session has ended without stopping it.
 
     Attributes:
-        detector: what looks for inf and nan; None where it was not asked for, and before there is a model.
+        detector: the detector of inf and nan; None if detection is off, and before there is a model.
     """
 
     def __init__(self, options: SessionOptions, recorder: Recorder, abandoned: Callable[[], bool]) -> None:
@@ -36,7 +36,7 @@ class OverflowWatch:
         self._reports = 0
 
     def attach(self, model: Model) -> None:
-        """Watch a model from here on, in the place of another one."""
+        """Watch a model from here on, instead of the previous one."""
         if ACTIVATION_OVERFLOW not in self._options.debug:
             return
         from te_precision_callbacks.debug_utils import DebugActivationOverflow
@@ -54,13 +54,13 @@ class OverflowWatch:
             self.detector.loss_scaled = former.loss_scaled
 
     def tell_recorder(self) -> None:
-        """Tell the recorder of dumps whether the detector has reported since it was told last."""
+        """Tell the recorder of dumps whether the detector has reported since the last call."""
         if self.detector is not None:
             self._recorder.overflowed = self.detector.reports > self._reports
             self._reports = self.detector.reports
 
     def close(self, error: BaseException | None) -> None:
-        """Take the detector's last look, which may find one more overflow and raise it."""
+        """Run the detector's last look, which may find one more overflow and raise."""
         try:
             if self.detector is not None:
                 self.detector.close(error)

@@ -1,9 +1,9 @@
 """The split of a model's layers over ranks, and decisions that ranks must make together.
 
 Read from Transformer Engine 2.20.2: the attributes ``tp_group``, ``tp_size``, ``parallel_mode`` and
-``sequence_parallel`` of the modules in ``pytorch/module``. What it is not told stays unknown: layers that differ from
-rank to rank under one name are taken as copies, unless they have numbers (``Layer.by_number``), or ``process_group``
-keeps them apart.
+``sequence_parallel`` of the modules in ``pytorch/module``. Other differences are unknown: layers that differ from rank
+to rank under one name count as copies, unless they have numbers (``Layer.by_number``), or ``process_group`` keeps them
+apart.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def placements(
 
 
 class OptimizerSteps:
-    """Counts the optimizer steps of this process: those of the optimizer that has done the most of them.
+    """Counts the optimizer steps of this process: those of the optimizer that has made the most steps.
 
-    Ranks that train together do the same number. The optimizers themselves may be others on each of them.
+    Ranks that train together make the same number of steps. Each rank may have other optimizers.
     """
 
     def __init__(self) -> None:
@@ -75,15 +75,15 @@ class OptimizerSteps:
         self._hook = register_optimizer_step_post_hook(_after_step(weakref.ref(self)))
 
     def __call__(self) -> int:
-        """How many; negative where there was none, as on a rank without parameters."""
+        """The number of steps; negative if there was none, as on a rank without parameters."""
         return self._most or -1
 
     def remove(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         self._hook.remove()
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped."""
+        """Count a step of an optimizer."""
         count = self._of[optimizer] = self._of.get(optimizer, 0) + 1
         self._most = max(self._most, count)
 
@@ -112,11 +112,11 @@ class Ranks:
 
     @property
     def several(self) -> bool:
-        """Whether there are more than this one."""
+        """Whether there are other ranks."""
         return self._several
 
     def meeting(self) -> AbstractContextManager[None]:
-        """Around the first collective of an attach: says it where the other ranks do not come to theirs."""
+        """Surrounds the first collective of an attach, and warns if the other ranks do not reach theirs."""
         if not self._several:
             return nullcontext()
         return waiting(
@@ -130,7 +130,7 @@ class Ranks:
         return pooled(entries, self._group) if self._several else list(entries)
 
     def require_alike(self, config: FlatConfig, iteration: int) -> None:
-        """Require that the ranks were given one config and begin at one iteration. Where not, all raise.
+        """Require that all ranks have the same config and first iteration. Otherwise all ranks raise.
 
         Args:
             config: this rank's.
@@ -160,7 +160,8 @@ class Ranks:
             )
 
     def together(self, compute: Callable[[], Result]) -> Result:
-        """What ``compute`` gives on this rank. Where it fails on any rank, all raise, and none waits for another.
+        """Gives the result of ``compute`` on this rank. If it fails on any rank, all raise, and no rank waits for
+        another.
 
         Raises:
             ConfigError: the config cannot be used on another rank.

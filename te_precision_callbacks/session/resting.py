@@ -1,7 +1,7 @@
 """The precision of layers in the steps in which nothing of the session runs in them.
 
-What tells is the state in which the last forward of a step has left a module: whether it ran FP8, its quantizers, and
-the type of its activations.
+The precision is read from the state that the last forward of a step has left in a module: whether it ran FP8, its
+quantizers, and the type of its activations.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from te_precision_callbacks.session.precision import Operand, PrecisionAudit, fo
 
 
 class RestingLayers:
-    """Looks at resting modules at the end of a step, and has those asked in which something is not known.
+    """Looks at resting modules at the end of a step, and arms those whose precision is unknown.
 
     Args:
         classify: knows whether a front door says when it evaluates.
-        audit: is told what a module ran in.
-        ask_again: has a module asked in its next forward.
+        audit: gets the precision in which a module ran.
+        ask_again: arms a module for its next forward.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RestingLayers:
         Args:
             modules: id -> module.
             layers: id -> the names of its layers.
-            refused: the ids of those that must not take the debug path; may get more.
+            refused: the ids of modules that must not take the debug path; may grow.
         """
         self._modules = modules
         self._layers = layers
@@ -69,7 +69,7 @@ class RestingLayers:
         """The modules that rested for the first time in the step that has ended.
 
         Args:
-            armed: the ids of those that did not rest in it.
+            armed: the ids of the modules that did not rest in the step.
         """
         new, self._new = self._new, []
         return [module for module in new if id(module) not in armed]
@@ -93,7 +93,8 @@ class RestingLayers:
                 self._look_at_state(module, iteration)
 
     def _enter(self, module: Any) -> None:
-        """Tell the precision of a module in its first step without a feature: FP8 or not, as in its last one with."""
+        """Record the precision of a module in its first step without a feature: FP8 or not, as in its last step with
+        one."""
         key, state = id(module), _state_of(module)
         fp8 = self._trained_in_fp8.get(key)
         self._last_state.pop(key, None)
@@ -106,10 +107,11 @@ class RestingLayers:
             self._audit.plan(self._audit.of_gemms_that_run(formats))
 
     def _look_at_state(self, module: torch.nn.Module, iteration: int) -> None:
-        """Notice that a module which rested has run in another precision than the audit knows of.
+        """Notice that a resting module has run in a precision that the audit does not have.
 
-        What tells is the state in which its last forward has left it. That may have been an evaluation without a word
-        of it, and so is told only where it is known to have trained. Else the layer is asked in the next steps.
+        This is read from the state that the module's last forward has left. That forward may have been an evaluation
+        that was not announced, so the precision is recorded only if the module is known to have trained. Otherwise the
+        layer is asked in the next steps.
         """
         key = id(module)
         last, state = self._last_state.get(key), _state_of(module)
@@ -138,7 +140,8 @@ class RestingLayers:
             self._ask_again(module)
 
     def _follow_trainable(self) -> None:
-        """Ask all modules again where parameters were frozen or unfrozen: it decides which GEMMs a backward runs."""
+        """Ask all modules again if parameters were frozen or unfrozen, since this decides which GEMMs a backward
+        runs."""
         parameters = itertools.chain.from_iterable(module._parameters.values() for module in self._modules.values())
         now = [parameter is not None and parameter.requires_grad for parameter in parameters]
         if self._trainable and now != self._trainable:
@@ -147,7 +150,7 @@ class RestingLayers:
         self._trainable = now
 
     def _follow_suspicions(self) -> None:
-        """Keep asking the modules in which something was suspected, until it was met in training."""
+        """Keep asking the modules with suspected formats, until these occur in training."""
         for key, suspicion in list(self._suspicions.items()):
             suspicion.steps_left -= 1
             if self._audit.holds(suspicion.formats) or (suspicion.is_new and self._audit.tells(suspicion.formats)):
@@ -161,7 +164,7 @@ class RestingLayers:
                 self._ask_again(suspicion.module)
 
     def _has_trained(self, module: torch.nn.Module) -> bool:
-        """Whether a module's last forward was one of training, as far as it can be known after it."""
+        """Whether a module's last forward was a training forward, as far as this can be known afterwards."""
         if not self._classify.eval_mode_counts and not self._classify.was_paused:
             return True  # the front door says when it evaluates
         quantizers: Any = module.quantizers
@@ -171,7 +174,7 @@ class RestingLayers:
 
 @dataclass
 class _Suspicion:
-    """Formats in which a module may have run in an iteration, and in how many more steps it is asked."""
+    """Formats in which a module may have run in an iteration, and the number of further steps in which to ask it."""
 
     module: torch.nn.Module
     formats: Mapping[Operand, str]
@@ -181,7 +184,7 @@ class _Suspicion:
 
 
 class _State(NamedTuple):
-    """What decides the formats of a module's GEMMs, as its last forward has left it."""
+    """The state that decides the formats of a module's GEMMs, as left by its last forward."""
 
     fp8: bool
     quantizers: Any
@@ -199,7 +202,7 @@ def _state_of(module: torch.nn.Module) -> _State | None:
 
 
 def _is_in_state(attributes: Mapping[str, Any], state: _State | None) -> bool:
-    """Whether a module is in a state still. It is asked of each module in each step, so without a call."""
+    """Whether a module is still in a state. Runs for each module in each step, so it makes no calls."""
     return (
         state is not None
         and attributes["fp8"] is state.fp8

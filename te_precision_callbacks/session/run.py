@@ -44,12 +44,12 @@ _VERSIONED = ("torch", "transformer_engine", "nvdlfw_inspect", "te-precision-cal
 
 @dataclass
 class Loop:
-    """What a front door says of the training loop.
+    """The facts that a front door gives about the training loop.
 
     Attributes:
-        trainer_steps: whether a trainer steps the session, so that nobody can forget it.
-        counts_from: the step under which iteration 0 is logged, where nobody says another one.
-        has_left: whether the loop has ended without stopping the session; None where it stops it in any case.
+        trainer_steps: whether a trainer calls ``step``, so a missing call needs no warning.
+        counts_from: the step under which iteration 0 is logged, unless ``step`` gets another one.
+        has_left: whether the loop has ended without stopping the session; None if it always stops it.
     """
 
     trainer_steps: bool = False
@@ -58,21 +58,22 @@ class Loop:
 
 
 class Run:
-    """What observes a model from the start of a session to its stop, and puts everything back.
+    """Observes a model from the start of a session to its stop, and undoes all changes then.
 
-    It has an attribute for each of its parts, which work on one another through it.
+    The run has an attribute for each of its parts, which reach each other through the run.
 
     Args:
         options: of the session.
         sinks: receivers of records, before those of the options.
-        findings: get what is found.
+        findings: get the results.
         classify: decides the kind of a forward.
-        loop: what the front door says of it.
-        notices: what has been said.
+        loop: the front door's facts about the training loop.
+        notices: the messages that have been logged once.
 
     Attributes:
-        live: whether it was started and not stopped.
-        kept: whether it was stopped, and has left the features that change precision in place, until :meth:`release`.
+        live: whether the run was started and not stopped.
+        kept: whether the run was stopped, and has left the features that change precision in place, until
+            :meth:`release`.
         inspector: nvidia-dlfw-inspect.
         hooks: what acts in Transformer Engine's forwards.
         model: the layers and their plan.
@@ -131,7 +132,7 @@ class Run:
         """Start nvidia-dlfw-inspect, and act in Transformer Engine's forwards.
 
         Args:
-            ends: what stops the session before the process ends.
+            ends: stops the session before the process ends.
 
         Raises:
             SessionError, FeatureLoadError: as ``InspectSession.start``.
@@ -205,10 +206,10 @@ class Run:
             self.observation.recorder.end_step()
 
     def stop(self, error: BaseException | None, logging_step: int | None, summarize: Callable[[], None]) -> None:
-        """Write what was gathered, and put everything back.
+        """Write the statistics gathered since the last step, and undo all changes.
 
         Args:
-            error, logging_step: as of ``InspectSession.stop``.
+            error, logging_step: as in ``InspectSession.stop``.
             summarize: writes the summary.
         """
         explain_shape(error or sys.exc_info()[1], self.model.modules)
@@ -226,7 +227,7 @@ class Run:
                 self._delivery.hand_over_remainder(logging_step, guard, counts_from=self._loop.counts_from)
 
     def _put_back(self, *, keeps: bool) -> None:
-        """Everything that the run changed in the process; with ``keeps``, but for the features that stay."""
+        """Undo everything that the run changed in the process; with ``keeps``, all but the features that stay."""
         with ExitStack() as then:
             if keeps:
                 then.callback(self.hooks.keep)
@@ -253,7 +254,7 @@ class Run:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is another process than the one that the run was started in, whose files are that one's."""
+        """Whether this process was forked from the process that started the run and that owns its files."""
         return os.getpid() != self._process
 
     def _has_been_left(self) -> bool:
@@ -265,7 +266,7 @@ class Run:
         return self.inspector.ended or (self.live and (self.is_forked or self._has_been_left()))
 
     def _before_script_ends(self) -> None:
-        """Take what was gathered since the last step, which ends with upstream; :meth:`stop` writes it."""
+        """Take the statistics gathered since the last step before upstream ends; :meth:`stop` writes them."""
         if self.live and not self.is_forked:
             self._say_ended()
             self.inspector.log_local_statistics()
@@ -331,7 +332,7 @@ class Run:
             raise
 
     def _write_summary(self, summarize: Callable[[], None]) -> None:
-        """Write what a terminal is shown into the log folder, on one rank."""
+        """Write the summary into the log folder, on one rank."""
         if own_rank() != 0 or not self.model.attached:
             return
         try:
