@@ -98,7 +98,7 @@ def test_the_scale_of_fake_quant_is_now_and_then_one_unit_off() -> None:
         off = (theirs.view(torch.int32) - divided.view(torch.int32)).abs()
         assert off.max() == 1
         assert (off > 0).double().mean().item() == pytest.approx(0.25, abs=0.05)
-    assert says("features.md", "for a quarter of all amaxes that is one unit in the last place off")
+    assert says("features.md", "for a quarter of all amaxes the scale is one unit in the last place off")
 
 
 MODULES: dict[str, Callable[[], Any]] = {
