@@ -258,7 +258,9 @@ class PrecisionDebugger:
             state = json.loads(path.read_text(encoding="utf-8"))
             iteration, step_on = int(state["iteration"]), state["step_on"]
         except (OSError, ValueError, TypeError, KeyError) as error:
-            logger.warning("%s holds no debug iteration (%s: %s), which counts on.", path, type(error).__name__, error)
+            logger.warning(
+                "%s holds no debug iteration (%s: %s). The current count continues.", path, type(error).__name__, error
+            )
             return
         if step_on != self._step_on:
             logger.warning(

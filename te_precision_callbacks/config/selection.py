@@ -341,7 +341,7 @@ def _warn_of_what_is_ignored(given: Sequence[str], place: Place) -> None:
     rules = given[0]
     for key in given[1:] if rules in (EXACT, PATTERN) else ():
         logger.warning(
-            "%s: %r has no effect beside %r, which decides alone, as in nvidia-dlfw-inspect. Leave one of them away.",
+            "%s: %r has no effect beside %r, which decides alone, as in nvidia-dlfw-inspect. Remove one of them.",
             place(key),
             key,
             rules,

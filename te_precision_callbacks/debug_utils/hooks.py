@@ -227,8 +227,8 @@ class ModelHooks:
             )
         if scripted:
             logger.warning(
-                "Activation overflow: %s TorchScript, which takes no hooks, and cannot be watched: only what other"
-                " modules give to it or take from it is.",
+                "Activation overflow: %s TorchScript, which takes no hooks, and cannot be watched. Only tensors that"
+                " other modules pass to it or get from it are watched.",
                 _are(scripted),
             )
 

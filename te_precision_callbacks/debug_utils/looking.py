@@ -220,7 +220,7 @@ class Looking:
         try:
             broken = broken_parameters(self._roots, find.path)
         except Exception as error:  # what was found has to be told all the same
-            logger.warning("Activation overflow: the parameters could not be looked at (%s).", text_of(error))
+            logger.warning("Activation overflow: the parameters could not be checked (%s).", text_of(error))
             broken = []
         if together:
             broken = pooled(broken, self._options.process_group)

@@ -108,9 +108,9 @@ class Steps:
         if self._foreign_steps >= _FOREIGN_STEPS and self.journal.notices.first("foreign steps"):
             logger.warning(
                 "Activation overflow: %d steps of optimizers have passed, none of which holds a parameter of the model,"
-                " and nothing was looked at before them. Optimizers that step copies of the parameters (DeepSpeed ZeRO,"
-                " Megatron's distributed optimizer) are not known by them: call look() of the detector before each"
-                " step of theirs.",
+                " and no look came before them. Optimizers that step copies of the parameters (DeepSpeed ZeRO,"
+                " Megatron's distributed optimizer) cannot be recognized: call look() of the detector before each of"
+                " their steps.",
                 _FOREIGN_STEPS,
             )
 

@@ -495,7 +495,7 @@ class _Measuring:
         if self._engine.notices.first(why):
             logger.warning(
                 "%s of %s %s: simulated from the high-precision tensor, by the settings of the layer's own quantizer,"
-                " since %s. The same is not said of other tensors.",
+                " since %s. This is not repeated for other tensors.",
                 self._labels(form),
                 self._watched.layer,
                 self._watched.tensor,

@@ -142,8 +142,9 @@ class ObservedModel:
             name, numbered = next(iter(alike.items()))
             logger.warning(
                 "Ranks have different layers at one path, as in pipeline and expert parallelism, such as %r, which is"
-                " %s. So layers are called by the layer_number of their block, counted from 0, experts by the first and"
-                " the last of their numbers, and what has no number by its stage and its rank among the experts.",
+                " %s. Layers are therefore named by the layer_number of their block, counted from 0; experts by the"
+                " first and the last of their numbers; layers without a number by their stage and their rank among the"
+                " experts.",
                 name,
                 " or ".join(map(repr, numbered)),
             )
@@ -178,8 +179,8 @@ class ObservedModel:
         if alike and self._notices.first("alike"):
             given, those = next(iter(alike.items()))
             logger.warning(
-                "%s the name of several layers, such as %r of %s. Here these layers are told apart, in records and in"
-                " logs; a selector with such a name means all of them.",
+                "%s the name of several layers, such as %r of %s. Records and logs distinguish these layers; a"
+                " selector with such a name selects all of them.",
                 "One name is" if len(alike) == 1 else f"Each of {len(alike)} names is",
                 given,
                 ", ".join(those[:5]) + (f" and {len(those) - 5} more" if len(those) > 5 else ""),

@@ -281,9 +281,10 @@ class Run:
     def _say_renamed(self, name: str, other: str) -> None:
         if own_rank() == 0 and self._notices.first("renamed"):
             logger.warning(
-                "The script has given another name to a layer while the session is running: %s was %r. It has the"
-                " session's name again, and nothing of it was lost. Names that are given before attach() select layers,"
-                " and layer_names='upstream' gives those of nvidia-dlfw-inspect's infer_and_assign_layer_names.",
+                "The script has given another name to a layer while the session is running: %s was %r. The layer"
+                " has the session's name again, and no statistics were lost. Names that are given before attach()"
+                " select layers, and layer_names='upstream' gives those of nvidia-dlfw-inspect's"
+                " infer_and_assign_layer_names.",
                 name,
                 other,
             )
@@ -293,8 +294,7 @@ class Run:
             logger.warning(
                 "%s has run %d forwards in training without a step(). A debug iteration lasts from step() to step(),"
                 " called after each step of the optimizer: without it every forward belongs to iteration %d, and no"
-                " statistics are logged. Where so many micro-batches are accumulated for one step of the optimizer,"
-                " nothing is wrong.",
+                " statistics are logged. Ignore this warning if one optimizer step accumulates so many micro-batches.",
                 module.name,
                 MOST_FORWARDS,
                 self.inspector.iteration,

@@ -337,8 +337,8 @@ class InspectSession:
         ended = not self.running and self._kept is None
         if ended and self._findings.changes_precision and own_rank() == 0 and self._notices.first("evaluation"):
             logger.warning(
-                "%s runs without the features that changed precision in training: they ended with its session, so that"
-                " an evaluation during training gives something else. keep_precision=True keeps them until release().",
+                "%s runs without the features that changed precision in training: they ended with its session. Results"
+                " differ from an evaluation during training. keep_precision=True keeps the features until release().",
                 what,
             )
 

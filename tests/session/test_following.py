@@ -54,7 +54,7 @@ def test_a_forgotten_step_is_said_once(tmp_path: Path, caplog: pytest.LogCapture
             train(net)
     (text,) = said(caplog)
     assert "linear has run 100 forwards in training without a step()" in text
-    assert "accumulated" in text, "an accumulation of more batches is nothing wrong"
+    assert "accumulates" in text, "an accumulation of more batches is nothing wrong"
 
 
 def test_a_loop_that_steps_and_evaluates_is_told_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
