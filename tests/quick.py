@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: over a second, or starts a process unseen; not in make test-quick")
+    config.addinivalue_line("markers", "slow: over half a second, or starts a process unseen; not in make test-quick")
     if config.getoption("quick"):
         sys.addaudithook(_watch)
 

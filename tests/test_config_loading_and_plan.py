@@ -247,6 +247,7 @@ def test_a_search_that_would_not_end_is_refused(monkeypatch: pytest.MonkeyPatch,
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_names_are_looked_up_and_not_searched_section_by_section() -> None:
     """Planning grows with the sections and the layers, and not with their product."""
 

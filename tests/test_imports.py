@@ -68,6 +68,7 @@ def reached(module: str) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_the_graph_is_that_of_the_sources() -> None:
     assert len(graph()) > 150
     assert f"{PACKAGE}.session.session" in graph()[f"{PACKAGE}.session"]
@@ -181,6 +182,7 @@ def changing(tree: ast.Module) -> Iterator[str]:
 MUTABLE = {"WeakSet", "WeakKeyDictionary", "WeakValueDictionary", "deque", "set", "dict", "list", "count", "Notices"}
 
 
+@pytest.mark.slow
 def test_a_run_keeps_nothing_at_the_level_of_a_module() -> None:
     found = {}
     for module, path in files().items():

@@ -248,6 +248,7 @@ def test_a_layer_that_gets_worse_joins() -> None:
     assert len(everything) == PLACES + LATER_PLACES, "which bounds them over a run"
 
 
+@pytest.mark.slow
 def test_schedules_of_several_frequencies_make_no_gaps() -> None:
     """1,900 series in each step, and 200 more in every tenth."""
 

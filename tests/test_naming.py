@@ -34,6 +34,7 @@ def test_a_name_is_the_path_in_the_module_tree() -> None:
     assert names(Net()) == [*(f"layers.{i}.{part}" for i in range(2) for part in block), "head"]
 
 
+@pytest.mark.slow
 def test_wrappers_add_nothing_to_a_name() -> None:
     net = Net()
     plain = names(net)

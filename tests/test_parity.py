@@ -95,6 +95,7 @@ def train(feature_dirs: list[str], folder: Path, dtype: torch.dtype) -> dict[tup
     return logger.values
 
 
+@pytest.mark.slow
 def test_the_same_names_and_values_in_float32(tmp_path: Path) -> None:
     theirs = train([UPSTREAM], tmp_path / "te", torch.float32)
     ours = train([OURS], tmp_path / "ours", torch.float32)

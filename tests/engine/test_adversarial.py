@@ -217,6 +217,7 @@ def test_of_the_layers_own_recipe(seed: int, name: str) -> None:
             assert_same(found, of_quantized(recipe, [Pair(matrix(x), by_numpy)]), form)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 def test_the_oracle_knows_every_statistic_and_each_has_many_values() -> None:
     seen: dict[str, set[str]] = {}

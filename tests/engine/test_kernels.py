@@ -279,6 +279,7 @@ def test_one_compilation_serves_all_shapes() -> None:
     assert graphs() == before + 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncompiled")
 def test_nothing_is_compiled_before_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors, which are never compiled, do not count; the numbers are the same before and after."""
@@ -346,6 +347,7 @@ def test_a_mode_at_the_first_call_does_not_stay() -> None:
     assert graphs() == before + 1
 
 
+@pytest.mark.slow
 def test_within_a_compiled_model_and_its_backward_pass() -> None:
     """As Transformer Engine's modules are: dynamo leaves their forward alone."""
     found = []

@@ -327,6 +327,7 @@ def test_upstreams_extremes_hide_a_nan_that_is_not_in_the_first_micro_batch() ->
     assert found == {"min": -1.0, "max": 7.0, "cur_amax": 7.0, "nonfinite_num": 1.0}
 
 
+@pytest.mark.slow
 def test_upstreams_norms_of_float16_are_infinite() -> None:
     values = [normal(1_000_000).half()]
     for name in ("l1_norm", "l2_norm"):
@@ -335,6 +336,7 @@ def test_upstreams_norms_of_float16_are_infinite() -> None:
         assert theirs == INF
 
 
+@pytest.mark.slow
 def test_upstreams_sums_of_bfloat16_are_rounded_to_it() -> None:
     values = [(normal(1_000_000) * 3 + 0.01).bfloat16()]
     for name in ("mean", "std", "l1_norm", "l2_norm"):

@@ -160,6 +160,7 @@ def test_a_histogram_of_scales_in_tensorboard(tmp_path: Path) -> None:
     assert filled == {-126.875: 5.0, 0.125: 2.0, 0.25: 1.0}
 
 
+@pytest.mark.slow
 def test_a_histogram_of_scales_in_wandb() -> None:
     """Which takes 512 bins: neighbours are put together."""
     pytest.importorskip("wandb")

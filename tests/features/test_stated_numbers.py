@@ -29,6 +29,7 @@ def says(page: str, *words: str) -> bool:
     return all(" ".join(word.split()) in text for word in words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("weight", "elements", "blocks"), [(False, 3.4, 51), (True, 0.26, 52)])
 def test_nvfp4_overflows_by_construction(weight: bool, elements: float, blocks: float) -> None:
     x = np.random.default_rng(0).standard_normal((512 if weight else 128, 512)).astype(np.float32)

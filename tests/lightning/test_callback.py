@@ -206,6 +206,7 @@ def test_validation_after_a_fit_is_that_of_the_fit_or_says_why_not(
     assert {**global_state(), "te state": None} == {**before, "te state": None}
 
 
+@pytest.mark.slow
 def test_resuming_continues_the_iteration(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=7, save_top_k=-1)
     config = statistics()

@@ -81,6 +81,7 @@ def test_the_config_is_a_path_a_mapping_or_null(tmp_path: Path, class_path: str,
     assert callback.session.log_dir == tmp_path / "debug"
 
 
+@pytest.mark.slow
 def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
     (tmp_path / "features").mkdir()
     options: dict[str, Any] = {

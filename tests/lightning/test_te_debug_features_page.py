@@ -186,6 +186,7 @@ def formats(callback: PrecisionDebugCallback, layer: str) -> dict[str, dict[str,
     return {entry.gemm: entry.operands for entry in callback.session.precision if entry.layer.endswith(layer)}
 
 
+@pytest.mark.slow
 def test_log_tensor_stats(tmp_path: Path) -> None:
     fit(tmp_path, LOG_TENSOR_STATS, 12, spy="fc1")
     lines = logged_lines(tmp_path)

@@ -175,6 +175,7 @@ def test_no_alarm_while_the_scale_settles(train: Train, mode: Any) -> None:
     assert 2.0 < scaler.get_scale() < 2.0**20, "it has skipped ten steps, and settled"
 
 
+@pytest.mark.slow
 def test_the_sharded_scaler_and_one_of_a_user(tmp_path: Path) -> None:
     """Both define methods again, which call none of GradScaler's, or all."""
 

@@ -169,6 +169,7 @@ def model(size: int = 256) -> torch.nn.Module:
     return torch.nn.Sequential(te.Linear(size, size), te.Linear(size, size))
 
 
+@pytest.mark.slow
 def test_a_budget_is_not_exceeded_and_training_is_bit_equal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It asks for some 1.9 MB a step; the other run watches the same tensors, without writing any."""
     asked = config(tensors=TENSORS, quantized_tensor=True, max_bytes="10MB")

@@ -57,6 +57,7 @@ def test_a_forgotten_step_is_said_once(tmp_path: Path, caplog: pytest.LogCapture
     assert "accumulates" in text, "an accumulation of more batches is nothing wrong"
 
 
+@pytest.mark.slow
 def test_a_loop_that_steps_and_evaluates_is_told_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     net = te.Linear(32, 32)
     with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:

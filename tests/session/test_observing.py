@@ -32,6 +32,7 @@ def test_the_page_has_a_row_for_every_module() -> None:
     assert [line.split(" | ")[0] for line in table.splitlines()] == [f"| {name}" for name in TABLE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALIKE)
 def test_one_row_holds_for_several_activations(name: str) -> None:
     """By the recipes under which the rows of the activations differ."""

@@ -112,6 +112,7 @@ WIDE = {
 }
 
 
+@pytest.mark.slow
 def test_fourteen_statistics_of_many_tensors_are_readable(tmp_path: Path) -> None:
     """What is lost first, the worst tensors first, the others by name; the same in a file of the log folder."""
     section = {

@@ -170,6 +170,7 @@ def test_an_overflow_of_a_users_own_is_no_affair_of_the_training(tmp_path: Path)
     assert not any(module._forward_hooks for module in model.modules())
 
 
+@pytest.mark.slow
 def test_another_training_of_the_same_model_is_another_training(tmp_path: Path, keeper: Keeper) -> None:
     """By another trainer, and by the same one without the callback."""
     for same in (False, True):
@@ -264,6 +265,7 @@ def test_at_exit(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- more than one attempt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["ours", "given", "not known"])
 def test_a_training_that_finds_its_batch_size_begins_anew(tmp_path: Path, keeper: Keeper, how: str) -> None:
     """Out of memory in the third batch of eight: the next attempt has batches of seven."""

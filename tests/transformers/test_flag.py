@@ -276,6 +276,7 @@ def test_the_callback_alone_takes_the_option_too(tmp_path: Path) -> None:
         PrecisionDebugTrainerCallback(debug="underflow_overflow")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ours", ["first", "last"])
 def test_another_trainer_and_its_arguments_in_any_order(tmp_path: Path, ours: str) -> None:
     order = slice(None, None, 1 if ours == "first" else -1)
@@ -295,6 +296,7 @@ def test_another_trainer_and_its_arguments_in_any_order(tmp_path: Path, ours: st
     assert not made.debug_session.running
 
 
+@pytest.mark.slow
 def test_a_trainer_that_knows_nothing_of_the_flag_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Also where the callback is there and watches for a part of it; once a training."""
     args = arguments(tmp_path, TrainingArguments, debug="te_precision activation_overflow", max_steps=1)

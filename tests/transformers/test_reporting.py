@@ -53,6 +53,7 @@ class StopsAt(transformers.TrainerCallback):
         control.should_training_stop |= state.global_step == self.step
 
 
+@pytest.mark.slow
 def test_every_integration_has_the_numbers_of_the_log_at_the_trainers_steps(
     offline_trackers: Path, tmp_path: Path
 ) -> None:
