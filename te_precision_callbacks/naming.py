@@ -167,7 +167,7 @@ def named_te_modules(
     return tuple(named)
 
 
-def _untold(found: FoundScope, place: _Place) -> str:
+def _untold(found: FoundScope, place: _Node) -> str:
     """The scope of a module, without what numbers in its path tell."""
     parts = ("" if place.has_number else found.stage, "" if place.has_experts else found.experts)
     return ".".join(part for part in parts if part)
@@ -186,7 +186,7 @@ class _Found(NamedTuple):
     name: str
     scope: str
     untold: str
-    place: _Place
+    place: _Node
     upstream: tuple[str, ...]
     parts: tuple[str, ...]
     is_lightning: bool
@@ -329,7 +329,7 @@ def module_paths(
         yield place.path, place.module
 
 
-class _Place(NamedTuple):
+class _Node(NamedTuple):
     """A module in the tree.
 
     Attributes:
@@ -355,7 +355,7 @@ def _places(
     opaque: Callable[[torch.nn.Module], bool] = lambda module: False,
     others: list[tuple[str, str]] | None = None,
     through_adapters: bool = False,
-) -> Iterator[_Place]:
+) -> Iterator[_Node]:
     """As :func:`module_paths`, with the other paths of each module.
 
     Args:
@@ -370,7 +370,7 @@ def _places(
         # fully_shard puts a class of torch before the module's own.
         own = next(base for base in type(root).__mro__ if not base.__module__.startswith("torch."))
         prefix, full_prefix = (_joined(path, snake_case(own.__name__)) for path in (prefix, full_prefix))
-    stack = [_Place(prefix, full_prefix, prefix, root)]
+    stack = [_Node(prefix, full_prefix, prefix, root)]
     while stack:
         place = stack.pop()
         path, full_path, by_number, module = place[:4]
@@ -393,7 +393,7 @@ def _places(
             else:
                 number, experts = _layer_number(module, child), _expert_numbers(module, child_name)
                 children.append(
-                    _Place(
+                    _Node(
                         _joined(path, child_name),
                         full,
                         _joined(by_number, number or experts or child_name),

@@ -9,22 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from te_precision_callbacks.config.fields import Refused, item_of, names, words
 from te_precision_callbacks.config.levels import FeatureSchema, Misfit, levels
-from te_precision_callbacks.config.problems import KeyPath, Problems, meant_for, shown, suggestion
+from te_precision_callbacks.config.problems import KeyPath, Problems, Where, meant_for, shown, suggestion
 from te_precision_callbacks.config.schemas import schema_of
-
-
-class Place(Protocol):
-    """Says where a key stands: ``config.yaml, line 7 (section 'stats')``."""
-
-    def __call__(self, *keys: str | int) -> str:
-        """Where the key at this path below the features stands."""
 
 
 class ReadOptions(dict[str, Any]):
@@ -45,7 +38,7 @@ class ReadOptions(dict[str, Any]):
         return type(self), (dict(self), self.schema)
 
 
-def read_features(features: Mapping[str, Any], place: Place) -> dict[str, ReadOptions]:
+def read_features(features: Mapping[str, Any], place: Where) -> dict[str, ReadOptions]:
     """Read the enabled features of one section that have a schema, by their names as written.
 
     Args:
@@ -70,7 +63,7 @@ def read_features(features: Mapping[str, Any], place: Place) -> dict[str, ReadOp
     return found
 
 
-def read_options(schema: type[FeatureSchema], name: str, options: Mapping[str, Any], place: Place) -> FeatureSchema:
+def read_options(schema: type[FeatureSchema], name: str, options: Mapping[str, Any], place: Where) -> FeatureSchema:
     """The options of one feature, typed.
 
     Args:
@@ -106,7 +99,7 @@ class _Problem:
     """
 
     def __init__(
-        self, schema: type[FeatureSchema], feature: str, options: Mapping[str, Any], place: Place, details: Any
+        self, schema: type[FeatureSchema], feature: str, options: Mapping[str, Any], place: Where, details: Any
     ) -> None:
         cause = details.get("ctx", {}).get("error")
         self.kind = details["type"]

@@ -16,11 +16,20 @@ import reprlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from te_precision_callbacks.errors import PrecisionDebugError
 
 KeyPath = tuple[str | int, ...]
 """The keys and the places in lists that lead to an entry: ``("tensors_struct", 0, "freq")``."""
+
+
+class Where(Protocol):
+    """Says where an entry stands, such as ``config.yaml, line 7 (section 'stats')``."""
+
+    def __call__(self, *keys: str | int) -> str:
+        """Where the entry at this path stands, below that of which it is; that itself without a path."""
+
 
 MOST_TOLD = 20
 """Problems that one error tells in words; of the others it tells the number."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from te_precision_callbacks.config.interrupting import LIMIT, TookTooLong, at_most
-from te_precision_callbacks.config.problems import ConfigError, Problems, Vocabulary, shown, suggestion
+from te_precision_callbacks.config.problems import ConfigError, Problems, Vocabulary, Where, shown, suggestion
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +42,6 @@ _SPAN = re.compile(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?")
 _NEGATIVE = re.compile(r"\(\?<?!")
 
 _WITHOUT_END = LARGEST_NUMBER + 1
-
-Place = Callable[..., str]
-"""Says where a key of the ``layers`` block stands, or the block itself where it is given no key."""
 
 
 class SelectableLayer(Protocol):
@@ -198,15 +195,15 @@ class LayerSelector:
     pattern: re.Pattern[str] | None
     numbers: tuple[tuple[int, int], ...] | None
     types: tuple[str, ...] | None
-    place: Place
+    place: Where
 
     @classmethod
-    def of_no_layer(cls, place: Place) -> LayerSelector:
+    def of_no_layer(cls, place: Where) -> LayerSelector:
         """A selector that selects nothing."""
         return cls(None, None, None, None, place)
 
     @classmethod
-    def parse(cls, block: object, place: Place) -> LayerSelector:
+    def parse(cls, block: object, place: Where) -> LayerSelector:
         """Check a ``layers`` block. A key that another one leaves without effect is warned about.
 
         Raises:
@@ -332,11 +329,11 @@ def _no_number(first: int, last: int, index: LayerIndex) -> str:
     return f"'{first}-{last}' goes beyond the layers. {there}"
 
 
-def _unknown_key(key: str, place: Place) -> str:
+def _unknown_key(key: str, place: Where) -> str:
     return f"{place(key)}: unknown layer selector {shown(key)}.{suggestion(key, SELECTOR_KEYS)}"
 
 
-def _warn_of_what_is_ignored(given: Sequence[str], place: Place) -> None:
+def _warn_of_what_is_ignored(given: Sequence[str], place: Where) -> None:
     """A warning for each key beside one that rules alone; numbers and types rule together."""
     rules = given[0]
     for key in given[1:] if rules in (EXACT, PATTERN) else ():
@@ -352,7 +349,7 @@ def _listed(keys: Sequence[str]) -> str:
     return ", ".join(repr(key) for key in keys)
 
 
-def _strings(key: str, value: Any, place: Place) -> tuple[str, ...]:
+def _strings(key: str, value: Any, place: Where) -> tuple[str, ...]:
     entries = [value] if isinstance(value, str) else value
     example = f"Write for example {key}: [fc1, fc2]."
     if not isinstance(entries, (list, tuple)) or not entries:
@@ -365,7 +362,7 @@ def _strings(key: str, value: Any, place: Place) -> tuple[str, ...]:
     return tuple(entries)
 
 
-def _pattern(key: str, value: Any, place: Place) -> re.Pattern[str]:
+def _pattern(key: str, value: Any, place: Where) -> re.Pattern[str]:
     if not isinstance(value, str):
         raise ConfigError(f"{place(key)}: {key!r} must be one regular expression, not {shown(value)}.")
     if len(value) > LONGEST_PATTERN:
@@ -380,7 +377,7 @@ def _pattern(key: str, value: Any, place: Place) -> re.Pattern[str]:
         raise ConfigError(f"{place(key)}: {key!r} {shown(value)} is not a regular expression: {why}.") from error
 
 
-def _numbers(key: str, value: Any, place: Place) -> tuple[tuple[int, int], ...]:
+def _numbers(key: str, value: Any, place: Where) -> tuple[tuple[int, int], ...]:
     entries = value if isinstance(value, (list, tuple)) else [value]
     if not entries:
         raise ConfigError(f"{place(key)}: {key!r} is empty. Write for example {key}: [0, '4-7'].")

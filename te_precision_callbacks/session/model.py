@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 class ObservedModel:
     """Names the Transformer Engine modules of a model, plans the config on their layers, and follows what changes.
 
+    Half of its attributes are the parts of the run that it works on.
+
     Args:
         options: of the session.
         inspector: gets the names and the plan.

@@ -20,6 +20,7 @@ import torch
 from te_precision_callbacks.config.effects import Effect
 from te_precision_callbacks.config.planning import Plan
 from te_precision_callbacks.naming import Model, NamedModule, named_roots
+from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.session.errors import ObservationError
 
 logger = logging.getLogger(__name__)
@@ -257,7 +258,7 @@ class RefusedLayers:
         self._strict = strict
         self._before: dict[str, DebugRefusal] = {}
         self._in_forwards: dict[str, dict[DebugRefusal, None]] = {}
-        self._said: set[tuple[str, DebugRefusal]] = set()
+        self._notices = Notices()
 
     def leave(
         self, plan: Plan, model: Model, modules: Sequence[NamedModule], effects: Mapping[str, Collection[Effect]]
@@ -317,8 +318,7 @@ class RefusedLayers:
         Args:
             log: writes a line into the log of events.
         """
-        news = [item for item in self._items() if item not in self._said]
-        self._said.update(news)
+        news = [item for item in self._items() if self._notices.first(item)]
         for name, refusal in news:
             log(f"Layer {name} is left as it is. {refusal}")
         if news:

@@ -50,8 +50,8 @@ def explain_shape(error: BaseException | None, modules: Sequence[NamedModule]) -
 
 
 @dataclass
-class _Place:
-    """Where in a layer an exception was raised.
+class _Failed:
+    """The forward or backward in which an exception was raised.
 
     Attributes:
         named: the module.
@@ -111,29 +111,29 @@ def _in_words(layer: str, first: Refusal, found: Sequence[Refusal]) -> str:
     )
 
 
-def _place(trace: TracebackType | None, modules: Sequence[NamedModule]) -> _Place | None:
+def _place(trace: TracebackType | None, modules: Sequence[NamedModule]) -> _Failed | None:
     """The innermost module of a traceback."""
     of_module = {id(named.module): named for named in modules}
     of_part = {id(part): named for named in modules for part in _parts(named.module)}
-    place: _Place | None = None
+    place: _Failed | None = None
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
         if not frame.f_globals.get("__name__", "").startswith("transformer_engine.pytorch."):
             continue
         found = frame.f_locals
         if id(found.get("self")) in of_module:
-            place = _Place(of_module[id(found["self"])], in_backward=False)
+            place = _Failed(of_module[id(found["self"])], in_backward=False)
         elif "ctx" in found or "bwd_args" in found:
             named = next((of_part[key] for key in map(id, _held(found)) if key in of_part), None)
             if frame.f_code.co_name in ("backward", "_linear_backward_impl") and named is not None:
                 same = place is not None and place.named is named and place.in_backward
-                place = place if same else _Place(named, in_backward=True)
+                place = place if same else _Failed(named, in_backward=True)
         if place is not None:
             _read_sizes(place, found)
     return place
 
 
-def _read_sizes(place: _Place, found: Mapping[str, Any]) -> None:
+def _read_sizes(place: _Failed, found: Mapping[str, Any]) -> None:
     for name in ("grad_output", "grad_outputs") if place.in_backward else ("inp",):
         value: Any = found.get(name)
         tensor = value[0] if isinstance(value, tuple) and value else value
@@ -162,7 +162,7 @@ def _held(found: Mapping[str, Any]) -> Iterator[Any]:
                 yield getattr(part, "parent_quantizer", None)  # of a quantizer of the debug path
 
 
-def _sizes(place: _Place) -> list[tuple[int, int, int]]:
+def _sizes(place: _Failed) -> list[tuple[int, int, int]]:
     """Tokens, in_features and out_features of each layer of a module; 0 tokens where they were not seen."""
     module: Any = place.named.module
     rows = place.rows or 0

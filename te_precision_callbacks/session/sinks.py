@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.records.model import RunInfo, Sink, StepRecords
 from te_precision_callbacks.session.failures import ObservationFailures
 
@@ -44,7 +45,7 @@ class Sinks:
         self._to_close: list[Sink] | None = None
         self._times: dict[int, _Time] = {}
         self._since: float | None = None
-        self._said_slow = False
+        self._notices = Notices()
         self._records: StepRecords | None = None
         self._left: list[Sink] = []
 
@@ -103,14 +104,13 @@ class Sinks:
             spent.seconds += time.perf_counter() - begun
 
     def _name_slow(self) -> None:
-        if self._said_slow or self._since is None:
+        if self._since is None:
             return
         elapsed = time.perf_counter() - self._since
         for sink in self._sinks:
             spent = self._times.get(id(sink), _Time())
             enough = spent.writes >= _LEAST_WRITES and spent.seconds >= _LEAST_SECONDS
-            if enough and spent.seconds > SLOW_SHARE * elapsed:
-                self._said_slow = True
+            if enough and spent.seconds > SLOW_SHARE * elapsed and self._notices.first("slow"):
                 logger.warning(
                     "The sink %s takes %.0f %% of the training's time: %.0f ms for the records of a step, which it is"
                     " given in the training's thread. Let it do its work in a thread of its own, have statistics less"
