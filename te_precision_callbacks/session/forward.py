@@ -70,8 +70,7 @@ class ForwardHooks:
     feature, it *rests*: it runs Transformer Engine's own methods, and nothing of the session is called in its forward
     and backward.
 
-    All its attributes are state of one forward's path: each armed module's forward reads most of them, without a further
-    call.
+    It has many attributes, since the forward of each armed module reads most of them, without a further call.
 
     Args:
         classify: decides the kind of a forward.
