@@ -110,11 +110,11 @@ class PrecisionAudit:
         for gemm, reason in self._left_out_now.items():
             layers.setdefault(gemm.layer, {})[gemm.gemm] = GemmFact((), reason)
         for gemm in dict.fromkeys(Gemm(operand.layer, operand.gemm) for operand in self._now):
-            texts = {tensor: self._now.get(Operand(*gemm, tensor), {}) for tensor in OPERANDS[gemm.gemm]}
-            if any(told is not _Told.AWAITED for found in texts.values() for told in found.values()):
+            texts = _of_gemm(gemm, self._now)
+            if _has_run(texts):
                 told = tuple((tensor, tuple(_those_that_ran(found))) for tensor, found in texts.items() if found)
                 layers.setdefault(gemm.layer, {})[gemm.gemm] = GemmFact(told)
-                if all(set(found.values()) == {_Told.SEEN} for found in texts.values()):
+                if _is_seen(texts):
                     seen.setdefault(gemm.layer, []).append(gemm.gemm)
             else:
                 layers.setdefault(gemm.layer, {}).setdefault(gemm.gemm, GemmFact((), NO_BACKWARD))
@@ -166,7 +166,7 @@ class PrecisionAudit:
     def tells(self, formats: Mapping[Operand, str]) -> bool:
         """Whether all of these formats are noted, seen or planned, except those of GEMMs that were left out."""
         return all(
-            text in self._told.get(operand, ()) or (not self._has_run(gemm) and gemm in self._left_out)
+            text in self._told.get(operand, ()) or (gemm in self._left_out and not _has_run(_of_gemm(gemm, self._told)))
             for operand, text in formats.items()
             for gemm in [Gemm(operand.layer, operand.gemm)]
         )
@@ -187,10 +187,6 @@ class PrecisionAudit:
             if met:
                 self._history.settle(layer, iteration)
 
-    def _has_run(self, gemm: Gemm) -> bool:
-        tensors = (self._told.get(Operand(*gemm, tensor), {}) for tensor in OPERANDS[gemm.gemm])
-        return any(told is not _Told.AWAITED for texts in tensors for told in texts.values())
-
     def __iter__(self) -> Iterator[GemmPrecision]:
         self._write()
         known = [*(Gemm(operand.layer, operand.gemm) for operand in self._told), *self._left_out]
@@ -199,17 +195,35 @@ class PrecisionAudit:
         for gemm in (Gemm(layer, name) for layer in layers for name in GEMMS):
             if gemm not in there:
                 continue
-            if not self._has_run(gemm):
+            texts = _of_gemm(gemm, self._told)
+            if not _has_run(texts):
                 not_run = self._left_out.get(gemm, NO_BACKWARD)
                 yield GemmPrecision(*gemm, {}, seen=False, not_run=not_run, since=self._history.since(*gemm))
                 continue
-            texts = {tensor: self._told.get(Operand(*gemm, tensor), {}) for tensor in OPERANDS[gemm.gemm]}
             operands: dict[str, str] = {
                 tensor: " -> ".join(_those_that_ran(found)) for tensor, found in texts.items() if found
             }
-            seen = all(set(found.values()) == {_Told.SEEN} for found in texts.values())
-            seen = seen and gemm.layer not in self._doubted
+            seen = _is_seen(texts) and gemm.layer not in self._doubted
             yield GemmPrecision(*gemm, operands, seen, since=self._history.since(*gemm))
+
+
+_Texts = Mapping[str, Mapping[str, _Told]]
+"""Tensor -> format -> what the format is known by: of the two tensors of a GEMM."""
+
+
+def _of_gemm(gemm: Gemm, told: Mapping[Operand, Mapping[str, _Told]]) -> _Texts:
+    """What is told of the operands of a GEMM."""
+    return {tensor: told.get(Operand(*gemm, tensor), {}) for tensor in OPERANDS[gemm.gemm]}
+
+
+def _has_run(texts: _Texts) -> bool:
+    """Whether a GEMM has run: more is told of an operand than that its format is awaited."""
+    return any(told is not _Told.AWAITED for found in texts.values() for told in found.values())
+
+
+def _is_seen(texts: _Texts) -> bool:
+    """Whether every format of both operands is that of a tensor that was seen."""
+    return all(set(found.values()) == {_Told.SEEN} for found in texts.values())
 
 
 def _is_left_out(fact: GemmFact | None) -> bool:
