@@ -150,9 +150,9 @@ def named_te_modules(
             if parts is None:
                 continue
             upstream = of_upstream[id(module)]
-            own_scope = scope_of(scope, place.path)
-            untold = own_scope or _untold(found_scope(module), place)
-            own_scope = untold if by_number else own_scope
+            said = scope_of(scope, place.path)
+            untold = said or _untold(found_scope(module), place)
+            own_scope = untold if by_number else said
             name = _unique(path if layer_names == "path" else upstream[0], own_scope, taken)
             found[id(module)] = _Found(module, name, own_scope, untold, place, upstream, parts, is_lightning)
     named = []

@@ -22,21 +22,22 @@ Entry = TypeVar("Entry", bound=Hashable)
 
 def own_rank() -> int:
     """The rank of this process; 0 where there is one process alone."""
-    return dist.get_rank() if _is_initialized() else 0
+    return dist.get_rank() if is_initialized() else 0
 
 
 def world_size() -> int:
     """How many processes train together."""
-    return dist.get_world_size() if _is_initialized() else 1
+    return dist.get_world_size() if is_initialized() else 1
 
 
-def _is_initialized() -> bool:
+def is_initialized() -> bool:
+    """Whether torch.distributed is there and in use."""
     return dist.is_available() and dist.is_initialized()
 
 
 def is_distributed(group: dist.ProcessGroup | None) -> bool:
     """Whether there is more than one rank to reduce over."""
-    return _is_initialized() and dist.get_world_size(group) > 1
+    return is_initialized() and dist.get_world_size(group) > 1
 
 
 _FINISHED: deque[dist.Work] = deque(maxlen=16)

@@ -21,7 +21,7 @@ from te_precision_callbacks.debug_utils.journal import Journal
 from te_precision_callbacks.debug_utils.options import Options
 from te_precision_callbacks.debug_utils.reading import Reader
 from te_precision_callbacks.debug_utils.weights import advice_on_weights, broken_parameters
-from te_precision_callbacks.ranks import is_distributed, own_rank, pooled
+from te_precision_callbacks.ranks import is_distributed, is_initialized, own_rank, pooled
 
 logger = logging.getLogger(__name__)
 
@@ -200,9 +200,7 @@ class Looking:
         self._begin_anew()
         if find.rank == own_rank():
             logger.error("%s", find.report)
-        over = (
-            f" on rank {find.rank}" if torch.distributed.is_available() and torch.distributed.is_initialized() else ""
-        )
+        over = f" on rank {find.rank}" if is_initialized() else ""
         raise ActivationOverflowError(
             f"{find.headline}, in {'evaluation ' if find.evaluation else ''}batch {find.batch}{over}. The report in the"
             f" log, and in this exception's attribute 'report', has the frames before it. {advice}",

@@ -20,7 +20,7 @@ from te_precision_callbacks.forwards import ForwardClassifier
 from te_precision_callbacks.naming import Model
 from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.options import SessionOptions
-from te_precision_callbacks.ranks import is_distributed, own_rank, world_size
+from te_precision_callbacks.ranks import own_rank, world_size
 from te_precision_callbacks.records.model import RunInfo, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
 from te_precision_callbacks.session.delivery import Delivery, Ending, SessionObservation
@@ -119,7 +119,7 @@ class Run:
         self.model = ObservedModel(options, inspector, self.hooks, engine, findings, failures, notices)
         self._sinks = Sinks([*self._statistics_logs(), *sinks, *options.sinks], self._describe, failures)
         self._delivery = Delivery(inspector, self.model, findings, self._sinks, failures, self.hooks.delayed_scaling)
-        self._delivery.reduces = options.reduce and is_distributed(options.process_group)
+        self._delivery.reduces = self._ranks.several
         self.observation = SessionObservation(engine, recorder, self._delivery, reduce=options.reduce)
         self.overflow = OverflowWatch(options, recorder, self._has_been_left)
         self.hooks.on_many_forwards = self._say_forgotten
@@ -151,7 +151,7 @@ class Run:
 
     def attach(self, model: Model) -> None:
         """As ``InspectSession.attach``."""
-        ranks = Ranks(self._options.process_group, reduce=self._options.reduce)
+        ranks = self._ranks
         self._delivery.reduces = ranks.several
         self.model.attach(model, ranks)
         if ranks.several and self._optimizer_steps is None:
@@ -253,6 +253,11 @@ class Run:
     # ------------------------------------------------------------------ whether it still observes
 
     @property
+    def _ranks(self) -> Ranks:
+        """The ranks of now: a process group may be made between the start and the attach."""
+        return Ranks(self._options.process_group, reduce=self._options.reduce)
+
+    @property
     def is_forked(self) -> bool:
         """Whether this process was forked from the process that started the run and that owns its files."""
         return os.getpid() != self._process
@@ -307,8 +312,7 @@ class Run:
         which, group = self._options.statistics_log, self._options.process_group
         if which == "off":
             return []
-        reduces = self._options.reduce and is_distributed(group)
-        another_writes = which == "rank0" and reduces and torch.distributed.get_rank(group) != 0
+        another_writes = which == "rank0" and self._ranks.several and torch.distributed.get_rank(group) != 0
         return [StatisticsLog(own_only=another_writes, given_names=self.model.given_names)]
 
     def _describe(self) -> RunInfo:
