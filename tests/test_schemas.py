@@ -17,87 +17,11 @@ from te_precision_callbacks.statistics.table import QUANTIZED_STATISTICS, TENSOR
 from te_precision_callbacks.vocabulary import RECIPES
 from tests.conftest import feature
 from tests.engine.exact import BLOCK_STATISTICS
+from tests.te_debug_features import EXAMPLES
 from tests.test_config_loading_and_plan import LAYERS
 
 ROOT = Path(__file__).parents[1]
 REGISTERED = {"transformer_engine": (*FEATURES, "Own")}
-
-# The examples of Transformer Engine's documentation of its debug features.
-DOCUMENTED = """
-tensor_stats:
-  enabled: True
-  layers:
-    layer_name_regex_pattern: .*(fc1|self_attention).*
-  transformer_engine:
-    LogTensorStats:
-      enabled: True
-      tensors_struct:
-        - tensor: activation
-          stats: [mean]
-          freq: 10
-          start_step: 5
-          end_step: 100
-        - tensor: gradient
-          stats: [mean, max, min]
-          freq: 2
-          start_end_list: [[0, 20], [80, 100]]
-        - tensor: weight
-          stats: [dynamic_range]
-fp8_stats:
-  enabled: True
-  layers:
-    layer_types: [layernorm_linear]
-  transformer_engine:
-    LogFp8TensorStats:
-        enabled: True
-        tensors_struct:
-        - tensor: activation
-          stats: [underflows%, overflows%]
-          freq: 1
-        - tensor: gradient
-          stats: [overflows%]
-          freq: 5
-        start_step: 0
-        end_step: 80
-disabled_gemms:
-  enabled: True
-  layers:
-    layer_types: [fc1]
-  transformer_engine:
-    DisableFp8Gemm:
-      enabled: True
-      gemms: [dgrad, wgrad]
-disabled_layer:
-  enabled: True
-  layers:
-    layer_types: [fc1]
-  transformer_engine:
-    DisableFp8Layer:
-      enabled: True
-scaled:
-  enabled: True
-  layers:
-    layer_types: [transformer_layer.self_attn.layernorm_q]
-  transformer_engine:
-      PerTensorScaling:
-        enabled: True
-        margin: 1
-        gemms: [dgrad]
-        tensors: [weight, activation]
-fake_quantized:
-  enabled: True
-  layers:
-    layer_types: [transformer_layer.layernorm_mlp.fc1]
-  transformer_engine:
-      FakeQuant:
-        enabled: True
-        quant_format: FP8E5M2
-        gemms_struct:
-        - gemm: fprop
-          tensors: [activation, weight]
-        - gemm: dgrad
-          tensors: [gradient]
-"""
 
 
 class Own:
@@ -126,7 +50,7 @@ def handed_over(folder: Path, name: str, options: str) -> Any:
 
 
 def test_the_documented_examples_load_and_are_handed_over_as_written() -> None:
-    written = yaml.safe_load(DOCUMENTED)
+    written = yaml.safe_load("".join(EXAMPLES))
     loaded = {section.name: section.features["transformer_engine"] for section in load_config(written).sections}
     assert loaded == {name: body["transformer_engine"] for name, body in written.items()}
     default = load_config(None).sections[0].features["transformer_engine"]
