@@ -15,7 +15,9 @@ none of them is named and not guessed.
 from __future__ import annotations
 
 import enum
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +68,14 @@ class _Told(enum.Enum):
     AWAITED = "a GEMM is going to be handed it, where it can be seen"
 
 
+@dataclass
+class _Notes:
+    """The notes on one layer in an iteration: the formats of its operands, and the GEMMs that were left out."""
+
+    told: dict[Operand, dict[str, _Told]] = field(default_factory=dict)
+    left_out: dict[Gemm, str] = field(default_factory=dict)
+
+
 class PrecisionAudit:
     """Collects the formats of GEMM operands. Holds a short text for each layer, GEMM and tensor, and no tensor."""
 
@@ -75,14 +85,17 @@ class PrecisionAudit:
         self._doubted: set[str] = set()
         self._history = PrecisionHistory()
         self._iteration: int | None = None
-        self._now: dict[Operand, dict[str, _Told]] = {}
-        self._left_out_now: dict[Gemm, str] = {}
+        self._now: defaultdict[str, _Notes] = defaultdict(_Notes)
+        self._in_history: dict[str, _Notes] = {}  # the notes of a layer that its last facts in the history come from
 
     def enter(self, iteration: int) -> None:
         """Set the debug iteration of the facts that follow."""
-        if iteration != self._iteration:
-            self._end()
-            self._iteration = iteration
+        if iteration == self._iteration:
+            return
+        self._end()
+        if self._iteration is not None and iteration < self._iteration:
+            self._in_history.clear()  # the history is cut there
+        self._iteration = iteration
 
     def leave(self, iteration: int) -> None:
         """Note that an iteration has run, whatever was noted in it."""
@@ -92,8 +105,8 @@ class PrecisionAudit:
 
     def _end(self) -> None:
         self._write()
+        self._in_history.update(self._now)
         self._now.clear()
-        self._left_out_now.clear()
 
     def at(self, iteration: int) -> Iterator[GemmPrecision]:
         """What is known of an iteration. Raises IterationError where it has not run."""
@@ -101,25 +114,17 @@ class PrecisionAudit:
         return self._history.at(iteration)
 
     def _write(self) -> None:
-        """Bring what was noted in this iteration into the history; it may go on."""
-        if self._iteration is None or not (self._now or self._left_out_now):
+        """Bring what was noted in this iteration into the history; the iteration may go on.
+
+        Mostly a layer's notes are those of the iteration before, of which the history has the facts.
+        """
+        if self._iteration is None or not self._now:
             return
         self._history.ran(self._iteration)
-        layers: dict[str, dict[GemmName, GemmFact]] = {}
-        seen: dict[str, list[GemmName]] = {}
-        for gemm, reason in self._left_out_now.items():
-            layers.setdefault(gemm.layer, {})[gemm.gemm] = GemmFact((), reason)
-        for gemm in dict.fromkeys(Gemm(operand.layer, operand.gemm) for operand in self._now):
-            texts = _of_gemm(gemm, self._now)
-            if _has_run(texts):
-                told = tuple((tensor, tuple(_those_that_ran(found))) for tensor, found in texts.items() if found)
-                layers.setdefault(gemm.layer, {})[gemm.gemm] = GemmFact(told)
-                if _is_seen(texts):
-                    seen.setdefault(gemm.layer, []).append(gemm.gemm)
-            else:
-                layers.setdefault(gemm.layer, {}).setdefault(gemm.gemm, GemmFact((), NO_BACKWARD))
-        for layer, facts in layers.items():
-            self._history.put(layer, self._iteration, facts, seen.get(layer, ()))
+        for layer, notes in self._now.items():
+            if notes != self._in_history.get(layer):
+                self._in_history.pop(layer, None)
+                self._history.put(layer, self._iteration, *_facts(notes))
 
     def holds(self, formats: Mapping[Operand, str]) -> bool:
         """Whether these formats are among those of the last iteration, but for those of GEMMs that are left out."""
@@ -145,7 +150,7 @@ class PrecisionAudit:
             will_be_seen: whether :meth:`see` is called when the GEMMs run; if it is never called, they have not run.
         """
         for operand, text in formats.items():
-            for texts in (self._told.setdefault(operand, {}), self._now.setdefault(operand, {})):
+            for texts in self._texts(operand):
                 if will_be_seen:
                     texts.setdefault(text, _Told.AWAITED)
                 elif texts.get(text) is not _Told.SEEN:
@@ -154,14 +159,19 @@ class PrecisionAudit:
     def leave_out(self, gemms: Mapping[Gemm, str]) -> None:
         """Note GEMMs that a forward and its backward do not run, and why."""
         self._left_out.update(gemms)
-        self._left_out_now.update(gemms)
+        for gemm, reason in gemms.items():
+            self._now[gemm.layer].left_out[gemm] = reason
 
     def see(self, operand: Operand, text: str, planned: str | None = None) -> None:
         """Note the format of a tensor that a GEMM takes; this replaces the planned format."""
-        for texts in (self._told.setdefault(operand, {}), self._now.setdefault(operand, {})):
+        for texts in self._texts(operand):
             if planned not in (None, text) and texts.get(planned, _Told.SEEN) is not _Told.SEEN:
                 del texts[planned]
             texts[text] = _Told.SEEN
+
+    def _texts(self, operand: Operand) -> tuple[dict[str, _Told], dict[str, _Told]]:
+        """The formats noted of an operand: in the run, and in this iteration."""
+        return self._told.setdefault(operand, {}), self._now[operand.layer].told.setdefault(operand, {})
 
     def tells(self, formats: Mapping[Operand, str]) -> bool:
         """Whether all of these formats are noted, seen or planned, except those of GEMMs that were left out."""
@@ -177,6 +187,7 @@ class PrecisionAudit:
         if not self.tells(formats):
             self._doubted |= layers
         for layer in layers:
+            self._in_history.pop(layer, None)
             self._history.doubt(layer, iteration)
 
     def trust(self, formats: Mapping[Operand, str], iteration: int) -> None:
@@ -185,6 +196,7 @@ class PrecisionAudit:
         for layer in {operand.layer for operand in formats}:
             self._doubted.discard(layer)
             if met:
+                self._in_history.pop(layer, None)
                 self._history.settle(layer, iteration)
 
     def __iter__(self) -> Iterator[GemmPrecision]:
@@ -214,6 +226,22 @@ _Texts = Mapping[str, Mapping[str, _Told]]
 def _of_gemm(gemm: Gemm, told: Mapping[Operand, Mapping[str, _Told]]) -> _Texts:
     """What is told of the operands of a GEMM."""
     return {tensor: told.get(Operand(*gemm, tensor), {}) for tensor in OPERANDS[gemm.gemm]}
+
+
+def _facts(notes: _Notes) -> tuple[dict[GemmName, GemmFact], list[GemmName]]:
+    """The facts about a layer's GEMMs by what was noted in an iteration, and the GEMMs whose operands were all seen."""
+    facts = {gemm.gemm: GemmFact((), reason) for gemm, reason in notes.left_out.items()}
+    seen: list[GemmName] = []
+    for gemm in dict.fromkeys(Gemm(operand.layer, operand.gemm) for operand in notes.told):
+        texts = _of_gemm(gemm, notes.told)
+        if _has_run(texts):
+            ran = tuple((tensor, tuple(_those_that_ran(found))) for tensor, found in texts.items() if found)
+            facts[gemm.gemm] = GemmFact(ran)
+            if _is_seen(texts):
+                seen.append(gemm.gemm)
+        else:
+            facts.setdefault(gemm.gemm, GemmFact((), NO_BACKWARD))
+    return facts, seen
 
 
 def _has_run(texts: _Texts) -> bool:

@@ -15,6 +15,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling,
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.session.outcome import SessionOutcome
+from te_precision_callbacks.vocabulary import GEMMS
 from tests.conftest import feature, statistics
 from tests.session.gemm_spy import ROWS, Handed, Spy, wrong
 
@@ -196,6 +197,35 @@ def test_an_iteration_that_runs_again_counts_as_it_ran_last(tmp_path: Path) -> N
         assert spans(session, "fprop") == [(0, 0, "FP8 E4M3 FP8 E4M3"), (1, None, "FP8 block E4M3 FP8 block E4M3")]
         with pytest.raises(LookupError, match="0 to 2"):
             session.precision(at=3)
+
+
+@pytest.mark.parametrize("again", [None, CURRENT], ids=["as at the end", "as before"])
+def test_an_iteration_that_runs_again_as_an_earlier_one_did(tmp_path: Path, again: Any) -> None:
+    net = te.Linear(32, 64, params_dtype=BF16)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        for recipe in (CURRENT, CURRENT, None, None):
+            train(session, net, recipe)
+        session.iteration = 1
+        train(session, net, again)
+        fp8 = (0, None if again else 0, "FP8 E4M3 FP8 E4M3")
+        assert spans(session, "fprop") == ([fp8] if again else [fp8, (1, None, "BF16 BF16")])
+
+
+@pytest.mark.parametrize("recipes", [[CURRENT] * 5, [CURRENT, CURRENT, None, None, CURRENT]])
+def test_a_look_between_forward_and_backward_changes_nothing(tmp_path: Path, recipes: list[Any]) -> None:
+    def run(folder: Path, *, looks: bool) -> InspectSession:
+        net = te.Linear(32, 64, params_dtype=BF16)
+        with InspectSession(statistics(), model=net, log_dir=folder) as session:
+            if looks:
+                net.register_forward_hook(lambda *_: list(session.precision) and None)
+            for recipe in recipes:
+                train(session, net, recipe)
+        return session
+
+    looked, alone = run(tmp_path / "looked", looks=True), run(tmp_path / "alone", looks=False)
+    for gemm in GEMMS:
+        assert spans(looked, gemm) == spans(alone, gemm)
+    assert looked.precision == alone.precision
 
 
 def test_an_outcome_of_another_process_tells_it_too(tmp_path: Path) -> None:
