@@ -22,7 +22,9 @@ else:
 ROOT = Path(__file__).parents[2]
 PIP = """\
 import os, pathlib, sys
-if __name__ == "__main__":
+if sys.argv[-1] == "--version":
+    print("pip", os.environ.get("PIP_IS", "26.3"), "from a folder")
+elif __name__ == "__main__":
     site = pathlib.Path(sys.prefix, "lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "site-packages")
     with open(os.environ["PIP_CALLS"], "a") as calls:
         print(sys.argv[-1], [path.name for path in site.glob("*left*")], file=calls)
@@ -147,6 +149,20 @@ def test_an_interrupted_set_up_goes_on(
     monkeypatch.delenv("PIP_FAILS")
     assert environment.main([str(folder), "demo"]) == 0
     assert calls.read_text().splitlines()[1:] == [".[reference,lightning,report] ['whole_left-1.0.dist-info']"]
+
+
+@pytest.mark.parametrize(("version", "renewed"), [("23.2.1", True), ("25.3", True), ("26.0", False), ("27.1", False)])
+def test_an_old_pip_is_replaced_first(
+    environment: ModuleType, calls: Path, monkeypatch: pytest.MonkeyPatch, version: str, renewed: bool
+) -> None:
+    """It takes half a minute more. A machine that has no newer one goes on with it."""
+    monkeypatch.setenv("PIP_IS", version)
+    assert environment.main([str(calls.parent / ".venv"), "demo"]) == 0
+    called = calls.read_text().splitlines()
+    assert called == [*["pip>=26 []"] * renewed, ".[reference,lightning,report] []"]
+    monkeypatch.setenv("PIP_FAILS", "1")
+    assert environment.main([str(calls.parent / "other"), "demo"]) == 1
+    assert calls.read_text().splitlines()[len(called) :] == called
 
 
 def test_an_environment_of_another_python_is_made_anew(environment: ModuleType, calls: Path) -> None:
