@@ -1,6 +1,6 @@
 """How far each recipe takes the loss of a TransformerLayer from its loss in BF16, and how far its format explains.
 
-    python benchmarks/recipes.py [--steps 50] [--json]
+    python benchmarks/recipes.py [--steps 50] [--draws 3] [--json]
 
 A language model of one TransformerLayer learns bytes, from the same start and on the same data, in BF16 and in each
 recipe. Beside each recipe it learns in BF16 with every GEMM's operands rounded to the recipe's format in a few lines of
@@ -39,11 +39,8 @@ from te_precision_callbacks.session import InspectSession
 
 HIDDEN, HEADS, WINDOW, BATCH = 128, 4, 64, 4
 WARMUP = 2
-SEEDS = (1, 2, 3)
-"""Of the grids that are rounded to."""
-
 TOLERATED = 3.0
-"""How many times the largest distance of the draws a recipe may be away: three draws do not know the largest one."""
+"""How many times the largest distance of the draws a recipe may be away: a few draws do not know the largest one."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ class Trained:
         last_loss: in the last step.
         last_loss_bf16: of BF16.
         distance: mean absolute difference to the losses in BF16.
-        explained: the same of BF16 with operands rounded in plain torch, one for each seed.
+        explained: the same of BF16 with operands rounded in plain torch, one for each draw of the grids.
     """
 
     recipe: str
@@ -225,27 +222,27 @@ def _rounding_config(recipe: Recipe, seed: int) -> dict[str, Any]:
     }
 
 
-def compare(recipe: Recipe, steps: int, in_bf16: Sequence[float], seeds: Sequence[int] = SEEDS) -> Trained:
+def compare(recipe: Recipe, steps: int, in_bf16: Sequence[float], draws: int) -> Trained:
     """A recipe, and BF16 with operands rounded to its format, beside BF16."""
 
     def distance(found: Sequence[float]) -> float:
         return sum(abs(one - other) for one, other in zip(found, in_bf16, strict=True)) / steps
 
     quantized = losses(steps, recipe)
-    rounded = [distance(losses(steps, recipe, seed)) for seed in seeds]
+    rounded = [distance(losses(steps, recipe, seed)) for seed in range(1, draws + 1)]
     return Trained(recipe.name, recipe.capability, quantized[-1], in_bf16[-1], distance(quantized), rounded)
 
 
-def measure(capability: str, steps: int) -> list[Trained]:
+def measure(capability: str, steps: int, draws: int) -> list[Trained]:
     """The recipes of one capability, which the reference backend stands for where there is no such GPU."""
     major, minor = map(int, capability.split("."))
     reference.install(capability=(major, minor))
     in_bf16 = losses(steps)
-    return [compare(recipe, steps, in_bf16) for recipe in RECIPES if recipe.capability == capability]
+    return [compare(recipe, steps, in_bf16, draws) for recipe in RECIPES if recipe.capability == capability]
 
 
-def _measure_in_child(capability: str, steps: int) -> list[Trained]:
-    arguments = ["--capability", capability, "--steps", str(steps), "--json"]
+def _measure_in_child(capability: str, steps: int, draws: int) -> list[Trained]:
+    arguments = ["--capability", capability, "--steps", str(steps), "--draws", str(draws), "--json"]
     done = subprocess.run([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, check=False)
     if not done.stdout:
         sys.exit(f"The recipes of capability {capability} could not be measured: see above.")
@@ -269,14 +266,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exits with 1 if a recipe is further away than its format explains."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50, help="training steps (default: 50)")
+    parser.add_argument("--draws", type=int, default=3, help="grids that operands are rounded to (default: 3)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--capability", help="only the recipes of this compute capability, in this process")
     options = parser.parse_args(arguments)
     if options.capability is not None:
-        found = measure(options.capability, options.steps)
+        found = measure(options.capability, options.steps, options.draws)
     else:
         capabilities = dict.fromkeys(recipe.capability for recipe in RECIPES)
-        found = [row for capability in capabilities for row in _measure_in_child(capability, options.steps)]
+        found = [
+            row for capability in capabilities for row in _measure_in_child(capability, options.steps, options.draws)
+        ]
     if options.json:
         sys.stdout.write(json.dumps([dataclasses.asdict(row) for row in found], indent=1) + "\n")
     else:

@@ -20,6 +20,7 @@ from setuptools import find_namespace_packages
 import te_precision_callbacks
 from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
 from tests.docs.pages import blocks
+from tests.forked import executable
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -30,11 +31,20 @@ ROOT = Path(__file__).parents[1]
 FRAMEWORKS = ("lightning", "accelerate", "transformers", "transformer_engine", "nvdlfw_inspect", "tensorboard")
 
 
-def python(code: str, folder: Path = ROOT.parent, program: str = sys.executable) -> str:
-    """Run code in a process of its own, which does not inherit the reference backend of this one."""
+def python(code: str, folder: Path = ROOT.parent, *, fresh: bool = False) -> str:
+    """Run code in a process of its own, which does not inherit the reference backend of this one.
+
+    Args:
+        fresh: whether no library may be imported before; without it, the process starts sooner.
+    """
     environment = {key: value for key, value in os.environ.items() if key not in (ENVIRONMENT_VARIABLE, "PYTHONPATH")}
     result = subprocess.run(
-        [program, "-c", code], capture_output=True, text=True, cwd=folder, env=environment, check=False
+        [sys.executable if fresh else executable(), "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -42,7 +52,7 @@ def python(code: str, folder: Path = ROOT.parent, program: str = sys.executable)
 
 def test_importing_the_package_imports_no_framework() -> None:
     code = f"import sys, te_precision_callbacks; print([name for name in {FRAMEWORKS} if name in sys.modules])"
-    assert python(code).strip() == "[]"
+    assert python(code, fresh=True).strip() == "[]"
 
 
 def test_config_and_session_import_no_trainer() -> None:
@@ -52,7 +62,7 @@ from te_precision_callbacks.config import load_config
 from te_precision_callbacks.session import InspectSession
 import te_precision_callbacks.records, te_precision_callbacks.features
 print([name for name in {FRAMEWORKS} if name in sys.modules])"""
-    assert python(code).strip() == "[]"
+    assert python(code, fresh=True).strip() == "[]"
 
 
 def test_every_lazy_name_is_there() -> None:
@@ -72,7 +82,7 @@ try:
     from te_precision_callbacks import PrecisionDebugCallback
 except ImportError as error:
     print(isinstance(error, PrecisionDebugError), error)"""
-    text = python(code)
+    text = python(code, fresh=True)
     assert text.startswith("True")
     assert "pip install 'te-precision-callbacks[lightning]'" in text
 
@@ -160,7 +170,7 @@ try:
     from te_precision_callbacks import PrecisionDebugTrainerCallback
 except ImportError as error:
     print(type(error).__name__, error)"""
-    text = python(code, tmp_path)
+    text = python(code, tmp_path, fresh=True)
     assert text.startswith("TransformerEngineUnavailableError Transformer Engine, which PEFT imports")
     assert "reference.install_where_needed()" in text
 
@@ -183,13 +193,21 @@ def test_the_list_of_packages_is_complete() -> None:
     assert sorted(settings["packages"]) == sorted([*with_files, "te_precision_callbacks.features"])
 
 
+def built(kind: str, folder: Path) -> Path:
+    """A source distribution or a wheel, made as pip makes it, of a copy of this project."""
+    made_here = shutil.ignore_patterns(
+        ".venv*", ".git", "runs", "build", "dist", "*_cache", "__pycache__", "*.egg-info"
+    )
+    source = shutil.copytree(ROOT, folder / "source", ignore=made_here)
+    code = f"import setuptools.build_meta as build; build.build_{kind}({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
+    (made,) = [*folder.glob("*.tar.gz"), *folder.glob("*.whl")]
+    return made
+
+
 def test_a_source_distribution_is_the_whole_project(tmp_path: Path) -> None:
     """From which the tests run: with docs, examples, Makefile, changelog and what the tests read."""
-    made_here = shutil.ignore_patterns(".venv", ".git", "runs", "build", "dist", "*_cache", "__pycache__", "*.egg-info")
-    source = shutil.copytree(ROOT, tmp_path / "source", ignore=made_here)
-    code = f"import setuptools.build_meta as build; build.build_sdist({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
-    (archive,) = tmp_path.glob("*.tar.gz")
+    archive = built("sdist", tmp_path)
     with tarfile.open(archive) as opened:
         held = {name.partition("/")[2] for name in opened.getnames()}
     assert {
@@ -206,10 +224,7 @@ def test_a_source_distribution_is_the_whole_project(tmp_path: Path) -> None:
 
 
 def test_an_installed_wheel_holds_the_features_and_asks_for_no_transformer_engine(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
-    subprocess.run(command, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    zipfile.ZipFile(built("wheel", tmp_path)).extractall(tmp_path / "site")
     (metadata,) = (tmp_path / "site").glob("*.dist-info")
     links = re.findall(r"\]\(([^)]+)\)", (metadata / "METADATA").read_text())
     here = re.compile(r"https://github\.com/[\w-]+/te-precision-callbacks/blob/v[\d.]+/([^#]+)")

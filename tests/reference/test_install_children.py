@@ -78,7 +78,7 @@ def test_a_spawned_worker(tmp_path: Path) -> None:
             """
         )
     )
-    done = run([sys.executable, "-W", "ignore", str(script)], cwd=tmp_path)
+    done = run([executable(), "-W", "ignore", str(script)], cwd=tmp_path)
     assert done.stdout.strip() == "[(9, 0), True]", done.stderr
 
 
