@@ -38,6 +38,7 @@ from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.collecting import Collected, collected
+from te_precision_callbacks.config.keys import LoggedTensor
 from te_precision_callbacks.config.levels import FeatureSchema
 from te_precision_callbacks.engine.reduction import NO_STAMP, Stamp
 from te_precision_callbacks.errors import FeatureError
@@ -396,8 +397,9 @@ class TransformerEngineAPI(UpstreamAPI):
 
     def schedules_of(self, sections: Iterable[Mapping[str, Any]]) -> frozenset[Schedule]:
         """When statistics of the features of a config's sections are due."""
-        found = (schema for features in sections for schema in self._statistics(features))
-        return frozenset(target.options.schedule for schema in found for target in schema.targets)
+        schemas = (schema for features in sections for schema in self._statistics(features))
+        held = (target.options for schema in schemas for target in schema.targets)
+        return frozenset(options.schedule for options in held if isinstance(options, LoggedTensor))
 
     def collected(self, layer: str, tensor: str) -> dict[str, Collected]:
         """The statistics that a layer's features collect of a tensor, by the names that were asked for."""

@@ -5,14 +5,15 @@ Nothing here is registered; nvidia-dlfw-inspect executes this file as every othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from nvdlfw_inspect.registry import api_method
 
 from te_precision_callbacks.config.checking import read_options
-from te_precision_callbacks.config.levels import FeatureSchema, LoggedTensor
+from te_precision_callbacks.config.keys import LoggedTensor
+from te_precision_callbacks.config.levels import FeatureSchema, holding
 from te_precision_callbacks.config.nesting import Nested
 from te_precision_callbacks.config.schemas import schema_of
 from te_precision_callbacks.numerics.layouts import gemm_operand
@@ -75,9 +76,9 @@ class Feature:
         schema = next((schema for schema in found if schema is not None), FeatureSchema)
         return read_options(schema, name, options, lambda *keys: "The config")
 
-    def options_for(self, options: FeatureSchema, tensor: str | None, gemm: str | None) -> list[Any]:
+    def options_for(self, options: FeatureSchema, tensor: str | None, gemm: str | None) -> Sequence[object]:
         """The options that hold for a call, one for each item that names its tensor; none where it does not act."""
-        return options.holding(tensor, gemm)
+        return holding(options.targets, tensor, gemm)
 
 
 class HighPrecisionFeature(Feature):

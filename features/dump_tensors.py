@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from nvdlfw_inspect.registry import api_method
 
+from te_precision_callbacks.config import schemas
 from te_precision_callbacks.config.collecting import Collected
-from te_precision_callbacks.config.levels import FeatureSchema
+from te_precision_callbacks.config.levels import FeatureSchema, holding
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.dumps.wanted import Wanted
 from te_precision_callbacks.features.base import ScheduledFeature
@@ -44,9 +45,11 @@ class DumpTensors(ScheduledFeature):
             logger.error("%s Nothing is dumped by these options. Training goes on.", error)
             return None
 
-    def options_for(self, options: Any, tensor: str | None, gemm: str | None) -> list[Any]:
+    def options_for(self, options: FeatureSchema, tensor: str | None, gemm: str | None) -> list[Wanted]:
         """The options for the tensor, with their schedule."""
-        return [Wanted.of(item, options) for item in super().options_for(options, tensor, gemm)]
+        if not isinstance(options, schemas.DumpTensors):
+            return []
+        return [Wanted.of(item, options) for item in holding(options.targets, tensor, gemm)]
 
     @api_method
     def inspect_tensor_enabled(

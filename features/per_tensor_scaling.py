@@ -9,7 +9,7 @@ from nvdlfw_inspect.registry import api_method
 from transformer_engine.pytorch.quantization import _default_sf_compute
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
-from te_precision_callbacks.config.levels import Margin
+from te_precision_callbacks.config.keys import Margin
 from te_precision_callbacks.errors import FeatureError
 from te_precision_callbacks.features.base import ModifyingFeature
 from te_precision_callbacks.features.registration import own_feature

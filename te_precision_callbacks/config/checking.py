@@ -2,7 +2,7 @@
 
 read = read_features({"FakeQuant": {...}}, place)     # raises ConfigError
 read["FakeQuant"]                                     # as written, a bare name as a list
-read["FakeQuant"].schema.holding("weight", "fprop")   # what holds for a tensor of a GEMM
+holding(read["FakeQuant"].schema.targets, "weight", "fprop")   # what holds for a tensor of a GEMM
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from te_precision_callbacks.config.conditions import Threshold
-from te_precision_callbacks.config.levels import FeatureSchema, LoggedTensor
+from te_precision_callbacks.config.keys import LoggedTensor
+from te_precision_callbacks.config.levels import FeatureSchema, holding
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
 from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.vocabulary import RECIPES
@@ -37,9 +38,9 @@ class Collected:
 def collected(features: Iterable[FeatureSchema], tensor: str) -> dict[str, Collected]:
     """What the features of a layer collect of a tensor, by the names that were asked for."""
     asked: dict[str, tuple[Request, list[Schedule]]] = {}
-    for feature in features:
-        for options in feature.holding(tensor, None):
-            for request in options.requests if isinstance(options, LoggedTensor) else ():
+    for options in (options for feature in features for options in holding(feature.targets, tensor, None)):
+        if isinstance(options, LoggedTensor):
+            for request in options.requests:
                 asked.setdefault(request.label, (request, []))[1].append(options.schedule)
     return {
         label: Collected(request, (label, *_under_recipes(request, asked)), tuple(schedules))

@@ -15,14 +15,13 @@ from te_precision_callbacks.config.conditions import ACTIVATION_OVERFLOW, Condit
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.levels import FeatureSchema, Target
 from te_precision_callbacks.config.problems import ConfigError, KeyPath, suggestion
+from te_precision_callbacks.config.schemas import DumpTensors, DumpTensorsItem, schema_of
 from te_precision_callbacks.statistics.names import OWN_RECIPE
 from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.vocabulary import TENSORS
 
 if TYPE_CHECKING:
     from te_precision_callbacks.config.planning import LayerPlan, Plan, Section
-
-_DUMP_TENSORS = "DumpTensors"
 
 _MOST_NAMED = 3
 """Layers that a message names."""
@@ -45,24 +44,22 @@ def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflo
     for entry in plan.layers:
         alike.setdefault(entry.sections, []).append(entry)
     for hit, entries in alike.items():
-        features = entries[0].features.get(NAMESPACE, {})
-        if _DUMP_TENSORS not in features:
-            continue
-        schemas = {name: options.schema for name, options in features.items() if isinstance(options, ReadOptions)}
+        features = entries[0].features.get(NAMESPACE, {}).values()
+        schemas = [options.schema for options in features if isinstance(options, ReadOptions)]
         layers = [entry.layer.name for entry in entries]
-        found = _problem(schemas, layers, detects_overflow=detects_overflow)
-        if found is not None:
-            keys, problem = found
-            raise ConfigError(f"{_place(by_name, hit, keys)}: {problem}")
+        for dumps in (schema for schema in schemas if isinstance(schema, DumpTensors)):
+            found = _problem(dumps, schemas, layers, detects_overflow=detects_overflow)
+            if found is not None:
+                keys, problem = found
+                raise ConfigError(f"{_place(by_name, hit, keys)}: {problem}")
 
 
 def _problem(
-    schemas: Mapping[str, FeatureSchema], layers: Sequence[str], *, detects_overflow: bool
+    dumps: DumpTensors, schemas: Sequence[FeatureSchema], layers: Sequence[str], *, detects_overflow: bool
 ) -> tuple[KeyPath, str] | None:
     """What is wrong with the conditions of layers that have the same features, and where it stands."""
-    targets = schemas[_DUMP_TENSORS].targets
-    for target in sorted(targets, key=lambda target: TENSORS.index(target.options.tensor)):
-        known = collected(schemas.values(), target.options.tensor)
+    for target in sorted(dumps.targets, key=lambda target: TENSORS.index(target.options.tensor)):
+        known = collected(schemas, target.options.tensor)
         for condition in target.options.when:
             text = _never_holds(condition, target, known, layers, detects_overflow=detects_overflow)
             if text:
@@ -72,7 +69,7 @@ def _problem(
 
 def _never_holds(
     condition: Condition,
-    target: Target,
+    target: Target[DumpTensorsItem],
     known: Mapping[str, Collected],
     layers: Sequence[str],
     *,
@@ -94,7 +91,7 @@ def _place(sections: Mapping[str, Section], hit: Sequence[str], keys: KeyPath) -
     """Where a key of DumpTensors stands, in one of the sections that hit a layer."""
     for name in hit:
         for feature in sections[name].features.get(NAMESPACE, {}):
-            if feature.casefold() == _DUMP_TENSORS.casefold():
+            if schema_of(feature) is DumpTensors:
                 return sections[name].place(NAMESPACE, feature, *keys)
     return sections[hit[0]].place()
 

@@ -20,27 +20,28 @@ from pydantic.fields import FieldInfo
 
 from te_precision_callbacks.config.effects import Effect
 from te_precision_callbacks.config.fields import words
-from te_precision_callbacks.config.levels import (
-    TAKES_PART,
+from te_precision_callbacks.config.keys import (
     Dumped,
     DumpLimits,
-    FeatureSchema,
     Fp8Statistics,
-    GemmChoice,
     LoggedTensor,
-    LoggingFeature,
     Margin,
-    Misfit,
-    ModifyingFeature,
     Nvfp4Statistics,
+    Quantization,
+    Scheduled,
+    TensorStatistics,
+)
+from te_precision_callbacks.config.levels import (
+    TAKES_PART,
+    FeatureSchema,
+    GemmChoice,
+    Level,
+    ModifyingFeature,
     ObservingFeature,
     OneGemm,
     OneTensor,
-    Quantization,
-    Scheduled,
     Target,
     TensorChoice,
-    TensorStatistics,
     levels,
 )
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
@@ -51,7 +52,7 @@ class LogTensorStatsItem(TensorStatistics, LoggedTensor[TensorName]):
     """One tensor of LogTensorStats."""
 
 
-class LogTensorStats(Scheduled, TensorStatistics, LoggingFeature[TensorName, LogTensorStatsItem]):
+class LogTensorStats(Scheduled, TensorStatistics, ObservingFeature[TensorName, LogTensorStatsItem]):
     """Logs statistics of tensors as they are before quantization, over all micro-batches and ranks of a step."""
 
     example = """
@@ -82,7 +83,7 @@ class LogFp8TensorStatsItem(Fp8Statistics, LoggedTensor[OperandName]):
         return tuple(request for request in self.requests if request.recipe != OWN_RECIPE)
 
 
-class LogFp8TensorStats(Scheduled, Fp8Statistics, LoggingFeature[OperandName, LogFp8TensorStatsItem]):
+class LogFp8TensorStats(Scheduled, Fp8Statistics, ObservingFeature[OperandName, LogFp8TensorStatsItem]):
     """Logs what quantization does to the operands of the GEMMs: underflows, overflows, the error, the scales.
 
     It can also show what a recipe other than the layer's own would do to the same tensors.
@@ -106,7 +107,7 @@ class LogNvfp4TensorStatsItem(Nvfp4Statistics, LoggedTensor[OperandName]):
     """One tensor of LogNvfp4TensorStats."""
 
 
-class LogNvfp4TensorStats(Scheduled, Nvfp4Statistics, LoggingFeature[OperandName, LogNvfp4TensorStatsItem]):
+class LogNvfp4TensorStats(Scheduled, Nvfp4Statistics, ObservingFeature[OperandName, LogNvfp4TensorStatsItem]):
     """Logs what quantization to NVFP4 does to the operands of the GEMMs."""
 
     example = """
@@ -149,7 +150,7 @@ backward_in_high_precision:
 """
 
     @property
-    def targets(self) -> tuple[Target, ...]:
+    def targets(self) -> tuple[Target[Level], ...]:
         """The listed GEMMs."""
         return tuple(Target(None, gemm, self, nested) for gemm, nested in self.chosen_gemms.items())
 
@@ -288,18 +289,6 @@ what_if_gradients_were_e5m2:
         """Tensors are replaced, and the listed GEMMs run in high precision."""
         return Effect(self.modifies(), high_precision=tuple(self.chosen_gemms))
 
-    def check_target(self, target: Target) -> None:
-        """Check that there is a format, and no margin where the format's blocks give the scales."""
-        nested, quant_format, margin = target.nested, target.options.quant_format, target.options.margin
-        if quant_format is None:
-            raise Misfit(nested.here, f"has no 'quant_format', {words(FakeQuant.model_fields['quant_format'])}.")
-        if quant_format.startswith("MXFP8") and margin:
-            raise Misfit(
-                nested.path("margin"),
-                f"is {margin}, but {quant_format} takes its scales from its blocks, without a margin. Leave 'margin'"
-                " out, or take FP8E4M3 or FP8E5M2.",
-            )
-
 
 class DumpTensorsItem(Scheduled, Dumped, OneTensor[TensorName]):
     """One tensor of DumpTensors."""
@@ -329,16 +318,6 @@ dump_what_is_not_finite:
         - tensor: gradient
           start_end_list: [[120, 125]]
 """
-
-    def check_target(self, target: Target) -> None:
-        """Check a tensor's schedule, and that something is written."""
-        super().check_target(target)
-        if not target.options.high_precision_tensor and not target.options.quantized_tensor:
-            raise Misfit(
-                target.nested.here,
-                "would write nothing: neither high_precision_tensor nor quantized_tensor is set. Set one of them to"
-                " True.",
-            )
 
 
 FEATURES: Mapping[str, type[FeatureSchema]] = {

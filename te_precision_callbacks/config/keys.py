@@ -1,0 +1,213 @@
+"""The keys that hold for a tensor, shared by features and the items of their lists.
+
+A feature takes such a key for all its tensors, and an item of its lists for one tensor of it:
+:mod:`te_precision_callbacks.config.schemas` gives each feature its keys.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Generic, Literal
+
+from pydantic import Field, StrictBool, StrictInt
+
+from te_precision_callbacks.config.fields import (
+    Fp8Statistic,
+    Intervals,
+    ListOf,
+    Nvfp4Statistic,
+    QuantFormat,
+    Size,
+    TensorStatistic,
+    When,
+    words,
+)
+from te_precision_callbacks.config.levels import Level, Misfit, NameT, OneTensor
+from te_precision_callbacks.config.nesting import Nested
+from te_precision_callbacks.statistics.names import Request
+from te_precision_callbacks.statistics.schedule import Schedule
+
+_NOT_GIVEN: Any = None
+"""The default of a key that is left out, and does not take null."""
+
+
+class Scheduled(Level):
+    """In which steps."""
+
+    freq: StrictInt = Field(
+        1,
+        ge=1,
+        description="The feature acts in steps that are multiples of this number: with `freq: 10` and `start_step: 5`"
+        " in the steps 10, 20, ...",
+    )
+    start_step: StrictInt | None = Field(0, ge=0, description="The first step, counted from 0.")
+    end_step: StrictInt | None = Field(-1, ge=-1, description="The last step, inclusive. -1: no end.")
+    start_end_list: Intervals | None = Field(
+        None,
+        description="Several ranges of steps, ends included, such as `[[0, 20], [80, 100]]`; `start_step` and"
+        " `end_step` are then ignored. An end of -1, in the last pair only: no end.",
+    )
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The steps."""
+        return Schedule.of(self.freq, self.start_step, self.end_step, self.start_end_list)
+
+    def check_target(self, nested: Nested) -> None:
+        """Check that the schedule has a step."""
+        start, end = self.start_step or 0, self.end_step
+        if not self.start_end_list and end is not None and -1 < end < start:
+            raise Misfit(nested.path("end_step"), f"is {end}, which is before 'start_step', {start}. -1 is no end.")
+        if self.schedule.at(-1)[1] is None:
+            raise Misfit(nested.path("freq"), f"leaves no step to act in: there are no {self.schedule}.")
+        super().check_target(nested)
+
+
+class TensorStatistics(Level):
+    """The statistics of a tensor itself."""
+
+    stats: ListOf[TensorStatistic] = Field(
+        default_factory=list,
+        description="Statistics to compute; required here or in each item. Formulas and units:"
+        " [statistics.md](statistics.md).",
+    )
+
+
+class Fp8Statistics(Level):
+    """The statistics of a quantized tensor."""
+
+    stats: ListOf[Fp8Statistic] = Field(
+        default_factory=list,
+        description="Statistics to compute; required here or in each item. Without a recipe in the name: for the"
+        " recipe that the layer runs. With another recipe: what that recipe would give, in its default element format"
+        " or in FORMAT. `_columnwise`: for the transposed data, if the recipe scales blocks. Formulas and units:"
+        " [statistics.md](statistics.md).",
+    )
+    only_quantized: StrictBool = Field(
+        False,
+        description="Leave out statistics without a recipe in the name if the tensor is not quantized, instead of"
+        " logging what a recipe would give.",
+    )
+
+
+class Nvfp4Statistics(Level):
+    """The statistics of a tensor in NVFP4."""
+
+    stats: ListOf[Nvfp4Statistic] = Field(
+        default_factory=list,
+        description="Statistics to compute; required here or in each item. `_columnwise`: for the transposed data."
+        " Formulas and units: [statistics.md](statistics.md).",
+    )
+
+
+class Dumped(Level):
+    """What is written of a tensor."""
+
+    high_precision_tensor: StrictBool = Field(False, description="Write the tensor as it is before quantization.")
+    quantized_tensor: StrictBool = Field(False, description="Write the quantized tensor, if there is one.")
+    dump_quantized_internals: StrictBool = Field(
+        True,
+        description="With `quantized_tensor`: also write its decoded parts: codes as numbers, scales, amax, row- and"
+        " columnwise, in plain layouts.",
+    )
+    when: ListOf[When] = Field(
+        default_factory=list,
+        description="Write the tensor only in steps in which one of these conditions holds: the tensor has an inf or"
+        " nan; a statistic of the same layer and tensor, which LogTensorStats, LogFp8TensorStats or"
+        " LogNvfp4TensorStats collects in that step, is above or below a number; activation overflow detection"
+        ' (`debug="activation_overflow"`) stops the run in that step. One condition needs no brackets. Without'
+        " `when`: in every step of the schedule.",
+    )
+
+    def check_target(self, nested: Nested) -> None:
+        """Check that something is written."""
+        if not self.high_precision_tensor and not self.quantized_tensor:
+            raise Misfit(
+                nested.here,
+                "would write nothing: neither high_precision_tensor nor quantized_tensor is set. Set one of them to"
+                " True.",
+            )
+
+
+class DumpLimits(Level):
+    """How tensors are written, and how much of it, in a run."""
+
+    file_format: Literal["safetensors", "torch"] = Field(
+        _NOT_GIVEN,
+        description="`safetensors`: loads without Transformer Engine and without unpickling. `torch`: Transformer"
+        " Engine's path, name and keys, a pickle. Default: safetensors in a session of this project, torch under"
+        " plain nvidia-dlfw-inspect.",
+    )
+    max_bytes: Size = Field(
+        "10GiB",
+        validate_default=True,
+        description="Disk budget of each rank: dumping stops, with one message, before the files in the rank's folder"
+        " together exceed this size. Files of earlier runs in the same folder count.",
+    )
+    max_files: StrictInt = Field(10_000, ge=1, description="The maximum number of files of each rank.")
+    max_memory: Size = Field(
+        "1GiB",
+        validate_default=True,
+        description="Memory of each rank for tensors that wait to be written; when it is full, training waits for the"
+        " disk. The same amount again holds the tensors of a step until its end decides whether `when` holds; a"
+        " tensor that does not fit is not written, which is logged once.",
+    )
+
+
+class Margin(Level):
+    """Room above amax."""
+
+    margin: StrictInt = Field(
+        0,
+        ge=-126,
+        le=127,
+        description="The scale is computed for amax * 2^margin: 1 leaves one power of two above amax unused, -1"
+        " saturates elements above half of amax.",
+    )
+
+
+class Quantization(Margin):
+    """A format to quantize to."""
+
+    quant_format: QuantFormat | None = Field(
+        None,
+        description="The format to quantize to; required for every tensor, here or in an item. FP8 formats: one scale"
+        " from the tensor's own amax. MXFP8 formats: one scale for each block of 32, and no `margin`.",
+    )
+
+    def check_target(self, nested: Nested) -> None:
+        """Check that there is a format, and no margin where the format's blocks give the scales."""
+        if self.quant_format is None:
+            raise Misfit(nested.here, f"has no 'quant_format', {words(type(self).model_fields['quant_format'])}.")
+        if self.quant_format.startswith("MXFP8") and self.margin:
+            raise Misfit(
+                nested.path("margin"),
+                f"is {self.margin}, but {self.quant_format} takes its scales from its blocks, without a margin. Leave"
+                " 'margin' out, or take FP8E4M3 or FP8E5M2.",
+            )
+
+
+class LoggedTensor(Scheduled, OneTensor[NameT], Generic[NameT]):
+    """A tensor of which statistics are logged."""
+
+    if TYPE_CHECKING:
+        stats: list[Request]
+
+    def check_target(self, nested: Nested) -> None:
+        """Check the schedule, and that a statistic is wanted."""
+        super().check_target(nested)
+        if not self.stats:
+            raise Misfit(nested.here, f"has no 'stats', {words(type(self).model_fields['stats'])}.")
+
+    @cached_property
+    def requests(self) -> tuple[Request, ...]:
+        """The statistics, as they are asked of this tensor."""
+        return tuple(request.of(self.tensor) for request in self.stats)
+
+    def requests_for(self, *, is_quantized: bool) -> tuple[Request, ...]:
+        """The statistics that are wanted of the tensor in a step.
+
+        Args:
+            is_quantized: whether it is quantized there.
+        """
+        return self.requests
