@@ -274,15 +274,29 @@ def by_given_name(layers: Iterable[Layer]) -> dict[str, list[str]]:
 
 
 class ModuleTree:
-    """Which modules are the children of which, to see cheaply whether it still is so."""
+    """Which modules are the children of which, to see cheaply whether it still is so.
 
-    def __init__(self, model: Model) -> None:
-        modules = dict.fromkeys(module for _, root in named_roots(model) or () for module in root.modules())
+    Args:
+        model: all below it is looked at, wrappers too.
+        parameters: whether a parameter that is replaced, and a module that is compiled, are a change too.
+    """
+
+    def __init__(self, model: Model, *, parameters: bool = False) -> None:
+        modules = list(dict.fromkeys(module for _, root in named_roots(model) or () for module in root.modules()))
         self._children = [(module._modules, dict(module._modules)) for module in modules]
+        # Parameters by identity: tensors are compared element by element.
+        self._parameters = [
+            (vars(module), tuple(map(id, module._parameters.values())), module._compiled_call_impl)
+            for module in (modules if parameters else ())
+        ]
 
     def changed(self) -> bool:
         """Whether a module was added, replaced, moved or taken out since."""
-        return any(now != before for now, before in self._children)
+        return any(now != before for now, before in self._children) or any(
+            tuple(map(id, attributes["_parameters"].values())) != parameters
+            or attributes.get("_compiled_call_impl") is not compiled
+            for attributes, parameters, compiled in self._parameters
+        )
 
 
 def named_roots(model: object) -> list[tuple[str, torch.nn.Module]] | None:

@@ -14,8 +14,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.debug_utils.errors import OverflowDetectorError
-from te_precision_callbacks.debug_utils.tree import TreeShape, class_name, is_compiled, watched_modules
+from te_precision_callbacks.debug_utils.tree import class_name, is_compiled, watched_modules
 from te_precision_callbacks.forwards import outside_of_dynamo
+from te_precision_callbacks.naming import ModuleTree
 from te_precision_callbacks.notices import Notices
 
 logger = logging.getLogger(__name__)
@@ -139,12 +140,12 @@ class ModelHooks:
         for former in {hook.receiver for _, module in watched_modules(roots) for hook in _hooks_of(module)}:
             logger.warning("Activation overflow: this detector takes the place of another one on the model.")
             former.close(OverflowDetectorError("Another detector took its place."))
-        self._shape: TreeShape | None = None
+        self._tree: ModuleTree | None = None
         self.synchronize()
 
     def synchronize(self) -> None:
         """Watch what has come into the model, and no longer what has left it."""
-        if self._shape is not None and not self._shape.changed():
+        if self._tree is not None and not self._tree.changed():
             return
         self._optimizers.clear()
         found = {id(module): (path, module) for path, module in watched_modules(self._roots)}
@@ -158,7 +159,7 @@ class ModelHooks:
             else:
                 known.path, known.is_root = path, key == first
         self._watch_parameters()
-        self._shape = TreeShape([root for _, root in self._roots])
+        self._tree = ModuleTree([root for _, root in self._roots], parameters=True)
         self._tell_of_compiled()
 
     def matches(self, pattern: str) -> bool:

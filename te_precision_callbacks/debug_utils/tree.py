@@ -39,32 +39,3 @@ def class_name(module: torch.nn.Module) -> str:
     module = getattr(module, "_orig_mod", module)
     names = [base.__name__ for base in type(module).__mro__]
     return names[names.index("FSDPModule") + 1] if "FSDPModule" in names[:-1] else names[0]
-
-
-class TreeShape:
-    """What a tree of modules is made of, to see cheaply whether it still is.
-
-    Args:
-        roots: the modules; all below them is looked at, wrappers too.
-    """
-
-    def __init__(self, roots: Sequence[torch.nn.Module]) -> None:
-        modules = dict.fromkeys(module for root in roots for module in root.modules())
-        # By identity: tensors are compared element by element.
-        self._parts = [
-            (module, children, tuple(map(id, children.values())), parameters, tuple(map(id, parameters.values())))
-            for module in modules
-            for children, parameters in [(module._modules, module._parameters)]
-        ]
-        self._compiled = {id(module) for module in modules if module._compiled_call_impl is not None}
-
-    def changed(self) -> bool:
-        """Whether a module or a parameter was replaced, or a module compiled, since."""
-        for module, children, child_ids, parameters, parameter_ids in self._parts:
-            if (children or child_ids) and tuple(map(id, children.values())) != child_ids:
-                return True
-            if (parameters or parameter_ids) and tuple(map(id, parameters.values())) != parameter_ids:
-                return True
-            if "_compiled_call_impl" in module.__dict__ and id(module) not in self._compiled:
-                return True
-        return False
