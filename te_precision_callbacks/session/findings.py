@@ -15,7 +15,7 @@ from te_precision_callbacks.statistics.series import SeriesTable
 
 @dataclass
 class Findings:
-    """The results of a run that an ``InspectSession`` shows under the same names.
+    """The results of a run, as its parts write them.
 
     Attributes:
         log_dir: the folder of the session's files.
@@ -42,17 +42,45 @@ class Findings:
     def __post_init__(self) -> None:
         self.statistics = RunStatistics(self.series)
 
+
+class Results:
+    """What a run has found, readable during the run and after it.
+
+    Args:
+        findings: of the run.
+    """
+
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+
+    @property
+    def log_dir(self) -> Path:
+        """The folder of the session's files."""
+        return self._findings.log_dir
+
+    @property
+    def layers(self) -> tuple[LayerInfo, ...]:
+        """Every layer of the model that can be observed, and what the config does with it."""
+        return self._findings.layers
+
+    @property
+    def unconverted(self) -> Mapping[str, str]:
+        """Layers that a trainer left without Transformer Engine, name -> why. A front door sets it after the start."""
+        return self._findings.unconverted
+
     @property
     def precision(self) -> Precision:
-        """The precision that each GEMM really ran in, so far, and in each iteration."""
-        return Precision(self.audit, self.audit.at)
+        """The precision in which each GEMM has really run so far. ``session.precision(at=120)`` gives the precision of
+        one iteration, and raises a LookupError if that has not run."""
+        return Precision(self._findings.audit, self._findings.audit.at)
 
     @property
     def last_statistics(self) -> tuple[Row, ...]:
         """The last value of each statistic."""
-        return tuple(self.statistics.last())
+        return tuple(self._findings.statistics.last())
 
     @property
     def worst_statistics(self) -> tuple[Worst, ...]:
-        """The worst value of each statistic so far, and the iteration in which it was."""
-        return tuple(self.statistics.worst())
+        """The worst value so far, and its iteration, of each statistic that has a worse direction in the table of
+        docs/statistics.md. Delayed scaling's first step is left out, see ``StepRecords.unscaled``."""
+        return tuple(self._findings.statistics.worst())

@@ -13,14 +13,10 @@ import pickle
 import tempfile
 import uuid
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from te_precision_callbacks.records.model import LayerInfo, Row
-from te_precision_callbacks.records.precision import Precision
-from te_precision_callbacks.records.worst import Worst
+from te_precision_callbacks.session.findings import Results
 
 if TYPE_CHECKING:
     from te_precision_callbacks.session.session import InspectSession
@@ -28,27 +24,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class SessionOutcome:
-    """The part of an ``InspectSession`` that can be read after its end, with the same names; of rank 0.
+class SessionOutcome(Results):
+    """The part of an ``InspectSession`` that can be read after its end, with the same names; of rank 0."""
 
-    Attributes:
-        layers: every layer of the model that could be observed, and what the config did with it.
-        precision: the precision that each GEMM really ran in; ``precision(at=120)`` of one iteration.
-        last_statistics: the last value of each statistic.
-        worst_statistics: the worst value of each statistic, and the iteration in which it was.
-        iteration: the first debug iteration that was not run.
-        log_dir: where the session wrote.
-        unconverted: layers that a trainer left without Transformer Engine: name -> why.
-    """
-
-    layers: tuple[LayerInfo, ...]
-    precision: Precision
-    last_statistics: tuple[Row, ...]
-    worst_statistics: tuple[Worst, ...]
-    iteration: int
-    log_dir: Path
-    unconverted: Mapping[str, str]
+    @property
+    def iteration(self) -> int:
+        """The first debug iteration that was not run."""
+        return self._findings.iteration
 
     @property
     def running(self) -> bool:
@@ -58,15 +40,7 @@ class SessionOutcome:
     @classmethod
     def of(cls, session: InspectSession) -> SessionOutcome:
         """What a session has found."""
-        return cls(
-            layers=session.layers,
-            precision=session.precision,
-            last_statistics=session.last_statistics,
-            worst_statistics=session.worst_statistics,
-            iteration=session.iteration,
-            log_dir=session.log_dir,
-            unconverted=session.unconverted,
-        )
+        return cls(session._findings)
 
 
 class Mailbox:

@@ -18,12 +18,10 @@ from te_precision_callbacks.naming import Model
 from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.ranks import own_rank
-from te_precision_callbacks.records.model import LayerInfo, Row, Sink, StepRecords
-from te_precision_callbacks.records.precision import Precision
-from te_precision_callbacks.records.worst import Worst
+from te_precision_callbacks.records.model import Sink, StepRecords
 from te_precision_callbacks.session.endings import ProcessEnds
 from te_precision_callbacks.session.errors import SessionError
-from te_precision_callbacks.session.findings import Findings
+from te_precision_callbacks.session.findings import Findings, Results
 from te_precision_callbacks.session.run import Loop, Run
 from te_precision_callbacks.session.upstream import import_transformer_engine, warn_unless_supported
 
@@ -45,7 +43,7 @@ def running_session() -> InspectSession | None:
     return session if session is not None and session.running else None
 
 
-class InspectSession:
+class InspectSession(Results):
     """Precision debugging for a training loop.
 
     As a context manager, the session starts at once and observes until the end of the block::
@@ -93,7 +91,7 @@ class InspectSession:
         self._model = model
         self._run: Run | None = None
         self._kept: Run | None = None
-        self._findings = self._no_findings(None)
+        super().__init__(self._no_findings(None))
         self._notices = Notices()
         self._loop = Loop()
         self._classify = ForwardClassifier(precision_features_in_eval=options.precision_features_in_eval)
@@ -170,16 +168,6 @@ class InspectSession:
         return None if self._run is None or not self._run.live else self._run.overflow.detector
 
     @property
-    def log_dir(self) -> Path:
-        """The folder of the session's files."""
-        return self._findings.log_dir
-
-    @property
-    def layers(self) -> tuple[LayerInfo, ...]:
-        """Every layer of the model that can be observed, and what the config does with it."""
-        return self._findings.layers
-
-    @property
     def unconverted(self) -> Mapping[str, str]:
         """Layers that a trainer left without Transformer Engine, name -> why. A front door sets it after the start."""
         return self._findings.unconverted
@@ -187,23 +175,6 @@ class InspectSession:
     @unconverted.setter
     def unconverted(self, value: Mapping[str, str]) -> None:
         self._findings.unconverted = dict(value)
-
-    @property
-    def precision(self) -> Precision:
-        """The precision in which each GEMM has really run so far. ``session.precision(at=120)`` gives the precision of
-        one iteration, and raises a LookupError if that has not run."""
-        return self._findings.precision
-
-    @property
-    def last_statistics(self) -> tuple[Row, ...]:
-        """The last value of each statistic."""
-        return self._findings.last_statistics
-
-    @property
-    def worst_statistics(self) -> tuple[Worst, ...]:
-        """The worst value so far, and its iteration, of each statistic that has a worse direction in the table of
-        docs/statistics.md. Delayed scaling's first step is left out, see ``StepRecords.unscaled``."""
-        return self._findings.worst_statistics
 
     # ------------------------------------------------------------------ the life of a session
 
