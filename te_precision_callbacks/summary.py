@@ -13,25 +13,25 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import chain, zip_longest
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from te_precision_callbacks.records.model import LayerInfo, Row
 from te_precision_callbacks.records.precision import GemmPrecision
 from te_precision_callbacks.records.statistics_log import EVENTS_FOLDER, STATISTICS_FOLDER
-from te_precision_callbacks.records.worst import Worst
 from te_precision_callbacks.statistics.names import logged_request
 from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.statistics.table import Of
 from te_precision_callbacks.vocabulary import GEMMS
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.session import InspectSession, SessionOutcome
 
 __all__ = ["summary"]
 
@@ -48,48 +48,25 @@ _NAME_WIDTH = 29
 _HEADER_WIDTH = 20
 
 
-class Observed(Protocol):
-    """The subject of a summary: an ``InspectSession``, running or stopped, or the results that it has left."""
-
-    @property
-    def precision(self) -> tuple[GemmPrecision, ...]:
-        """The precision that each GEMM really ran in."""
-
-    @property
-    def unconverted(self) -> Mapping[str, str]:
-        """Layers that a trainer left without Transformer Engine, name -> why."""
-
-    @property
-    def layers(self) -> tuple[LayerInfo, ...]:
-        """Every layer of the model that can be observed."""
-
-    @property
-    def last_statistics(self) -> tuple[Row, ...]:
-        """The last value of each statistic."""
-
-    @property
-    def worst_statistics(self) -> tuple[Worst, ...]:
-        """The worst value of each statistic, and its iteration."""
-
-    @property
-    def iteration(self) -> int:
-        """The debug iteration."""
-
-    @property
-    def log_dir(self) -> Path:
-        """The folder of the session's files."""
-
-
-def summary(session: Observed) -> RenderableType:
+def summary(session: InspectSession | SessionOutcome) -> RenderableType:
     """Tables of each GEMM's precision and each watched tensor's last and worst statistics, and the log folder.
 
     Args:
-        session: a session, running or stopped.
+        session: a session, running or stopped, or the results that it has left.
     """
-    return Group(*(part for section in _SECTIONS for part in section(session)))
+    tables = (precision_table(session), unconverted_table(session.unconverted), refused_table(session))
+    statistics = StatisticsTables(session)
+    logs = [f"Logs: {session.log_dir / EVENTS_FOLDER}"]
+    if (session.log_dir / STATISTICS_FOLDER).is_dir():  # statistics_log="off"
+        logs.append(f"      {session.log_dir / STATISTICS_FOLDER}")
+    return Group(
+        *(table for table in tables if table.row_count),
+        *([statistics] if statistics else ()),
+        *(Text(_printable(line), overflow="fold") for line in logs),
+    )
 
 
-def write_summary(session: Observed) -> None:
+def write_summary(session: InspectSession | SessionOutcome) -> None:
     """Append the summary of a session to the file in its log folder; does nothing if no GEMM has run.
 
     Raises:
@@ -106,47 +83,16 @@ def write_summary(session: Observed) -> None:
         file.write(f"{lines}\n\n")
 
 
-def _precision(session: Observed) -> Iterator[RenderableType]:
-    table = precision_table(session)
-    if table.row_count:
-        yield table
+def _table(title: str, first: str) -> Table:
+    """A table without rows, and its first column."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column(first, no_wrap=True)
+    return table
 
 
-def _unconverted(session: Observed) -> Iterator[RenderableType]:
-    if session.unconverted:
-        yield unconverted_table(session.unconverted)
-
-
-def _refused(session: Observed) -> Iterator[RenderableType]:
-    table = refused_table(session)
-    if table.row_count:
-        yield table
-
-
-def _statistics(session: Observed) -> Iterator[RenderableType]:
-    tables = StatisticsTables(session)
-    if tables:
-        yield tables
-
-
-def _logs(session: Observed) -> Iterator[RenderableType]:
-    lines = [f"Logs: {session.log_dir / EVENTS_FOLDER}"]
-    if (session.log_dir / STATISTICS_FOLDER).is_dir():  # statistics_log="off"
-        lines.append(f"      {session.log_dir / STATISTICS_FOLDER}")
-    for line in lines:
-        yield Text(_printable(line), overflow="fold")
-
-
-_Section = Callable[[Observed], Iterable[RenderableType]]
-
-_SECTIONS: Sequence[_Section] = (_precision, _unconverted, _refused, _statistics, _logs)
-"""The parts of a summary, in their order."""
-
-
-def precision_table(session: Observed) -> Table:
+def precision_table(session: InspectSession | SessionOutcome) -> Table:
     """The formats of each GEMM's two operands, as in ``session.precision``: a row per layer, a column per GEMM."""
-    table = Table(title="Precision that really ran", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("layer", no_wrap=True)
+    table = _table("Precision that really ran", "layer")
     for gemm in GEMMS:
         table.add_column(gemm)
     by_layer: dict[str, dict[str, GemmPrecision]] = {}
@@ -163,19 +109,17 @@ def precision_table(session: Observed) -> Table:
 
 def unconverted_table(unconverted: Mapping[str, str]) -> Table:
     """The layers that run without Transformer Engine, and why: a row per layer."""
-    table = Table(title="Left unconverted, so without FP8", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("layer", no_wrap=True)
+    table = _table("Left unconverted, so without FP8", "layer")
     table.add_column("why")
     for layer, why in unconverted.items():
         table.add_row(_name(layer), Text(_printable(why)))
     return table
 
 
-def refused_table(session: Observed) -> Table:
+def refused_table(session: InspectSession | SessionOutcome) -> Table:
     """The layers that are left as they are, in all or some forwards, and what Transformer Engine refuses: a row per
     layer."""
-    table = Table(title="Not observed", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("layer", no_wrap=True)
+    table = _table("Not observed", "layer")
     table.add_column("what Transformer Engine's debug path refuses")
     above = ""
     for info in session.layers:
@@ -222,7 +166,7 @@ class StatisticsTables:
     table has the :data:`MOST_ROWS` tensors that are worst by one of its columns, and names the others below.
     """
 
-    def __init__(self, session: Observed) -> None:
+    def __init__(self, session: InspectSession | SessionOutcome) -> None:
         worst = {worst.row[:4]: worst for worst in session.worst_statistics}
         given_names = _given_names(session)
         self._cells: dict[str, dict[_Tensor, _Cell]] = {}
@@ -275,14 +219,12 @@ class StatisticsTables:
         told = [self._cells[statistic] for statistic in group]
         # A statistic that is the same everywhere, as no inf and nan anywhere, has no worst tensor: it comes last.
         judging = [cells for cells in told if len({cell.bad for cell in cells.values()}) > 1]
-        ranked = [sorted(cells, key=_by_badness(cells), reverse=True) for cells in judging]
+        ranked = [sorted(cells, key=lambda tensor: cells[tensor].bad, reverse=True) for cells in judging]
         taking_turns: Iterator[_Tensor | None] = chain.from_iterable(zip_longest(*ranked))
         return list(dict.fromkeys(tensor for tensor in chain(taking_turns, *told) if tensor is not None))
 
     def _table(self, statistics: Sequence[str], rows: Sequence[_Tensor]) -> Table:
-        title = "Last statistics (a worse one of the run @ its iteration)"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-        table.add_column("layer and tensor", no_wrap=True)
+        table = _table("Last statistics (a worse one of the run @ its iteration)", "layer and tensor")
         for statistic in statistics:
             header = Text("\n".join(_header(statistic)))
             table.add_column(header, justify="right", no_wrap=True, min_width=self._width(statistic))
@@ -298,13 +240,9 @@ class StatisticsTables:
         return table
 
 
-def _given_names(session: Observed) -> dict[str, str]:
+def _given_names(session: InspectSession | SessionOutcome) -> dict[str, str]:
     """Layer -> the name that the script has given to it."""
     return {layer.name: layer.given for layer in session.layers if layer.given}
-
-
-def _by_badness(cells: Mapping[_Tensor, _Cell]) -> Callable[[_Tensor], float]:
-    return lambda tensor: cells[tensor].bad
 
 
 def _place(statistic: str) -> int:

@@ -13,6 +13,7 @@ for one raises.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -99,6 +100,25 @@ def scaled_mm(
     return sums.to(out_dtype or input.dtype)
 
 
+# --- the same answer to several questions -----------------------------------------------------------------------------
+
+
+def _nothing(*_arguments: Any, **_options: Any) -> None:
+    pass
+
+
+def _yes(*_arguments: Any, **_options: Any) -> bool:
+    return True
+
+
+def _no(*_arguments: Any, **_options: Any) -> bool:
+    return False
+
+
+def _zero(*_arguments: Any, **_options: Any) -> int:
+    return 0
+
+
 # --- the device ------------------------------------------------------------------------------------------------------
 
 
@@ -123,21 +143,10 @@ class DeviceProperties:
     gcnArchName: str = ""
 
 
-def is_available() -> bool:
-    return True
-
-
-def is_initialized() -> bool:
-    return True
-
-
-def init() -> None:
-    pass
-
-
+is_available = is_initialized = is_bf16_supported = _yes
+can_device_access_peer = _no
+init = _lazy_init = _nothing
 _initialized = True  # torch's checkpoints ask for it before they keep the state of the GPU's generator
-
-_lazy_init = init
 
 
 def _lazy_call(callable: Callable[[], Any], **_options: Any) -> None:
@@ -189,14 +198,6 @@ def get_arch_list() -> list[str]:
     return ["sm_{}{}".format(*capability())]
 
 
-def is_bf16_supported(including_emulation: bool = True) -> bool:
-    return True
-
-
-def can_device_access_peer(device: Any, peer_device: Any) -> bool:
-    return False
-
-
 class device:
     """Context manager that chooses a device."""
 
@@ -222,8 +223,7 @@ class device_of(device):
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
-def synchronize(device: Any = None) -> None:
-    pass
+synchronize = set_stream = _nothing
 
 
 class GenericStream:
@@ -237,17 +237,8 @@ class GenericStream:
     def __init__(self, device: Any = None, priority: int = 0, **_options: Any) -> None:
         self.device = torch.device("cpu")
 
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: Any) -> None:
-        pass
+    query = _yes
+    synchronize = wait_event = wait_stream = __exit__ = _nothing
 
     def record_event(self, event: GenericEvent | None = None) -> GenericEvent:
         event = Event() if event is None else event
@@ -260,9 +251,6 @@ class GenericStream:
 
     def __enter__(self) -> GenericStream:
         return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
 
 class Stream(GenericStream):
@@ -282,18 +270,12 @@ class GenericEvent:
     def record(self, stream: Any = None) -> None:
         self._recorded_at = time.perf_counter()
 
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
+    query = _yes
+    wait = synchronize = _nothing
 
     def elapsed_time(self, end_event: GenericEvent) -> float:
         """Milliseconds from this event to ``end_event``."""
         return (end_event._recorded_at - self._recorded_at) * 1e3
-
-    def synchronize(self) -> None:
-        pass
 
 
 class Event(GenericEvent):
@@ -311,21 +293,13 @@ def current_stream(device: Any = None) -> Stream:
 default_stream = current_stream
 
 
-def set_stream(stream: Any) -> None:
-    pass
-
-
 class StreamContext:
     """Context manager that chooses a stream: there is only one."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        pass
+    __enter__ = __exit__ = _nothing
 
 
 def stream(stream: Any) -> StreamContext:
@@ -439,38 +413,24 @@ def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
     return "The reference backend keeps no memory statistics."
 
 
-def memory_allocated(device: Any = None) -> int:
-    return 0
-
-
-max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
-memory_cached = max_memory_cached = memory_allocated
-
-
-def empty_cache() -> None:
-    pass
-
-
-def reset_peak_memory_stats(device: Any = None) -> None:
-    pass
-
-
-reset_accumulated_memory_stats = reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
-
-
-def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
-    pass
-
-
-def ipc_collect() -> None:
-    pass
+memory_allocated = memory_reserved = memory_cached = _zero
+max_memory_allocated = max_memory_reserved = max_memory_cached = _zero
+reset_accumulated_memory_stats = reset_peak_memory_stats = _nothing
+reset_max_memory_allocated = reset_max_memory_cached = _nothing
+empty_cache = ipc_collect = set_per_process_memory_fraction = _nothing
 
 
 # --- CUDA graphs -----------------------------------------------------------------------------------------------------
 
 
-def is_current_stream_capturing() -> bool:
-    return False
+is_current_stream_capturing = _no
+
+
+def _no_graphs(name: str, *_arguments: Any, **_options: Any) -> NoReturn:
+    raise MissingFunctionError(
+        f"torch.cuda.{name}: CUDA graphs are not in the reference backend. Run without them, or on a GPU with the "
+        "compiled Transformer Engine."
+    )
 
 
 class CUDAGraph:
@@ -478,23 +438,9 @@ class CUDAGraph:
         _no_graphs("CUDAGraph")
 
 
-def graph(*_arguments: Any, **_options: Any) -> NoReturn:
-    _no_graphs("graph")
-
-
-def make_graphed_callables(*_arguments: Any, **_options: Any) -> NoReturn:
-    _no_graphs("make_graphed_callables")
-
-
-def graph_pool_handle() -> NoReturn:
-    _no_graphs("graph_pool_handle")
-
-
-def _no_graphs(name: str) -> NoReturn:
-    raise MissingFunctionError(
-        f"torch.cuda.{name}: CUDA graphs are not in the reference backend. Run without them, or on a GPU with the "
-        "compiled Transformer Engine."
-    )
+graph, make_graphed_callables, graph_pool_handle = (
+    functools.partial(_no_graphs, name) for name in ("graph", "make_graphed_callables", "graph_pool_handle")
+)
 
 
 # --- profiler ranges -------------------------------------------------------------------------------------------------
@@ -503,25 +449,8 @@ def _no_graphs(name: str) -> NoReturn:
 class nvtx:
     """Ranges for a profiler that is not there."""
 
-    @staticmethod
-    def range_push(msg: str) -> int:
-        return 0
-
-    @staticmethod
-    def range_pop() -> int:
-        return 0
-
-    @staticmethod
-    def mark(msg: str) -> None:
-        pass
-
-    @staticmethod
-    def range_start(msg: str) -> int:
-        return 0
-
-    @staticmethod
-    def range_end(range_id: int) -> None:
-        pass
+    range_push = range_pop = range_start = staticmethod(_zero)
+    mark = range_end = staticmethod(_nothing)
 
     @staticmethod
     def range(msg: str, *_arguments: Any, **_options: Any) -> nullcontext[None]:
@@ -531,29 +460,14 @@ class nvtx:
 class _Runtime:
     """What scripts and torch ask of CUDA's runtime by name. Each answers 0, success: there is nothing to do."""
 
-    @staticmethod
-    def cudaProfilerStart() -> int:
-        return 0
-
-    @staticmethod
-    def cudaProfilerStop() -> int:
-        return 0
-
-    @staticmethod
-    def cudaHostRegister(pointer: int, size: int, flags: int) -> int:
-        return 0
-
-    @staticmethod
-    def cudaHostUnregister(pointer: int) -> int:
-        return 0
+    cudaProfilerStart = cudaProfilerStop = cudaHostRegister = cudaHostUnregister = staticmethod(_zero)
 
 
 def cudart() -> type[_Runtime]:
     return _Runtime
 
 
-def check_error(res: int) -> None:
-    pass
+check_error = _nothing
 
 
 __all__ = [
