@@ -32,10 +32,8 @@ from te_precision_callbacks.reference.errors import MissingFunctionError, Refere
 from te_precision_callbacks.reference.extension.activation import GELU
 from te_precision_callbacks.reference.extension.buffers import matrix_shape
 from te_precision_callbacks.reference.extension.dtypes import torch_dtype
-from te_precision_callbacks.reference.extension.float8 import DelayedScaling
 from te_precision_callbacks.reference.extension.operands import FP8_BLOCKS, Operand, logical_shape, operand
-from te_precision_callbacks.reference.extension.quantization import row_sum
-from te_precision_callbacks.reference.extension.quantizers import casting_for
+from te_precision_callbacks.reference.extension.quantization import quantize_result, row_sum
 from te_precision_callbacks.reference.target import capability
 
 NOT_SUPPORTED = "cuBLAS has no such GEMM (CUBLAS_STATUS_NOT_SUPPORTED)"
@@ -150,7 +148,9 @@ def generic_gemm(
         if accumulate and D is not None and by_blocks and not gelu:
             value = value.to(dtype).float() + beta * D.float()
     per_tensor = layouts.PER_TENSOR in (a.mode, b.mode)
-    return [_store(value, dtype, quantizer, D, per_tensor), bias_grad, gelu_input, extra_output]
+    # cuBLAS itself writes FP8 only from per-tensor FP8 and with a known scale; all else is rounded to `dtype` first.
+    rounded = value if quantizer is None or per_tensor else value.to(dtype)
+    return [quantize_result(rounded, dtype, quantizer, out=D), bias_grad, gelu_input, extra_output]
 
 
 @torch.no_grad()
@@ -284,18 +284,6 @@ def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
 def _column_sum(b: Operand) -> torch.Tensor:
     total = b.values.sum(dim=0)
     return total if b.scale_inv is None else total * b.scale_inv
-
-
-def _store(value: torch.Tensor, dtype: torch.dtype, quantizer: Any, out: Any, per_tensor: bool) -> Any:
-    if quantizer is None:
-        return value.to(dtype) if out is None else out.copy_(value)
-    casting = casting_for(quantizer)
-    if out is None:
-        out = casting.create(quantizer, value.shape, dtype, value.device)
-    # cuBLAS itself writes FP8 only from per-tensor FP8 and with a known scale; all else is rounded to `dtype` first.
-    straight = per_tensor and isinstance(casting, DelayedScaling)
-    casting.write(quantizer, value if straight else value.to(dtype), out)
-    return out
 
 
 def _rows(shape: Sequence[int]) -> int:

@@ -24,13 +24,6 @@ def scaled_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Te
     return torch.softmax(_scaled(input, scale_factor, 4), dim=-1).to(input.dtype)
 
 
-def scaled_softmax_backward(
-    output_grad: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float
-) -> torch.Tensor:
-    """Gradient of :func:`scaled_softmax_forward`, from its result."""
-    return _backward(output_grad, softmax_results, scale_factor)
-
-
 def scaled_masked_softmax_forward(input: torch.Tensor, mask: torch.Tensor, scale_factor: float) -> torch.Tensor:
     """softmax of the scaled and masked scores.
 
@@ -45,35 +38,14 @@ def scaled_masked_softmax_forward(input: torch.Tensor, mask: torch.Tensor, scale
     return result.masked_fill(all_masked, 0.0).to(input.dtype)
 
 
-def scaled_masked_softmax_backward(
-    output_grad: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float
-) -> torch.Tensor:
-    """Gradient of :func:`scaled_masked_softmax_forward`, from its result."""
-    return _backward(output_grad, softmax_results, scale_factor)
-
-
 def scaled_upper_triang_masked_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
     """softmax of the scaled scores, each query seeing the keys up to its own place; [batch * heads, length, length]."""
     return _causal(_scaled(input, scale_factor, 3), 1).to(input.dtype)
 
 
-def scaled_upper_triang_masked_softmax_backward(
-    output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float
-) -> torch.Tensor:
-    """Gradient of :func:`scaled_upper_triang_masked_softmax_forward`, from its result."""
-    return _backward(output_grads, softmax_results, scale_factor)
-
-
 def scaled_aligned_causal_masked_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
     """softmax of the scaled scores, causal with the last query at the last key; [batch, heads, queries, keys]."""
     return _causal(_scaled(input, scale_factor, 4), input.shape[-1] - input.shape[-2] + 1).to(input.dtype)
-
-
-def scaled_aligned_causal_masked_softmax_backward(
-    output_grad: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float
-) -> torch.Tensor:
-    """Gradient of :func:`scaled_aligned_causal_masked_softmax_forward`, from its result."""
-    return _backward(output_grad, softmax_results, scale_factor)
 
 
 def _scaled(input: torch.Tensor, scale_factor: float, dimensions: int) -> torch.Tensor:
@@ -91,8 +63,16 @@ def _causal(scores: torch.Tensor, first_masked: int) -> torch.Tensor:
     return result.masked_fill(masked, 0.0)
 
 
-def _backward(output_grad: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float) -> torch.Tensor:
+def scaled_softmax_backward(
+    output_grad: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float
+) -> torch.Tensor:
+    """Gradient of each of the softmaxes, from its result."""
     grad, result = output_grad.detach().float(), softmax_results.detach().float()
     weighted = grad * result
     dscores = scale_factor * (weighted - result * weighted.sum(dim=-1, keepdim=True))
     return dscores.to(output_grad.dtype)
+
+
+scaled_masked_softmax_backward = scaled_softmax_backward
+scaled_upper_triang_masked_softmax_backward = scaled_softmax_backward
+scaled_aligned_causal_masked_softmax_backward = scaled_softmax_backward
