@@ -55,7 +55,8 @@ def test_what_it_reads() -> None:
     """The recipe may be spelled in another way, and a statistic of blocks is that of any blocks."""
     assert threshold("fp8_current_mse > 1").reads(quantized_request("current_scaling_mse"))
     assert not threshold("mse > 1").reads(quantized_request("mxfp8_mse"))
-    of_blocks = [tensor_request({"max_blockwise_dynamic_range": {"block_size": size}}, "weight") for size in (16, 32)]
+    sizes = [{"max_blockwise_dynamic_range": {"block_size": size}} for size in (16, 32)]
+    of_blocks = [tensor_request(entry).of("weight") for entry in sizes]
     assert all(threshold("max_blockwise_dynamic_range > 1").reads(request) for request in of_blocks)
     assert [threshold(f"{of_blocks[0].label} > 1").reads(request) for request in of_blocks] == [True, False]
     with pytest.raises(ValueError, match="there is no statistic 'max_blockwise_dynamic_range_of_size_3'"):

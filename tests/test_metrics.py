@@ -83,7 +83,7 @@ def test_a_name_in_logs_leads_to_its_row_of_the_table(prefix: str, recipe: str, 
 
 def test_names_of_tensors_and_names_of_a_users_own() -> None:
     for entry in (*TENSOR_STATISTICS, {BLOCKWISE: {"block_size": 16, "dims": 2}}):
-        request = tensor_request(entry, "weight")
+        request = tensor_request(entry).of("weight")
         assert logged_request(request.label) == request
     for own in ("my_underflows%", "mxfp8_min", "underflows", "sqnr", "", "max_columnwise"):
         assert logged_request(own) is None

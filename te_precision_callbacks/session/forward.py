@@ -514,6 +514,7 @@ def _session_quantizer(
     debug_quantization: Any, current: threading.local, failures: ObservationFailures, audit: PrecisionAudit
 ) -> type:
     """Transformer Engine's DebugQuantizer, with the kind of the forward that it was built in."""
+    import nvdlfw_inspect.api as debug_api
 
     class DebugQuantizedTensor(debug_quantization.DebugQuantizedTensor):  # type: ignore[misc]
         """Notes the data that it gives to a GEMM."""
@@ -557,8 +558,6 @@ def _session_quantizer(
             """As upstream's, for forwards that are observed: each plan once, so that a change of it is in the log."""
             if self.kind is not ForwardKind.OBSERVED:
                 return
-            import nvdlfw_inspect.api as debug_api
-
             for operand, plan, _ in self._gemms():
                 debug_api.log_message(
                     f"Tensor: {operand.tensor}, gemm {operand.gemm} - {plan}",
@@ -633,13 +632,11 @@ def _session_quantizer(
             if self.kind is not ForwardKind.OBSERVED:
                 return
             if self.rowwise_tensor_plan == debug_quantization.API_CALL_MODIFY:
-                try:
-                    raise FeatureError(
-                        "the layer has fuse_wgrad_accumulation=True, with which Transformer Engine adds wgrad to"
-                        " main_grad before a feature gets it"
-                    )
-                except FeatureError as error:
-                    failures.report("modifying", f"{self.layer_name} wgrad", error)
+                error = FeatureError(
+                    "the layer has fuse_wgrad_accumulation=True, with which Transformer Engine adds wgrad to main_grad"
+                    " before a feature gets it"
+                )
+                failures.report("modifying", f"{self.layer_name} wgrad", error)
             if self.inspect_tensor_enabled:
                 try:
                     self._own_wgrad = compute()
@@ -652,17 +649,19 @@ def _session_quantizer(
             try:
                 return super().get_enabled_look_at_tensors()  # type: ignore[no-any-return]
             except Exception as error:
-                failures.report("asking what to observe of", f"{self.layer_name} {self.tensor_name}", error)
-                self.process_enabled_api_call((False, self.iteration + 1))  # ask again: it may be well by then
+                self._ask_again_after(error)
                 return False, False, False
+
+        def _ask_again_after(self, error: Exception) -> None:
+            """Report that a feature could not say what it observes, and ask it in the next iteration."""
+            failures.report("asking what to observe of", f"{self.layer_name} {self.tensor_name}", error)
+            self.process_enabled_api_call((False, self.iteration + 1))
 
         def get_tensors_plan(self) -> tuple[str, str]:
             plans: tuple[str, str] = super().get_tensors_plan()
             if self.parent_quantizer is None:
                 # Upstream asks whether to quantize only where there is a quantizer. The answer is without effect here,
                 # but not when it is to be asked again: autocast may be switched on in the next iteration.
-                import nvdlfw_inspect.api as debug_api
-
                 for gemm in (self.rowwise_gemm_name, self.columnwise_gemm_name):
                     self.process_enabled_api_call(
                         debug_api.transformer_engine.fp8_gemm_enabled(
@@ -676,10 +675,7 @@ def _session_quantizer(
                 try:
                     return super().get_plans_for_output_tensors()  # type: ignore[no-any-return]
                 except Exception as error:
-                    failures.report("asking what to observe of", f"{self.layer_name} {self.tensor_name}", error)
-                    self.process_enabled_api_call((False, self.iteration + 1))
-            import nvdlfw_inspect.api as debug_api
-
+                    self._ask_again_after(error)
             modified = self.process_enabled_api_call(
                 debug_api.transformer_engine.modify_tensor_enabled(
                     layer_name=self.layer_name,

@@ -222,7 +222,6 @@ class Inspector:
         self._features = features
         self._process_group = process_group
         self._snapshot: Snapshot | None = None
-        self._initialized = False
         self._manager: Any = None
         self._stray_calls: StrayCalls | None = None
         self._last_iteration = 0
@@ -260,7 +259,6 @@ class Inspector:
         for name in _PYTHON_LOGGERS:
             for handler in logging.getLogger(name).handlers:
                 handler.handleError = self._report_log_failure  # type: ignore[method-assign]
-        self._initialized = True
         manager: Any = debug_api.DEBUG_MANAGER
         self._manager = manager
         self._stray_calls = StrayCalls(manager, before_end)
@@ -423,9 +421,8 @@ class Inspector:
 
     def log_local_statistics(self) -> None:
         """Have the gathered statistics of this rank logged, without a collective. Nothing, if it never started."""
-        if not self._initialized or self.ended:
-            return
-        self._api.log_local_statistics()
+        if self._manager is not None and not self.ended:
+            self._api.log_local_statistics()
 
     def stop(self) -> None:
         """End upstream and put everything back. Does nothing where it was not started."""

@@ -115,23 +115,22 @@ class Request:
         return replace(self, label=f"{recipe}_{self.label}", recipe=recipe)
 
 
-def tensor_request(entry: object, tensor_name: str = "") -> Request:
+def tensor_request(entry: object) -> Request:
     """What an entry of ``stats`` of LogTensorStats asks for.
 
     Args:
         entry: a name of :data:`TENSOR_STATISTICS`, or :data:`BLOCKWISE` with parameters, as
             ``{"max_blockwise_dynamic_range": {"block_size": 32, "dims": 1}}``.
-        tensor_name: the tensor that it is asked of; decides whether blocks of the transposed tensor are looked at.
 
     Raises:
         UnknownStatisticError: there is no such statistic.
     """
     if isinstance(entry, Mapping):
-        return _blockwise_request(entry).of(tensor_name)
+        return _blockwise_request(entry)
     if not isinstance(entry, str) or entry not in (*TENSOR_STATISTICS, BLOCKWISE):
         raise UnknownStatisticError(f"there is no statistic {entry!r} of a tensor")
     if entry == BLOCKWISE:
-        return _blockwise_request({BLOCKWISE: {}}).of(tensor_name)
+        return _blockwise_request({BLOCKWISE: {}})
     return Request(entry, STATISTICS[entry])
 
 

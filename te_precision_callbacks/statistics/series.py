@@ -121,9 +121,9 @@ class SeriesTable:
     def __getitem__(self, number: int) -> Series:
         return self._series[number]
 
-    def find(self, layer: str, tensor: str, statistic: str, gemm: str | None = None) -> int | None:
+    def find(self, layer: str, tensor: str, statistic: str) -> int | None:
         """The number of a series; None if it has none. The arguments are those of :meth:`intern`."""
-        return self._numbers.get((layer, tensor, statistic, gemm))
+        return self._numbers.get((layer, tensor, statistic, None))
 
     def intern(self, layer: str, tensor: str, statistic: str, gemm: str | None = None) -> int:
         """The number of a series, a new one where it has none.

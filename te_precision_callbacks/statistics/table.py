@@ -9,6 +9,7 @@ te_precision_callbacks.statistics.table``). Upstream's names and formulas: Trans
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -114,12 +115,12 @@ class Statistic:
 
     Attributes:
         name: as in a config, without recipe and direction.
-        of: what it is computed from.
         formula: in words and symbols; sums are over the finite elements of all micro-batches and ranks.
-        merge: how micro-batches and ranks are merged.
         unit: of the value.
-        upstream: whether Transformer Engine 2.20 has it.
         value: the value, from merged columns. None for a histogram, which is the columns of its bins.
+        of: what it is computed from.
+        merge: how micro-batches and ranks are merged.
+        upstream: whether Transformer Engine 2.20 has it.
         bins: of a histogram.
         worse: the direction in which a value is worse: what lists of the worst layers go by.
         misses: statistics of the same quantized tensor that show losses which this one does not: a list of the worst
@@ -127,12 +128,12 @@ class Statistic:
     """
 
     name: str
-    of: Of
     formula: str
-    merge: str
     unit: str
-    upstream: bool
     value: Callable[[Columns], Values] | None
+    of: Of
+    merge: str
+    upstream: bool = False
     bins: Bins | None = None
     worse: Worse = Worse.HIGH
     misses: tuple[str, ...] = ()
@@ -230,226 +231,150 @@ def _range_percentile(percent: int) -> Callable[[Columns], Values]:
 
 _ADD, _EXTREME = "counts and sums added", "the extreme of all"
 _BINNED = "the counts of bins added"
+_ELEMENT, _COUNT, _POWERS, _PERCENT = "of the tensor", "elements", "powers of two", "%"
+
+_LOSSES = ("underflows%", "overflows%")
+
+
+def _share(column: str, of: str) -> Callable[[Columns], Values]:
+    return lambda c: 100 * _ratio(c[column], c[of])
 
 
 def _statistics() -> Iterable[Statistic]:
-    def tensor(
-        name: str,
-        formula: str,
-        merge: str,
-        unit: str,
-        value: Callable[[Columns], Values],
-        upstream: bool = True,
-        worse: Worse = Worse.HIGH,
-    ) -> Statistic:
-        return Statistic(name, Of.TENSOR, formula, merge, unit, upstream, value, worse=worse)
-
-    def quantized(
-        name: str,
-        formula: str,
-        unit: str,
-        value: Callable[[Columns], Values],
-        upstream: bool = True,
-        worse: Worse = Worse.HIGH,
-        misses: tuple[str, ...] = (),
-    ) -> Statistic:
-        return Statistic(name, Of.QUANTIZED, formula, _ADD, unit, upstream, value, worse=worse, misses=misses)
-
-    def scales(
-        name: str,
-        formula: str,
-        merge: str,
-        value: Callable[[Columns], Values],
-        upstream: bool,
-        worse: Worse = Worse.HIGH,
-    ) -> Statistic:
-        return Statistic(name, Of.SCALES, formula, merge, "of the tensor", upstream, value, worse=worse)
-
-    element, count, low = "of the tensor", "elements", Worse.LOW
-    yield tensor("min", "min(x)", _EXTREME, element, lambda c: _or_zero(c["finite"] > 0, -c["negated_min"]), worse=low)
-    yield tensor("max", "max(x)", _EXTREME, element, lambda c: _or_zero(c["finite"] > 0, c["max"]))
-    yield tensor("mean", "sum(x) / n", _ADD, element, _mean, worse=Worse.AWAY_FROM_ZERO)
-    yield tensor(
-        "std",
-        "sqrt((sum(x^2) - sum(x)^2 / n) / (n - 1)); 0 where max(x) = min(x), and for one element",
-        _ADD,
-        element,
-        _std,
-    )
-    yield tensor("l1_norm", "sum(|x|)", _ADD, element, lambda c: c["abs_sum"])
-    yield tensor("l2_norm", "sqrt(sum(x^2))", _ADD, element, lambda c: np.sqrt(c["square_sum"]))
-    yield tensor("cur_amax", "max(|x|)", _EXTREME, element, lambda c: _or_zero(c["finite"] > 0, _amax(c)))
-    yield tensor(
-        "dynamic_range", "log2(max(|x|)) - log2(min(|x|) over x != 0)", _EXTREME, "powers of two", _dynamic_range
-    )
-    yield tensor(
-        "numel",
-        "number of elements, finite or not",
-        _ADD,
-        count,
-        lambda c: c["finite"] + c["nonfinite"],
-        False,
-        Worse.NEITHER,
-    )
-    yield tensor(
-        "zeros%", "100 * (number of x = 0) / n", _ADD, "%", lambda c: 100 * _ratio(c["zeros"], c["finite"]), False
-    )
-    yield tensor("nonfinite_num", "number of inf and nan", _ADD, count, lambda c: c["nonfinite"], False)
+    of_tensor = functools.partial(Statistic, of=Of.TENSOR, upstream=True)
+    least = functools.partial(of_tensor, merge=_EXTREME, worse=Worse.LOW)
+    extreme, added = functools.partial(of_tensor, merge=_EXTREME), functools.partial(of_tensor, merge=_ADD)
+    new = functools.partial(Statistic, of=Of.TENSOR, merge=_ADD)
+    yield least("min", "min(x)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, -c["negated_min"]))
+    yield extreme("max", "max(x)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, c["max"]))
+    yield added("mean", "sum(x) / n", _ELEMENT, _mean, worse=Worse.AWAY_FROM_ZERO)
+    std = "sqrt((sum(x^2) - sum(x)^2 / n) / (n - 1)); 0 where max(x) = min(x), and for one element"
+    yield added("std", std, _ELEMENT, _std)
+    yield added("l1_norm", "sum(|x|)", _ELEMENT, lambda c: c["abs_sum"])
+    yield added("l2_norm", "sqrt(sum(x^2))", _ELEMENT, lambda c: np.sqrt(c["square_sum"]))
+    yield extreme("cur_amax", "max(|x|)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, _amax(c)))
+    ratio = "log2(max(|x|)) - log2(min(|x|) over x != 0)"
+    yield extreme("dynamic_range", ratio, _POWERS, _dynamic_range)
+    numel = "number of elements, finite or not"
+    yield new("numel", numel, _COUNT, lambda c: c["finite"] + c["nonfinite"], worse=Worse.NEITHER)
+    yield new("zeros%", "100 * (number of x = 0) / n", _PERCENT, _share("zeros", of="finite"))
+    yield new("nonfinite_num", "number of inf and nan", _COUNT, lambda c: c["nonfinite"])
     yield Statistic(
         BLOCKWISE,
-        Of.BLOCKS,
-        "max over blocks of log2(max(|x|)) - log2(min(|x|) over x != 0); a block has `block_size` elements of a row"
+        f"max over blocks of {ratio}; a block has `block_size` elements of a row"
         " (`dims: 1`) or `block_size` x `block_size` (`dims: 2`); activations and weights: the larger of it and of the"
         " transposed tensor's",
-        _EXTREME,
-        "powers of two",
-        True,
+        _POWERS,
         lambda c: np.maximum(c["block_range"], 0.0),
+        of=Of.BLOCKS,
+        merge=_EXTREME,
+        upstream=True,
     )
     yield Statistic(
         "exponent_histogram",
-        Of.EXPONENTS,
         "for each e from 0 to 255 the number of x with 2^(e - 127) <= |x| < 2^(e - 126); e = 0 has the x != 0 below"
         " 2^-126, e = 255 those of float64 from 2^128 on",
-        _ADD,
-        count,
-        False,
+        _COUNT,
         None,
-        EXPONENTS,
-        Worse.NEITHER,
+        of=Of.EXPONENTS,
+        merge=_ADD,
+        bins=EXPONENTS,
+        worse=Worse.NEITHER,
     )
-
-    def share(column: str) -> Callable[[Columns], Values]:
-        return lambda c: 100 * _ratio(c[column], c["compared"])
-
-    yield quantized("underflows%", "100 * (number of x != 0 with y = 0) / n", "%", share("underflows"))
-    yield quantized("overflows%", "100 * (number of |x| > largest code * its factor) / n", "%", share("overflows"))
-    losses = ("underflows%", "overflows%")
+    quantized = functools.partial(Statistic, of=Of.QUANTIZED, merge=_ADD)
+    underflows, overflows = "number of x != 0 with y = 0", "number of |x| > largest code * its factor"
+    yield quantized(
+        "underflows%", f"100 * ({underflows}) / n", _PERCENT, _share("underflows", of="compared"), upstream=True
+    )
+    yield quantized(
+        "overflows%", f"100 * ({overflows}) / n", _PERCENT, _share("overflows", of="compared"), upstream=True
+    )
     yield quantized(
         "mse",
         "sum((x - y)^2) / n",
         "square of the tensor's",
         lambda c: _ratio(c["error_square_sum"], c["compared"]),
-        misses=losses,
+        upstream=True,
+        misses=_LOSSES,
     )
-    yield quantized(
-        "sqnr_db",
-        "10 * log10(sum(x^2) / sum((x - y)^2)); inf where y equals x, -inf where `mse` is inf",
-        "dB",
-        _sqnr,
-        upstream=False,
-        worse=low,
-        misses=losses,
-    )
-    yield scales("scale_inv_min", "smallest factor", _EXTREME, _least_scale, True, low)
-    yield scales("scale_inv_max", "largest factor", _EXTREME, _largest_scale, True)
+    sqnr = "10 * log10(sum(x^2) / sum((x - y)^2)); inf where y equals x, -inf where `mse` is inf"
+    yield quantized("sqnr_db", sqnr, "dB", _sqnr, worse=Worse.LOW, misses=_LOSSES)
+    scales = functools.partial(Statistic, unit=_ELEMENT, of=Of.SCALES)
+    low = Worse.LOW
+    yield scales("scale_inv_min", "smallest factor", value=_least_scale, merge=_EXTREME, upstream=True, worse=low)
+    yield scales("scale_inv_max", "largest factor", value=_largest_scale, merge=_EXTREME, upstream=True)
     yield scales(
         "scale_inv_std",
         "sample standard deviation of the factors",
-        _ADD,
-        lambda c: _spread(c["scale_sum"], c["scale_square_sum"], c["scales"], c["scale_max"], c["negated_scale_min"]),
-        False,
+        value=lambda c: _spread(
+            c["scale_sum"], c["scale_square_sum"], c["scales"], c["scale_max"], c["negated_scale_min"]
+        ),
+        merge=_ADD,
     )
     yield from _of_blocks()
 
 
 def _of_blocks() -> Iterable[Statistic]:
     """The statistics of recipes with a scale for each block."""
-    powers = "powers of two"
+    scale_bins = functools.partial(Statistic, of=Of.SCALE_BINS, merge=_BINNED)
     for percent in PERCENTILES:
-        yield Statistic(
-            f"scale_inv_p{percent}",
-            Of.SCALE_BINS,
-            f"the factor that {percent} % of them do not exceed, rounded down to 2^(k / 8)",
-            _BINNED,
-            "of the tensor",
-            False,
-            _scale_percentile(percent),
-            worse=Worse.LOW if percent < 50 else Worse.HIGH,
-        )
-    yield Statistic(
+        formula = f"the factor that {percent} % of them do not exceed, rounded down to 2^(k / 8)"
+        worse = Worse.LOW if percent < 50 else Worse.HIGH
+        yield scale_bins(f"scale_inv_p{percent}", formula, _ELEMENT, _scale_percentile(percent), worse=worse)
+    yield scale_bins(
         "scale_inv_histogram",
-        Of.SCALE_BINS,
         "for each i from 0 to 2039 the number of factors from 2^(-127 + i / 8) to below 2^(-127 + (i + 1) / 8); i = 0"
         " has the smaller ones too",
-        _BINNED,
         "blocks",
-        False,
         None,
-        SCALES,
-        Worse.NEITHER,
+        bins=SCALES,
+        worse=Worse.NEITHER,
     )
-    for name, where, column in (
-        ("saturated_scales%", "scale is at a limit of its format", "saturated"),
-        ("flushed_scales%", "scale is at the lower limit of its format", "flushed"),
+    for name, column, what in (
+        ("saturated_scales%", "saturated", "with an x != 0 whose scale is at a limit of its format"),
+        (
+            "flushed_scales%",
+            "flushed",
+            "with an x != 0 whose scale is at the lower limit of its format",
+        ),
+        ("zero_blocks%", "zero_blocks", "without an x != 0"),
     ):
-        formula = f"100 * (number of blocks with an x != 0 whose {where}) / blocks"
-        yield Statistic(name, Of.SCALE_LIMITS, formula, _ADD, "%", False, _share_of_blocks(column))
-    yield Statistic(
-        "zero_blocks%",
-        Of.SCALE_LIMITS,
-        "100 * (number of blocks without an x != 0) / blocks; such a block is left out of `scale_inv_*`",
-        _ADD,
-        "%",
-        False,
-        _share_of_blocks("zero_blocks"),
-    )
+        left_out = "; such a block is left out of `scale_inv_*`" if column == "zero_blocks" else ""
+        formula = f"100 * (number of blocks {what}) / blocks{left_out}"
+        yield Statistic(name, formula, _PERCENT, _share(column, of="blocks"), of=Of.SCALE_LIMITS, merge=_ADD)
     for name, what in (("underflow", "an x != 0 with y = 0"), ("overflow", "an |x| > largest code * its factor")):
-        yield Statistic(
-            f"{name}_blocks%",
-            Of.LOSSES,
-            f"100 * (number of blocks with {what}) / blocks",
-            _ADD,
-            "%",
-            False,
-            _share_of_blocks(f"{name}_blocks"),
-        )
+        column, formula = f"{name}_blocks", f"100 * (number of blocks with {what}) / blocks"
+        yield Statistic(f"{column}%", formula, _PERCENT, _share(column, of="blocks"), of=Of.LOSSES, merge=_ADD)
     yield Statistic(
         "block_underflows%_max",
-        Of.LOSSES,
         "`underflows%` of the block that has most",
-        _EXTREME,
-        "%",
-        False,
+        _PERCENT,
         lambda c: 100 * np.maximum(c["underflow_share"], 0.0),
+        of=Of.LOSSES,
+        merge=_EXTREME,
     )
-    ranges = "log2(max(|x|)) - log2(min(|x|) over x != 0) of a block"
-    yield Statistic("block_dynamic_range_min", Of.RANGES, f"smallest {ranges}", _EXTREME, powers, False, _least_range)
-    yield Statistic("block_dynamic_range_max", Of.RANGES, f"largest {ranges}", _EXTREME, powers, False, _largest_range)
-    yield Statistic(
+    ranges = functools.partial(Statistic, unit=_POWERS, of=Of.RANGES)
+    of_a_block = "log2(max(|x|)) - log2(min(|x|) over x != 0) of a block"
+    yield ranges("block_dynamic_range_min", f"smallest {of_a_block}", value=_least_range, merge=_EXTREME)
+    yield ranges("block_dynamic_range_max", f"largest {of_a_block}", value=_largest_range, merge=_EXTREME)
+    yield ranges(
         "block_dynamic_range_mean",
-        Of.RANGES,
-        f"mean {ranges}",
-        _ADD,
-        powers,
-        False,
-        lambda c: _ratio(c["range_sum"], c["ranges"]),
+        f"mean {of_a_block}",
+        value=lambda c: _ratio(c["range_sum"], c["ranges"]),
+        merge=_ADD,
     )
+    range_bins = functools.partial(Statistic, of=Of.RANGE_BINS, merge=_BINNED)
     for percent in PERCENTILES:
-        yield Statistic(
-            f"block_dynamic_range_p{percent}",
-            Of.RANGE_BINS,
-            f"the range that {percent} % of the blocks do not exceed, rounded down to k / 8, above 64 to 64",
-            _BINNED,
-            powers,
-            False,
-            _range_percentile(percent),
-        )
-    yield Statistic(
+        formula = f"the range that {percent} % of the blocks do not exceed, rounded down to k / 8, above 64 to 64"
+        yield range_bins(f"block_dynamic_range_p{percent}", formula, _POWERS, _range_percentile(percent))
+    yield range_bins(
         "block_dynamic_range_histogram",
-        Of.RANGE_BINS,
         "for each i from 0 to 512 the number of blocks from i / 8 to below (i + 1) / 8; i = 512 has the larger ones",
-        _BINNED,
         "blocks",
-        False,
         None,
-        RANGES,
-        Worse.NEITHER,
+        bins=RANGES,
+        worse=Worse.NEITHER,
     )
-
-
-def _share_of_blocks(column: str) -> Callable[[Columns], Values]:
-    return lambda c: 100 * _ratio(c[column], c["blocks"])
 
 
 STATISTICS: Mapping[str, Statistic] = {statistic.name: statistic for statistic in _statistics()}
@@ -466,22 +391,9 @@ QUANTIZED_STATISTICS = tuple(
 def table() -> str:
     """The table of docs/statistics.md, in Markdown."""
     lines = ["| statistic | of | formula | merged by | unit | worse | in TE 2.20 |", "|---|---|---|---|---|---|---|"]
-    lines += [
-        "| "
-        + " | ".join(
-            (
-                f"`{s.name}`",
-                s.of.value,
-                s.formula.replace("|", "\\|"),
-                s.merge,
-                s.unit,
-                s.worse.value,
-                "yes" if s.upstream else "",
-            )
-        )
-        + " |"
-        for s in STATISTICS.values()
-    ]
+    for s in STATISTICS.values():
+        formula, upstream = s.formula.replace("|", "\\|"), "yes" if s.upstream else ""
+        lines.append(f"| `{s.name}` | {s.of.value} | {formula} | {s.merge} | {s.unit} | {s.worse.value} | {upstream} |")
     return "\n".join(lines)
 
 

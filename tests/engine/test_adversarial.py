@@ -66,7 +66,7 @@ def measured(watched: Sequence[Watched], names: Sequence[Any], *, of_tensor: boo
     engine = StatisticsEngine()
     engine.on_failure = lambda doing, of, error: pytest.fail(f"{doing} {of}: {error}")
     for one in watched:
-        requests = [tensor_request(name, one.tensor) if of_tensor else quantized_request(name) for name in names]
+        requests = [tensor_request(name).of(one.tensor) if of_tensor else quantized_request(name) for name in names]
         engine.note(one, requests)
         engine.measure()
     found: Found = {}
@@ -121,7 +121,7 @@ def test_statistics_of_tensors(seed: int) -> None:
         else:
             assert same(found[name], value, expected["cur_amax"] if name in ("mean", "std") else 0.0), name
     for dims in (1, 2):
-        request = tensor_request({BLOCKWISE: {"block_size": 16, "dims": dims}}, "activation")
+        request = tensor_request({BLOCKWISE: {"block_size": 16, "dims": dims}}).of("activation")
         blocks = request.blocks
         assert blocks is not None
         ranges = measured(

@@ -53,7 +53,7 @@ def statistics_of(micro_batches: Sequence[torch.Tensor], names: Sequence[Any], *
     """The statistics of one step."""
     engine = StatisticsEngine()
     for values in micro_batches:
-        engine.note(Watched("layer", tensor, 3, values), [tensor_request(name, tensor) for name in names])
+        engine.note(Watched("layer", tensor, 3, values), [tensor_request(name).of(tensor) for name in names])
         engine.measure()
     measurements = engine.flush(reduce=False)
     assert {(found.layer, found.tensor) for found in measurements} <= {("layer", tensor)}
@@ -235,7 +235,7 @@ def test_a_weight_counts_once_a_step() -> None:
     weight = normal(20, 30)
     for step in range(2):
         for _ in range(3):
-            engine.note(Watched("layer", "weight", step, weight + step), [tensor_request("l1_norm", "weight")])
+            engine.note(Watched("layer", "weight", step, weight + step), [tensor_request("l1_norm").of("weight")])
             engine.measure()
         (found,) = engine.flush(reduce=False)
         assert found.value == pytest.approx((weight + step).double().abs().sum().item(), rel=1e-12)

@@ -148,12 +148,6 @@ def changed(first: Run, second: Run) -> str:
     return ", ".join(name for name, is_same in zip(("y", "g"), same, strict=True) if not is_same)
 
 
-def largest_difference(first: Run, second: Run) -> float:
-    """Of a tensor's element, relative to the tensor's largest."""
-    pairs = [pair for tensors in zip(first, second, strict=True) for pair in zip(*tensors, strict=True)]
-    return max(float((a.double() - b.double()).abs().max() / a.double().abs().max()) for a, b in pairs)
-
-
 def runs(recipe: str, dtype: str) -> bool:
     """Whether Transformer Engine runs it: NVFP4's random Hadamard transform takes bfloat16 only."""
     return (recipe, dtype) != ("NVFP4", "float32")
