@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 GemmName = Literal["fprop", "dgrad", "wgrad"]
 OperandName = Literal["activation", "weight", "gradient"]
 TensorName = Literal["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
 
-GEMMS: tuple[GemmName, ...] = ("fprop", "dgrad", "wgrad")
+GEMMS: tuple[GemmName, ...] = get_args(GemmName)
 """The GEMMs of a linear layer: of its forward, and for the gradients of its input and of its weight."""
 
 OPERANDS: Mapping[GemmName, tuple[OperandName, OperandName]] = {
@@ -32,7 +32,7 @@ ROWWISE: Mapping[str, GemmName] = {"activation": "fprop", "weight": "fprop", "gr
 COLUMNWISE: Mapping[str, GemmName] = {"activation": "wgrad", "weight": "dgrad", "gradient": "wgrad"}
 """The GEMM that reads the columnwise data of a tensor."""
 
-TENSORS: tuple[TensorName, ...] = ("activation", "weight", "gradient", "output", "wgrad", "dgrad")
+TENSORS: tuple[TensorName, ...] = get_args(TensorName)
 """The tensors of a layer that can be watched: what the GEMMs read, and what they make."""
 
 RECIPES = ("fp8_delayed_scaling", "fp8_current_scaling", "mxfp8", "fp8_block_scaling", "nvfp4")

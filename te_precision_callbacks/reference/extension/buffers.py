@@ -11,12 +11,13 @@ Usage::
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-DIRECTIONS = ("rowwise", "columnwise")
+Shapes = Mapping[str, tuple[Sequence[int], Sequence[int]]]
+"""Of the data and of the scales of each direction, ``rowwise`` and ``columnwise``."""
 
 
 def build(
@@ -65,8 +66,7 @@ def usages(quantizer: Any) -> dict[str, bool]:
 def directions(
     quantizer: Any,
     device: torch.device,
-    data_shapes: Mapping[str, Sequence[int]],
-    scale_shapes: Mapping[str, Sequence[int]],
+    shapes: Shapes,
     scale_type: torch.dtype,
     pin_memory: bool = False,
 ) -> dict[str, torch.Tensor | None]:
@@ -74,33 +74,24 @@ def directions(
 
     Args:
         quantizer: whose usages count.
-        device, pin_memory: of the buffers.
-        data_shapes, scale_shapes: for each direction.
+        device, shapes, pin_memory: of the buffers.
         scale_type: of the scales, which are 0; data is uint8 and not written.
     """
     buffers: dict[str, torch.Tensor | None] = {}
     for direction, usage in usages(quantizer).items():
-        data, scales = data_shapes[direction], scale_shapes[direction]
+        data, scales = shapes[direction]
         buffers[f"{direction}_data"] = empty(data, torch.uint8, device, pin_memory) if usage else None
         buffers[f"{direction}_scale_inv"] = zeros(scales, scale_type, device, pin_memory) if usage else None
     return buffers
 
 
-def fit_directions(
-    quantizer: Any,
-    out: Any,
-    device: torch.device,
-    data_shapes: Mapping[str, Sequence[int]],
-    scale_shapes: Mapping[str, Sequence[int]],
-    scale_type: torch.dtype,
-) -> None:
+def fit_directions(quantizer: Any, out: Any, device: torch.device, shapes: Shapes, scale_type: torch.dtype) -> None:
     """Give ``out`` data and scales for the directions that the quantizer is asked for, and only for those.
 
     Args:
         quantizer: whose usages count.
         out: a tensor with ``_rowwise_data``, ``_rowwise_scale_inv`` and the same columnwise.
-        device: of new buffers.
-        data_shapes, scale_shapes: for each direction.
+        device, shapes: of new buffers.
         scale_type: of the scales; data is uint8.
     """
     for direction, usage in usages(quantizer).items():
@@ -110,9 +101,17 @@ def fit_directions(
             setattr(out, scales_name, None)
             continue
         if getattr(out, data_name) is None:
-            setattr(out, data_name, empty(data_shapes[direction], torch.uint8, device))
+            setattr(out, data_name, empty(shapes[direction][0], torch.uint8, device))
         if getattr(out, scales_name) is None:
-            setattr(out, scales_name, zeros(scale_shapes[direction], scale_type, device))
+            setattr(out, scales_name, zeros(shapes[direction][1], scale_type, device))
+
+
+def written(out: Any) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor]]:
+    """Of each direction that ``out`` has: whether it is columnwise, its data, and its scales."""
+    for columnwise, direction in enumerate(("rowwise", "columnwise")):
+        data = getattr(out, f"_{direction}_data")
+        if data is not None:
+            yield bool(columnwise), data, getattr(out, f"_{direction}_scale_inv")
 
 
 def padded(scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -27,7 +27,7 @@ from te_precision_callbacks.numerics.layouts import BLOCK_1D, BLOCK_2D, scaling_
 from te_precision_callbacks.numerics.scaling import fp8_scale
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import (
-    DIRECTIONS,
+    Shapes,
     build,
     directions,
     fit_directions,
@@ -37,6 +37,7 @@ from te_precision_callbacks.reference.extension.buffers import (
     padded,
     round_up,
     transposed_shape,
+    written,
 )
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
 from te_precision_callbacks.reference.target import capability
@@ -77,7 +78,7 @@ class BlockScaling:
             shape,
             dtype,
             device,
-            **directions(quantizer, device, *_shapes(shape, is_2d), torch.float32, pin_memory),
+            **directions(quantizer, device, _shapes(shape, is_2d), torch.float32, pin_memory),
             fp8_dtype=quantizer.dtype,
             is_2D_scaled=is_2d,
         )
@@ -99,7 +100,7 @@ class BlockScaling:
             shape, device = transposed[1:] + transposed[:1], out._columnwise_data.device
         else:
             raise ReferenceBackendError(f"The {type(out).__name__} to quantize into has no data.")
-        fit_directions(quantizer, out, device, *_shapes(shape, _is_2d(quantizer)), torch.float32)
+        fit_directions(quantizer, out, device, _shapes(shape, _is_2d(quantizer)), torch.float32)
 
     def write(
         self,
@@ -126,15 +127,11 @@ class BlockScaling:
         if is_noop(noop):
             return
         matrix = source.float().reshape(matrix_shape(source.shape))
-        for columnwise in (False, True):
-            data = out._columnwise_data if columnwise else out._rowwise_data
-            if data is None:
-                continue
+        for columnwise, data, scales in written(out):
             codes, scale_inv = _quantized(
                 matrix.t() if columnwise else matrix, quantizer, out, torch.finfo(source.dtype).max
             )
             overwrite(data, codes.view(data.shape))
-            scales = out._columnwise_scale_inv if columnwise else out._rowwise_scale_inv
             overwrite(scales, padded(scale_inv if out._is_2D_scaled else scale_inv.t(), scales.shape))
 
 
@@ -161,12 +158,9 @@ def scale_shape(shape: Sequence[int], columnwise: bool, is_2d: bool) -> tuple[in
     return (-(-rows // BLOCK), round_up(along, 4)) if is_2d else (along, round_up(rows, 4))
 
 
-def _shapes(shape: Sequence[int], is_2d: bool) -> tuple[dict[str, Sequence[int]], dict[str, Sequence[int]]]:
-    """Of the data and of the scales of each direction."""
-    scale_shapes: dict[str, Sequence[int]] = {
-        direction: scale_shape(shape, direction == "columnwise", is_2d) for direction in DIRECTIONS
-    }
-    return {"rowwise": shape, "columnwise": transposed_shape(shape)}, scale_shapes
+def _shapes(shape: Sequence[int], is_2d: bool) -> Shapes:
+    rowwise, columnwise = (scale_shape(shape, columnwise, is_2d) for columnwise in (False, True))
+    return {"rowwise": (shape, rowwise), "columnwise": (transposed_shape(shape), columnwise)}
 
 
 def _is_2d(quantizer: Any) -> bool:

@@ -27,7 +27,7 @@ from te_precision_callbacks.numerics.layouts import MXFP8, SWIZZLE_COLUMNS, SWIZ
 from te_precision_callbacks.numerics.scaling import e8m0_codes, mxfp8_scale_inv
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import (
-    DIRECTIONS,
+    Shapes,
     build,
     directions,
     fit_directions,
@@ -35,6 +35,7 @@ from te_precision_callbacks.reference.extension.buffers import (
     matrix_shape,
     overwrite,
     round_up,
+    written,
 )
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
 from te_precision_callbacks.reference.extension.swizzling import as_stored
@@ -77,7 +78,7 @@ class BlockScaling:
             shape,
             dtype,
             device,
-            **directions(quantizer, device, *_shapes(shape), torch.uint8, pin_memory),
+            **directions(quantizer, device, _shapes(shape), torch.uint8, pin_memory),
             fp8_dtype=quantizer.dtype,
             with_gemm_swizzled_scales=bool(quantizer.optimize_for_gemm),
         )
@@ -95,7 +96,7 @@ class BlockScaling:
         data = out._columnwise_data if out._columnwise_data is not None else out._rowwise_data
         if data is None:
             raise ReferenceBackendError(f"The {type(out).__name__} to quantize into has no data.")
-        fit_directions(quantizer, out, data.device, *_shapes(data.shape), torch.uint8)
+        fit_directions(quantizer, out, data.device, _shapes(data.shape), torch.uint8)
         out._fp8_dtype = quantizer.dtype
         out._with_gemm_swizzled_scales = bool(quantizer.optimize_for_gemm)
 
@@ -112,10 +113,7 @@ class BlockScaling:
             return
         fmt = fp8_format(out._fp8_dtype)
         matrix = source.float().reshape(matrix_shape(source.shape))
-        for columnwise in (False, True):
-            data = out._columnwise_data if columnwise else out._rowwise_data
-            if data is None:
-                continue
+        for columnwise, data, scales in written(out):
             block = (BLOCK, 1) if columnwise else (1, BLOCK)
             square = quantizer.with_2d_quantization
             scale_inv = mxfp8_scale_inv(block_amaxes(matrix, (BLOCK, BLOCK) if square else block), fmt)
@@ -124,7 +122,6 @@ class BlockScaling:
                 scale_inv = scale_inv.repeat_interleave(BLOCK, 1 if columnwise else 0)
             codes = fmt.encode(matrix * spread(torch.reciprocal(scale_inv), block, matrix.shape))
             overwrite(data, codes.view(data.shape))
-            scales = out._columnwise_scale_inv if columnwise else out._rowwise_scale_inv
             swizzled = bool(out._with_gemm_swizzled_scales)
             overwrite(
                 scales, as_stored(e8m0_codes(scale_inv), scales.shape, along_columns=columnwise, swizzled=swizzled)
@@ -139,12 +136,8 @@ def scale_shape(shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
     return round_up(rows, SWIZZLE_ROWS), round_up(columns // BLOCK, SWIZZLE_COLUMNS)
 
 
-def _shapes(shape: Sequence[int]) -> tuple[dict[str, Sequence[int]], dict[str, Sequence[int]]]:
-    """Of the data and of the scales of each direction."""
-    scale_shapes: dict[str, Sequence[int]] = {
-        direction: scale_shape(shape, direction == "columnwise") for direction in DIRECTIONS
-    }
-    return dict.fromkeys(DIRECTIONS, shape), scale_shapes
+def _shapes(shape: Sequence[int]) -> Shapes:
+    return {"rowwise": (shape, scale_shape(shape, False)), "columnwise": (shape, scale_shape(shape, True))}
 
 
 def _check(shape: Sequence[int]) -> None:
