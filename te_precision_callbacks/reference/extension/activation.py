@@ -17,6 +17,7 @@ result (``pytorch/csrc/extensions/activation.cpp``, ``common/cast/mxfp8/*.cuh``)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -162,114 +163,35 @@ def _bias_backward(act: Activation, grad: torch.Tensor, fwd_input: torch.Tensor,
     return [row_sum(value if unrounded else value.to(grad.dtype)).to(grad.dtype), dact]
 
 
-def gelu(input: torch.Tensor, quantizer: Any) -> Any:
-    """GELU, tanh approximation."""
-    return _pointwise(GELU, input, quantizer)
+_Function = Callable[..., Any]
 
 
-def dgelu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
-    """Gradient of :func:`gelu`."""
-    return _pointwise_backward(GELU, grad, fwd_input, quantizer)
+def _functions(act: Activation) -> tuple[_Function, _Function, _Function]:
+    """The function of (input, quantizer); its gradient, and its bias gradient (the sum over rows) with the gradient, of
+    (grad, fwd_input, quantizer)."""
+    partial = functools.partial
+    return partial(_pointwise, act), partial(_pointwise_backward, act), partial(_bias_backward, act)
 
 
-def qgelu(input: torch.Tensor, quantizer: Any) -> Any:
-    """x * sigmoid(1.702 x)."""
-    return _pointwise(QUICK_GELU, input, quantizer)
+gelu, dgelu, dbias_dgelu = _functions(GELU)
+qgelu, dqgelu, dbias_dqgelu = _functions(QUICK_GELU)
+relu, drelu, dbias_drelu = _functions(RELU)
+srelu, dsrelu, dbias_dsrelu = _functions(SQUARED_RELU)
+silu, dsilu, dbias_dsilu = _functions(SILU)
 
 
-def dqgelu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
-    """Gradient of :func:`qgelu`."""
-    return _pointwise_backward(QUICK_GELU, grad, fwd_input, quantizer)
+def _gated_functions(act: Activation) -> tuple[_Function, _Function]:
+    """The function act(first half) * second half, of (input, quantizer); its gradient, of (grad, fwd_input,
+    quantizer)."""
+    return functools.partial(_gated, act), functools.partial(_gated_backward, act)
 
 
-def relu(input: torch.Tensor, quantizer: Any) -> Any:
-    """max(x, 0)."""
-    return _pointwise(RELU, input, quantizer)
-
-
-def drelu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
-    """Gradient of :func:`relu`."""
-    return _pointwise_backward(RELU, grad, fwd_input, quantizer)
-
-
-def srelu(input: torch.Tensor, quantizer: Any) -> Any:
-    """max(x, 0) squared."""
-    return _pointwise(SQUARED_RELU, input, quantizer)
-
-
-def dsrelu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
-    """Gradient of :func:`srelu`."""
-    return _pointwise_backward(SQUARED_RELU, grad, fwd_input, quantizer)
-
-
-def silu(input: torch.Tensor, quantizer: Any) -> Any:
-    """x * sigmoid(x)."""
-    return _pointwise(SILU, input, quantizer)
-
-
-def dsilu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
-    """Gradient of :func:`silu`."""
-    return _pointwise_backward(SILU, grad, fwd_input, quantizer)
-
-
-def glu(input: torch.Tensor, quantizer: Any) -> Any:
-    """sigmoid(first half) * second half."""
-    return _gated(SIGMOID, input, quantizer)
-
-
-def dglu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
-    """Gradient of :func:`glu`."""
-    return _gated_backward(SIGMOID, grad, fwd_input, quantizer)
-
-
-def geglu(input: torch.Tensor, quantizer: Any) -> Any:
-    """gelu(first half) * second half."""
-    return _gated(GELU, input, quantizer)
-
-
-def dgeglu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
-    """Gradient of :func:`geglu`."""
-    return _gated_backward(GELU, grad, fwd_input, quantizer)
-
-
-def qgeglu(input: torch.Tensor, quantizer: Any) -> Any:
-    """qgelu(first half) * second half."""
-    return _gated(QUICK_GELU, input, quantizer)
-
-
-def dqgeglu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
-    """Gradient of :func:`qgeglu`."""
-    return _gated_backward(QUICK_GELU, grad, fwd_input, quantizer)
-
-
-def reglu(input: torch.Tensor, quantizer: Any) -> Any:
-    """relu(first half) * second half."""
-    return _gated(RELU, input, quantizer)
-
-
-def dreglu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
-    """Gradient of :func:`reglu`."""
-    return _gated_backward(RELU, grad, fwd_input, quantizer)
-
-
-def sreglu(input: torch.Tensor, quantizer: Any) -> Any:
-    """srelu(first half) * second half."""
-    return _gated(SQUARED_RELU, input, quantizer)
-
-
-def dsreglu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
-    """Gradient of :func:`sreglu`."""
-    return _gated_backward(SQUARED_RELU, grad, fwd_input, quantizer)
-
-
-def swiglu(input: torch.Tensor, quantizer: Any) -> Any:
-    """silu(first half) * second half."""
-    return _gated(SILU, input, quantizer)
-
-
-def dswiglu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
-    """Gradient of :func:`swiglu`."""
-    return _gated_backward(SILU, grad, fwd_input, quantizer)
+glu, dglu = _gated_functions(SIGMOID)
+geglu, dgeglu = _gated_functions(GELU)
+qgeglu, dqgeglu = _gated_functions(QUICK_GELU)
+reglu, dreglu = _gated_functions(RELU)
+sreglu, dsreglu = _gated_functions(SQUARED_RELU)
+swiglu, dswiglu = _gated_functions(SILU)
 
 
 def situglu(input: torch.Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0) -> Any:
@@ -310,28 +232,3 @@ def clamped_dswiglu(
     """Gradient of :func:`clamped_swiglu`."""
     up = clamped_offset(limit, glu_linear_offset)
     return _gated_backward(clamped_quick_gelu(limit, alpha), grad, fwd_input, quantizer, up)
-
-
-def dbias_dgelu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list[Any]:
-    """Bias gradient (the sum over rows) and gradient of :func:`gelu`."""
-    return _bias_backward(GELU, grad, fwd_input, quantizer)
-
-
-def dbias_dsilu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list[Any]:
-    """Bias gradient (the sum over rows) and gradient of :func:`silu`."""
-    return _bias_backward(SILU, grad, fwd_input, quantizer)
-
-
-def dbias_drelu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list[Any]:
-    """Bias gradient (the sum over rows) and gradient of :func:`relu`."""
-    return _bias_backward(RELU, grad, fwd_input, quantizer)
-
-
-def dbias_dqgelu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list[Any]:
-    """Bias gradient (the sum over rows) and gradient of :func:`qgelu`."""
-    return _bias_backward(QUICK_GELU, grad, fwd_input, quantizer)
-
-
-def dbias_dsrelu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list[Any]:
-    """Bias gradient (the sum over rows) and gradient of :func:`srelu`."""
-    return _bias_backward(SQUARED_RELU, grad, fwd_input, quantizer)
