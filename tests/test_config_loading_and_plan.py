@@ -62,7 +62,7 @@ def selected(**layers: Any) -> list[int]:
         ("a: [1, 2", r"(?s)not valid YAML.*line 1"),
         ("", r"is empty; a config is a mapping"),
         ("- a\n- b", r"holds a list"),
-        ("a: 3", r"line 1 \(section 'a'\).*a section is a mapping"),
+        ("a: 3", r"line 1 \(section 'a'\).*a section must be a mapping"),
         ("\na:\n  enabled: True\n", r"line 2 \(section 'a'\).*'layers' is missing"),
         (
             "a:\n  enabled: True\n  layers:\n    layer_types:\n",
@@ -77,7 +77,7 @@ def selected(**layers: Any) -> list[int]:
         ("a:\n  enabled: True\n  layers: {layer_numbers: [-1]}", r"takes numbers.* not -1"),
         ("a:\n  enabled: 2026-02-31\n", r"(?s)not valid YAML: '2026-02-31': day is out of range.*line 2"),
         ("a:\n  enable: True\n  layers: {layer_types: [x]}", r"'enabled' is missing. Is 'enable' meant"),
-        ("a:\n  enabled: maybe\n  layers: {layer_types: [x]}", r"line 2.*'enabled' is True or False, not 'maybe'"),
+        ("a:\n  enabled: maybe\n  layers: {layer_types: [x]}", r"line 2.*'enabled' must be True or False, not 'maybe'"),
         ("a:\n  enabled: True\n  layers: {layer_type: [x]}", r"line 3.*'layer_type'.*Did you mean 'layer_types'"),
         ("a:\n  enabled: True\n  layers: {}", r"'layers' is empty"),
         ("a:\n  enabled: True\n  layers: {layer_types: []}", r"'layer_types' must be a list of names"),
@@ -85,7 +85,7 @@ def selected(**layers: Any) -> list[int]:
         ("a:\n  enabled: True\n  layers: {layer_numbers: [5-2]}", r"ends before it starts"),
         ("a:\n  enabled: True\n  layers: {layer_numbers: [x]}", r"takes numbers"),
         ("a:\n  enabled: True\n  layers: {layer_types: [x]}\n  transformer_engine: 3", r"line 4.*mapping of features"),
-        ("a:\n  x: 1\na:\n  x: 2\n", r"line 3: 'a' stands here a second time; the first is in line 1"),
+        ("a:\n  x: 1\na:\n  x: 2\n", r"line 3: 'a' is given here a second time; the first is in line 1"),
     ],
 )
 def test_a_malformed_file_is_refused_with_its_place(tmp_path: Path, text: str, message: str) -> None:
@@ -300,7 +300,7 @@ def test_unknown_features_are_refused_with_near_names() -> None:
         planned(transformer_engin={"LogTensorStats": {"enabled": True}})
     with pytest.raises(ConfigError, match=r"'DisableFP8Layer' is a feature of 'transformer_engine'; indent it"):
         planned(DisableFP8Layer={"enabled": True})
-    with pytest.raises(ConfigError, match=r"'enabled' of 'DisableFP8Layer' is True or False, not 'False'"):
+    with pytest.raises(ConfigError, match=r"'enabled' of 'DisableFP8Layer' must be True or False, not 'False'"):
         planned(transformer_engine={"DisableFP8Layer": {"enabled": "False"}})
     with pytest.raises(ConfigError, match=r"'DisableFP8Layer' has no 'enabled'.*Is 'enable' meant"):
         planned(transformer_engine={"DisableFP8Layer": {"enable": True}})

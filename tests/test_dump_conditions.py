@@ -114,7 +114,7 @@ def test_the_line_is_that_of_the_condition(tmp_path: Path, options: str, line: i
     place = rf"config\.yaml, line {FIRST_OPTION + line} \(section 'looked_at'\)"
     with pytest.raises(ConfigError, match=f"{place}: the condition 'max > 1'") as caught:
         check(tmp_path, "stats: [mse]", options)
-    assert "so that it would never hold" in str(caught.value)
+    assert "would never hold" in str(caught.value)
     assert "nothing would be written" not in str(caught.value), "another condition may hold"
 
 
@@ -127,7 +127,7 @@ def test_layers_with_the_same_condition_are_named_together() -> None:
     names = [layer.name for layer in LAYERS]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     assert "section 's'" in str(caught.value)
-    assert f"'weight' in the layers {', '.join(map(repr, names[:3]))}{more}, so that" in str(caught.value)
+    assert f"'weight' in the layers {', '.join(map(repr, names[:3]))}{more}. Add the" in str(caught.value)
     assert "for those layers and tensor." in str(caught.value)
 
 
@@ -136,7 +136,7 @@ def test_overflow_without_detection_has_the_line_and_words_that_fit_everywhere(t
     with pytest.raises(ConfigError) as caught:
         check(tmp_path, "stats: [mse]", options)
     assert f"line {FIRST_OPTION + 1} " in str(caught.value)
-    assert 'would never hold. A session with debug="activation_overflow" has it.' in str(caught.value)
+    assert 'is off. A session with debug="activation_overflow" turns the detection on.' in str(caught.value)
     check(tmp_path, "stats: [mse]", options, detects_overflow=True)
 
 
@@ -227,7 +227,7 @@ def test_the_element_format_in_a_name_is_part_of_it() -> None:
     ],
 )
 def test_what_was_meant_by_a_size(size: Any, meant: str) -> None:
-    with pytest.raises(ValueError, match=r"is a number of bytes from 1 on") as caught:
+    with pytest.raises(ValueError, match=r"must be a number of bytes >= 1") as caught:
         size_in_bytes(size)
     assert str(caught.value).endswith(f"not {size!r}. Did you mean {meant}?")
     assert size_in_bytes(int(meant) if meant.isdigit() else meant.strip("'")) >= 1
@@ -235,14 +235,14 @@ def test_what_was_meant_by_a_size(size: Any, meant: str) -> None:
 
 @pytest.mark.parametrize("size", ["much", "", "-10MB", "10 elephants", "1e400", 0, None, True, float("inf"), -3])
 def test_a_size_that_means_nothing_is_refused_without_a_guess(size: Any) -> None:
-    with pytest.raises(ValueError, match=r"is a number of bytes from 1 on") as caught:
+    with pytest.raises(ValueError, match=r"must be a number of bytes >= 1") as caught:
         size_in_bytes(size)
     assert "Did you mean" not in str(caught.value)
 
 
 @pytest.mark.parametrize("size", [2**63, 10**400, "9223373TB", "9" * 400, "9" * 400 + "TB", "8388608TiB"])
 def test_a_size_that_no_disk_counts_is_refused(size: Any) -> None:
-    with pytest.raises(ValueError, match=r"is a number of bytes up to 2\^63 - 1, not"):
+    with pytest.raises(ValueError, match=r"must be a number of bytes up to 2\^63 - 1, not"):
         size_in_bytes(size)
 
 

@@ -199,24 +199,24 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
         ),
         ("LogNvfp4TensorStats", TENSORS + "stats: [scale_inv_p95]", 8, "has 'scale_inv_p95': .*'scale_inv_p99'"),
         ("LogTensorStats", STATS + "tensors: [weight, activations]", 8, "'activations' is none of them.*'activation'"),
-        ("LogTensorStats", STATS + "tensors: activations", 8, "'tensors' of N is a list of .*'activations' is none"),
+        ("LogTensorStats", STATS + "tensors: activations", 8, "'tensors' of N must be a list .*'activations' is none"),
         (
             "LogFp8TensorStats",
             "tensors:\n  - weight\n  - output\nstats: mse",
             9,
             "a list of activation, weight, gradient; 'output'",
         ),
-        ("DisableFP8GEMM", "gemms: [fprob]", 7, "'gemms' of N is a list of fprop, .*'fprob' is none .*'fprop'"),
+        ("DisableFP8GEMM", "gemms: [fprob]", 7, "'gemms' of N must be a list of fprop, .*'fprob' is none .*'fprop'"),
         ("DisableFp8Gemm", "gemms_struct:\n  - gemm: prop", 8, "'gemm' in item 1 of 'gemms_struct' of N .*'fprop'"),
         (
             "FakeQuant",
             SCALED + "quant_format: E4M3",
             9,
-            "'quant_format' of N is one of FP8E4M3, .* not 'E4M3'. Did you",
+            "'quant_format' of N must be one of FP8E4M3, .* not 'E4M3'. Did you",
         ),
         # what is needed
         ("LogTensorStats", TENSORS, 5, "N has no 'stats', a list of statistics: min, max"),
-        ("LogTensorStats", TENSORS + "stats: []", 8, r"'stats' of N is a list of statistics: .*, not \[\]"),
+        ("LogTensorStats", TENSORS + "stats: []", 8, r"'stats' of N must be a list of statistics: .*, not \[\]"),
         (
             "LogTensorStats",
             "tensors_struct:\n  - tensor: weight\n    stats: max\n  - tensor: output",
@@ -224,7 +224,7 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
             "item 2 of 'tensors_struct' of N has no 'stats'",
         ),
         ("LogTensorStats", STATS, 5, r"N has neither 'tensors' nor 'tensors_struct'. Write .* tensors: \[activation"),
-        ("LogTensorStats", STATS + "tensors:", 8, "'tensors' of N is a list of activation, .* not None"),
+        ("LogTensorStats", STATS + "tensors:", 8, "'tensors' of N must be a list of activation, .* not None"),
         (
             "LogTensorStats",
             LOGGED + "tensors_struct: [{tensor: weight}]",
@@ -298,7 +298,7 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
         ),
         # schedules
         *[
-            ("LogTensorStats", f"{LOGGED}freq: {text}", 9, f"'freq' of N is an integer from 1 on, not {value}.")
+            ("LogTensorStats", f"{LOGGED}freq: {text}", 9, f"'freq' of N must be an integer >= 1, not {value}.")
             for text, value in [
                 ("0", "0"),
                 ("-2", "-2"),
@@ -312,15 +312,15 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
             "LogTensorStats",
             STATS + "tensors_struct:\n  - tensor: weight\n    freq: 0",
             10,
-            "'freq' in item 1 of 'tensors_struct' of N is an integer from 1 on, not 0",
+            "'freq' in item 1 of 'tensors_struct' of N must be an integer >= 1, not 0",
         ),
-        ("DumpTensors", "tensors: weight\nstart_step: -1", 8, "'start_step' of N is an integer from 0 on, not -1"),
-        ("DumpTensors", DUMPED + "file_format:", 9, "'file_format' of N is one of safetensors, torch, not None"),
-        ("DumpTensors", DUMPED + "max_bytes: 10M", 9, "'max_bytes' of N is a number .* not '10M'. Did you mean '10MB'"),
-        ("DumpTensors", DUMPED + "max_bytes: 1e9", 9, "'max_bytes' of N is .* not '1e9'. Did you mean 1000000000"),
-        ("DumpTensors", DUMPED + "max_memory: 99999999TB", 9, r"'max_memory' of N is a number of bytes up to 2\^63"),
-        ("DumpTensors", DUMPED + "max_bytes:", 9, "'max_bytes' of N is a number .* not None"),
-        ("LogTensorStats", LOGGED + "end_step: soon", 9, "'end_step' of N is an integer from -1 on, not 'soon'"),
+        ("DumpTensors", "tensors: weight\nstart_step: -1", 8, "'start_step' of N must be an integer >= 0, not -1"),
+        ("DumpTensors", DUMPED + "file_format:", 9, "'file_format' of N must be one of safetensors, torch, not None"),
+        ("DumpTensors", DUMPED + "max_bytes: 10M", 9, "'max_bytes' of N must be a .* not '10M'. Did you mean '10MB'"),
+        ("DumpTensors", DUMPED + "max_bytes: 1e9", 9, "'max_bytes' of N must be .* not '1e9'. Did you mean 1000000000"),
+        ("DumpTensors", DUMPED + "max_memory: 99999999TB", 9, r"'max_memory' of N must be .* bytes up to 2\^63"),
+        ("DumpTensors", DUMPED + "max_bytes:", 9, "'max_bytes' of N must be a number .* not None"),
+        ("LogTensorStats", LOGGED + "end_step: soon", 9, "'end_step' of N must be an integer >= -1, not 'soon'"),
         ("LogTensorStats", LOGGED + "start_step: 5\nend_step: 4", 10, "'end_step' of N is 4, which is before 'start_s"),
         (
             "LogTensorStats",
@@ -351,20 +351,20 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
             for text, message in [
                 ("[[0, 20], [20, 30]]", r"has \[0, 20\] and then \[20, 30\], which overlap: step 20"),
                 ("[[50, 60], [0, 20]]", r"has \[50, 60\] and then \[0, 20\], which are not in increasing order"),
-                ("[[0, -1], [5, 6]]", r"has \[0, -1\] and then \[5, 6\]; an end of -1 .* in the last pair only"),
+                ("[[0, -1], [5, 6]]", r"has \[0, -1\] and then \[5, 6\]; an end of -1 .* only the last pair"),
                 ("[[20, 10]]", r"has the pair \[20, 10\], which ends before it starts"),
                 ("[0, 20]", r"has 0, which is not a \[start, end\] pair"),
                 ("[[0]]", r"has \[0\], which is not a \[start, end\] pair"),
                 ("[[0, 1.5]]", r"has \[0, 1.5\], which is not"),
                 ("[[-1, 5]]", r"has \[-1, 5\], which is not"),
                 ("soon", "has 'soon', which is not"),
-                ("[]", r"is a list of \[start, end\] pairs .*, not \[\]"),
-                ("7", "is a list of .*, not 7"),
+                ("[]", r"must be a list of \[start, end\] pairs .*, not \[\]"),
+                ("7", "must be a list of .*, not 7"),
             ]
         ],
         # what GEMMs and tensors can do
-        ("PerTensorScaling", SCALED + "margin: 128", 9, "'margin' of N is an integer from -126 to 127, not 128"),
-        ("PerTensorScaling", SCALED + "margin: 0.5", 9, "'margin' of N is an integer from -126 to 127, not 0.5"),
+        ("PerTensorScaling", SCALED + "margin: 128", 9, "'margin' of N must be an integer from -126 to 127, not 128"),
+        ("PerTensorScaling", SCALED + "margin: 0.5", 9, "'margin' of N must be an integer from -126 to 127, not 0.5"),
         (
             "FakeQuant",
             SCALED + "quant_format: MXFP8E4M3\nmargin: 1",
@@ -460,11 +460,11 @@ PROBLEMS = [
     (8, "takes numbers up to .*, not 'many'"),
     (9, "the range '5-2' in 'layer_numbers' ends before"),
     (21, "there is no feature 'LogTensorStatz'.*Did you mean 'LogTensorStats'"),
-    (13, "'freq' of 'LogTensorStats' is an integer"),
+    (13, "'freq' of 'LogTensorStats' must be an integer"),
     (17, "has 'maxx'"),
     (19, "has 'minn'"),
-    (20, "'end_step' of 'LogTensorStats' is an integer"),
-    (24, "'enabled' of 'FakeQuant' is True or False"),
+    (20, "'end_step' of 'LogTensorStats' must be an integer"),
+    (24, "'enabled' of 'FakeQuant' must be True or False"),
     (31, "the key 'layers' is missing"),
     (33, "'transformer_engin' is neither"),
     (42, "item 2 of 'tensors_struct' of 'LogTensorStats' has no 'tensor'"),
@@ -495,9 +495,9 @@ def test_of_very_many_problems_some_are_told_and_all_are_counted() -> None:
 
 
 def test_a_mapping_is_checked_like_a_file_and_merge_keys_have_a_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^the config mapping \(section 's'\): 'freq' of 'LogTensorStats' is an int"):
+    with pytest.raises(ConfigError, match=r"^the config mapping \(section 's'\): 'freq' of 'LogTensorStats' must be"):
         load_config({"s": feature("LogTensorStats", ["fc1"], tensors=("weight",), stats=["max"], freq=0)})
-    with pytest.raises(ConfigError, match=r"'tensors' of 'LogTensorStats' is a list of .*, not {'weight'}"):
+    with pytest.raises(ConfigError, match=r"'tensors' of 'LogTensorStats' must be a list of .*, not {'weight'}"):
         load_config({"s": feature("LogTensorStats", ["fc1"], tensors={"weight"}, stats=["max"])})
     merged = "<<: {stats: [max], tensors: [activations]}"
     with pytest.raises(ConfigError, match=r"line 7 .*'activations' is none of them"):

@@ -84,7 +84,7 @@ def read_options(schema: type[FeatureSchema], name: str, options: Mapping[str, A
     for problem in sorted(described, key=lambda problem: problem.order):
         problems.add(functools.partial(str, problem))
     problems.raise_any()
-    raise AssertionError("pydantic has told of no error")
+    raise AssertionError("pydantic has reported no error")
 
 
 class _Problem:
@@ -154,8 +154,8 @@ class _Problem:
         hint = suggestion(self.value, names(field)) if isinstance(self.value, str) and names(field) else ""
         hint = hint if "Did you mean" in hint else ""
         if isinstance(self.keys[-1], int):
-            return f"is {words(field)}; {shown(self.value)} is none of them.{hint}"
-        return f"is {words(field)}, not {shown(self.value)}.{hint}"
+            return f"must be {words(field)}; {shown(self.value)} is none of them.{hint}"
+        return f"must be {words(field)}, not {shown(self.value)}.{hint}"
 
     def _given(self) -> str:
         return f" (given: {shown(self.value)})" if self.kind == "extra_forbidden" else ""

@@ -32,10 +32,10 @@ def flat_config(sections: Sequence[Section], features: Sequence[NamespacedFeatur
 
 
 def difference(one: FlatConfig, other: FlatConfig) -> str:
-    """The first key in which two configs differ, with both values: ``stats...freq is 1, and 2``."""
+    """The first key in which two configs differ, with both values: ``stats...freq is 1 in one and 2 in the other``."""
     for key in [*one, *(key for key in other if key not in one)]:
         if one.get(key) != other.get(key):
-            return f"{key} is {one.get(key, 'not there')}, and {other.get(key, 'not there')}"
+            return f"{key} is {one.get(key, 'missing')} in one and {other.get(key, 'missing')} in the other"
     return "none"
 
 

@@ -113,7 +113,7 @@ def parse_condition(entry: object) -> Condition:
     except ValueError:
         number = math.nan
     if math.isnan(number):
-        raise ValueError(f"has {entry!r}, where {match[3]!r} is no number. {_FORMS}")
+        raise ValueError(f"has {entry!r}, where {match[3]!r} is not a number. {_FORMS}")
     return Threshold(str(entry), _statistic(str(entry), match[1]), match[2], number)
 
 
@@ -133,7 +133,7 @@ def _statistic(entry: str, name: str) -> Request:
         hint = suggestion(name, [prefix + statistic for statistic in QUANTIZED_STATISTICS] if prefix else known)
         raise ValueError(f"has {entry!r}: there is no statistic {name!r}.{hint}")
     if request.statistic.value is None:
-        raise ValueError(f"has {entry!r}: {name} is no number, but a histogram.")
+        raise ValueError(f"has {entry!r}: {name} is a histogram, not a number.")
     return request
 
 

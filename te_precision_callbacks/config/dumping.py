@@ -99,8 +99,8 @@ def _place(sections: Mapping[str, Section], hit: Sequence[str], keys: KeyPath) -
 def no_detection() -> str:
     """The words about a condition on an overflow that nobody looks for."""
     return (
-        f"the condition {ACTIVATION_OVERFLOW!r} of DumpTensors needs activation overflow detection, which is off, so"
-        ' that it would never hold. A session with debug="activation_overflow" has it.'
+        f"the condition {ACTIVATION_OVERFLOW!r} of DumpTensors would never hold, because activation overflow detection"
+        ' is off. A session with debug="activation_overflow" turns the detection on.'
     )
 
 
@@ -122,8 +122,8 @@ def missing_statistic(condition: Threshold, known: Mapping[str, Collected], laye
     if same:
         hint = f" Did you mean {' or '.join(map(repr, same))}?"
     return (
-        f"the condition {str(condition)!r} of DumpTensors is on a statistic that is not collected of {tensor!r} in"
-        f" {_in_words(layers)}, so that it would never hold. Add it to 'stats' of LogTensorStats, LogFp8TensorStats or"
+        f"the condition {str(condition)!r} of DumpTensors would never hold: its statistic is not collected for"
+        f" {tensor!r} in {_in_words(layers)}. Add the statistic to 'stats' of LogTensorStats, LogFp8TensorStats or"
         f" LogNvfp4TensorStats for {'that layer' if len(layers) == 1 else 'those layers'} and tensor.{hint}"
     )
 
@@ -133,9 +133,9 @@ def _never_due(
 ) -> str:
     due = " and ".join(dict.fromkeys(map(str, schedules)))
     return (
-        f"the condition {str(condition)!r} of DumpTensors would never hold of {tensor!r} in {_in_words(layers)}: no"
-        f" step is in both schedules. DumpTensors looks at the tensor in {dumped}; the statistic is"
-        f" collected in {due}. Make 'freq', 'start_step', 'end_step' or 'start_end_list' of the two meet."
+        f"the condition {str(condition)!r} of DumpTensors would never hold for {tensor!r} in {_in_words(layers)}: no"
+        f" step is in both schedules. DumpTensors looks at the tensor in {dumped}; the statistic is collected in {due}."
+        " Change 'freq', 'start_step', 'end_step' or 'start_end_list' of either so that the schedules share steps."
     )
 
 
@@ -156,6 +156,6 @@ def is_of_the_layers_recipe(condition: Threshold, asked: str, recipe: str | None
     """
     wanted = condition.statistic
     return (
-        f"{wanted.spelled_out!r} would be had only if the layer ran {wanted.recipe}, for {asked!r} in 'stats' is of"
-        f" the recipe that the layer runs, and it runs {recipe or 'none'}; add {wanted.spelled_out!r} to 'stats'"
+        f"{asked!r} in 'stats' is computed for the recipe that the layer runs, which is {recipe or 'none'}, so"
+        f" {wanted.spelled_out!r} is not among its statistics; add {wanted.spelled_out!r} to 'stats'"
     )

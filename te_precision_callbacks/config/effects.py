@@ -65,8 +65,8 @@ def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:
                 gemm, tensor = both
                 yield (
                     f"{here}: {shown(feature)} modifies the tensor {tensor!r} of the GEMM {gemm!r} in {layers}, and so"
-                    f" does {shown(other)} in {there}. Only one of them can: take the tensor or the GEMM out of the"
-                    " other, or make their layers differ."
+                    f" does {shown(other)} in {there}. Only one feature can modify it: take the tensor or the GEMM out"
+                    " of the other feature, or make their layers differ."
                 )
                 continue
             disputed = _both_ways(effect, others)
@@ -76,8 +76,8 @@ def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:
                     verb, opposite = ("runs in high precision", "quantizes tensors of that GEMM")
                 yield (
                     f"{here}: {shown(feature)} {verb} the GEMM {disputed!r} in {layers}, and {shown(other)} in {there}"
-                    f" {opposite}. A GEMM can be had in one way only: take it out of one of them, or make their layers"
-                    " differ."
+                    f" {opposite}. A GEMM runs in one way only: take the GEMM out of one of the two features, or make"
+                    " their layers differ."
                 )
 
 

@@ -1,6 +1,6 @@
 """The types of feature keys' values, for the schemas, and a description of each.
 
-    freq: StrictInt = Field(1, ge=1)         # words(field): "an integer from 1 on"
+    freq: StrictInt = Field(1, ge=1)         # words(field): "an integer >= 1"
     tensors: ListOf[Operand]                 # words(field): "a list of activation, weight, gradient"
 
 What a validator here raises continues a sentence that starts with the key: "has the pair [5, 2], which ends before it
@@ -170,8 +170,8 @@ def _intervals(pairs: list[Any]) -> list[Any]:
     for pair in pairs:
         if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and _is_step(pair[0]) and _is_step(pair[1], -1)):
             raise ValueError(
-                f"has {shown(pair)}, which is not a [start, end] pair of steps from 0 on. Write for example"
-                " start_end_list: [[0, 20], [80, -1]], where -1 is no end."
+                f"has {shown(pair)}, which is not a [start, end] pair of steps >= 0. Write for example"
+                " start_end_list: [[0, 20], [80, -1]], where -1 means no end."
             )
         if -1 < pair[1] < pair[0]:
             raise ValueError(f"has the pair {shown(list(pair))}, which ends before it starts.")
@@ -186,9 +186,9 @@ def _check_order(before: Sequence[int], pair: Sequence[int]) -> None:
     if pair[0] < before[0]:
         raise ValueError(f"{both}, which are not in increasing order.")
     if before[1] == -1:
-        raise ValueError(f"{both}; an end of -1 is no end, and stands in the last pair only.")
+        raise ValueError(f"{both}; an end of -1 means no end, and only the last pair can have it.")
     if pair[0] <= before[1]:
-        raise ValueError(f"{both}, which overlap: step {pair[0]} is in both, for ends are inclusive.")
+        raise ValueError(f"{both}, which overlap: step {pair[0]} is in both, since ends are inclusive.")
 
 
 Intervals = Annotated[
@@ -219,7 +219,7 @@ def item_of(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def words(field: FieldInfo) -> str:
-    """What a field takes: "an integer from 1 on"."""
+    """What a field takes: "an integer >= 1"."""
     kind, metadata = _plain(field.annotation)
     metadata = [*field.metadata, *metadata]
     found = next((entry.text for entry in metadata if isinstance(entry, Words)), None)
@@ -243,7 +243,7 @@ def _entries(field: FieldInfo, entry: Any) -> str:
 def _integers(metadata: Sequence[Any]) -> str:
     low = next(entry.ge for entry in metadata if hasattr(entry, "ge"))
     high = next((entry.le for entry in metadata if hasattr(entry, "le")), None)
-    return f"an integer from {low} on" if high is None else f"an integer from {low} to {high}"
+    return f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
 
 
 def _plain(annotation: Any) -> tuple[Any, list[Any]]:

@@ -124,7 +124,7 @@ def load_config(
         check_extent(source, "the config mapping")
         return _checked(source, Places("the config mapping"), known, None)
     if not isinstance(source, (str, os.PathLike)):
-        raise ConfigError(f"A config is a path, a mapping or None, not {type(source).__name__} {shown(source)}.")
+        raise ConfigError(f"A config must be a path, a mapping or None, not {type(source).__name__} {shown(source)}.")
     path = Path(source).expanduser()
     data, places = read_yaml(path)
     return _checked(data, places, known, path)
@@ -156,18 +156,19 @@ def _layer_names(value: Any, places: Places) -> LayerNames:
         if value == name:
             return name
     listed = " or ".join(map(repr, known))
-    raise ConfigError(f"{places(LAYER_NAMES)}: {LAYER_NAMES!r} beside the sections is {listed}, not {shown(value)}.")
+    what = f"{LAYER_NAMES!r} beside the sections"
+    raise ConfigError(f"{places(LAYER_NAMES)}: {what} must be {listed}, not {shown(value)}.")
 
 
 def _section(name: str, body: Any, places: Places, known: _Known) -> Section:
     if not isinstance(body, Mapping):
         raise ConfigError(
-            f"{places(name)}: a section is a mapping with 'enabled', 'layers' and features, not {shown(body)}."
+            f"{places(name)}: a section must be a mapping with 'enabled', 'layers' and features, not {shown(body)}."
         )
     if "enabled" not in body:
         raise ConfigError(f"{places(name)}: the key 'enabled' is missing.{meant_for('enabled', body)}")
     if not isinstance(body["enabled"], bool):
-        raise ConfigError(f"{places(name, 'enabled')}: 'enabled' is True or False, not {shown(body['enabled'])}.")
+        raise ConfigError(f"{places(name, 'enabled')}: 'enabled' must be True or False, not {shown(body['enabled'])}.")
     place = functools.partial(places, name, "layers")
     if not body["enabled"]:
         return Section(name, False, LayerSelector.of_no_layer(place), {}, places)

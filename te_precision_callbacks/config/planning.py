@@ -273,7 +273,7 @@ def _feature_options(section: Section, path: tuple[str, ...], options: Any) -> F
         )
     if not isinstance(options["enabled"], bool):
         here = section.place(*path, "enabled")
-        raise ConfigError(f"{here}: 'enabled' of {name} is True or False, not {shown(options['enabled'])}.")
+        raise ConfigError(f"{here}: 'enabled' of {name} must be True or False, not {shown(options['enabled'])}.")
     return options if isinstance(options, dict) else dict(options)
 
 

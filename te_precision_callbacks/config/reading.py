@@ -111,7 +111,7 @@ def check_extent(data: object, name: str) -> None:
 
 
 def _too_many() -> str:
-    return f"has more than {MOST_ENTRIES:,} keys and values, with what its anchors stand for written out."
+    return f"has more than {MOST_ENTRIES:,} keys and values, counting an anchor's content wherever it is used."
 
 
 def _text_of(path: Path) -> str:
@@ -184,7 +184,7 @@ def _index_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], file
             key_path = (*path, key)
             if key in present:
                 problems.add(
-                    f"{file}, line {line}: {shown(key_node.value)} stands here a second time; the first is in line"
+                    f"{file}, line {line}: {shown(key_node.value)} is given here a second time; the first is in line"
                     f" {lines[key_path]}. YAML would silently keep only one of them: give them different names."
                 )
             present.add(key)

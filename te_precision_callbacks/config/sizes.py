@@ -35,11 +35,11 @@ def size_in_bytes(size: object) -> int:
         found = float(match[1]) * _UNITS[match[2].lower()]
     if found is None or found < 1:
         raise ValueError(
-            f"is a number of bytes from 1 on, or a text such as '10MB' (10 * 1000^2) or '2GiB' (2 * 1024^3), not"
+            f"must be a number of bytes >= 1, or a text such as '10MB' (10 * 1000^2) or '2GiB' (2 * 1024^3), not"
             f" {size!r}.{_meant_size(size) if found is None else ''}"
         )
     if found > _LARGEST_SIZE:
-        raise ValueError(f"is a number of bytes up to 2^63 - 1, not {size!r}.")
+        raise ValueError(f"must be a number of bytes up to 2^63 - 1, not {size!r}.")
     return int(found)
 
 

@@ -54,8 +54,9 @@ def test_the_statistic_of_another_recipe_is_told_with_what_to_write(
             step(session, net, random(number), recipe=Float8CurrentScaling())
     assert not files(tmp_path)
     (message,) = messages(caplog, "DumpTensors")
-    assert "'mxfp8_mse > -1' of activation of 0 is not met in iteration 0: 'mxfp8_mse' would be had only if" in message
-    assert "it runs fp8_current_scaling; add 'mxfp8_mse' to 'stats'" in message
+    assert "'mxfp8_mse > -1' of activation of 0 is not met in iteration 0: 'mse' in 'stats' is computed" in message
+    assert "which is fp8_current_scaling, so 'mxfp8_mse' is not among its statistics" in message
+    assert "; add 'mxfp8_mse' to 'stats'" in message
     assert "further tensors are not named" in message
 
 
@@ -91,8 +92,8 @@ def test_a_condition_that_cannot_hold_is_told_once_without_a_session(
             net(random(number)).sum().backward()
             debug_api.step()
     overflow, statistic = messages(caplog, "condition", level=logging.ERROR)
-    assert 'A session with debug="activation_overflow" has it.' in overflow
-    assert "'max > 1' of DumpTensors is on a statistic that is not collected of 'activation'" in statistic
+    assert 'A session with debug="activation_overflow" turns the detection on.' in overflow
+    assert "'max > 1' of DumpTensors would never hold: its statistic is not collected for 'activation'" in statistic
     assert overflow.endswith("Further tensors with this condition are not named. Training goes on.")
 
 
@@ -187,7 +188,7 @@ def test_a_small_budget_holds_small_files(tmp_path: Path, caplog: pytest.LogCapt
     ("wrong", "words"),
     [
         ({"max_byte": "10 Mo"}, r"'DumpTensors' has no key 'max_byte' (given: '10 Mo'). Did you mean 'max_bytes'"),
-        ({"file_format": "pickle"}, "'file_format' of 'DumpTensors' is one of safetensors, torch, not 'pickle'"),
+        ({"file_format": "pickle"}, "'file_format' of 'DumpTensors' must be one of safetensors, torch, not 'pickle'"),
         ({"max_bytes": "10M"}, "Did you mean '10MB'?"),
         ({"when": "non_finite"}, "Did you mean 'nonfinite'?"),
         ({"high_precision_tensor": False}, "would write nothing"),

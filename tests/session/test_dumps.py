@@ -333,7 +333,7 @@ def test_the_step_of_an_overflow_that_a_loop_catches(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "stats", "message"),
     [
-        ({"when": "max > 1"}, {}, r"'max > 1' of DumpTensors is on a statistic that is not collected of 'activation'"),
+        ({"when": "max > 1"}, {}, r"'max > 1' of .* hold: its statistic is not collected for 'activation'"),
         (
             {"when": ["underflow% > 1"]},
             {},
@@ -342,22 +342,22 @@ def test_the_step_of_an_overflow_that_a_loop_catches(tmp_path: Path) -> None:
         (
             {"when": "mse > 1"},
             {"LogFp8TensorStats": {"tensors": ["activation"], "stats": ["mxfp8_mse"]}},
-            r"not collected of 'activation' in the layer 'linear'.*Did you mean 'mxfp8_mse'",
+            r"not collected for 'activation' in the layer 'linear'.*Did you mean 'mxfp8_mse'",
         ),
         (
             {"when": "max > 1", "tensors": ["activation", "weight"]},
             {"LogTensorStats": {"tensors": ["activation"], "stats": ["max"]}},
-            r"not collected of 'weight' in the layer 'linear'",
+            r"not collected for 'weight' in the layer 'linear'",
         ),
-        ({"when": "activation_overflow"}, {}, r"'activation_overflow' of DumpTensors needs .*debug=\"activation_overf"),
+        ({"when": "activation_overflow"}, {}, r"'activation_overflow' of DumpTensors would .*debug=\"activation_overf"),
         ({"when": "non_finite"}, {}, r"has 'non_finite'\. A condition is .*Did you mean 'nonfinite'"),
-        ({"when": "max > many"}, {}, r"'many' is no number"),
+        ({"when": "max > many"}, {}, r"'many' is not a number"),
         ({"when": "max == 3"}, {}, r"A condition is 'nonfinite'"),
-        ({"when": "exponent_histogram > 3"}, {}, r"exponent_histogram is no number, but a histogram"),
-        ({"max_bytes": "10 mega"}, {}, r"'max_bytes' of 'DumpTensors' is a number of bytes.*not '10 mega'"),
-        ({"max_bytes": 0}, {}, r"'max_bytes' of 'DumpTensors' is a number of bytes from 1 on"),
-        ({"max_files": 0}, {}, r"'max_files' of 'DumpTensors' is an integer from 1 on"),
-        ({"file_format": "pickle"}, {}, r"'file_format' of 'DumpTensors' is one of safetensors, torch"),
+        ({"when": "exponent_histogram > 3"}, {}, r"exponent_histogram is a histogram, not a number"),
+        ({"max_bytes": "10 mega"}, {}, r"'max_bytes' of 'DumpTensors' must be a number of bytes.*not '10 mega'"),
+        ({"max_bytes": 0}, {}, r"'max_bytes' of 'DumpTensors' must be a number of bytes >= 1"),
+        ({"max_files": 0}, {}, r"'max_files' of 'DumpTensors' must be an integer >= 1"),
+        ({"file_format": "pickle"}, {}, r"'file_format' of 'DumpTensors' must be one of safetensors, torch"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_run(

@@ -259,7 +259,7 @@ def test_the_key_beside_the_sections_and_the_keyword_say_which_names_are_meant(t
     assert first_layer(layer_names="path") == ["layers.1.self_attention.layernorm_qkv"], "the keyword decides"
     path.write_text(text.replace("upstream", "upstrem"))
     with pytest.raises(
-        ConfigError, match=r"line 1.*'layer_names' beside the sections is 'path' or 'upstream', not 'ups"
+        ConfigError, match=r"line 1.*'layer_names' beside the sections must be 'path' or 'upstream', not 'ups"
     ):
         first_layer()
     path.write_text(text.replace("layer_names: upstream\n", ""))
