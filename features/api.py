@@ -263,7 +263,7 @@ class TransformerEngineAPI(UpstreamAPI):
         due = list(self._due(calls, key))
         if len(due) != 1:
             names = " and ".join(call.feature for call in due) or "no feature"
-            raise FeatureError(f"{names} would modify {tensor} of {layer!r} in {gemm}: it must be exactly one.")
+            raise FeatureError(f"{names} would modify {tensor} of {layer!r} in {gemm}: exactly one feature must.")
         call = due[0]
         returned = call(layer, arguments)
         self._refuse_forbidden(call, key, returned if arguments["out"] is None else arguments["out"])
@@ -302,7 +302,7 @@ class TransformerEngineAPI(UpstreamAPI):
             forbidding = " and ".join(feature for (feature, _), allows in answers.items() if not allows)
             raise FeatureError(
                 f"The feature {call.feature} quantized {tensor} of {layer!r} for {gemm}, which {forbidding} keeps in"
-                " high precision. A GEMM can be had in one way only: take it out of one of them."
+                f" high precision. A GEMM runs in one way only: take {gemm} out of one of the features."
             )
 
     def _note_once(self, call: _Call, key: tuple[Any, ...]) -> None:
@@ -503,7 +503,7 @@ def _taken(method: Any, passed: frozenset[str]) -> frozenset[str] | None:
     named = [*by_position[2:], *(parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)]
     for parameter in named:
         if parameter.default is parameter.empty and parameter.name not in passed:
-            raise TypeError(f"it asks for {parameter.name!r}, and the call has only {', '.join(sorted(passed))}")
+            raise TypeError(f"it asks for {parameter.name!r}, but the call has only {', '.join(sorted(passed))}")
     return frozenset(parameter.name for parameter in named)
 
 

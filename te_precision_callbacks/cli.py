@@ -51,16 +51,14 @@ def _commands(
 )
 def run(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The Python script to run, unmodified.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS...", help="What the script gets as its arguments.")
-    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS...", help="Arguments for the script.")] = None,
     *,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")] = False,
     backend: Annotated[
         Backend,
         typer.Option(
-            help="auto: the compiled Transformer Engine if it imports, else the reference backend, on the real GPU if "
-            'there is one, else on the CPU, which "cuda" then means.'
+            help="auto: the compiled Transformer Engine if it can be imported, otherwise the reference backend: on the "
+            'real GPU if there is one, otherwise on the CPU, and "cuda" then means the CPU.'
         ),
     ] = Backend.AUTO,
 ) -> None:

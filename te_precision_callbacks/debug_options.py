@@ -135,7 +135,7 @@ def debugging(arguments: argparse.Namespace, model: Model, **keywords: Unpack[Se
         ) from None
     check_config_option(debug, config)
     if "debug" in keywords:
-        raise OptionError("debugging() takes no debug=: the parsed arguments say it.")
+        raise OptionError("debugging() takes no debug=: its value is in the parsed arguments.")
     from te_precision_callbacks.options import SessionOptions
 
     options = SessionOptions.from_keywords(config, debug=debug, **keywords)

@@ -42,13 +42,13 @@ def parse_debug(value: DebugValue, *, valid: Sequence[str] = DEBUG_OPTIONS) -> t
         if part is None:
             continue
         if not isinstance(part, str):
-            raise UnknownDebugOptionError(f"debug= takes names, not {part!r}. There are {_listed(valid)}.")
+            raise UnknownDebugOptionError(f"debug= takes names, not {part!r}. The names are {_listed(valid)}.")
         for name in part.split():
             if name not in valid:
                 close = difflib.get_close_matches(name, valid, n=1)
                 meant = f" Did you mean {close[0]!r}?" if close and "," not in name else ""
                 raise UnknownDebugOptionError(
-                    f"There is no debug option {name!r}.{meant} There are {_listed(valid)}; several are separated by"
+                    f"There is no debug option {name!r}.{meant} The options are {_listed(valid)}; separate several by"
                     " spaces."
                 )
             names[name] = None
@@ -71,6 +71,6 @@ def check_config_option(debug: Iterable[str], config: object) -> None:
     """
     if config is not None and TE_PRECISION not in debug:
         raise OptionError(
-            f"te_precision_config={config!r} is read with the debug option {TE_PRECISION!r} alone. Add --debug"
-            f" {TE_PRECISION} (or debug={TE_PRECISION!r}), or leave the config away."
+            f"te_precision_config={config!r} is read only with the debug option {TE_PRECISION!r}. Add --debug"
+            f" {TE_PRECISION} (or debug={TE_PRECISION!r}), or leave the config out."
         )

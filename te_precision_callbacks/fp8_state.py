@@ -82,8 +82,8 @@ class Fp8State:
         for module, name, parameter in self._parameters:
             if module._parameters.get(name) is not parameter:
                 raise Fp8StateError(
-                    f"{name} of a {type(module).__name__} is another parameter than when its FP8 state was saved, so"
-                    " that the state cannot be put back. Save it after what replaces parameters, such as a change of"
+                    f"{name} of a {type(module).__name__} was replaced since the FP8 state was saved, so the state"
+                    " cannot be restored. Save the state after anything that replaces parameters, such as a change of"
                     " device or a wrapper."
                 )
         self._forget_places()

@@ -113,9 +113,9 @@ class PrecisionDebugCallback(Callback):
             return self._outcome
         if self._session is None:
             raise SessionError(
-                "The callback has no session yet: it starts one when trainer.fit() begins. Where a strategy such as"
-                " ddp_spawn fits in other processes, the session is theirs, and what that of rank 0 has found comes"
-                " here when it ends, on the machine of rank 0. Its logs are in log_dir."
+                "The callback has no session yet: it starts one when trainer.fit() begins. With a strategy such as"
+                " ddp_spawn the session runs in other processes. The results of rank 0 are available here after fit()"
+                " has ended, on the machine of rank 0. The logs are in log_dir."
             )
         return self._session
 
@@ -273,7 +273,7 @@ def _log_dir_of(trainer: Trainer) -> Path:
     folder = Path(trainer.strategy.broadcast(made))
     if trainer.is_global_zero:
         logger.warning(
-            "The trainer has no folder (%s), so the logs of precision debugging go to %s. log_dir= names another.",
+            "The trainer has no folder (%s), so the logs of precision debugging go to %s. log_dir= sets another.",
             "fast_dev_run" if trial else "no logger, and no default_root_dir",
             folder,
         )

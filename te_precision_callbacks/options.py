@@ -121,34 +121,34 @@ class SessionOptions:
         known = {entry.name for entry in fields(cls)}
         for key in keywords:
             if key == "step_on":
-                raise OptionError("step_on= is an option of PrecisionDebugCallback and PrecisionDebugger alone.")
+                raise OptionError("step_on= is an option of PrecisionDebugCallback and PrecisionDebugger only.")
             if key not in known:
                 raise OptionError(f"There is no option {key!r}.{suggestion(key, known)}")
         for key in ("reduce", "precision_features_in_eval", "keep_precision", "allow_unmatched", "strict"):
             if not isinstance(keywords.get(key, True), bool):
-                raise OptionError(f"{key}= is True or False, not {keywords[key]!r}.")
+                raise OptionError(f"{key}= must be True or False, not {keywords[key]!r}.")
         if keywords.get("keep_precision") and keywords.get("precision_features_in_eval") is False:
             raise OptionError(
-                "keep_precision=True keeps what acts in evaluation, and precision_features_in_eval=False says that"
-                " nothing does. Leave one of the two away."
+                "keep_precision=True keeps the features that act in evaluation, but precision_features_in_eval=False"
+                " means that no feature does. Leave one of the two out."
             )
         start_step = keywords.get("start_step")
         if start_step is not None and (type(start_step) is not int or start_step < 0):
-            raise OptionError(f"start_step= is a step from 0 on, not {start_step!r}.")
+            raise OptionError(f"start_step= must be a whole number >= 0, not {start_step!r}.")
         statistics_log = keywords.get("statistics_log", "rank0")
         if statistics_log not in get_args(StatisticsLogRanks):
             known_ranks = ", ".join(map(repr, get_args(StatisticsLogRanks)))
-            raise OptionError(f"statistics_log= is one of {known_ranks}, not {statistics_log!r}.")
+            raise OptionError(f"statistics_log= must be one of {known_ranks}, not {statistics_log!r}.")
         layer_names = keywords.get("layer_names")
         if layer_names is not None and layer_names not in get_args(LayerNames):
             known_names = ", ".join(map(repr, get_args(LayerNames)))
-            raise OptionError(f"layer_names= is one of {known_names}, or None, not {layer_names!r}.")
+            raise OptionError(f"layer_names= must be one of {known_names}, or None, not {layer_names!r}.")
         check_scope(keywords.get("scope", ""))
         if not isinstance(keywords.get("prefix", ""), str):
-            raise OptionError(f"prefix= is a text, not {keywords['prefix']!r}.")
+            raise OptionError(f"prefix= must be a text, not {keywords['prefix']!r}.")
         group = keywords.get("process_group")
         if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
-            raise OptionError(f"process_group= is a torch.distributed.ProcessGroup, not {group!r}.")
+            raise OptionError(f"process_group= must be a torch.distributed.ProcessGroup, not {group!r}.")
         log_dir = keywords.pop("log_dir", None)
         directories = keywords.pop("feature_dirs", ())
         if isinstance(directories, (str, os.PathLike)):
@@ -225,18 +225,18 @@ def check_step_on(step_on: object) -> None:
         OptionError: it is not a :data:`StepOn`.
     """
     if step_on not in get_args(StepOn):
-        raise OptionError(f"step_on= is one of {', '.join(map(repr, get_args(StepOn)))}, not {step_on!r}.")
+        raise OptionError(f"step_on= must be one of {', '.join(map(repr, get_args(StepOn)))}, not {step_on!r}.")
 
 
 def _sequence(key: str, value: Any) -> tuple[Any, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise OptionError(f"{key}= is a list, not {value!r}.")
+        raise OptionError(f"{key}= must be a list, not {value!r}.")
     return tuple(value)
 
 
 def _path(key: str, value: Any) -> Path:
     if not isinstance(value, (str, os.PathLike)):
-        raise OptionError(f"{key}= is a path, not {value!r}.")
+        raise OptionError(f"{key}= must be a path, not {value!r}.")
     return Path(value).expanduser()
 
 

@@ -154,7 +154,7 @@ def test_the_keywords_are_checked_whatever_is_asked_for(tmp_path: Path) -> None:
     arguments = parser().parse_args(["--debug", "activation_overflow"])
     with pytest.raises(OptionError, match="There is no option 'log_dri'"):
         debugging(arguments, net(), log_dri="x")  # type: ignore[call-arg]
-    with pytest.raises(OptionError, match="reduce= is True or False"):
+    with pytest.raises(OptionError, match="reduce= must be True or False"):
         debugging(arguments, net(), reduce="no")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="takes no debug="):
         debugging(arguments, net(), debug="te_precision")

@@ -294,7 +294,7 @@ def test_a_filter_decides_instead_of_the_limit() -> None:
         "te.layer.8/activation/max"
     ]
     assert len(MetricSelection(log_filter="te/*")(step(0, rows))) == 3, "the whole model alone"
-    with pytest.raises(PrecisionDebugError, match="log_filter takes patterns"):
+    with pytest.raises(PrecisionDebugError, match="log_filter= takes patterns"):
         MetricSelection(log_filter=3)  # type: ignore[arg-type]
 
 

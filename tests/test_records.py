@@ -89,7 +89,7 @@ def test_a_log_that_another_run_is_writing_is_left_to_it(tmp_path: Path, caplog:
         "rank-0.log": "first",
         "rank-0.log.1": "second",
     }
-    assert caplog.messages == [f"Another process is writing {path}; this one's log is rank-0.log.1."]
+    assert caplog.messages == [f"Another process is writing {path}; this process writes rank-0.log.1 instead."]
     left_open = claim(path)
     worker_s = os.dup(left_open.fileno())
     left_open.close()

@@ -86,7 +86,7 @@ def _find(model: Model) -> dict[str, _Unconverted]:
                 inside = "Accelerate converts the layers inside of a model, not the model itself"
                 found[type(module).__name__] = _Unconverted(inside, elements)
             elif why is not None or not indivisible:
-                other = "it was added later, or stands under another name too, where it was converted"
+                other = "it was added later, or also has another name, under which it was converted"
                 found[path] = _Unconverted(why or other, elements)
             else:
                 numbers = " and ".join(map(str, indivisible))
@@ -153,6 +153,6 @@ def roots_of(model: Any) -> list[tuple[str, torch.nn.Module]]:
     if roots := named_roots(model):
         return roots
     raise OptionError(
-        f"model= is the torch.nn.Module that accelerator.prepare() gave back, or a list or mapping of them, not a"
+        f"model= must be the torch.nn.Module that accelerator.prepare() returned, or a list or mapping of them, not a"
         f" {type(model).__name__}."
     )

@@ -88,7 +88,7 @@ class PrecisionDebugger:
     ) -> None:
         if not isinstance(accelerator, Accelerator):
             raise OptionError(
-                f"accelerator= is an accelerate.Accelerator, not a {type(accelerator).__name__}. The order is"
+                f"accelerator= must be an accelerate.Accelerator, not a {type(accelerator).__name__}. The order is"
                 " PrecisionDebugger(accelerator, model, config)."
             )
         check_step_on(step_on)
@@ -264,8 +264,8 @@ class PrecisionDebugger:
             return
         if step_on != self._step_on:
             logger.warning(
-                "The debug iteration of %s was counted with step_on=%r, and is not restored with step_on=%r."
-                " start_step= sets it.",
+                "The debug iteration of %s was counted with step_on=%r, so it is not restored with step_on=%r."
+                " Set it with start_step=.",
                 folder,
                 step_on,
                 self._step_on,
@@ -283,10 +283,10 @@ class PrecisionDebugger:
             self._session.iteration = self._next_iteration
         elif self._options.start_step is None and any(map(_has_stepped, self._own_optimizers())):
             logger.warning(
-                "The optimizer has stepped before, but the debug iteration begins at 0, and so does the step at which"
-                " statistics are logged. To continue those of a checkpoint, make the PrecisionDebugger before"
+                "The optimizer has stepped before, but the debug iteration and the step at which statistics are logged"
+                " begin at 0. To continue the counts of a checkpoint, make the PrecisionDebugger before"
                 " accelerator.load_state(); to continue those of an earlier block, use one PrecisionDebugger for both;"
-                " or give it start_step=."
+                " or give the PrecisionDebugger start_step=."
             )
 
     def _own_optimizers(self) -> list[Any]:
@@ -305,7 +305,7 @@ class PrecisionDebugger:
                 " 'with PrecisionDebugger(accelerator, model, config) as debugger' around it."
             )
         if self._notices.first("stopped"):
-            logger.warning("step(): the debugger was stopped, so nothing is observed any more. Training goes on.")
+            logger.warning("step(): the debugger was stopped, so nothing more is observed. Training goes on.")
 
 
 def _count(step: SupportsIndex) -> int:
@@ -315,7 +315,7 @@ def _count(step: SupportsIndex) -> int:
     except TypeError:
         count = -1
     if count < 0:
-        raise OptionError(f"step= is a count of steps from 0 on, not {step!r}.")
+        raise OptionError(f"step= must be a whole number >= 0, not {step!r}.")
     return count
 
 
@@ -333,7 +333,7 @@ def _require_prepared(accelerator: Accelerator, model: torch.nn.Module) -> None:
         other = "" if not accelerator._models else ", but another one"
         raise SessionError(
             f"accelerator.prepare() was not given this {type(model).__name__}{other}. Make the debugger after"
-            " 'model, optimizer = accelerator.prepare(model, optimizer)', and give it the model that comes back."
+            " 'model, optimizer = accelerator.prepare(model, optimizer)', and give it the model that is returned."
         )
 
 

@@ -57,8 +57,8 @@ class TrackerSink(LoggerSink):
             " accelerator.init_trackers('my_project')"
         )
         logger.warning(
-            "The accelerator has no running tracker, so statistics go to the statistics log alone. To have them logged,"
-            " %s.",
+            "The accelerator has no running tracker, so statistics go only to the statistics log. To send them to a"
+            " tracker, %s.",
             missing,
         )
 

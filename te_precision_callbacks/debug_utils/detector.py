@@ -106,7 +106,8 @@ class DebugActivationOverflow:
         trace_batches, abort_after_batch = from_transformers(names_of_transformers, trace_batches, abort_after_batch)
         roots = named_roots(model)
         if not roots:
-            raise OverflowDetectorError(f"The model is a torch.nn.Module, or a list or mapping of them, not {model!r}.")
+            what = "a torch.nn.Module, or a list or mapping of them"
+            raise OverflowDetectorError(f"The model must be {what}, not {model!r}.")
         options = Options(
             max_frames=max_frames,
             mode=mode,
@@ -126,7 +127,7 @@ class DebugActivationOverflow:
         hooks = Calls(roots, options, self._journal, self._looking).hooks
         for pattern in options.allow_neg_inf:
             if not hooks.matches(pattern):
-                logger.warning("allow_neg_inf=: no module of the model has a path like %r.", pattern)
+                logger.warning("allow_neg_inf=: %r matches no module path of the model.", pattern)
         steps = Steps(hooks, self._journal, self._looking)
         self._looking.handles.callback(steps.remove)
         self._looking.handles.callback(hooks.remove)

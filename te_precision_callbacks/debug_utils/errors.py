@@ -67,8 +67,8 @@ class DetectionFailedError(PrecisionDebugError, RuntimeError):
 
     def __init__(self, failure: str, *, rank: int) -> None:
         super().__init__(
-            f"Activation overflow detection has failed on rank {rank} ({failure}), so that an inf or nan since the last"
-            " look may have been missed. To train on without detection instead, make the detector with"
+            f"Activation overflow detection has failed on rank {rank} ({failure}), so an inf or nan since the last"
+            " look may have been missed. To continue training without detection, make the detector with"
             ' DebugActivationOverflow(model, on_failure="warn"), and leave activation_overflow out of debug=.'
         )
         self.failure = failure

@@ -138,8 +138,8 @@ class ModelHooks:
         )
         self._notices = notices
         for former in {hook.receiver for _, module in watched_modules(roots) for hook in _hooks_of(module)}:
-            logger.warning("Activation overflow: this detector takes the place of another one on the model.")
-            former.close(OverflowDetectorError("Another detector took its place."))
+            logger.warning("Activation overflow: this detector replaces another detector of the same model.")
+            former.close(OverflowDetectorError("Another detector replaced this one."))
         self._tree: ModuleTree | None = None
         self.synchronize()
 
@@ -222,14 +222,14 @@ class ModelHooks:
         compiled = [watched for watched in opaque if watched.handles]
         if compiled:
             logger.warning(
-                "Activation overflow: %s compiled: what enters and leaves is watched, but not the modules inside. To"
-                " have those watched too, run without torch.compile.",
+                "Activation overflow: %s compiled: inputs and outputs are watched, but not the modules inside. To"
+                " watch the modules inside too, run without torch.compile.",
                 _are(compiled),
             )
         if scripted:
             logger.warning(
                 "Activation overflow: %s TorchScript, which takes no hooks, and cannot be watched. Only tensors that"
-                " other modules pass to it or get from it are watched.",
+                " other modules pass in or get back are watched.",
                 _are(scripted),
             )
 

@@ -118,7 +118,7 @@ class Journal:
             self.failure = error
         else:
             logger.error(
-                "Activation overflow detection failed (%s), and is off from here on. Training goes on.",
+                "Activation overflow detection failed (%s), and is off from now on. Training goes on.",
                 text_of(error),
                 exc_info=error,
             )

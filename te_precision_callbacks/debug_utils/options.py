@@ -55,12 +55,12 @@ class Options:
             _check_count("abort_after_batch", self.abort_after_batch)
         for pattern in self.allow_neg_inf:
             if not isinstance(pattern, str):
-                raise OverflowOptionError(f"allow_neg_inf= takes patterns of module paths, not {pattern!r}.")
+                raise OverflowOptionError(f"allow_neg_inf= must hold patterns of module paths, not {pattern!r}.")
         share, group = self.warn_above, self.process_group
         if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
-            raise OverflowOptionError(f"warn_above= is a share between 0 and 1, or None, not {share!r}.")
+            raise OverflowOptionError(f"warn_above= must be a fraction between 0 and 1, or None, not {share!r}.")
         if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
-            raise OverflowOptionError(f"process_group= is a torch.distributed.ProcessGroup, not {group!r}.")
+            raise OverflowOptionError(f"process_group= must be a torch.distributed.ProcessGroup, not {group!r}.")
 
 
 def from_transformers(
@@ -74,12 +74,12 @@ def from_transformers(
     ours = {"trace_batch_nums": "trace_batches", "abort_after_batch_num": "abort_after_batch"}
     for (theirs, name), own in zip(ours.items(), (trace_batches, abort_after_batch), strict=True):
         if theirs in given and own not in ((), None):
-            raise OverflowOptionError(f"{theirs}= is another name of {name}=. Give one of the two.")
+            raise OverflowOptionError(f"{theirs}= is another name for {name}=. Give one of the two.")
     for key in given:
         if key == "max_frames_to_save":
             raise OverflowOptionError(
-                "max_frames_to_save= counts modules, and a frame is a tensor here. Give max_frames=, about three times"
-                " as many: for a module's inputs, its outputs, and their gradients."
+                "max_frames_to_save= counts modules, but here a frame is a tensor. Give max_frames= about three times"
+                " the number: for a module's inputs, its outputs, and their gradients."
             )
         if key not in ours:
             known = [field.name for field in fields(Options)]
@@ -97,15 +97,15 @@ def listed(key: str, value: object) -> tuple[Any, ...]:
         OverflowOptionError: ``value`` is no list of values.
     """
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise OverflowOptionError(f"{key}= is a list, not {value!r}.")
+        raise OverflowOptionError(f"{key}= must be a list, not {value!r}.")
     return tuple(value)
 
 
 def _check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise OverflowOptionError(f"{key}= is one of {', '.join(map(repr, choices))}, not {value!r}.")
+        raise OverflowOptionError(f"{key}= must be one of {', '.join(map(repr, choices))}, not {value!r}.")
 
 
 def _check_count(key: str, value: object, *, least: int = 0) -> None:
     if type(value) is not int or value < least:
-        raise OverflowOptionError(f"{key}= takes whole numbers from {least} on, not {value!r}.")
+        raise OverflowOptionError(f"{key}= takes whole numbers >= {least}, not {value!r}.")

@@ -112,8 +112,8 @@ class Reader:
             if self._notices.first(("near its limit", near.place.path)):
                 limit = torch.finfo(near.dtype).max
                 logger.warning(
-                    "%s: %s: %s comes near an overflow in batch %d: abs_max=%.2e is %.0f%% of what %s holds (%.2e)."
-                    " This is said once for each module.",
+                    "%s: %s: %s is close to an overflow in batch %d: abs_max=%.2e is %.0f%% of the maximum of %s"
+                    " (%.2e). This is logged once for each module.",
                     near.place.path or "The model",
                     near.place.class_name,
                     near.role,

@@ -29,23 +29,23 @@ def advice(culprit: Seen, event: Event, *, loss_scale: float | None) -> str:
     frame = culprit.frame
     if isinstance(event, Gradient):
         scaler = (
-            " Where something other than torch's GradScaler scales the loss, set loss_scaled of the detector to True."
+            " If something other than torch's GradScaler scales the loss, set loss_scaled of the detector to True."
             if loss_scale is None
-            else f" The loss was scaled by {loss_scale:g}, so that the scale is not the reason, and a GradScaler would"
-            " leave out every step from here on."
+            else f" The loss was scaled by only {loss_scale:g}, so the scale is not the cause, and a GradScaler would"
+            " skip every step from here on."
         )
         return f"The forward was finite: the gradient became inf or nan on its way back.{scaler}"
     if isinstance(event, Call) and frame.sign == ">":
         return (
-            "It came into the module from outside of those that are watched: from the data, or from code between"
-            " modules, into which detect_overflow() looks."
+            "It entered the module from outside the watched modules: from the data, or from code between modules,"
+            " which detect_overflow() can check."
         )
     if isinstance(frame.measured, Slot) and culprit.values.extremes(frame.measured)[1] < math.inf:
         path = "" if frame.place is None else frame.place.path
-        return f"It is -inf alone: a module that makes it on purpose is excused with allow_neg_inf=[{path!r}]."
+        return f"There is only -inf: if the module makes -inf on purpose, allow it with allow_neg_inf=[{path!r}]."
     return (
-        "Go up from the last one to where abs_max began to grow, and run that part in a higher precision, or make its"
-        " values smaller. detect_overflow() looks inside of a forward."
+        "Go up from the last frame to where abs_max began to grow, and run that part in a higher precision, or make its"
+        " values smaller. detect_overflow() can check tensors inside a forward."
     )
 
 

@@ -107,8 +107,8 @@ class Steps:
         self._foreign_steps += 1
         if self._foreign_steps >= _FOREIGN_STEPS and self.journal.notices.first("foreign steps"):
             logger.warning(
-                "Activation overflow: %d steps of optimizers have passed, none of which holds a parameter of the model,"
-                " and no look came before them. Optimizers that step copies of the parameters (DeepSpeed ZeRO,"
+                "Activation overflow: optimizers that hold no parameter of the model have made %d steps, and no look"
+                " came before them. Optimizers that step copies of the parameters (DeepSpeed ZeRO,"
                 " Megatron's distributed optimizer) cannot be recognized: call look() of the detector before each of"
                 " their steps.",
                 _FOREIGN_STEPS,
@@ -121,8 +121,8 @@ class Steps:
             return
         if journal.notices.first("unseen forward"):
             logger.warning(
-                "Activation overflow: the model was trained without a call of its hooks, so that its forward is not"
-                " watched: it was compiled before the detector was made, or is called by model.forward(). Make the"
+                "Activation overflow: the model was trained without a call of its hooks, so its forward is not watched:"
+                " the model was compiled before the detector was made, or is called by model.forward(). Make the"
                 " detector before the first compiled call, or call torch._dynamo.reset() after making it."
             )
 

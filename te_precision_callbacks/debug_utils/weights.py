@@ -48,13 +48,13 @@ def advice_on_weights(broken: Sequence[str], steps: int, optimizer: str) -> str:
     more = f" and {len(broken) - _LISTED} more" if len(broken) > _LISTED else ""
     origin = (
         f"The detector has seen {steps} {'steps' if steps > 1 else 'step'} of the model's optimizers, the last of"
-        f" {optimizer}: that one, or code that ran after it, has broken them. Look at its learning rate, state and eps,"
-        " and go back to a checkpoint from before."
+        f" {optimizer}: that step, or code that ran after it, has broken the weights. Check the optimizer's learning"
+        " rate, state and eps, and go back to an earlier checkpoint."
         if steps
-        else "No optimizer has stepped since the detector was made: they come so from the initialization, or from the"
-        " checkpoint that was loaded."
+        else "No optimizer has stepped since the detector was made: the weights were broken by the initialization, or"
+        " in the checkpoint that was loaded."
     )
     return (
-        f"The weights are broken already, so that another precision does not help: {', '.join(broken[:_LISTED])}{more}."
+        f"The weights are already broken, so another precision does not help: {', '.join(broken[:_LISTED])}{more}."
         f" {origin}"
     )

@@ -48,11 +48,11 @@ class Budget:
         """Why a file of this size must not be written; None if it may."""
         if self.bytes + nbytes > limits.max_bytes:
             return (
-                f"max_bytes={limits.max_bytes:,} does not hold the next file, of up to {nbytes:,} bytes:"
+                f"max_bytes={limits.max_bytes:,} leaves no room for the next file, of up to {nbytes:,} bytes:"
                 f" {self.bytes:,} bytes are in use"
             )
         if self.files + 1 > limits.max_files:
-            return f"max_files={limits.max_files:,} is used up: there are {self.files:,} files in it"
+            return f"max_files={limits.max_files:,} is reached: there are {self.files:,} files in the rank's folder"
         disk = shutil.disk_usage(_existing(self._folder))
         if disk.free - nbytes < min(KEPT_FREE, disk.total // 20):
             return f"little space is left on the disk: {disk.free:,} of {disk.total:,} bytes are free"

@@ -78,7 +78,7 @@ def list_command(
         table.add_row(*(_cell(cell) for cell in (*cells, header.rank, ", ".join(what), f"{entry.size:,}", place)))
     _print(table)
     for file in found.foreign:
-        _print(_cell(f"no dump: {file.path}: {file.why}"))
+        _print(_cell(f"not a dump: {file.path}: {file.why}"))
 
 
 @app.command("show")
@@ -132,8 +132,8 @@ def show_command(
 
 @app.command("diff")
 def diff_command(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A dump, which is taken as right.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="The reference dump.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The dump to compare with A.")],
     as_json: Json = False,
     allow_pickle: AllowPickle = False,
 ) -> None:

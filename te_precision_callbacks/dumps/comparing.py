@@ -148,7 +148,7 @@ def compare(a: Dump, b: Dump | None = None) -> Comparison:
     a = a_dump(a)
     if b is None:
         result = _across(a, a)
-        nothing = "a high-precision tensor and a quantized one of it in one dump"
+        missing = "high-precision tensor with a comparable quantized form in the dump"
     else:
         result = _alike(a, a_dump(b))
         if not result.differences:
@@ -160,10 +160,10 @@ def compare(a: Dump, b: Dump | None = None) -> Comparison:
                 tuple(difference for each in across for difference in each.differences),
                 (*alone, *(words for each in across for words in each.not_compared)),
             )
-        nothing = "one tensor in both"
+        missing = "comparable tensor in both dumps"
     if not result.differences:
         because = f" ({'; '.join(result.not_compared)})" if result.not_compared else ""
-        raise NothingToCompareError(f"There is not {nothing} to compare{because}.")
+        raise NothingToCompareError(f"There is no {missing}{because}.")
     return result
 
 
@@ -223,7 +223,7 @@ def _in_one_shape(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch
 def _difference(what: str, a: torch.Tensor, b: torch.Tensor, *, internals: Internals | None = None) -> Difference:
     if a.shape != b.shape:
         raise DifferentShapesError(
-            f"{what}: a has the shape {tuple(a.shape)} and b {tuple(b.shape)}. Only dumps of one shape are compared."
+            f"{what}: a has the shape {tuple(a.shape)} and b {tuple(b.shape)}. Only equal shapes can be compared."
         )
     ours, theirs = a.reshape(-1), b.reshape(-1)
     differing, finite, largest, largest_at = 0, 0, 0.0, -1

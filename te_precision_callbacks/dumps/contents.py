@@ -175,7 +175,7 @@ def dump_of(
     if high_precision is not None and kind_is_known(high_precision):
         high_precision, quantized = None, high_precision if quantized is None else quantized
     if high_precision is None and quantized is None:
-        raise DumpError(f"There is nothing to dump of {tensor or 'a tensor'!r}: neither high_precision nor quantized.")
+        raise DumpError(f"There is nothing to dump of {tensor or 'a tensor'!r}: give high_precision or quantized.")
     tensors: dict[str, torch.Tensor] = {}
     plain, original = None, None
     if high_precision is not None:
@@ -236,7 +236,7 @@ def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | Non
             has, lacks = ("rowwise", "columnwise") if columnwise else ("columnwise", "rowwise")
             raise DumpError(
                 f"The dump of {dump.header.tensor or 'a tensor'!r} has no {lacks} data, only {has}:"
-                f" dequantize(dump, columnwise={not columnwise}) reads those."
+                f" read those with dequantize(dump, columnwise={not columnwise})."
             )
         part = other
     return part.dequantized().to(dtype).reshape(what.shape).contiguous()
@@ -246,7 +246,7 @@ def a_dump(given: Any) -> Dump:
     """Returns the argument if it is a dump; otherwise raises a DumpError that says how to get a dump."""
     if isinstance(given, Dump):
         return given
-    raise DumpError(f"A dump is expected, not {given!r:.200}. What load(path) and save(tensor, path) give are dumps.")
+    raise DumpError(f"A dump is expected, not {given!r:.200}. Use a result of load(path) or save(tensor, path).")
 
 
 def kind_is_known(tensor: Any) -> bool:
@@ -277,8 +277,8 @@ def _plain(tensor: Any) -> torch.Tensor:
     holds_others = hasattr(tensor, "_quantizer") or hasattr(tensor, "__tensor_flatten__")
     if not isinstance(tensor, torch.Tensor) or holds_others or tensor.layout is not torch.strided or tensor.is_meta:
         raise DumpError(
-            f"{type(tensor).__name__}: neither a plain, dense tensor nor a quantized one of a format that is known here"
-            " (Float8, Float8 blockwise, MXFP8, NVFP4). Dump what its dequantize(), to_dense() or to_local() gives."
+            f"{type(tensor).__name__}: neither a plain, dense tensor nor a quantized tensor of a known format (Float8,"
+            " Float8 blockwise, MXFP8, NVFP4). Dump the result of its dequantize(), to_dense() or to_local()."
         )
     return tensor.detach().as_subclass(torch.Tensor)
 
@@ -304,7 +304,7 @@ def _quantized(
         directions[columnwise], of_direction = _internals(part, one_object=of_rows is of_columns)
         tensors.update(of_direction)
     if not directions:
-        raise DumpError(f"The {class_name} has neither rowwise nor columnwise data: they were freed, or moved away.")
+        raise DumpError(f"The {class_name} has neither rowwise nor columnwise data: the data were freed or moved.")
     dtype = getattr(quantized, "_dtype", None) or quantized.dtype
     shape = (directions.get(False) or directions[True]).shape
     if isinstance(quantized, torch.Tensor):

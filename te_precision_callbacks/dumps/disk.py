@@ -77,8 +77,8 @@ class Disk:
             self._stopped = True
             if failure is None:
                 failure = DumpError(
-                    f"The thread that writes has ended: {type(died).__name__}: {died}. No more tensors are dumped, and"
-                    " those that waited to be written are lost."
+                    f"The thread that writes dumps has ended: {type(died).__name__}: {died}. No more tensors are"
+                    " dumped, and those that waited to be written are lost."
                 )
                 failure.__cause__ = died
         return failure

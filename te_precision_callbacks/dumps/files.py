@@ -120,7 +120,7 @@ def _write(dump: Dump, paths: Iterator[Path], file_format: str, *, replace: bool
     if file_format == SAFETENSORS:
         pieces = _safetensors_pieces(dump)
     elif file_format != TORCH:
-        raise DumpError(f"file_format {file_format!r}: there are {SAFETENSORS!r} and {TORCH!r}.")
+        raise DumpError(f"file_format must be {SAFETENSORS!r} or {TORCH!r}, not {file_format!r}.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _appearing(itertools.chain((path,), paths), path.parent, replace=replace, fsync=fsync) as file:
@@ -136,7 +136,7 @@ def _write(dump: Dump, paths: Iterator[Path], file_format: str, *, replace: bool
         if reason is None:
             raise
         why = "the disk is full" if reason.errno in (errno.ENOSPC, errno.EDQUOT) else reason.strerror or str(reason)
-        raise DumpError(f"{path}: cannot be written: {why}. Nothing of it is left.") from reason
+        raise DumpError(f"{path}: cannot be written: {why}. No part of the file is left.") from reason
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
@@ -256,7 +256,7 @@ def _opened(path: Path) -> Iterator[Any]:
     except FileNotFoundError:  # removed meanwhile
         raise
     except (SafetensorError, OSError) as error:
-        raise NotADumpError(f"truncated, damaged, or no safetensors file: {error}.") from error
+        raise NotADumpError(f"truncated, damaged, or not a safetensors file: {error}.") from error
 
 
 @contextlib.contextmanager
@@ -271,7 +271,7 @@ def _naming(path: Path) -> Iterator[None]:
 def _safetensors_header(file: Any) -> Header:
     text = (file.metadata() or {}).get(METADATA_KEY)
     if text is None:
-        raise NotADumpError(f"a safetensors file, but no dump: it has no {METADATA_KEY!r} in its metadata.")
+        raise NotADumpError(f"a safetensors file, but not a dump: its metadata have no {METADATA_KEY!r}.")
     return Header.from_json(text)
 
 
@@ -302,11 +302,11 @@ def _read_torch(path: Path) -> Dump:
             content = torch.load(file, map_location="cpu", weights_only=False)
     except Exception as error:  # whatever code in a file gives
         raise NotADumpError(
-            f"{path}: cannot be unpickled: {error}. It is damaged, or of another kind, or holds tensors of a"
-            f" Transformer Engine that is not installed here; a dump in the format {SAFETENSORS!r} needs none."
+            f"{path}: cannot be unpickled: {error}. The file is damaged, or of another kind, or holds tensors of a"
+            f" Transformer Engine that is not installed here, which a dump in the format {SAFETENSORS!r} does not need."
         ) from error
     if not isinstance(content, Mapping) or not content.keys() & {HIGH_PRECISION, QUANTIZED}:
-        raise NotADumpError(f"{path}: a pickle, but no dump: it has neither {HIGH_PRECISION!r} nor {QUANTIZED!r}.")
+        raise NotADumpError(f"{path}: a pickle, but not a dump: it has neither {HIGH_PRECISION!r} nor {QUANTIZED!r}.")
     quantized = content.get(QUANTIZED)
     derived = dump_of(content.get(HIGH_PRECISION), quantized, keep_quantized=quantized is not None)
     tensors = {**derived.tensors, **{name: value for name, value in content.items() if type(value) is torch.Tensor}}
@@ -332,7 +332,7 @@ def _torch_header(path: Path) -> Header | None:
         except Exception as error:  # whatever zipfile and the ways to compress give of damaged bytes
             raise NotADumpError(f"truncated or damaged: {type(error).__name__}: {error}.") from error
         if text is not None and len(text) > _MOST_HEADER:
-            raise NotADumpError(f"its {HEADER_RECORD} has more than {_MOST_HEADER:,} bytes: that is no header.")
+            raise NotADumpError(f"its {HEADER_RECORD} has more than {_MOST_HEADER:,} bytes, too many for a header.")
         return None if text is None else Header.from_json(text)
 
 

@@ -61,7 +61,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 def _one_of(known: Mapping[str, object]) -> Callable[[str], str]:
     def check(value: str) -> str:
         if value not in known:
-            raise ValueError(f"{value!r} is none of {', '.join(known)}")
+            raise ValueError(f"{value!r} is not one of {', '.join(known)}")
         return value
 
     return check
@@ -216,11 +216,11 @@ class Header:
         try:
             version = _SchemaOnly.model_validate_json(text).version
         except pydantic.ValidationError as error:
-            raise NotADumpError("The header is not that of a dump: it has no number under 'schema'.") from error
+            raise NotADumpError("The header is not a dump's: it has no number under 'schema'.") from error
         if version > SCHEMA:
             raise LaterVersionError(
-                f"The dump has a header of version {version}, and this te-precision-callbacks reads up to {SCHEMA}:"
-                " update the package."
+                f"The dump has a header of version {version}, but this te-precision-callbacks reads versions up to"
+                f" {SCHEMA}: update the package."
             )
         try:
             return _HEADER.validate_json(text)
@@ -274,7 +274,7 @@ def check_direction(direction: Direction, tensors: Mapping[str, torch.Tensor]) -
         )
     if (direction.scaling_mode == NVFP4) is (direction.amax is None or direction.largest_scale is None):
         raise NotADumpError(
-            "The header of the dump is damaged at 'amax' or 'largest_scale': NVFP4 has both, and others neither."
+            "The header of the dump is damaged at 'amax' or 'largest_scale': NVFP4 has both, other formats neither."
         )
     if FORMATS[direction.format].bits == 4 and direction.matrix_shape[1] % 2:
         raise NotADumpError(
@@ -307,7 +307,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _check_tensor(tensors: Mapping[str, torch.Tensor], name: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
     tensor = tensors.get(name)
     if tensor is None:
-        raise NotADumpError(f"The dump has no {name!r}, which its header speaks of.")
+        raise NotADumpError(f"The dump has no {name!r}, which its header lists.")
     if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
         raise NotADumpError(
             f"The dump's {name!r} is {dtype_name(tensor.dtype)} {tuple(tensor.shape)}, not"

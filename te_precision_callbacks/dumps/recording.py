@@ -196,9 +196,9 @@ class Recorder:
             elif self._held_bytes + dump.nbytes > wanted.limits.max_memory:
                 self._say_once(
                     ("held", wanted.limits),
-                    "DumpTensors: %s of %s in iteration %d is not held until the step's end: with it the tensors that"
-                    " wait for their condition would have more than max_memory=%s bytes. It is not written; nor are"
-                    " others that do not fit, which is not said again. Watch fewer layers, or set a larger max_memory.",
+                    "DumpTensors: %s of %s in iteration %d is not written: tensors are held in memory until the step's"
+                    " end decides on their conditions, and this tensor would exceed max_memory=%s bytes. Further"
+                    " tensors that do not fit are not named. Watch fewer layers, or set a larger max_memory.",
                     seen.tensor,
                     seen.layer,
                     seen.iteration,
@@ -256,7 +256,7 @@ class Recorder:
             lacking = " and no ".join(key for key, is_wanted in asked.items() if is_wanted)
             self._say_once(
                 ("nothing", lacking),
-                "DumpTensors: nothing is written of %s of %s: it has no %s. Further tensors without are not named.",
+                "DumpTensors: nothing is written of %s of %s: it has no %s. Further such tensors are not named.",
                 seen.tensor,
                 seen.layer,
                 lacking,
@@ -312,7 +312,7 @@ class Recorder:
             if value is None:
                 self._say_once(
                     ("not had", condition),
-                    "DumpTensors: the condition %r of %s of %s is not met in iteration %s: %s. This is said once, and"
+                    "DumpTensors: the condition %r of %s of %s is not met in iteration %s: %s. This is logged once, and"
                     " further tensors are not named.",
                     str(condition),
                     header.tensor,
@@ -320,7 +320,7 @@ class Recorder:
                     header.iteration,
                     is_of_the_layers_recipe(condition, found.request.label, header.recipe)
                     if found.of_own_recipe
-                    else "the statistic was due, and could not be had",
+                    else "the statistic was due, but could not be computed",
                 )
             elif condition.holds(value):
                 return f"{condition} ({value:.4g} of {header.tensor} of {header.layer})"

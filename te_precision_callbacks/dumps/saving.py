@@ -61,7 +61,7 @@ def save(
     """
     for name, text in {"layer": layer, "tensor_name": tensor_name}.items():
         if not isinstance(text, str):
-            raise DumpError(f"{name}={text!r}: a name is expected, as text.")
+            raise DumpError(f"{name}= must be a name, as text, not {text!r}.")
     dump = dump_of(
         tensor if high_precision is None else high_precision,
         None if high_precision is None else tensor,
@@ -89,4 +89,4 @@ def _whole(name: str, number: Any) -> int:
     try:
         return operator.index(number)
     except TypeError as error:
-        raise DumpError(f"{name}={number!r}: a whole number is expected.") from error
+        raise DumpError(f"{name}= must be a whole number, not {number!r}.") from error

@@ -398,9 +398,7 @@ class _Measuring:
         """What a GEMM of the layer reads of a form; None where that must be simulated."""
         quantized = self._watched.quantized(columnwise=form.columnwise)
         if quantized is None and form.recipe == OWN_RECIPE and self._unknown_quantizer is not None:
-            raise QuantizationError(
-                f"the layer's quantizer, {self._unknown_quantizer}, is of no recipe that is known here"
-            )
+            raise QuantizationError(f"the layer's quantizer, {self._unknown_quantizer}, belongs to no known recipe")
         if quantized is None:
             return None
         its_recipe = recipe_of(self._quantizer(form.columnwise))
@@ -494,8 +492,8 @@ class _Measuring:
     def _say_simulated(self, form: _Form, why: str) -> None:
         if self._engine.notices.first(why):
             logger.warning(
-                "%s of %s %s: simulated from the high-precision tensor, by the settings of the layer's own quantizer,"
-                " since %s. This is not repeated for other tensors.",
+                "%s of %s %s: simulated from the high-precision tensor, with the settings of the layer's own quantizer,"
+                " because %s. This is not repeated for other tensors.",
                 self._labels(form),
                 self._watched.layer,
                 self._watched.tensor,

@@ -286,7 +286,7 @@ def settings_of(quantizer: Any) -> Settings:
     """
     for attribute, what in (("nvfp4_use_4over6", "4over6"), ("row_scaled_nvfp4", "an amax for each row")):
         if getattr(quantizer, attribute, False):
-            raise QuantizationError(f"the layer runs NVFP4 with {what}, which is read where it is and not simulated")
+            raise QuantizationError(f"the layer runs NVFP4 with {what}, which is read from its tensors, not simulated")
     return Settings(
         e5m2=fp8_format(quantizer) is E5M2,
         square=getattr(quantizer, "block_scaling_dim", 1) == 2 or getattr(quantizer, "with_2d_quantization", False),
@@ -298,7 +298,7 @@ def settings_of(quantizer: Any) -> Settings:
 def _simulated(recipe: str) -> Recipe:
     if recipe not in RECIPES:
         raise QuantizationError(
-            f"{recipe} cannot be had of a layer that does not run it: its scale comes from the amaxes of earlier steps"
+            f"{recipe} can be read only in a layer that runs it: its scale comes from the amaxes of earlier steps"
         )
     return RECIPES[recipe]
 

@@ -127,11 +127,11 @@ class Reduction:
         if not reduce or not is_distributed(self.group):
             return self._collect_own(slots)
         if self._failed:
-            raise ReductionError("An earlier reduction over ranks failed: from there on each rank has its own numbers.")
+            raise ReductionError("An earlier reduction over ranks failed: since then each rank has its own numbers.")
         try:
             with waiting(
-                f"to reduce the statistics of iteration {stamp.iteration} with them. Perhaps one has ended, or has"
-                " skipped a step(), so that it is in an iteration in which nothing is due."
+                f"to reduce the statistics of iteration {stamp.iteration} with them. Perhaps a rank has ended, or has"
+                " skipped a step() and is in an iteration in which nothing is due."
             ):
                 return self._reduce(slots, stamp)
         except BaseException:
@@ -193,7 +193,7 @@ def _out_of_step(stamps: Mapping[int, Stamp]) -> RanksDifferError:
     def of(part: str) -> dict[int, int]:
         return {rank: getattr(stamp, part) for rank, stamp in stamps.items() if getattr(stamp, part) >= 0}
 
-    local = "Their statistics are not mixed: from here on each rank has its own numbers."
+    local = "Their statistics are not mixed: from now on each rank has its own numbers."
     schedules = list(dict.fromkeys(of("schedule").values()))
     if len(schedules) > 1:
         names = {rank: f"schedule {schedules.index(number) + 1}" for rank, number in of("schedule").items()}

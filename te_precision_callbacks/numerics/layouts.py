@@ -188,7 +188,7 @@ def stored(tensor: Any, *, columnwise: bool) -> Stored | None:
     """
     mode = scaling_mode(tensor)
     if mode is None:
-        raise LayoutError(f"{type(tensor).__name__}: not a quantized tensor of a format that is known here.")
+        raise LayoutError(f"{type(tensor).__name__}: not a quantized tensor of a known format.")
     if mode == PER_TENSOR:
         return _per_tensor(tensor, columnwise)
     direction = "columnwise" if columnwise else "rowwise"
@@ -196,7 +196,7 @@ def stored(tensor: Any, *, columnwise: bool) -> Stored | None:
     if data is None:
         return None
     if scales is None:
-        raise LayoutError(f"The {type(tensor).__name__} has {direction} data and no scales for them.")
+        raise LayoutError(f"The {type(tensor).__name__} has {direction} data but no scales for them.")
     if mode == NVFP4:
         return _nvfp4(tensor, data, scales, columnwise)
     if mode == MXFP8:
@@ -360,7 +360,7 @@ def _unpadded(
 def _tiles(scales: torch.Tensor) -> tuple[int, int]:
     if scales.dim() != 2 or scales.shape[0] % SWIZZLE_ROWS or scales.shape[1] % SWIZZLE_COLUMNS:
         raise LayoutError(
-            f"Scales for a GEMM come in tiles of {SWIZZLE_ROWS} x {SWIZZLE_COLUMNS}, which {tuple(scales.shape)} is not"
-            " made of."
+            f"Scales for a GEMM come in tiles of {SWIZZLE_ROWS} x {SWIZZLE_COLUMNS}; the shape {tuple(scales.shape)} is"
+            " not a multiple."
         )
     return scales.shape[0] // SWIZZLE_ROWS, scales.shape[1] // SWIZZLE_COLUMNS

@@ -136,9 +136,10 @@ class MetricSelection:
         self._series.take({**families, **of_histograms}, {**telling, **of_histograms})
         if self._series.crowded and self._notices.first("crowded"):
             logger.warning(
-                "More than %d series of statistics: of each statistic of a tensor, the trainer's loggers get the %d"
-                " layers that are worst now and up to %d that get worse later, besides what they had before, and min,"
-                " median and max over all layers. The statistics log has all. log_filter= chooses otherwise.",
+                "More than %d series of statistics: for each statistic of a tensor, the trainer's loggers get the"
+                " series they already have, the %d layers that are worst now, up to %d that get worse later, and min,"
+                " median and max over all layers. The statistics log has all series. To choose others, give"
+                " log_filter=.",
                 MOST_SERIES,
                 PLACES,
                 LATER_PLACES,
@@ -175,7 +176,7 @@ def _predicate(log_filter: LogFilter) -> Callable[[str], bool] | None:
     patterns = [log_filter] if isinstance(log_filter, str) else log_filter
     if not isinstance(patterns, (list, tuple)) or not all(isinstance(pattern, str) for pattern in patterns):
         raise OptionError(
-            "log_filter takes patterns such as ['*/activation/*'] or a function of the metric's name, not"
+            "log_filter= takes patterns such as ['*/activation/*'] or a function of the metric's name, not"
             f" {log_filter!r}."
         )
     return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -87,7 +87,7 @@ def claim(path: Path) -> TextIO:
             pass
         break
     if name != path.name:
-        logger.warning("Another process is writing %s; this one's log is %s.", path, name)
+        logger.warning("Another process is writing %s; this process writes %s instead.", path, name)
     _begin_part(file)
     return file
 

@@ -49,15 +49,15 @@ def arguments_here(told: Inherited, *, has_gpu: bool) -> dict[str, Any] | None:
     """
     if has_gpu and not told.always and compiled.why_unavailable() is None:
         logger.warning(
-            "The process that started this one has the reference backend. This one uses the compiled Transformer"
-            " Engine, since there are a GPU and a compiled build. reference.install(always_in_children=True) in the"
-            " other, or te-precision run --backend reference, gives it the reference backend."
+            "The parent process has the reference backend. This process uses the compiled Transformer Engine, since"
+            " there are a GPU and a compiled build. To have the reference backend here too, call"
+            " reference.install(always_in_children=True) in the parent, or use te-precision run --backend reference."
         )
         return None
     if has_gpu:
         logger.warning(
-            "Transformer Engine runs on the reference backend, which is slow, although there is a GPU: as in the"
-            " process that started this one."
+            "Transformer Engine runs on the reference backend, which is slow, although there is a GPU: the parent"
+            " process does so too."
         )
     return {
         "pretend_cuda": told.pretend_cuda and not has_gpu,

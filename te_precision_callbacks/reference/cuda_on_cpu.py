@@ -64,8 +64,8 @@ def no_attention(error: ValueError, context_parallel: bool) -> Exception:
     """Stands for ``error``, which Transformer Engine raises where no attention takes the inputs: it says what does."""
     if not context_parallel:
         return MissingFunctionError(
-            f"{error} The reference backend has no fused attention, and what asked for this one cannot be computed by "
-            "Transformer Engine's unfused attention. Use the compiled Transformer Engine on a GPU for it."
+            f"{error} The reference backend has no fused attention, and Transformer Engine's unfused attention cannot "
+            "compute this one. Use the compiled Transformer Engine on a GPU for it."
         )
     return MissingFunctionError(
         "Context parallelism is not in the reference backend: it needs a fused attention, which the backend does not "

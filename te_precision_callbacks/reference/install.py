@@ -151,7 +151,7 @@ def _refuse_if_imported() -> None:
         raise InstallError(
             f"Transformer Engine's compiled extension {COMPILED_MODULE!r} is imported already, from {where}. The "
             "reference backend does not replace it: start a process that does not import transformer_engine before "
-            "reference.install(), or go on without the reference backend."
+            "reference.install(), or continue without the reference backend."
         )
     if "transformer_engine" in sys.modules or "transformer_engine.common" in sys.modules:
         raise InstallError(

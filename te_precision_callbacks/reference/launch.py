@@ -63,7 +63,7 @@ def plan_launch(backend: Backend) -> Launch:
     """
     if importlib.util.find_spec("transformer_engine") is None:
         raise TransformerEngineVersionError(
-            f'No Transformer Engine is installed. Its Python is enough here: pip install "{versions.EXTRA}"'
+            f'No Transformer Engine is installed. Its Python part is enough here: pip install "{versions.EXTRA}"'
         )
     if backend is not Backend.REFERENCE:
         reason = compiled.why_unavailable()
@@ -102,7 +102,7 @@ def why_no_module(name: str) -> str | None:
     found = first
     for part in rest:
         if spec.submodule_search_locations is None:
-            return f"there is no module {name!r}: {found!r} is no package. A file is given without -m"
+            return f"there is no module {name!r}: {found!r} is not a package. To run a file, leave -m out"
         inner = PathFinder.find_spec(part, list(spec.submodule_search_locations))
         if inner is None:
             return None if _changes_path(spec) else f"there is no module {part!r} in the package {found!r}"

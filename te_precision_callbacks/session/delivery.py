@@ -105,7 +105,7 @@ class Delivery:
             self._gathered.scalars.append((name, float(value)))
         except (TypeError, ValueError, RuntimeError):
             what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-            self._failures.report("taking", f"the scalar {name!r}", TypeError(f"it is one number, not {what}"))
+            self._failures.report("taking", f"the scalar {name!r}", TypeError(f"it must be one number, not {what}"))
 
     def take_statistics(self, measured: Measured) -> None:
         """Take what the engine has measured."""

@@ -51,7 +51,8 @@ class ObservationFailures:
             self._reported.add(kind)
         if isinstance(error, QuantizationError):  # a statistic that the layer cannot have: nothing is broken
             if not known:
-                logger.warning("%s cannot be had: %s. Training goes on without it.", where, error)
+                text = str(error).removesuffix(".")
+                logger.warning("%s cannot be observed: %s. Training goes on without it.", where, text)
             return
         self._count += 1
         if not known and _is_lost_connection(error):

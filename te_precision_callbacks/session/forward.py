@@ -405,8 +405,8 @@ class ForwardHooks:
                 "What features do with activation",
                 f"of {module.name}",
                 QuantizationError(
-                    "its input comes quantized, from a layer with fp8_output or from FP8 attention, so that"
-                    " Transformer Engine quantizes none, and calls no feature for it"
+                    "its input is already quantized, by a layer with fp8_output or by FP8 attention, so Transformer"
+                    " Engine does not quantize it, and calls no feature for it"
                 ),
             )
 
@@ -418,7 +418,7 @@ class ForwardHooks:
             f"of {module.name}",
             QuantizationError(
                 f"the recipe has backward_override={override!r}, with which Transformer Engine runs the backward in"
-                " high precision and outside of its debug path, where no feature is called"
+                " high precision and outside its debug path, where no feature is called"
             ),
         )
 
@@ -505,8 +505,8 @@ def _require(owner: Any, *names: str) -> None:
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         raise SessionError(
-            f"This Transformer Engine has no {', '.join(missing)} in {owner.__name__}, on which the session relies. It"
-            " was made for Transformer Engine 2.20: install that, or a te-precision-callbacks for yours."
+            f"This Transformer Engine has no {', '.join(missing)} in {owner.__name__}, on which the session relies."
+            " Install Transformer Engine 2.20, or a te-precision-callbacks made for your version."
         )
 
 

@@ -129,7 +129,7 @@ class ObservedModel:
 
     def _find_layers(self, model: Model) -> list[Layer]:
         if named_roots(model) is None:
-            raise SessionError(f"The model is a torch.nn.Module, or a list or mapping of them, not {model!r}.")
+            raise SessionError(f"The model must be a torch.nn.Module, or a list or mapping of them, not {model!r}.")
         self._inspector.forget_names()
         names = self._options.layer_names or "path"
         self.modules = named_te_modules(model, names, by_number=self._by_number, scope=self._options.scope)
@@ -143,7 +143,7 @@ class ObservedModel:
         if own_rank() == 0:
             name, numbered = next(iter(alike.items()))
             logger.warning(
-                "Ranks have different layers at one path, as in pipeline and expert parallelism, such as %r, which is"
+                "Ranks have different layers at one path, as in pipeline and expert parallelism: %r, for example, is"
                 " %s. Layers are therefore named by the layer_number of their block, counted from 0; experts by the"
                 " first and the last of their numbers; layers without a number by their stage and their rank among the"
                 " experts.",
@@ -226,8 +226,8 @@ class ObservedModel:
             self._say_changed(before)
         elif self._hooks.unwatched and self._notices.first("unwatched"):
             logger.warning(
-                "%s trains outside of the model that the session was given, so nothing watches it. A module is found"
-                " as an attribute of another one or in a torch.nn.ModuleList or ModuleDict, not in a plain list or"
+                "%s trains outside the model that the session was given, so nothing watches it. A module is found as"
+                " an attribute of another module or in a torch.nn.ModuleList or ModuleDict, not in a plain list or"
                 " dict. model= also takes several models.",
                 ", ".join(sorted(f"{type(module).__name__} {module.name!r}" for module in self._hooks.unwatched)),
             )
@@ -266,7 +266,7 @@ def _warn_if_idle(section: Section, features: NamespacedFeatures) -> None:
     if features.get("base"):
         logger.warning(
             "%s: %s belongs to nvidia-dlfw-inspect itself, and no layer of Transformer Engine calls it. Put it below"
-            " 'transformer_engine:' to have the feature of that name there.",
+            " 'transformer_engine:' to use the feature of the same name there.",
             section.place(),
             " and ".join(map(repr, features["base"])),
         )

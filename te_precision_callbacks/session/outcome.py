@@ -64,7 +64,7 @@ class Mailbox:
             written.write_bytes(pickle.dumps(outcome))
             written.replace(self._path)
         except Exception as error:
-            logger.warning("callback.session cannot be given back to the process that called fit(): %s", error)
+            logger.warning("callback.session cannot be returned to the process that called fit(): %s", error)
 
     def take(self) -> SessionOutcome | None:
         """The outcome that was left since the last call; None where there is none."""

@@ -120,9 +120,9 @@ class Ranks:
         if not self._several:
             return nullcontext()
         return waiting(
-            "to attach a session together with them. All of them have to start or attach theirs at the same place,"
-            " before one waits for another: in a pipeline before the first schedule, not in a stage's first forward."
-            " With reduce=False none waits."
+            "to attach a session together with them. Every rank must start or attach its session at the same place,"
+            " before any rank waits for another: in a pipeline before the first schedule, not in a stage's first"
+            " forward. With reduce=False no rank waits."
         )
 
     def pool(self, entries: Iterable[Entry]) -> list[Entry]:
@@ -149,8 +149,8 @@ class Ranks:
             names = {number: f"config {nth}" for nth, number in enumerate({n: 0 for n, _ in of_rank.values()}, 1)}
             raise ConfigError(
                 f"The ranks were given different configs: {in_words({r: names[n] for r, (n, _) in of_rank.items()})}."
-                f" They differ first in this: {difference(dict(configs[0]), dict(configs[1]))}. Statistics that are"
-                " reduced need the same config on all ranks; with reduce=False each has its own."
+                f" The first difference: {difference(dict(configs[0]), dict(configs[1]))}. To reduce statistics, all"
+                " ranks need the same config; with reduce=False each rank can have its own."
             )
         if len({begun for _, begun in of_rank.values()}) > 1:
             raise SessionError(

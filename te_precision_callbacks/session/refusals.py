@@ -337,7 +337,8 @@ class RefusedLayers:
 def _error(refused: Mapping[str, DebugRefusal]) -> ObservationError:
     return ObservationError(
         f"Transformer Engine's debug path refuses layers that the config selects: {_in_words(refused.items())}. Leave"
-        " them out of the config, or train them without what is refused. Without strict=True they are left as they are."
+        " the layers out of the config, or train them without the refused option. Without strict=True the layers train,"
+        " unobserved."
     )
 
 

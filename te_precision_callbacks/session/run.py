@@ -166,8 +166,8 @@ class Run:
         if self.is_forked:
             if self._notices.first("forked"):
                 logger.warning(
-                    "step(): this process was forked from the one that the session was started in. Nothing is observed"
-                    " here: its logs are that process's. Start a session of its own after the fork."
+                    "step(): the session was started in the process that this one was forked from, which owns the logs."
+                    " Nothing is observed here. To observe this process, start a session after the fork."
                 )
             return None
         if inspector.ended:
@@ -279,16 +279,16 @@ class Run:
     def _say_ended(self) -> None:
         if self._notices.first("ended"):
             logger.error(
-                "The script has called debug_api.end_debug() while the session was running, so nothing is observed any"
-                " more. Training goes on. Leave initialize, step and end_debug to the session."
+                "The script has called debug_api.end_debug() while the session was running, so nothing more is"
+                " observed. Training goes on. Leave initialize, step and end_debug to the session."
             )
 
     def _say_renamed(self, name: str, other: str) -> None:
         if own_rank() == 0 and self._notices.first("renamed"):
             logger.warning(
-                "The script has given another name to a layer while the session is running: %s was %r. The layer"
-                " has the session's name again, and no statistics were lost. Names that are given before attach()"
-                " select layers, and layer_names='upstream' gives those of nvidia-dlfw-inspect's"
+                "The script has renamed a layer while the session is running: %s was named %r. The layer has the"
+                " session's name again, and no statistics were lost. To select layers by names of your own, assign them"
+                " before attach(); layer_names='upstream' uses the names of nvidia-dlfw-inspect's"
                 " infer_and_assign_layer_names.",
                 name,
                 other,

@@ -112,9 +112,9 @@ class Sinks:
             enough = spent.writes >= _LEAST_WRITES and spent.seconds >= _LEAST_SECONDS
             if enough and spent.seconds > SLOW_SHARE * elapsed and self._notices.first("slow"):
                 logger.warning(
-                    "The sink %s takes %.0f %% of the training's time: %.0f ms for the records of a step, which it is"
-                    " given in the training's thread. Let it do its work in a thread of its own, have statistics less"
-                    " often (freq), or fewer metrics (log_filter=).",
+                    "The sink %s takes %.0f %% of the training's time: %.0f ms for the records of a step, in the"
+                    " training's thread. Move the sink's work to a thread of its own, collect statistics less often"
+                    " (freq), or select fewer metrics (log_filter=).",
                     type(sink).__name__,
                     100 * spent.seconds / elapsed,
                     1000 * spent.seconds / spent.writes,

@@ -17,7 +17,7 @@ from te_precision_callbacks.notices import Notices
 logger = logging.getLogger(__name__)
 
 _INSTEAD = {
-    "initialize": "The session has started nvidia-dlfw-inspect. The config that counts is the session's, config=.",
+    "initialize": "The session has started nvidia-dlfw-inspect, with the session's config=.",
     "initialize_training_step": "start_step= or session.iteration sets the debug iteration.",
     "step": "The session's own step() counts the debug iterations.",
     "infer_and_assign_layer_names": "The layers have the names of session.layers; layer_names='upstream' gives them the"

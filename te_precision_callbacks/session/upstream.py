@@ -77,8 +77,8 @@ def warn_unless_supported() -> None:
     low, high = (Version(bound) for bound in SUPPORTED_TE)
     if not low <= Version(Version(installed).base_version) < high:
         logger.warning(
-            "te-precision-callbacks was made for Transformer Engine >=%s,<%s, and %s is installed. It will be tried;"
-            " where something differs, observation fails with a message.",
+            "te-precision-callbacks was made for Transformer Engine >=%s,<%s, but %s is installed. The session tries to"
+            " run with it; where something differs, observation fails with a message.",
             *SUPPORTED_TE,
             installed,
         )
@@ -244,9 +244,9 @@ class Inspector:
 
         if debug_api.DEBUG_MANAGER is not None:
             raise SessionError(
-                "nvidia-dlfw-inspect is initialized already, by debug_api.initialize() in the script. Only one can run"
-                " at a time: call debug_api.end_debug() first, and leave initialize, step and end_debug to the session."
-                " Its config is config= of the session; layer_names='upstream' has its selectors mean the same layers."
+                "nvidia-dlfw-inspect is initialized already, by debug_api.initialize() in the script. Only one run can"
+                " be active: call debug_api.end_debug() first, and leave initialize, step and end_debug to the session."
+                " Pass its config as config=; with layer_names='upstream' its selectors select the same layers."
             )
         self._snapshot = Snapshot()
         self._snapshot.detach_handlers()
@@ -280,7 +280,7 @@ class Inspector:
             return claim(path)
         except OSError as error:
             raise SessionError(
-                f"log_dir={str(self._log_dir)!r} cannot be written to: {error}. Give a folder that can."
+                f"log_dir={str(self._log_dir)!r} cannot be written to: {error}. Give a writable folder."
             ) from error
 
     def _initialize(self, debug_api: Any, events: TextIO, receive: ScalarReceiver) -> None:

@@ -139,7 +139,7 @@ def _blockwise_request(entry: Mapping[Any, Any]) -> Request:
         raise UnknownStatisticError(f"only {BLOCKWISE!r} takes parameters, not {', '.join(map(repr, entry))}")
     parameters = entry[BLOCKWISE] if entry[BLOCKWISE] is not None else {}
     if not isinstance(parameters, Mapping):
-        raise UnknownStatisticError(f"the parameters of {BLOCKWISE!r} are block_size and dims, not {parameters!r}")
+        raise UnknownStatisticError(f"the parameters of {BLOCKWISE!r} must be block_size and dims, not {parameters!r}")
     for key in parameters:
         if key not in ("block_size", "dims"):
             raise UnknownStatisticError(f"{BLOCKWISE!r} takes block_size and dims, not {key!r}")
@@ -248,6 +248,6 @@ def logged_request(label: str) -> Request | None:
 def no_blocks(recipe: str) -> str:
     """Why a recipe that scales per tensor has no statistics of blocks, and what has."""
     return (
-        f"{recipe} has one scale for the whole tensor, and no blocks; 'scale_inv_max' and 'underflows%' are there for"
-        " it, and 'mxfp8_', 'fp8_block_scaling_' or 'nvfp4_' in front of the name asks what blocks would give"
+        f"{recipe} has one scale for the whole tensor, and no blocks; it has 'scale_inv_max' and 'underflows%'. To see"
+        " what blocks would give, put 'mxfp8_', 'fp8_block_scaling_' or 'nvfp4_' in front of the name"
     )

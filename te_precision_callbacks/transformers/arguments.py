@@ -91,7 +91,7 @@ class TrainingArguments(transformers.TrainingArguments):
         config: Any = self.te_precision_config
         if config is not None and not isinstance(config, (str, os.PathLike, Mapping)):
             raise OptionError(
-                "te_precision_config= is the path of a YAML file, or a mapping of the same content, not"
+                "te_precision_config= must be the path of a YAML file, or a mapping of the same content, not"
                 f" {type(config).__name__} {config!r}."
             )
         check_config_option(options, config)

@@ -84,7 +84,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         self._trainer: weakref.ref[transformers.Trainer] | None = None
         if trainer is not None:
             if not isinstance(trainer, transformers.Trainer):
-                raise OptionError(f"trainer= is a transformers.Trainer, not {trainer!r}.")
+                raise OptionError(f"trainer= must be a transformers.Trainer, not {trainer!r}.")
             self._trainer = weakref.ref(trainer)
             close_with(trainer, self)
 
@@ -127,13 +127,11 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         self._close(SessionError("Another training began."), at_once=False)
         close_abandoned()
         if model is None:
-            raise SessionError(
-                "on_train_begin: the event has no model. Call it with model=, as transformers' Trainer does."
-            )
+            raise SessionError("on_train_begin: the event has no model. Pass model=, as transformers' Trainer does.")
         refuse_data_parallel(args)
         if running_session() is not None:
             logger.warning(
-                "A session of another trainer or of the script is running, and in a process there is one at a time."
+                "A session of another trainer or of the script is running, and a process can have only one at a time."
                 " This training goes on without precision debugging."
             )
             return
@@ -142,7 +140,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         if handler is None:
             logger.warning(
                 "The callback handler that called PrecisionDebugTrainerCallback could not be found, so no integration"
-                " of report_to gets statistics: the statistics log and sinks= have them. Give the callback trainer=."
+                " of report_to gets statistics; the statistics log and sinks= do. Give the callback trainer=."
             )
         elif state.is_world_process_zero:
             reporting = Reporting(handler, MetricSelection(self._options.prefix, self._options.log_filter))

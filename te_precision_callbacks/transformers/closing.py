@@ -82,7 +82,7 @@ class _ClosingTrain:
         handler, callback = self._trainer.callback_handler, self._callback()
         if callback is not None and callback not in handler.callbacks:
             logger.warning(
-                "%s was given this trainer and is not one of its callbacks, so it does nothing. Add it with"
+                "%s was given this trainer but is not one of its callbacks, so it does nothing. Add it with"
                 " trainer.add_callback(callback).",
                 type(callback).__name__,
             )

@@ -77,7 +77,7 @@ class Trainer(transformers.Trainer):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, PrecisionDebugTrainerCallback):
                 return callback.session
-        raise SessionError("The trainer has no session: it has one with debug='te_precision', when train() begins.")
+        raise SessionError("The trainer has no session: with debug='te_precision' it starts one when train() begins.")
 
     def train(self, *arguments: Any, **keywords: Any) -> Any:
         """Train as transformers' Trainer does; every exception ends the debugging."""

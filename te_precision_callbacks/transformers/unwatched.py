@@ -43,7 +43,7 @@ class UnwatchedOptionsCallback(TrainerCallback):
         unwatched = [name for name in asked if name in DEBUG_OPTIONS and name not in watched]
         if unwatched:
             logger.warning(
-                "args.debug has %s, and nothing is watched: this trainer does not act on it. Use"
+                "args.debug has %s, but nothing is watched: this trainer does not act on args.debug. Use"
                 " te_precision_callbacks.transformers.Trainer, or a class that inherits from it and from the trainer's"
                 " own; or give the trainer callbacks=[PrecisionDebugTrainerCallback(config, debug=...)].",
                 " and ".join(map(repr, unwatched)),

@@ -197,9 +197,9 @@ def test_bad_arguments_are_refused_at_once() -> None:
     with pytest.raises(OptionError, match=r"The order is PrecisionDebugger\(accelerator, model, config\)"):
         PrecisionDebugger(model, accelerator)
     for wrong in (None, "model", [], [model, None]):
-        with pytest.raises(OptionError, match=r"model= is the torch\.nn\.Module that"):
+        with pytest.raises(OptionError, match=r"model= must be the torch\.nn\.Module that"):
             PrecisionDebugger(accelerator, wrong)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="step_on= is one of 'optimizer_step', 'batch', not 'epoch'"):
+    with pytest.raises(OptionError, match="step_on= must be one of 'optimizer_step', 'batch', not 'epoch'"):
         PrecisionDebugger(accelerator, model, step_on="epoch")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"no option 'prefx'. Did you mean 'prefix'\?"):
         PrecisionDebugger(accelerator, model, prefx="te")  # type: ignore[call-arg]
@@ -230,12 +230,12 @@ def test_steps_out_of_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
         assert debugger.session.running
         assert debugger.step(np.int64(3)) is None
         for wrong in ("3", 3.0, -1, True):
-            with pytest.raises(OptionError, match=r"step= is a count of steps from 0 on, not"):
+            with pytest.raises(OptionError, match=r"step= must be a whole number >= 0, not"):
                 debugger.step(wrong)  # type: ignore[arg-type]
     for _ in range(2):
         assert debugger.step() is None, "a run that was healthy goes on"
     assert [record.message for record in caplog.records if "the debugger was stopped" in record.message] == [
-        "step(): the debugger was stopped, so nothing is observed any more. Training goes on."
+        "step(): the debugger was stopped, so nothing more is observed. Training goes on."
     ]
 
 

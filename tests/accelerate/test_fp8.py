@@ -191,7 +191,7 @@ def test_a_second_name_of_a_converted_layer() -> None:
     _, model = converted(Sequential(OrderedDict(one=shared, two=shared)))
     assert isinstance(model.one, te.Linear)
     assert unconverted_layers(model) == {
-        "two": "it was added later, or stands under another name too, where it was converted"
+        "two": "it was added later, or also has another name, under which it was converted"
     }
 
 

@@ -125,7 +125,7 @@ def test_what_was_counted_in_another_way_is_not_taken_up(
     tmp_path: Path, checkpoint: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert resumed(keeper, tmp_path, checkpoint, before_start=True, step_on="batch") == list(range(6))
-    assert "was counted with step_on='optimizer_step', and is not restored with step_on='batch'" in caplog.text
+    assert "was counted with step_on='optimizer_step', so it is not restored with step_on='batch'" in caplog.text
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"iteration": "x", "step_on": "optimizer_step"}'])

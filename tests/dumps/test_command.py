@@ -70,7 +70,7 @@ def test_list_command(folder: Path) -> None:
     assert places == sorted(places)
     assert "bfloat16, MXFP8TensorStorage" in lines[places[0]]
     assert "a pickle without a header" in output
-    assert any(line.startswith("no dump:") and "notes.txt" in line for line in lines)
+    assert any(line.startswith("not a dump:") and "notes.txt" in line for line in lines)
     code, output = run("list", folder, "--json")
     answer = json.loads(output)
     assert code == 0

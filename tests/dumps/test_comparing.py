@@ -235,14 +235,14 @@ def test_different_shapes() -> None:
 
 
 def test_nothing_to_compare() -> None:
-    with pytest.raises(dumps.NothingToCompareError, match="in one dump to compare"):
+    with pytest.raises(dumps.NothingToCompareError, match="quantized form in the dump"):
         dumps.compare(plain(normal(2, 3)))
 
 
 def test_a_path_is_no_dump() -> None:
     use: Any
     for use in (dumps.compare, dumps.dequantize, lambda path: dumps.compare(plain(normal(2, 3)), path)):
-        with pytest.raises(dumps.DumpError, match=r"A dump is expected, not 'a.safetensors'. What load\(path\)"):
+        with pytest.raises(dumps.DumpError, match=r"A dump is expected, not 'a.safetensors'. .*load\(path\)"):
             use("a.safetensors")
 
 

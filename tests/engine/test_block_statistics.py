@@ -328,7 +328,7 @@ def test_a_layer_that_scales_per_tensor_has_no_blocks() -> None:
 def test_a_layer_without_a_recipe_has_no_blocks_of_its_own() -> None:
     found, failures = measured([Watched("l", "activation", 0, normal(32, 32))], ["underflow_blocks%", "underflows%"])
     assert found.keys() == {"fp8_current_scaling_underflows%"}
-    assert "'nvfp4_' in front of the name asks what blocks would give" in failures[0]
+    assert "put 'mxfp8_', 'fp8_block_scaling_' or 'nvfp4_' in front of the name" in failures[0]
 
 
 def test_what_is_not_asked_for_is_not_kept() -> None:

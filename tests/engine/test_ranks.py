@@ -406,9 +406,9 @@ def test_ranks_with_other_schedules_are_named_and_nothing_is_mixed(two: Ranks) -
 @pytest.mark.parametrize(
     ("attempt", "kind", "said"),
     [
-        ("another freq", "ConfigError", "all.transformer_engine.LogTensorStats.freq is 1, and 2"),
+        ("another freq", "ConfigError", "all.transformer_engine.LogTensorStats.freq is 1 in one and 2 in the other"),
         ("one more statistic", "ConfigError", "config 1 on rank 0; config 2 on rank 1"),
-        ("other names", "ConfigError", "They differ first in this: layer_names is None, and 'upstream'."),
+        ("other names", "ConfigError", "The first difference: layer_names is None in one and 'upstream' in the other."),
         ("another start_step", "SessionError", "iteration 0 on rank 0; iteration 5 on rank 1"),
     ],
 )

@@ -173,6 +173,6 @@ def test_a_user_who_has_it_warn(caplog: pytest.LogCaptureFixture) -> None:
         for value in (1.0, INF):
             step(model, optimizer, value)
     (record,) = caplog.records
-    assert (record.levelno, "is off from here on" in record.getMessage()) == (logging.ERROR, True)
-    with pytest.raises(OverflowOptionError, match="on_failure= is one of 'raise', 'warn', not 'ignore'"):
+    assert (record.levelno, "is off from now on" in record.getMessage()) == (logging.ERROR, True)
+    with pytest.raises(OverflowOptionError, match="on_failure= must be one of 'raise', 'warn', not 'ignore'"):
         DebugActivationOverflow(model, on_failure="ignore")  # type: ignore[arg-type]

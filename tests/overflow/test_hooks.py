@@ -212,7 +212,7 @@ def test_a_second_detector_takes_the_place_of_the_first(caplog: pytest.LogCaptur
     model[1](torch.tensor([INF]))
     with DebugActivationOverflow(model) as second:
         takes_over, found = (record.getMessage() for record in caplog.records)
-        assert "takes the place of another one" in takes_over
+        assert "replaces another detector" in takes_over
         assert found.startswith("> [0] 0: Scale: input[0] has infs"), "what the first had not told yet"
         model(torch.ones(1)).sum().backward()
         assert len({id(hook.receiver) for module in model.modules() for hook in module._forward_hooks.values()}) == 1
@@ -466,20 +466,20 @@ def test_the_model_is_let_go() -> None:
 @pytest.mark.parametrize(
     ("keywords", "text"),
     [
-        ({"mode": "fast"}, r"mode= is one of 'deferred', 'immediate', not 'fast'"),
-        ({"max_frames": 0}, r"max_frames= takes whole numbers from 1 on, not 0"),
+        ({"mode": "fast"}, r"mode= must be one of 'deferred', 'immediate', not 'fast'"),
+        ({"max_frames": 0}, r"max_frames= takes whole numbers >= 1, not 0"),
         ({"max_frames": 2.5}, r"max_frames="),
-        ({"trace_batches": 3}, r"trace_batches= is a list, not 3"),
-        ({"trace_batch_nums": [1], "trace_batches": [2]}, r"trace_batch_nums= is another name of trace_batches="),
+        ({"trace_batches": 3}, r"trace_batches= must be a list, not 3"),
+        ({"trace_batch_nums": [1], "trace_batches": [2]}, r"trace_batch_nums= is another name for trace_batches="),
         ({"max_frames_to_save": 21}, r"max_frames_to_save= counts modules.*Give max_frames="),
         ({"max_frame": 21}, r"There is no option 'max_frame'. Did you mean 'max_frames'\?"),
-        ({"trace_batches": [-1]}, r"trace_batches= takes whole numbers from 0 on"),
+        ({"trace_batches": [-1]}, r"trace_batches= takes whole numbers >= 0"),
         ({"abort_after_batch": True}, r"abort_after_batch="),
-        ({"allow_neg_inf": "encoder"}, r"allow_neg_inf= is a list, not 'encoder'"),
-        ({"allow_neg_inf": [3]}, r"allow_neg_inf= takes patterns of module paths, not 3"),
-        ({"warn_above": 0}, r"warn_above= is a share between 0 and 1, or None, not 0"),
+        ({"allow_neg_inf": "encoder"}, r"allow_neg_inf= must be a list, not 'encoder'"),
+        ({"allow_neg_inf": [3]}, r"allow_neg_inf= must hold patterns of module paths, not 3"),
+        ({"warn_above": 0}, r"warn_above= must be a fraction between 0 and 1, or None, not 0"),
         ({"warn_above": 2.0}, r"warn_above="),
-        ({"process_group": "world"}, r"process_group= is a torch\.distributed\.ProcessGroup, not 'world'"),
+        ({"process_group": "world"}, r"process_group= must be a torch\.distributed\.ProcessGroup, not 'world'"),
     ],
 )
 def test_bad_options(keywords: dict[str, Any], text: str) -> None:
@@ -492,7 +492,7 @@ def test_bad_options(keywords: dict[str, Any], text: str) -> None:
 
 @pytest.mark.parametrize("model", [None, [], [3], torch.ones(2), "model"])
 def test_no_model(model: Any) -> None:
-    with pytest.raises(OverflowDetectorError, match=r"The model is a torch\.nn\.Module, or a list or mapping of them"):
+    with pytest.raises(OverflowDetectorError, match=r"The model must be a torch\.nn\.Module, or a list or mapping"):
         DebugActivationOverflow(model)
 
 
@@ -600,8 +600,8 @@ def test_a_warning_before_the_overflow(caplog: pytest.LogCaptureFixture) -> None
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
         (
             logging.WARNING,
-            "0: Identity: output comes near an overflow in batch 1: abs_max=3.30e+04 is 50% of what float16 holds"
-            " (6.55e+04). This is said once for each module.",
+            "0: Identity: output is close to an overflow in batch 1: abs_max=3.30e+04 is 50% of the maximum of float16"
+            " (6.55e+04). This is logged once for each module.",
         )
     ]
     caplog.clear()

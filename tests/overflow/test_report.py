@@ -223,7 +223,7 @@ def test_weights_that_are_broken_already(value: float, steps: int) -> None:
             model(torch.ones(1, 2)).sum().backward()
             watching.look()
     kind = "nans" if value != value else "infs"
-    assert f"The weights are broken already, so that another precision does not help: 1.0.bias ({kind})." in str(
+    assert f"The weights are already broken, so another precision does not help: 1.0.bias ({kind})." in str(
         raised.value
     )
     assert ("checkpoint that was loaded" in str(raised.value)) == (steps == 0)

@@ -224,7 +224,7 @@ def test_a_gradient_that_is_not_finite_at_any_scale(mode: Any) -> None:
     model = Model()
     scaler = scaler_of(scale=2.0**4)
     with DebugActivationOverflow(model, mode=mode) as watching:
-        with pytest.raises(ActivationOverflowError, match=r"The loss was scaled by 1, so that the scale is not") as e:
+        with pytest.raises(ActivationOverflowError, match=r"The loss was scaled by only 1, so the scale is not") as e:
             plain(model, OPTIMIZERS["sgd"](model.parameters()), scaler, 20)
         assert (e.value.batch, scaler.get_scale()) == (4, 1.0)
     with DebugActivationOverflow(model, mode=mode) as watching:

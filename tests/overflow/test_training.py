@@ -169,7 +169,7 @@ def test_an_optimizer_of_flat_copies_is_warned_of(caplog: pytest.LogCaptureFixtu
         for _ in range(30):
             step(model, optimizer)
     (record,) = caplog.records
-    assert "none of which holds a parameter of the model" in record.getMessage()
+    assert "optimizers that hold no parameter of the model" in record.getMessage()
     assert "call look() of the detector before each of their steps" in record.getMessage()
     caplog.clear()
     with DebugActivationOverflow(model) as watching:

@@ -66,7 +66,7 @@ def test_a_statistic_that_cannot_be_had_is_told_so(tmp_path: Path, caplog: pytes
     with InspectSession(config(when="underflow_blocks% >= 0", stats=stats), model=net, log_dir=tmp_path) as session:
         step(session, net, random(0), recipe=Float8CurrentScaling())
     (message,) = messages(caplog, "DumpTensors")
-    assert "the statistic was due, and could not be had" in message
+    assert "the statistic was due, but could not be computed" in message
 
 
 # --- once ------------------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def test_what_lacks_a_quantized_tensor_is_told_once(tmp_path: Path, caplog: pyte
         for number in range(2):
             step(session, net, random(number))
     (message,) = messages(caplog, "nothing is written")
-    assert message.endswith("of activation of 0: it has no quantized_tensor. Further tensors without are not named.")
+    assert message.endswith("of activation of 0: it has no quantized_tensor. Further such tensors are not named.")
 
 
 def test_a_condition_that_cannot_hold_is_told_once_without_a_session(
@@ -177,7 +177,7 @@ def test_a_small_budget_holds_small_files(tmp_path: Path, caplog: pytest.LogCapt
     assert sum(sizes) <= 20_000 < sum(sizes) + max(sizes) + 64
     assert len(sizes) >= 5
     (message,) = messages(caplog, "DumpTensors stops")
-    assert "max_bytes=20,000 does not hold the next file, of up to " in message
+    assert "max_bytes=20,000 leaves no room for the next file, of up to " in message
     assert f"{sum(sizes):,} bytes are in use." in message
 
 

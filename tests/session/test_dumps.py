@@ -180,7 +180,7 @@ def test_a_budget_is_not_exceeded_and_training_is_bit_equal(tmp_path: Path, capl
     written = sum(path.stat().st_size for path in found.values())
     assert 9_000_000 < written <= 10_000_000
     (message,) = messages(caplog, "DumpTensors")
-    assert "max_bytes=10,000,000 does not hold the next file" in message
+    assert "max_bytes=10,000,000 leaves no room for the next file" in message
     for path in found.values():
         dumps.load(path, allow_pickle=True)
     watched = config(tensors=TENSORS, quantized_tensor=True, max_files=1, start_step=10**9)
@@ -205,7 +205,7 @@ def test_a_budget_of_files_counts_those_of_an_earlier_run(tmp_path: Path, caplog
     }, "the second run's first one is beside the first run's, and its second one is not there"
     for name, seed in (("iter_000000/linear.activation", 0), ("iter_000000/linear.activation.1", 10)):
         assert torch.equal(dumps.load(found[f"{name}.safetensors"]).tensors["high_precision"], random(seed))
-    assert len(messages(caplog, "max_files=3 is used up: there are 3 files")) == 1
+    assert len(messages(caplog, "max_files=3 is reached: there are 3 files")) == 1
 
 
 # --- conditions ------------------------------------------------------------------------------------------------------
@@ -387,7 +387,7 @@ def test_what_does_not_fit_until_the_steps_end_is_said_once(tmp_path: Path, capl
         for number in range(3):
             step(session, net, random(number))
     assert list(files(tmp_path)) == [f"iter_00000{n}/0.activation.safetensors" for n in range(3)]
-    assert len(messages(caplog, "is not held until the step's end")) == 1
+    assert len(messages(caplog, "tensors are held in memory until the step's end")) == 1
 
 
 # --- the disk --------------------------------------------------------------------------------------------------------
@@ -513,7 +513,7 @@ def test_a_writing_thread_that_ends_is_told_once(
         for number in range(4):
             step(session, net, random(2 * number), random(2 * number + 1))
             session._run.observation.recorder._disk._writer.drain()
-    (message,) = messages(caplog, "The thread that writes has ended: SystemExit: a library has ended the thread.")
+    (message,) = messages(caplog, "The thread that writes dumps has ended: SystemExit: a library has ended the thread.")
     assert "No more tensors are dumped" in message
     assert not files(tmp_path)
 

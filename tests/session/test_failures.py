@@ -247,20 +247,20 @@ def test_a_config_that_does_nothing_says_so(tmp_path: Path, caplog: pytest.LogCa
     ("keywords", "message"),
     [
         ({"log_dirs": "x"}, "Did you mean 'log_dir'"),
-        ({"strict": "yes"}, "strict= is True or False"),
+        ({"strict": "yes"}, "strict= must be True or False"),
         ({"start_step": -1}, "start_step="),
-        ({"statistics_log": "rank1"}, "statistics_log= is one of 'rank0', 'all', 'off', not 'rank1'"),
+        ({"statistics_log": "rank1"}, "statistics_log= must be one of 'rank0', 'all', 'off', not 'rank1'"),
         ({"sinks": [print]}, "start, write and close"),
         ({"feature_dirs": "not/there"}, "not a folder"),
-        ({"feature_dirs": 5}, "feature_dirs= is a list"),
+        ({"feature_dirs": 5}, "feature_dirs= must be a list"),
         ({"features": [5]}, "features= takes classes"),
-        ({"features": int}, "features= is a list"),
-        ({"sinks": 5}, "sinks= is a list"),
-        ({"log_dir": 5}, "log_dir= is a path"),
-        ({"prefix": 7}, "prefix= is a text"),
+        ({"features": int}, "features= must be a list"),
+        ({"sinks": 5}, "sinks= must be a list"),
+        ({"log_dir": 5}, "log_dir= must be a path"),
+        ({"prefix": 7}, "prefix= must be a text"),
         ({"start_step": True}, "start_step="),
         ({"process_group": "world"}, "process_group="),
-        ({"log_filter": 5}, "log_filter takes"),
+        ({"log_filter": 5}, "log_filter= takes"),
     ],
 )
 def test_bad_options_are_refused(keywords: dict[str, Any], message: str) -> None:
@@ -291,7 +291,7 @@ def test_a_statistic_that_a_layer_cannot_have_is_a_warning(tmp_path: Path, caplo
         train(session, net)
     assert set(keeper.values("mxfp8_mse")) == {0, 1, 2}
     assert not keeper.values("fp8_delayed_scaling_mse")
-    warnings = [record for record in caplog.records if "cannot be had" in record.message]
+    warnings = [record for record in caplog.records if "cannot be observed" in record.message]
     assert [record.levelname for record in warnings] == ["WARNING"]
     assert "fp8_delayed_scaling_mse of linear activation" in warnings[0].message
     assert "failed" not in caplog.text
@@ -314,7 +314,7 @@ def test_a_scalar_that_is_no_number_costs_no_other(tmp_path: Path, keeper: Keepe
         train(session, net)
     assert set(keeper.values("max")) == {0, 1, 2}
     assert {row.statistic for row in keeper.steps[0]} == {"max", "l1_norm", "good"}
-    assert "'mine': TypeError: it is one number, not a tensor of shape (2,)" in reports(caplog)[0]
+    assert "'mine': TypeError: it must be one number, not a tensor of shape (2,)" in reports(caplog)[0]
 
 
 def test_a_disk_that_takes_nothing_from_the_start(tmp_path: Path) -> None:

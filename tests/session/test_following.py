@@ -110,7 +110,7 @@ def test_a_kept_function_that_names_the_layers_anew_loses_nothing(
             session.step()
     assert [{row.layer for row in records} for records in keeper.steps] == [{"first", "second"}] * 3
     (text,) = said(caplog)
-    assert "another name to a layer while the session is running: first was 'model.first'." in text
+    assert "has renamed a layer while the session is running: first was named 'model.first'." in text
 
 
 def test_what_was_gathered_when_the_script_ends_upstream_is_written(
@@ -189,7 +189,7 @@ def test_a_module_outside_of_the_tree_is_said(tmp_path: Path, caplog: pytest.Log
             train(net)
             session.step()
     (text,) = said(caplog)
-    assert "Linear 'in_a_list' trains outside of the model" in text
+    assert "Linear 'in_a_list' trains outside the model" in text
 
 
 def test_a_teacher_that_only_evaluates_is_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -172,7 +172,7 @@ def test_a_backward_in_high_precision_is_told_and_what_is_missing_is_said(
     config = statistics(tensors=["activation", "gradient", "dgrad", "wgrad"])
     fp8, high = "FP8 E4M3 FP8 E4M3", "FP32 FP32"
     assert audit(config, tmp_path, recipe=recipe) == {"fprop": fp8, "dgrad": high, "wgrad": high}
-    assert "What features do with dgrad, wgrad, gradient of linear cannot be had" in caplog.text
+    assert "What features do with dgrad, wgrad, gradient of linear cannot be observed" in caplog.text
     assert f"backward_override='{override}'" in caplog.text
     assert "Tensor: gradient, gemm wgrad - High Precision" in " ".join(f"Tensor: {line}" for line in events(tmp_path))
 

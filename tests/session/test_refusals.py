@@ -383,7 +383,7 @@ def test_what_is_left_of_a_layer_with_a_quantized_input(
             session.step()
     assert {row.tensor for records in keeper.steps for row in records} == {"gradient"}
     (text,) = warnings_of(caplog)
-    assert "What features do with activation of second cannot be had: its input comes quantized" in text
+    assert "What features do with activation of second cannot be observed: its input is already quantized" in text
 
 
 def test_fp8_attention(tmp_path: Path) -> None:

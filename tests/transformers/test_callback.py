@@ -291,7 +291,7 @@ def test_a_bad_config_is_an_error_before_the_first_step(tmp_path: Path) -> None:
 
 
 def test_what_is_no_trainer_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"trainer= is a transformers.Trainer, not 'trainer'"):
+    with pytest.raises(OptionError, match=r"trainer= must be a transformers.Trainer, not 'trainer'"):
         PrecisionDebugTrainerCallback(trainer="trainer")  # type: ignore[arg-type]
 
 

@@ -123,7 +123,7 @@ def test_a_path_and_a_mapping_are_configs_too(tmp_path: Path) -> None:
     assert json.loads(args.to_json_string())["te_precision_config"] == str(tmp_path / "my.yaml")
     args = arguments(Path("run"), TrainingArguments, debug="te_precision", te_precision_config=statistics())
     assert json.loads(args.to_json_string())["te_precision_config"] == statistics()
-    with pytest.raises(OptionError, match=r"te_precision_config= is the path .* not int 3"):
+    with pytest.raises(OptionError, match=r"te_precision_config= must be the path .* not int 3"):
         arguments(Path("run"), TrainingArguments, debug="te_precision", te_precision_config=3)
 
 

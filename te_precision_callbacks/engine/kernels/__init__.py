@@ -99,4 +99,4 @@ def _with_triton(
 
 
 def _say(why: str) -> None:
-    logger.warning("Statistics on the GPU are computed by plain torch operations, slower and equally exact. %s", why)
+    logger.warning("Statistics on the GPU are computed by plain torch operations: slower, but equally exact. %s", why)

@@ -74,15 +74,15 @@ def _has_compiler() -> bool:
     try:
         cpp_builder.get_cpp_compiler()
     except Exception as error:
-        _say(error, "A C++ compiler such as g++ makes it possible.")
+        _say(error, "Install a C++ compiler such as g++.")
         return False
     return True
 
 
 def _say(error: Exception, advice: str) -> None:
     logger.warning(
-        "Statistics on the CPU are computed by plain torch operations, up to thirty times slower and equally exact: the"
-        " compiled pass cannot be made (%s: %s). %s",
+        "Statistics on the CPU are computed by plain torch operations, up to thirty times slower but equally exact: the"
+        " fast pass cannot be compiled (%s: %s). %s",
         type(error).__name__,
         str(error).strip().splitlines()[0] if str(error).strip() else "no message",
         advice,

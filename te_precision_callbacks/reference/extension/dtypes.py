@@ -39,7 +39,7 @@ def torch_dtype(dtype: SupportsInt) -> torch.dtype:
     """
     found = _TORCH.get(int(dtype))
     if found is None:
-        raise ReferenceBackendError(f"{dtype!r} is no element type of a torch tensor.")
+        raise ReferenceBackendError(f"{dtype!r} is not an element type of a torch tensor.")
     return found
 
 

@@ -100,7 +100,7 @@ def generic_gemm(
         raise MissingFunctionError("generic_gemm(comm_overlap=...): userbuffers are not in the reference backend.")
     beta = (1.0 if accumulate else 0.0) if beta is None else beta
     if beta != 0.0 and not accumulate:
-        raise ReferenceBackendError(f"beta={beta} without accumulate=True: there is nothing that it would apply to.")
+        raise ReferenceBackendError(f"beta={beta} without accumulate=True: beta would apply to nothing.")
 
     a = operand(A, rowwise=transA, name="A")
     b = operand(B, rowwise=not transB, name="B")
@@ -359,7 +359,7 @@ def _check_fp8_blocks(
     if (grad and with_bias) or (gelu and not grad):
         raise ReferenceBackendError(
             "Epilogue requested outside of the available and tested cuBLAS functionality for FP8 block scaled GEMM: it "
-            "adds a bias or multiplies by GELU's gradient; compute a bias gradient, or GELU, apart."
+            "adds a bias or multiplies by GELU's gradient; compute a bias gradient, or GELU, separately."
         )
     if gelu and dtype == torch.float32:
         raise ReferenceBackendError(
@@ -370,7 +370,7 @@ def _check_fp8_blocks(
         # So says test_split_accumulator_enforced of Transformer Engine's test_float8_blockwise_gemm_exact.py.
         raise ReferenceBackendError(
             f"FP8 block scaling without use_split_accumulator: {NOT_SUPPORTED}. te.ops.GroupedLinear asks for that "
-            "where cuBLAS is older than 13.6, which the reference backend stands for; use te.GroupedLinear."
+            "where cuBLAS is older than 13.6, as the reference backend reports; use te.GroupedLinear."
         )
 
 
