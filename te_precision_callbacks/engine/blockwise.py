@@ -5,8 +5,8 @@
     range_columns(blocks, {Of.RANGES, Of.RANGE_BINS})          # block_dynamic_range_*, of the blocks of a recipe
 
 ``max_blockwise_dynamic_range`` is as in Transformer Engine 2.20.2 (``debug/features/utils/stats_computation.py:
-compute_max_blockwise_dynamic_range``), but that a block at the edge may be a partial one, and that what is not finite
-is left out.
+compute_max_blockwise_dynamic_range``), with two differences: a block at the edge may be partial, and elements that are
+not finite are left out.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _log2_of_ratio(largest: torch.Tensor, smallest: torch.Tensor) -> torch.Tenso
 
 
 def _extremes(pieces: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row the largest magnitude, or 0, and the smallest one above 0, or inf."""
+    """The largest magnitude of each row, or 0, and the smallest above 0, or inf."""
     magnitude = eager.widened(pieces).abs()
     counted = (magnitude > 0) & (magnitude < math.inf)
     return torch.where(counted, magnitude, 0.0).amax(1), torch.where(counted, magnitude, math.inf).amin(1)
@@ -80,11 +80,11 @@ def _extremes(pieces: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def range_columns(
     blocks: torch.Tensor, wanted: Collection[Of]
 ) -> dict[Of, tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """What is wanted of the dynamic ranges log2(max(abs(x)) / min(abs(x))) of blocks, over x != 0.
+    """The columns of the dynamic ranges log2(max(abs(x)) / min(abs(x))) of blocks, over x != 0.
 
     Args:
-        blocks: [blocks, elements], any float dtype; what is not finite is left out.
-        wanted: of it :data:`RANGE_KINDS` are given.
+        blocks: [blocks, elements], any float dtype; elements that are not finite are left out.
+        wanted: the kinds to compute; those outside :data:`RANGE_KINDS` are ignored.
 
     Returns:
         The columns that are added and those of which the maximum is kept: RANGE_SUMS and RANGE_MAXIMA, the counts of

@@ -1,12 +1,12 @@
 """The statistics engine: takes tensors during a step, and gives their statistics at its end.
 
     engine = StatisticsEngine()
-    engine.note(Watched(...), requests)       # what a feature wants to know of a tensor
+    engine.note(Watched(...), requests)       # the statistics that a feature asks for
     engine.measure()                          # one pass for all notes of that tensor; nothing waits for the device
     measurements = engine.flush(reduce=True)  # at the end of the step, on all ranks
 
-A run has one, in its :class:`te_precision_callbacks.observation.Observation`. It knows neither trainers nor the
-registry of features.
+A run has one engine, in its :class:`te_precision_callbacks.observation.Observation`. The engine knows neither trainers
+nor the registry of features.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ logger = logging.getLogger(__name__)
 _WEIGHT = "weight"
 
 OnFailure = Callable[[str, str, Exception], None]
-"""Called with what was tried, of what, and the exception."""
+"""Called with what was tried, with which tensor, and the exception."""
 
 
 class Placement(NamedTuple):
-    """How a layer is split over its tensor-parallel group, and what of its tensors Transformer Engine shows.
+    """How a layer is split over its tensor-parallel group, and which part of its tensors Transformer Engine shows.
 
     Read from TE 2.20.2 (``pytorch/module/{linear,layernorm_linear,layernorm_mlp,base}.py`` and
-    ``distributed.py: gather_along_first_dim``). *Parts*: each rank has another part of the tensor, and all count.
-    *Alike*: each has the whole tensor, and the first rank's counts. *Terms*: each has a matrix of the whole size, which
-    TE adds up only after showing it; all count, as the products that were computed, so that these are not the
-    statistics of the sum. wgrad is besides that a term of each data-parallel rank and each micro-batch.
+    ``distributed.py: gather_along_first_dim``). *Parts*: each rank has another part of the tensor, and all parts count.
+    *Alike*: each rank has the whole tensor, and the first rank's counts. *Terms*: each rank has a matrix of the whole
+    size, and TE adds the matrices only after showing them; all count, as the products that were computed, so these are
+    not the statistics of the sum. In addition, wgrad is a term of each data-parallel rank and each micro-batch.
 
     =================  ==================  =====================  =======================
     tensor             column-parallel     row-parallel           neither (all is copied)
@@ -80,9 +80,9 @@ class Placement(NamedTuple):
     dgrad              terms               parts                  alike, ``s`` parts
     =================  ==================  =====================  =======================
 
-    ``s``: with sequence parallelism. A column-parallel layer then shows its input before it is gathered; a row-parallel
-    one shows the gradient of its output after it was gathered. With ``return_layernorm_output_gathered`` TE shows the
-    input before and after: each of its elements counts once more for each rank.
+    ``s``: with sequence parallelism. A column-parallel layer then shows its input before the input is gathered; a
+    row-parallel layer shows the gradient of its output after the gradient was gathered. With
+    ``return_layernorm_output_gathered`` TE shows the input before and after: each element counts once more per rank.
 
     Attributes:
         rank: in the group.
@@ -102,7 +102,7 @@ class Placement(NamedTuple):
         return 0 if self.mode is None else self.rank
 
     def contributes(self, tensor: str) -> bool:
-        """Whether what this rank sees of a tensor counts, or the first one has the same."""
+        """Whether this rank's part of a tensor counts; False if the first rank has the same."""
         if self.mode == "column":
             alike = tensor == "activation" and not self.sequence_parallel
         elif self.mode == "row":
@@ -116,17 +116,17 @@ class StatisticsEngine:
     """See the module's description.
 
     Args:
-        series: those of the run; None for a table of its own.
-        on_failure: see below. None: it is logged, once for each thing that was tried.
+        series: those of the run; None for a table of the engine's own.
+        on_failure: see below. None: a failure is logged, once for each thing that was tried.
 
     Attributes:
-        placements: layer -> how it is split over its tensor-parallel group; a layer that is not in it is taken as not
-            split, but for its weight.
+        placements: layer -> how the layer is split over its tensor-parallel group; a layer without a placement is taken
+            as not split, except for its weight.
         has_news: whether anything was watched since the last flush.
-        iteration: of what was watched last.
+        iteration: the debug iteration of the tensor that was watched last.
         series: those of the run.
-        on_failure: called with what was tried, of what, and the exception where a statistic cannot be had. The others
-            of the tensor are measured all the same.
+        on_failure: called with what was tried, with which tensor, and the exception if a statistic cannot be computed.
+            The tensor's other statistics are measured all the same.
     """
 
     def __init__(self, series: SeriesTable | None = None, on_failure: OnFailure | None = None) -> None:
@@ -143,7 +143,7 @@ class StatisticsEngine:
         self.notices = Notices()
 
     def note(self, watched: Watched, requests: Sequence[Request]) -> None:
-        """Note what is wanted of a tensor; :meth:`measure` does it, in one pass for all notes of the tensor."""
+        """Note statistics to compute of a tensor; :meth:`measure` computes all notes of the tensor in one pass."""
         if self._noted is not None and self._noted[0].values is watched.values:
             self._noted[1].extend(requests)
         else:
@@ -155,7 +155,7 @@ class StatisticsEngine:
         if self._noted is not None:
             (watched, requests), self._noted = self._noted, None
             self.has_news, self.iteration = True, watched.iteration
-            # Not in inference mode, in which a validation may run: what is made there cannot be changed later.
+            # Not in inference mode, in which a validation may run: tensors made there cannot be changed later.
             with torch.inference_mode(False), torch.no_grad():
                 self._measure(watched, requests)
 
@@ -176,12 +176,12 @@ class StatisticsEngine:
         """The statistics since the last :meth:`forget`.
 
         Args:
-            reduce: whether over the ranks of ``group``, all of which must call it alike.
-            group: None for all ranks.
-            stamp: what these ranks must have alike.
+            reduce: whether to reduce over the ranks of ``group``, all of which must call this method alike.
+            group: the process group; None for all ranks.
+            stamp: what must be equal on these ranks.
 
         Raises:
-            RanksDifferError: they have not; on all ranks.
+            RanksDifferError: the stamps differ; raised on all ranks.
             ReductionError: an earlier reduction failed.
         """
         if reduce and self._reduction.group is not group:
@@ -203,7 +203,7 @@ class StatisticsEngine:
         return reading
 
     def forget(self) -> None:
-        """Begin afresh: what was collected is in good hands."""
+        """Discard what was collected, which the caller has taken, and begin afresh."""
         with torch.inference_mode(False), torch.no_grad():
             self._slots.reset()
         self.has_news = False
@@ -221,7 +221,7 @@ def _log_failure_once() -> OnFailure:
 
 
 class _Reading:
-    """How the numbers of a table's rows are had: made once for the steps in which the same is due.
+    """How to compute the numbers of a table's rows: made once for all steps in which the same statistics are due.
 
     Args:
         rows: the rows.
@@ -230,8 +230,8 @@ class _Reading:
 
     def __init__(self, rows: Rows, table: SeriesTable) -> None:
         numbers: list[int] = []
-        places: dict[str, list[tuple[int, int]]] = {}  # of each statistic, in which row and at which place it is
-        histograms: dict[Of, list[tuple[int, int]]] = {}  # of each kind, in which row and of which series it is
+        places: dict[str, list[tuple[int, int]]] = {}  # statistic -> its (row, place) pairs
+        histograms: dict[Of, list[tuple[int, int]]] = {}  # kind -> its (row, series) pairs
         for row, (key, labels) in enumerate(zip(rows.keys, rows.outputs, strict=True)):
             for label in labels:
                 number = table.intern(key.layer, key.tensor, label)
@@ -315,7 +315,7 @@ _MOMENTS = _Kind(Of.TENSOR)
 _EXPONENTS = _Kind(Of.EXPONENTS)
 
 _OF_SCALES = frozenset({Of.SCALES, Of.SCALE_BINS, Of.SCALE_LIMITS})
-"""What can be had of a tensor that exists in its quantized form only."""
+"""What can be measured of a tensor that exists in its quantized form only."""
 
 
 class _Measuring:
@@ -332,7 +332,7 @@ class _Measuring:
         self._quantized = watched.quantized()
         self._recipe = recipe_of(watched.quantizer)
         kind = type(watched.quantizer).__name__
-        no_quantizer = watched.quantizer is None or kind == IDENTITY_QUANTIZER  # Transformer Engine's for no recipe
+        no_quantizer = watched.quantizer is None or kind == IDENTITY_QUANTIZER  # TE's quantizer without a recipe
         self._unknown_quantizer = None if no_quantizer or self._recipe is not None else kind
         if watched.values is None and self._quantized is not None:
             self._values = self._quantized.dequantize().detach()
@@ -346,13 +346,13 @@ class _Measuring:
         self._wanted: Mapping[_Kind, Sequence[Request]] = {}
 
     def resolved(self, request: Request) -> Request:
-        """Where the layer runs no recipe, what one would give: its quantizer's if it has one, else current scaling."""
+        """The request; if the layer runs no recipe, for the recipe of its quantizer, else for current scaling."""
         if request.recipe != OWN_RECIPE or self._quantized is not None or self._unknown_quantizer is not None:
             return request
         return request.under(self._recipe if self._recipe in RECIPES else "fp8_current_scaling")
 
     def run(self, wanted: Mapping[_Kind, Sequence[Request]]) -> None:
-        """Measure what is wanted, and merge it into the slots."""
+        """Measure the kinds that are wanted, and merge the results into the slots."""
         slots, seen = self._engine._slots, self._engine._weights_seen
         self._wanted = {}
         for kind, requests in wanted.items():
@@ -395,7 +395,7 @@ class _Measuring:
             self._compare(form, found, compared, amax)
 
     def _held(self, form: _Form) -> PerTensor | InBlocks | None:
-        """What a GEMM of the layer reads of a form; None where that must be simulated."""
+        """The quantized data of a form that a GEMM of the layer reads; None where the form must be simulated."""
         quantized = self._watched.quantized(columnwise=form.columnwise)
         if quantized is None and form.recipe == OWN_RECIPE and self._unknown_quantizer is not None:
             raise QuantizationError(f"the layer's quantizer, {self._unknown_quantizer}, belongs to no known recipe")
@@ -419,7 +419,7 @@ class _Measuring:
         compared: torch.Tensor | None,
         amax: torch.Tensor | None,
     ) -> None:
-        """Merge what is wanted of a form, and report what of it cannot be had."""
+        """Merge the kinds that are wanted of a form, and report those that cannot be measured."""
         wanted = {kind.of for kind in self._wanted if kind.form == form}
         its_recipe = form.recipe or recipe_of(self._quantizer(form.columnwise)) or ""
         refused: dict[str, set[Of]] = {}
@@ -458,7 +458,8 @@ class _Measuring:
         return simulate(form.recipe, self._values, amax, wanted, settings, columnwise=form.columnwise)
 
     def _settings(self, form: _Form) -> Settings:
-        """Those of the layer's own quantizer of the recipe, else the recipe's defaults; in the format that is named."""
+        """The settings of the layer's own quantizer if it has the recipe, else the recipe's defaults; in the format of
+        the form."""
         own = self._quantizer(form.columnwise)
         if form.recipe != recipe_of(own):
             return default_settings(form.recipe, self._watched.tensor, e5m2=form.e5m2)
@@ -466,8 +467,8 @@ class _Measuring:
         return settings if form.e5m2 is None else settings._replace(e5m2=form.e5m2)
 
     def _quantizer(self, columnwise: bool) -> Any:
-        """That of the quantized tensor that a GEMM reads, else that of the layer: a feature may have put another
-        quantized tensor there than the layer's recipe would.
+        """The quantizer of the quantized tensor that a GEMM reads, else the layer's: a feature may have replaced the
+        tensor that the layer's recipe would give.
         """
         its = getattr(self._watched.quantized(columnwise=columnwise), "_quantizer", None)
         return self._watched.quantizer if recipe_of(its) is None else its

@@ -1,7 +1,7 @@
 """Measures what quantization made, or would make, of a tensor: the columns for its statistics.
 
     found = read(quantized_tensor, columnwise=False)        # Transformer Engine's quantized tensor, of any recipe
-    found.columns(tensor, {Of.QUANTIZED, Of.LOSSES})        # what it has of each kind, where it has blocks
+    found.columns(tensor, {Of.QUANTIZED, Of.LOSSES})        # columns of each kind, if the tensor has blocks
     would = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, default_settings("mxfp8", "gradient"),
                      columnwise=False)
     would = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, settings_of(quantizer), columnwise=False)
@@ -33,17 +33,17 @@ from te_precision_callbacks.statistics.names import no_blocks
 from te_precision_callbacks.statistics.table import OF_BLOCKS, SCALES, Of
 
 SCALE_SUMS = ("scales", "scale_sum", "scale_square_sum")
-"""Of the factors: their number, their sum, that of their squares."""
+"""The number of factors, their sum, and the sum of their squares."""
 
 SCALE_MAXIMA = ("scale_max", "negated_scale_min")
 """The largest factor, and the negated smallest."""
 
 LIMIT_SUMS = ("blocks", "saturated", "flushed", "zero_blocks")
-"""Number of blocks; of those with an element other than 0, how many have a scale at a limit, and at the lower one; and
-how many blocks have none."""
+"""Number of blocks; of blocks with an element other than 0, the number with a scale at a limit, and at the lower limit;
+number of blocks with zeros only."""
 
 LOSS_SUMS = ("blocks", "underflow_blocks", "overflow_blocks")
-"""Number of blocks; of those with an underflow; of those with an overflow."""
+"""Number of blocks; of blocks with an underflow; of blocks with an overflow."""
 
 LOSS_MAXIMA = ("underflow_share",)
 """The largest share of underflows among the finite elements of a block."""
@@ -55,7 +55,7 @@ _COMPARED, _UNDERFLOWS, _OVERFLOWS, _, _SIGNAL = range(len(COMPARISON_SUMS))
 
 
 class QuantizationError(PrecisionDebugError, RuntimeError):
-    """A statistic of a quantized tensor that cannot be had."""
+    """A statistic of a quantized tensor that cannot be computed."""
 
 
 class PerTensor(NamedTuple):
@@ -75,8 +75,8 @@ def read(quantized: Any, *, columnwise: bool) -> PerTensor | InBlocks:
         columnwise: which of its data. The columnwise data of per-tensor FP8 are its rowwise data.
 
     Raises:
-        QuantizationError: it does not hold these data, the data are of a Hadamard transform of the tensor, or the
-            format is not one of these.
+        QuantizationError: the tensor does not hold these data, the data are of a Hadamard transform of the tensor, or
+            the format is not one of these.
     """
     per_tensor = hasattr(quantized, "_scale_inv")
     direction = "columnwise" if columnwise else "rowwise"
@@ -101,20 +101,20 @@ class InBlocks:
     """A tensor that is quantized in blocks.
 
     Attributes:
-        part: one direction of it.
-        block: rows and columns of what shares a scale. That of square blocks of MXFP8 and NVFP4 is stored for each row,
-            or column, again.
+        part: one direction of the tensor.
+        block: rows and columns of a block, which shares a scale. For square blocks of MXFP8 and NVFP4 the scale is
+            stored again for each row, or column.
     """
 
     part: Stored
     block: tuple[int, int]
 
     def columns(self, values: torch.Tensor | None, wanted: Collection[Of]) -> Mapping[Of, SumsAndMaxima]:
-        """What is wanted of it.
+        """The columns of the kinds that are wanted.
 
         Args:
-            values: what was quantized, any shape and float dtype; None where it is not there.
-            wanted: without ``values``, only of the scales.
+            values: the tensor before quantization, any shape and float dtype; None if it does not exist.
+            wanted: the kinds; without ``values``, only kinds of the scales.
         """
         part = self.part
         down, along = (side // stored_side for side, stored_side in zip(self.block, part.block, strict=True))
@@ -140,7 +140,7 @@ def _occupied(blocks: torch.Tensor) -> torch.Tensor:
 
 
 class _Scales(NamedTuple):
-    """Of each block the factor from code to value and the scale as stored, float32; and the limits of the latter."""
+    """The factor from code to value and the stored scale of each block, float32; and the limits of the stored scale."""
 
     factors: torch.Tensor
     stored: torch.Tensor
@@ -157,7 +157,7 @@ def _needs_comparison(wanted: Collection[Of]) -> bool:
 
 
 def _needs_blocks(wanted: Collection[Of]) -> bool:
-    """Whether each block must be looked at: its losses, or whether it has a scale that tells something."""
+    """Whether each block must be looked at: for its losses, or for whether its scale means anything."""
     return not _BY_BLOCK.isdisjoint(wanted)
 
 
@@ -167,7 +167,7 @@ _BY_BLOCK = frozenset({Of.LOSSES, Of.SCALES, Of.SCALE_BINS, Of.SCALE_LIMITS})
 def _compared(
     blocks: torch.Tensor, elements: torch.Tensor, factors: torch.Tensor, number_format: FloatFormat, *, by_block: bool
 ) -> torch.Tensor:
-    """COMPARISON_SUMS of blocks and the numbers that their codes stand for: [5, blocks], or [5, 1] of all."""
+    """COMPARISON_SUMS of blocks and their decoded codes: [5, blocks], or [5, 1] over all blocks."""
     function = _comparison(number_format, by_block)
     pieces = compiled.pieces(blocks)
     sizes = [len(piece) for piece in pieces]
@@ -196,19 +196,19 @@ def _columns(
     occupied: torch.Tensor | None,
     blocks: torch.Tensor | None,
 ) -> dict[Of, SumsAndMaxima]:
-    """What is wanted.
+    """The columns of the kinds that are wanted.
 
     Args:
-        wanted: which columns.
-        compared: COMPARISON_SUMS, [5, blocks] where something of each block is wanted.
+        wanted: the kinds.
+        compared: COMPARISON_SUMS, [5, blocks] if a kind needs each block.
         scales: of the blocks.
-        occupied: bool, [blocks]: which have an element other than 0; None where ``compared`` tells.
-        blocks: [blocks, elements], what was quantized; needed for the ranges.
+        occupied: bool, [blocks]: which have an element other than 0; None if ``compared`` tells.
+        blocks: [blocks, elements], before quantization; needed for the ranges.
     """
     found: dict[Of, SumsAndMaxima] = {}
     if occupied is None and compared is not None and _needs_blocks(wanted):
         occupied = compared[_SIGNAL] > 0
-    # The factor of a block of zeros is the recipe's own, and tells nothing of the tensor.
+    # The factor of a block of zeros is set by the recipe, and says nothing about the tensor.
     factors = scales.factors if occupied is None else torch.where(occupied, scales.factors, 0.0)
     if Of.SCALES in wanted:
         found[Of.SCALES] = scale_columns(factors)
@@ -234,21 +234,21 @@ def _loss_columns(compared: torch.Tensor) -> SumsAndMaxima:
 
 def _limit_sums(scales: _Scales, occupied: torch.Tensor) -> torch.Tensor:
     flushed = occupied & (scales.stored <= scales.low)
-    # Not "above the upper limit": a scale that is nan is no scale either.
+    # Not "above the upper limit": a scale that is nan counts too.
     saturated = flushed | (occupied & ~(scales.stored < scales.high))
     number = torch.ones_like(occupied, dtype=torch.float64).sum()
     return torch.stack([number, saturated.sum(), flushed.sum(), number - occupied.sum()]).to(torch.float64)
 
 
 def _limit(factors: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
-    """The largest magnitude that codes and factors stand for; none where the factor is 0, so that all underflows."""
+    """The largest magnitude that codes and factors can hold; 0 where the factor is 0, so everything underflows."""
     return torch.where(factors == 0, math.inf, factors * number_format.max)
 
 
 def scale_columns(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """SCALE_SUMS and SCALE_MAXIMA of factors from code to value.
 
-    A factor of 0, which fills the padding of a tensor of scales and is no scale, is left out, and so is nan.
+    Factors of 0, which fill the padding of a tensor of scales, are left out, and so is nan.
     """
     wide = scales.reshape(-1).to(torch.float64)
     real = (wide > 0) & (wide < math.inf)
@@ -277,12 +277,12 @@ def default_settings(recipe: str, tensor: str, *, e5m2: bool | None = None) -> S
 
 
 def settings_of(quantizer: Any) -> Settings:
-    """How one of Transformer Engine's quantizers is set.
+    """The settings of one of Transformer Engine's quantizers.
 
     Read from TE 2.20.2, ``pytorch/tensor/{float8,mxfp8,float8_blockwise,nvfp4}_tensor.py``.
 
     Raises:
-        QuantizationError: it is an NVFP4 quantizer with "4over6" or an amax for each row, which is not simulated.
+        QuantizationError: an NVFP4 quantizer with "4over6" or an amax for each row, which is not simulated.
     """
     for attribute, what in (("nvfp4_use_4over6", "4over6"), ("row_scaled_nvfp4", "an amax for each row")):
         if getattr(quantizer, attribute, False):
@@ -315,16 +315,16 @@ def simulate(
     """What a recipe would make of a tensor.
 
     Args:
-        recipe: one of the recipes but delayed scaling.
-        values: any shape, float64, float32, float16 or bfloat16; its finite elements are looked at.
-        amax: float64 or float32, one element: the largest finite magnitude, 0 or below where there is none.
-        wanted: which columns; there are none of a tensor without elements.
+        recipe: any recipe except delayed scaling.
+        values: any shape, float64, float32, float16 or bfloat16; only finite elements count.
+        amax: float64 or float32, one element: the largest finite magnitude, 0 or below if there is none.
+        wanted: the kinds of columns; a tensor without elements has none.
         settings: those of the recipe's quantizer.
         columnwise: whether blocks run down a column.
 
     Raises:
-        QuantizationError: delayed scaling, whose scale comes from the amaxes of earlier steps; statistics of blocks are
-            wanted of a recipe that has none.
+        QuantizationError: the recipe is delayed scaling, whose scale comes from the amaxes of earlier steps; or
+            statistics of blocks are wanted of a recipe without blocks.
     """
     simulated = _simulated(recipe)
     block = simulated.block(settings)
@@ -346,7 +346,7 @@ def simulate(
     compared = _joined([compared for compared, _, _ in found], by_block)
     kept = found[:1] if block is None else found
     factors, stored_scales = (torch.cat([piece[index].reshape(-1) for piece in kept]) for index in (1, 2))
-    # One scale for the tensor counts in any case, as a real one does.
+    # One scale for the tensor always counts, as in a real quantized tensor.
     occupied = torch.ones_like(factors, dtype=torch.bool) if block is None else None
     return _columns(wanted, compared, _Scales(factors, stored_scales, *simulated.limits), occupied, blocks)
 
@@ -365,7 +365,7 @@ def _simulation(
 
 
 def _in_rows(values: torch.Tensor) -> torch.Tensor:
-    """All elements as a matrix, filled up with nan, which nothing counts."""
+    """All elements as a matrix, padded with nan, which no column counts."""
     row = math.gcd(values.numel(), 4096)
     row = row if row >= 256 else 4096
     return padded(eager.flattened(values).unsqueeze(0), (1, row), math.nan).view(-1, row)

@@ -1,18 +1,18 @@
 """Brings a step's measurements to the host, merged over ranks: two collectives and one copy, whatever their number.
 
-Ranks are matched by the names of segments, never by the order in which they came up, so that they may hold different
-layers, and a layer may rest on some of them for a step. They agree on a common layout when a segment comes up that no
-rank had before: then, and only then, names are exchanged. Each rank tells in the vector of maxima whether it has one,
-so that no further message is needed to find out.
+Segments are matched between ranks by name, never by order, so ranks may hold different layers, and a layer may rest on
+some ranks for a step. The ranks agree on a common layout when a segment comes up that no rank had before: then, and
+only then, names are exchanged. A flag in the vector of maxima says whether a rank has such a segment, so no further
+message is needed to find out.
 
-The maxima also carry each rank's :class:`Stamp`, every part of it with its negative, so that all ranks learn in the
-same message whether the largest is the smallest. Where it is not, ranks are in different iterations, and nothing of
-what was merged is used.
+The maxima also carry each rank's :class:`Stamp`, every part together with its negative, so all ranks learn from the
+same message whether the largest stamp is also the smallest. If not, the ranks are in different iterations, and the
+merged numbers are not used.
 
-What every rank has a different part of is added. What replicas hold alike (the weights of a data-parallel group) is
-merged by the maximum, which is the value of any of them, also where some did not run the layer; the shards of tensor
-parallelism are kept apart in the message and added on the host. Replicas that are none, such as different experts under
-one name, give a mixture: a process group must keep them apart.
+A tensor of which every rank has a different part is added. Replicas (the weights of a data-parallel group) are merged
+by the maximum, which is the value of any replica, even if some did not run the layer; the shards of tensor parallelism
+are kept apart in the message and added on the host. Different tensors under one name, such as different experts, give a
+mixture: a process group must keep them apart.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class RanksDifferError(ReductionError):
 
 
 class Stamp(NamedTuple):
-    """What must be alike on all ranks that reduce together; whole numbers below 2**53, which a float64 holds.
+    """What must be equal on all ranks that reduce together; whole numbers below 2**53, which a float64 holds.
 
     Attributes:
         iteration: the debug iteration whose statistics are reduced.
         schedule: a hash of when statistics are due.
-        optimizer_steps: how many optimizer steps the rank has done. A rank that skips a step() counts its iterations on
-            as the others do, and has done more. Negative where it is not known, which is not compared.
+        optimizer_steps: how many optimizer steps the rank has done. A rank that skips a step() has done more of them
+            than the other ranks at the same iteration. Negative if unknown, which is not compared.
     """
 
     iteration: int
@@ -58,11 +58,11 @@ class Stamp(NamedTuple):
 
 
 NO_STAMP = Stamp(0, 0, -1)
-"""Of a caller who has none."""
+"""The stamp of a caller who has none."""
 
 
 class Described(NamedTuple):
-    """What ranks tell one another of a segment; ``outputs`` are the labels of statistics."""
+    """What ranks send one another about a segment; ``outputs`` are the labels of statistics."""
 
     key: SegmentKey
     sums: tuple[str, ...]
@@ -72,7 +72,7 @@ class Described(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Segments of one kind that are due: the same object in each step in which the same is due.
+    """Segments of one kind that are due: the same object in each step in which the same segments are due.
 
     Attributes:
         keys: the segments, one a row.
@@ -116,13 +116,13 @@ class Reduction:
 
         Args:
             slots: this rank's segments.
-            reduce: whether over ranks. False takes this rank's own, without a collective.
-            stamp: what the other ranks must have alike.
+            reduce: whether to merge over ranks. False takes this rank's own measurements, without a collective.
+            stamp: what must be equal on the other ranks.
 
         Raises:
-            RanksDifferError: ranks have different stamps; on all ranks, and nothing was merged.
-            ReductionError: an earlier reduction failed. The other ranks may be in another step since then, so that a
-                further one would wait for them, or mix the steps.
+            RanksDifferError: ranks have different stamps; raised on all ranks, and nothing was merged.
+            ReductionError: an earlier reduction failed. The other ranks may be in another step since then, so a further
+                reduction would wait for them, or mix the steps.
         """
         if not reduce or not is_distributed(self.group):
             return self._collect_own(slots)
@@ -164,7 +164,7 @@ class Reduction:
             self._lay_out(slots)
 
     def _news(self, slots: Segments) -> list[Described]:
-        """What the other ranks have not heard of."""
+        """The segments and outputs that the other ranks do not know yet."""
         news: list[Described] = []
         for described in map(_describe, slots.segments.values()):
             known = self._agreed.get(described.key)
@@ -221,7 +221,7 @@ def _order(described: Described) -> tuple[str, str, str, int]:
 
 
 def _home(slots: Segments) -> torch.device:
-    """Where this rank's measurements are, or the first of them."""
+    """The device of this rank's measurements, or of the first of them."""
     return next((on for on, _, _ in slots.vectors()), torch.device("cpu"))
 
 
@@ -231,21 +231,21 @@ def _to_host(message: torch.Tensor) -> Values:
 
 
 _TRAILER = 2 * len(Stamp._fields) + 1
-"""Elements behind the maxima: a stamp, its negative, and whether the rank has segments that are not in the layout."""
+"""Elements after the maxima: a stamp, its negative, and whether the rank has segments that are not in the layout."""
 
 
 class _Layout:
     """Where each column of each segment stands in the message, and in this rank's vectors.
 
-    The first part of the message is summed: for each output of each segment the number of ranks on which it is due;
-    then the columns that are added. Of the second part the maximum is taken: the columns of maxima, and all columns of
-    replicas; then the stamp and its negative, and a flag, set by a rank that has segments which are not in the layout.
+    The first part of the message is summed: for each output of each segment the number of ranks on which the output is
+    due; then the columns that are added. The second part is merged by the maximum: the columns of maxima, and all
+    columns of replicas; then the stamp and its negative, and a flag that a rank with segments outside the layout sets.
 
     Args:
         described: the segments of all ranks.
         slots: this rank's.
         device: where the message is put together.
-        all_of_them: also those that do not contribute.
+        all_of_them: whether segments that do not contribute are included.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class _Layout:
         ]
 
     def parts(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is summed of a message, and of what the maximum is taken."""
+        """The part of a message that is summed, and the part that is merged by the maximum."""
         return message[: self._split], message[self._split :]
 
     def has_changed(self, merged: Values) -> bool:
@@ -302,7 +302,7 @@ class _Layout:
         return bool(((largest == -smallest) | (largest == NOTHING)).all())
 
     def pack(self, slots: Segments, *, changed: bool, stamp: Stamp) -> torch.Tensor:
-        """The message of this rank, float64; neutral where it has nothing."""
+        """The message of this rank, float64; neutral where the rank has nothing to send."""
         message = torch.full((self._length,), NOTHING, dtype=torch.float64, device=self._device)
         message[: self._split] = 0.0
         due: list[float] = []
@@ -315,7 +315,7 @@ class _Layout:
         vectors = {on: {"sums": sums, "maxima": maxima} for on, sums, maxima in slots.vectors()}
         for on, of, source, target in self._moves:
             message.index_copy_(0, target, vectors[on][of].index_select(0, source).to(self._device))
-        if resting:  # a sum of nothing is 0, which would win over a negative one of another replica
+        if resting:  # an empty sum is 0, which would win over another replica's negative sum
             message.index_fill_(0, torch.tensor(resting).to(self._device, non_blocking=True), NOTHING)
         both = [(part, -part) if part >= 0 else (NOTHING, NOTHING) for part in stamp]
         trailer = [*(part for part, _ in both), *(negative for _, negative in both), changed]
@@ -332,7 +332,7 @@ class _Layout:
 
 
 class _Piece(NamedTuple):
-    """Where a segment stands in the message; ``segment`` is this rank's, None where it has nothing to send."""
+    """Where a segment stands in the message; ``segment`` is this rank's, None if the rank has nothing to send."""
 
     entry: Described
     segment: Segment | None
@@ -354,7 +354,7 @@ class _Block:
 
     @functools.cached_property
     def _cells(self) -> npt.NDArray[np.intp]:
-        """[segments, columns]: where each stands in the message."""
+        """[segments, columns]: where each column stands in the message."""
         entry = self.pieces[0][0].entry  # all have the same columns
         sums_at, maxima_at = np.array([(piece.sums_at, piece.maxima_at) for piece, _ in self.pieces], dtype=np.intp).T
         return np.concatenate(
@@ -363,7 +363,7 @@ class _Block:
 
     @functools.cached_property
     def _due_at(self) -> npt.NDArray[np.intp]:
-        """Where the flags of all outputs stand in the message, those of one segment after those of the other."""
+        """Where the flags of all outputs stand in the message, segment after segment."""
         return np.concatenate(
             [np.arange(piece.due_at, piece.due_at + len(piece.entry.outputs)) for piece, _ in self.pieces]
         )
@@ -371,7 +371,7 @@ class _Block:
     def table(
         self, sums: tuple[str, ...], maxima: tuple[str, ...], values: Values, due: npt.NDArray[np.bool_]
     ) -> Table | None:
-        """What is due of them, one row for all shards of a tensor; None where nothing is."""
+        """The segments that are due, one row for all shards of a tensor; None if none is."""
         flags = due[self._due_at]
         if not flags.any():
             return None
@@ -384,7 +384,7 @@ class _Block:
         cells = values[picked.cells]
         matrix = np.full((len(picked.rows.keys), cells.shape[1]), NOTHING)
         matrix[:, : len(sums)] = 0.0
-        # A replica of which nothing was measured anywhere has sent no sum at all.
+        # A replica that no rank has measured has sent no sum at all.
         added = np.where(cells[:, : len(sums)] == NOTHING, 0.0, cells[:, : len(sums)])
         np.add.at(matrix[:, : len(sums)], picked.row_of, added)
         np.maximum.at(matrix[:, len(sums) :], picked.row_of, cells[:, len(sums) :])
@@ -411,11 +411,11 @@ class _Block:
 
 
 _MOST_PATTERNS = 16
-"""Of what is due together in a step; features with different ``freq`` make some."""
+"""The most combinations of due segments that are kept; features with different ``freq`` make some."""
 
 
 class _Picked(NamedTuple):
-    """What is due of a block: the rows of its table, where the columns of each segment stand in the message, and to
+    """The due part of a block: the rows of its table, where the columns of each segment stand in the message, and to
     which row each segment belongs.
     """
 

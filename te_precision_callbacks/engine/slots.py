@@ -1,7 +1,7 @@
 """Slots that gather a step's statistics: ranges of two float64 vectors on each device.
 
-Every watched tensor has segments: its moments, its exponents, one for each recipe that it is compared with, and so on.
-A segment has some columns that are added and some of which the maximum is kept; micro-batches merge in place, and
+Every watched tensor has segments: its moments, its exponents, one for each recipe that the tensor is compared with, and
+so on. A segment has columns that are added, and columns of which the maximum is kept; micro-batches merge in place, and
 nothing is copied to the host before the end of the step.
 """
 
@@ -25,7 +25,7 @@ class SegmentKey(NamedTuple):
     Attributes:
         layer, tensor: what is watched.
         kind: what is measured: ``TENSOR``, ``EXPONENTS``, ``QUANTIZED mxfp8 rowwise``, ...
-        shard: for what replicas of a shard hold alike (a weight), which shard; None where every rank's part differs.
+        shard: which shard, for a tensor that replicas hold alike (a weight); None if every rank's part differs.
     """
 
     layer: str
@@ -42,10 +42,10 @@ class Segment:
         key: its name.
         sums, maxima: names of the columns that are added, and of those of which the maximum is kept.
         sum_start, maximum_start: where they begin in the vectors of ``device``.
-        contributes: whether this rank's part counts, or another rank has the same.
-        outputs: the labels of all that was ever asked of it, in the order in which it was.
-        due: the labels that were asked of it since the last flush.
-        measured: whether anything was merged into it since the last flush.
+        contributes: whether this rank's part counts; False if another rank has the same.
+        outputs: the labels of all statistics that were ever asked for, in the order of asking.
+        due: the labels that were asked for since the last flush.
+        measured: whether anything was merged into the segment since the last flush.
     """
 
     key: SegmentKey
@@ -99,7 +99,7 @@ class Segments:
 
     Attributes:
         segments: by name, in the order of their first use.
-        version: grows with each new segment, each new output of one, and each change of who contributes.
+        version: grows with each new segment, each new output of a segment, and each change of who contributes.
     """
 
     segments: dict[SegmentKey, Segment] = field(default_factory=dict)

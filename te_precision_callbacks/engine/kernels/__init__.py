@@ -4,7 +4,7 @@
     sums, maxima = measure(tensor, codes, scale_inv, e5m2=False, histogram=True)    # and COMPARISON_SUMS, EXPONENT_BINS
 
 All give the columns of :mod:`te_precision_callbacks.engine.kernels.columns`, on the tensor's device, and none waits for
-it. Which one is taken follows from the tensor: see :func:`measure`.
+the device. Which way is taken follows from the tensor: see :func:`measure`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def measure(
     Args:
         values: any shape and strides; float64, float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
         codes: uint8, the shape of ``values``: the FP8 codes of the quantized tensor.
-        scale_inv: float32, one element: the quantized values are the decoded codes times it.
+        scale_inv: float32, one element: the quantized values are the decoded codes times this factor.
         e5m2: whether the codes are E5M2, not E4M3.
         histogram: whether the exponents are counted.
 
@@ -84,7 +84,7 @@ def _with_triton(
     e5m2: bool = False,
     histogram: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The Triton kernel; plain torch from the moment on that it cannot be made."""
+    """Measure with the Triton kernel, or with plain torch once the kernel cannot be made."""
     global _on_gpu
     try:
         from te_precision_callbacks.engine.kernels import triton_kernel

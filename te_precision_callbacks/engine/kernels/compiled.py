@@ -3,7 +3,7 @@
 A kernel for each combination of dtypes is compiled when a tensor of at least :data:`SMALLEST` elements comes (some
 seconds each, kept on disk by Inductor); smaller tensors are cheaper in plain torch. Nothing is compiled before plain
 torch has measured :data:`PAYS_FROM` elements in this process: a short run would wait longer for the compiler than for
-its numbers. Where there is no C++ compiler everything is done in plain torch, and that is said once.
+its numbers. Without a C++ compiler everything is done in plain torch, which is logged once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PAYS_FROM = 2**31
 """Elements of such tensors that plain torch measures before a kernel is compiled: about as long as that takes."""
 
 _PIECE = 2**22
-"""Elements that a compiled kernel is given together: where torch runs it as plain operations after all, under
-``torch.compiler.set_stance("force_eager")`` for one, their temporaries stay within 200 MiB."""
+"""Elements per call of a compiled kernel: where torch runs the kernel as plain operations after all, for example under
+``torch.compiler.set_stance("force_eager")``, their temporaries stay within 200 MiB."""
 
 _ROW = 4096
 _SHORTEST_ROW = 256
@@ -42,14 +42,14 @@ _Function = Callable[..., Any]
 _kernels: dict[tuple[_Function, tuple[torch.dtype, ...]], _Function] = {}
 _failed = False
 _in_plain_torch = 0
-"""Elements that plain torch has measured though the compiled pass could have."""
+"""Elements that plain torch has measured although the compiled pass could have measured them."""
 
 
 def takes(values: torch.Tensor) -> bool:
     """Whether the compiled pass is taken for a tensor: it is on the CPU and large enough, and nothing has failed.
 
-    And it is of no class of its own, which dynamo may not know; and no dispatch mode is active: torch compiles nothing
-    then, and never again what it was asked for meanwhile. And compiling pays by now.
+    The tensor must also be a plain one (dynamo may not know a subclass), compiling must pay by now, and no dispatch
+    mode may be active: under one torch compiles nothing, and never again the functions that it was asked for meanwhile.
     """
     if _failed or _in_plain_torch < PAYS_FROM or not _could_take(values):
         return False
@@ -98,7 +98,7 @@ def measure(
     histogram: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`te_precision_callbacks.engine.kernels.measure`."""
-    # Contiguous, since a kernel is compiled anew for other strides.
+    # Contiguous, since other strides would compile another kernel.
     flat = (eager.flattened(values) if codes is None else values.reshape(-1)).contiguous()
     flat_codes = None if codes is None else codes.reshape(-1).contiguous()
     row = math.gcd(flat.numel(), _ROW)
@@ -148,7 +148,7 @@ def _moments_and_comparison(e5m2: bool) -> _Function:
 
 
 def pieces(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A matrix in pieces of rows, each of a size that :func:`run` does well."""
+    """A matrix in pieces of rows, each of a size that suits :func:`run`."""
     size = _PIECE if takes(rows) else eager.piece_size(rows)
     return _split(rows, max(1, size // rows.shape[1]))
 
@@ -159,12 +159,12 @@ def _split(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
 
 
 def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:
-    """``function(rows, *others)``, compiled if :func:`takes` says so of ``rows``; as it is where that fails, and of one
-    row, for which torch would compile anew.
+    """``function(rows, *others)``, compiled if :func:`takes` accepts ``rows``; uncompiled if that fails, and for a
+    single row, for which torch would compile again.
 
     Args:
-        function: of whole tensors, without branches on their values. One object for all calls, as it is compiled once
-            for each combination of dtypes.
+        function: of whole tensors, without branches on their values. One object for all calls, since it is compiled
+            once for each combination of dtypes.
         rows: a matrix, whose shape may differ from call to call.
         others: further tensors.
     """
@@ -174,7 +174,7 @@ def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:
         try:
             if kernel is None:
                 kernel = _kernels[function, dtypes] = _compiled(function)
-            # torch compiles anew where the modes differ that it guards on; so the caller's have no say.
+            # torch compiles again if a mode that it guards on differs, so the modes are fixed here.
             with torch.no_grad(), torch.autocast("cpu", enabled=False, cache_enabled=True):
                 return kernel(rows, *others)
         except Exception as error:
@@ -184,9 +184,9 @@ def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:
 
 
 def _compiled(function: Any) -> _Function:
-    """The function, compiled, with code of its own: torch allows 8 compilations of one code object, then gives up.
+    """The function, compiled, with a code object of its own: torch gives up after 8 compilations of one code object.
 
-    Those 8 are for what remains of the caller's modes: inference mode, number of threads, default dtype.
+    The 8 serve the caller's remaining modes: inference mode, number of threads, default dtype.
     """
     code = function.__code__.replace(co_name=f"{function.__name__}_{len(_kernels)}")
     own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)

@@ -1,8 +1,8 @@
 """The pass in plain torch, piece by piece, so temporaries stay in the cache of a CPU.
 
-For any device, and where no compiler is there. The arithmetic of :func:`moments` and :func:`comparison` is shared with
-the compiled pass. Squares and sums are taken in float64: the square of a float32 is exact there and cannot overflow,
-and a sum of raw squares still tells a spread of a hundred-thousandth of the mean.
+For any device, and without a compiler. The arithmetic of :func:`moments` and :func:`comparison` is shared with the
+compiled pass. Squares and sums are taken in float64: the square of a float32 is exact there and cannot overflow, and a
+sum of raw squares still resolves a spread of a hundred-thousandth of the mean.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from te_precision_callbacks.numerics.formats import E4M3, E5M2
 from te_precision_callbacks.statistics.table import Bins
 
 PIECE = 65_536
-"""Elements of a piece on a CPU: a float64 temporary of one is 512 KiB. Larger ones were several times slower, since
-their temporaries leave the cache and are mapped anew each time."""
+"""Elements of a piece on a CPU: a float64 temporary of one piece is 512 KiB. Larger pieces were several times slower,
+since their temporaries leave the cache and are mapped anew each time."""
 
 PIECE_ELSEWHERE = 2**22
 """Elements of a piece on another device, where a piece costs the launch of some 30 kernels."""
@@ -35,14 +35,14 @@ def piece_size(values: torch.Tensor) -> int:
 
 
 def flattened(values: torch.Tensor) -> torch.Tensor:
-    """All elements in one dimension, in any order; no copy where they lie in memory without gaps, as a transpose."""
+    """All elements in one dimension, in any order; no copy if they lie in memory without gaps, as in a transpose."""
     if not values.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(values):
         return values.as_strided((values.numel(),), (1,))
     return values.reshape(-1)
 
 
 def widened(values: torch.Tensor) -> torch.Tensor:
-    """The same numbers in float32, or in float64 where they are of that dtype."""
+    """The same numbers in float32, or in float64 if that is their dtype."""
     return values if values.dtype == torch.float64 else values.to(torch.float32)
 
 
@@ -80,8 +80,8 @@ def moments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return sums, maxima.to(torch.float64)
 
 
-# What follows is twice there: compiled, a choice by a mask costs nothing; as an operation of its own it takes three
-# times as long on a CPU as what stands for it.
+# Each function below has two versions: compiled, a choice by a mask costs nothing; as an operation of its own on a CPU,
+# the choice takes three times as long as the alternative.
 
 
 def _finite_or(otherwise: float, x: torch.Tensor) -> torch.Tensor:
@@ -114,8 +114,8 @@ def comparison(values: torch.Tensor, quantized: torch.Tensor, limit: torch.Tenso
 
     Args:
         values: [rows, columns], any float dtype; at most 2^24 columns.
-        quantized: float32, the same shape: what quantization made of them.
-        limit: float32, to be broadcast: the largest magnitude that it could hold.
+        quantized: float32, the same shape: their quantized values.
+        limit: float32, to be broadcast: the largest magnitude that the quantized form can hold.
 
     Returns:
         float64, [5, rows].
@@ -155,7 +155,7 @@ def exponents(values: torch.Tensor) -> torch.Tensor:
         bits = x.view(torch.int32) & 0x7FFFFFFF
         exponent = bits >> 23
         counted = (bits > 0) & (bits < 0x7F800000)
-    # What is not counted goes to one more bin, which is cut off.
+    # Elements that are not counted go to one more bin, which is cut off.
     return _counts(torch.where(counted, exponent, EXPONENT_BINS), EXPONENT_BINS)
 
 
@@ -163,8 +163,8 @@ def count_in_bins(powers: torch.Tensor, counted: torch.Tensor, bins: Bins) -> to
     """How many numbers lie in each bin.
 
     Args:
-        powers: float64, 1-D: their logarithms to base 2.
-        counted: bool, as many: which are counted.
+        powers: float64, 1-D: the numbers' logarithms to base 2.
+        counted: bool, the same length: which numbers are counted.
         bins: which bins.
 
     Returns:

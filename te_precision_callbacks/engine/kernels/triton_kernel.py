@@ -47,8 +47,8 @@ _CODE_FORMATS = {False: ("e4m3", 448.0), True: ("e5m2", 57344.0)}  # e5m2? -> na
 _MAX_DIMENSIONS = 5
 _THREADS = 128
 _BYTES_PER_LOAD = 16
-# Of one tile, without codes and with them: enough loads in flight to hide the latency of memory, and few enough for the
-# registers of the programs that share a processor.
+# In one tile, without codes and with codes: enough loads in flight to hide the latency of memory, and few enough for
+# the registers of the programs that share a processor.
 _ELEMENTS_PER_THREAD = {False: 32, True: 16}
 _PROGRAMS_PER_PROCESSOR = 4
 _PROGRAMS_OF_INTERPRETER = 4
@@ -72,7 +72,7 @@ def measure(
 
     Args:
         values: any shape and strides; float32, float16, bfloat16, float8_e4m3fn or float8_e5m2. More than 5 dimensions
-            that cannot be seen as fewer cost a contiguous copy.
+            that cannot be merged into fewer cost a contiguous copy.
         codes: uint8, the shape of ``values``, any strides: the FP8 codes of the quantized values.
         scale_inv: float32, one element: a quantized value is its decoded code times this, in float32. An element
             overflows if its magnitude is above the largest number of the format times this.
@@ -85,8 +85,8 @@ def measure(
 
     Raises:
         TypeError: a tensor has a dtype other than these.
-        ValueError: codes and values differ in shape or device, there are codes without ``scale_inv``, or that has not
-            one element.
+        ValueError: codes and values differ in shape or device, ``scale_inv`` is missing for codes, or does not have
+            exactly one element.
     """
     _check(values, codes, scale_inv)
     numel = values.numel()
@@ -164,8 +164,8 @@ def _check(values: torch.Tensor, codes: torch.Tensor | None, scale_inv: torch.Te
 def _collapse(values: torch.Tensor, codes: torch.Tensor | None) -> list[tuple[int, int, int]]:
     """As few (size, stride of values, stride of codes) as reach the same pairs of elements, outermost first.
 
-    The order of elements does not matter, only which belong together, so dimensions are sorted by stride first: every
-    dense tensor, transposed or not, becomes one dimension of stride 1.
+    The order of elements does not matter, only their pairing, so dimensions are sorted by stride first: every dense
+    tensor, transposed or not, becomes one dimension of stride 1.
     """
     code_strides: Sequence[int] = [0] * values.dim() if codes is None else codes.stride()
     found = [found for found in zip(values.shape, values.stride(), code_strides, strict=True) if found[0] != 1]
@@ -259,7 +259,7 @@ def _measure(
         if WHOLE_RUNS:
             offset += lane.to(tl.int64) * stride0
 
-        # What lies beyond the end is not finite, so what excludes inf and NaN excludes it too.
+        # Elements beyond the end are loaded as not finite, so whatever excludes inf and NaN excludes them too.
         x = _decode(tl.load(values + offset, mask=mask, other=NOT_FINITE), FORMAT)
         magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         finite = magnitude < 0x7F800000
