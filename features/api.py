@@ -2,21 +2,20 @@
 
     debug_api.initialize(config_file="config.yaml", feature_dirs=[<this folder>])
 
-It takes the place of Transformer Engine's own, also where that folder is listed too, before or after this one. Read
-from Transformer Engine 2.20.2 (``debug/features/api.py``) and nvidia-dlfw-inspect 0.2.2 (``base.py``). What is
-different:
+It replaces Transformer Engine's own API, even if that folder is listed too, before or after this one. Read from
+Transformer Engine 2.20.2 (``debug/features/api.py``) and nvidia-dlfw-inspect 0.2.2 (``base.py``). The differences:
 
-- **Schedules.** A tensor is handed to the features that wanted it when they were asked last, and to no other one that
-  watches the same tensor.
-- **Answers.** A feature may answer with a plain bool: it is asked again in the next iteration, alone or beside others.
-- **Arguments.** A feature gets what its method names, and everything where it takes ``**kwargs``; what Transformer
-  Engine once passed and no longer does (``out``, the ``gemm`` of ``inspect_tensor_postquantize``) is supplied.
+- **Schedules.** A tensor is handed to the features that wanted it when they were asked last, and to no other feature
+  that watches the same tensor.
+- **Answers.** A feature may answer with a plain bool: it is asked again in the next iteration, alone or with others.
+- **Arguments.** A feature gets the arguments that its method names, or all if it takes ``**kwargs``; arguments that
+  Transformer Engine no longer passes (``out``, the ``gemm`` of ``inspect_tensor_postquantize``) are supplied.
 - **Errors.** Whatever goes wrong in a feature is a :class:`FeatureError` with the feature, the call and the layer; no
-  warning and no AttributeError inside of a feature ends the process, and other features still get the tensor.
+  warning and no AttributeError inside a feature ends the process, and other features still get the tensor.
 - **Autocast.** A weight in float32 that a feature has quantized may be used under torch's autocast.
-- **Caches.** What is remembered of a call does not grow with the iterations.
-- **Statistics and dumps.** Those of this folder's features are of the run's
-  :class:`te_precision_callbacks.observation.Observation`: a session's, or ``features/plain.py``.
+- **Caches.** The memory kept for a call does not grow with the iterations.
+- **Statistics and dumps.** This folder's features measure and dump through the run's
+  :class:`te_precision_callbacks.observation.Observation`: a session's, or that of ``features/plain.py``.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ _REQUIRED: Mapping[str, tuple[str, ...]] = {
     "inspect_tensor_postquantize_enabled": ("tensor_name",),
     "inspect_tensor_postquantize": ("tensor_name",),
 }
-"""The calls that there are, and what each must say about itself."""
+"""The calls, and the arguments that each must have."""
 
 _OPTIONAL: Mapping[str, Mapping[str, Any]] = {
     "modify_tensor": {"tensor": None, "default_quantizer": None, "out": None, "dtype": None},
@@ -78,7 +77,7 @@ _OPTIONAL: Mapping[str, Mapping[str, Any]] = {
     "inspect_tensor_postquantize_enabled": {"gemm": None},
     "inspect_tensor_postquantize": {"tensor": None, "rowwise": True, "tp_group": None, "tp_size": 1},
 }
-"""What else the calls have, and what a feature gets where Transformer Engine does not pass it."""
+"""Further arguments of the calls, and the value that a feature gets if Transformer Engine does not pass one."""
 
 _OF_GEMMS = frozenset({"fp8_gemm_enabled", "modify_tensor"})
 """The calls that are about one GEMM."""
@@ -92,11 +91,11 @@ class _Call(NamedTuple):
 
     Attributes:
         feature: the feature's name.
-        number: which entry of the feature's options it is for.
-        name: of the call.
-        method: what is called.
-        options: of the feature, those that hold here: typed for one of this project, a mapping for a user's own.
-        arguments: those that the method takes; None where it takes everything.
+        number: which entry of the feature's options the call is for.
+        name: the name of the call.
+        method: the method that is called.
+        options: the feature's options that hold here: typed for a feature of this project, a mapping for a user's own.
+        arguments: the arguments that the method takes; None if it takes everything.
     """
 
     feature: str
@@ -155,7 +154,7 @@ class TransformerEngineAPI(UpstreamAPI):
         """Bring a call to the features of a layer.
 
         Raises:
-            FeatureError: a feature failed, or answered with something else than the call expects.
+            FeatureError: a feature failed, or answered with something other than the call expects.
         """
         for name in _REQUIRED[api_name]:
             if name not in arguments:
@@ -198,8 +197,8 @@ class TransformerEngineAPI(UpstreamAPI):
                 matching = self._matching(name, options, tensor, gemm)
                 taken = _taken(method, passed)
             except Exception as error:
-                # The feature's fault: it fails when its turn comes, and the others of the layer do not. Only the text
-                # is kept, since a traceback would keep tensors.
+                # The feature's fault: it fails when its turn comes, and the layer's other features do not. Only the
+                # text is kept, since a traceback would keep tensors.
                 fail = functools.partial(_fail, f"{type(error).__name__}: {error}")
                 found.append(_Call(name, 0, api_name, fail, {}, frozenset()))
                 continue
@@ -234,7 +233,7 @@ class TransformerEngineAPI(UpstreamAPI):
         return decided, min(upcoming, default=None)
 
     def _due(self, calls: Sequence[_Call], key: tuple[Any, ...]) -> Iterable[_Call]:
-        """The features that wanted this call when they were asked last; all, where none of them was ever asked.
+        """The features that wanted this call when they were asked last; all features if none was ever asked.
 
         A backward may come after the step of its forward, in which the features were asked.
         """
@@ -252,7 +251,7 @@ class TransformerEngineAPI(UpstreamAPI):
                 if returned is not None:
                     raise call.wrong(layer, returned, "nothing")
                 self._note_once(call, key)
-            except FeatureError as error:  # the others of the tensor get it all the same
+            except FeatureError as error:  # the tensor's other features get it all the same
                 failures.append(error)
         self.observation.engine.measure()
         if failures:
@@ -290,8 +289,8 @@ class TransformerEngineAPI(UpstreamAPI):
     def _refuse_forbidden(self, call: _Call, key: tuple[Any, ...], made: Any) -> None:
         """Refuse a quantized operand of a GEMM that another feature keeps in high precision.
 
-        Transformer Engine does not ask the other one where this one replaces the tensor. With both operands replaced so
-        the other would have no effect; with one, the GEMM could not be had at all.
+        Transformer Engine does not ask the other feature if this one replaces the tensor. With both operands replaced,
+        the other feature would have no effect; with one operand replaced, the GEMM could not run at all.
         """
         layer, _, tensor, gemm = key
         if tensor in RESULT.values() or not is_quantized(made):
@@ -322,18 +321,18 @@ class TransformerEngineAPI(UpstreamAPI):
             if not is_upstream(type(feature)):
                 _warn_if_never_called(name, feature)
         self.begin(PlainObservation())
-        # Whoever asks Transformer Engine's buffers for the statistics of a step gets those of the engine too.
+        # Code that asks Transformer Engine's buffers for the statistics of a step gets those of the engine too.
         STATS_BUFFERS.log_stats = self._log_statistics_by_name
 
     def begin(self, observation: Observation) -> None:
-        """Measure and dump for another run from here on: a session's, in the place of plain nvidia-dlfw-inspect's."""
+        """Measure and dump for another run from now on: a session's, instead of plain nvidia-dlfw-inspect's."""
         self.observation = observation
         for feature in self.namespace_features.values():
             if isinstance(feature, Feature):
                 feature.observation = observation
 
     def step(self) -> None:
-        """Hand over the statistics since the last step; on all ranks alike, where statistics are reduced."""
+        """Hand over the statistics since the last step; all ranks must call this alike if statistics are reduced."""
         if self.observation.reduce:
             self._log_statistics()
         else:
@@ -346,14 +345,14 @@ class TransformerEngineAPI(UpstreamAPI):
         group = debug_api.get_tensor_reduction_group()
         iteration = TEDebugState.get_iteration() - 1  # it counts before it calls
         found: Measured | None = None
-        # Whether to reduce must be decided alike on all ranks: by the config, and not by what this rank has run.
+        # All ranks must decide alike whether to reduce: by the config, and not by what this rank has run.
         reduce = is_distributed(group) and self._is_due(iteration)
         steps = self.observation.optimizer_steps
         stamp = Stamp(iteration, fingerprint(self._schedules()), steps()) if reduce else NO_STAMP
         if reduce or engine.has_news:
             iteration = engine.iteration if engine.has_news else iteration
             found = engine.collect(reduce=reduce, group=group, stamp=stamp)
-            self._hand_over(found, iteration)  # Ctrl-C may come in each line: until here the engine has them
+            self._hand_over(found, iteration)  # Ctrl-C may come at any line: until here the engine keeps the statistics
             engine.forget()
         return found, iteration, type(STATS_BUFFERS).log_stats(STATS_BUFFERS)
 
@@ -406,7 +405,7 @@ class TransformerEngineAPI(UpstreamAPI):
         return collected(self._statistics(ConfigManager.get_config_for_layer(layer).get(self.name, {})), tensor)
 
     def _statistics(self, features: Mapping[str, Any]) -> Iterator[FeatureSchema]:
-        """The options of this project's features of statistics, of those that are enabled in a section."""
+        """The options of this project's statistics features that are enabled in a section."""
         for name, options in features.items():
             if isinstance(self.namespace_features.get(name), StatisticsFeature) and options.get("enabled", False):
                 schema = self._typed(name, options)
@@ -414,9 +413,9 @@ class TransformerEngineAPI(UpstreamAPI):
                     yield schema
 
     def _typed(self, name: str, options: Any) -> FeatureSchema | None:
-        """The options of one of this project's features, as the session has read them; else they are read here, once.
+        """The options of one of this project's features, as the session has read them; otherwise read here, once.
 
-        None where they are wrong and the feature has said so.
+        None if the options are wrong and the feature has reported that.
         """
         if isinstance(options, ReadOptions):
             return options.schema
@@ -446,7 +445,7 @@ class TransformerEngineAPI(UpstreamAPI):
 
 
 def _warn_if_never_called(name: str, feature: Any) -> None:
-    """A warning for a user's feature that no layer can ever call, by its methods."""
+    """Warn of a user's feature that no layer can ever call, because of its methods."""
     methods = {call: getattr(feature, call, None) for call in _REQUIRED}
     has = [call for call, method in methods.items() if method is not None and _is_own_method(method, call)]
     if not has:
@@ -486,7 +485,7 @@ def _fail(text: str, options: Mapping[str, Any], layer: str) -> None:
 
 
 def _is_own_method(method: Any, api_name: str) -> bool:
-    """Whether a feature has a method of its own, not the default that it inherits."""
+    """Whether a feature defines a method itself instead of inheriting the default."""
     return getattr(method, "__func__", method) is not getattr(TEDefaultFeatures, api_name)
 
 
@@ -494,7 +493,7 @@ def _taken(method: Any, passed: frozenset[str]) -> frozenset[str] | None:
     """The arguments that a method takes, after the two that are passed by position; None where it takes everything.
 
     Raises:
-        TypeError: it cannot do without an argument that the call does not have.
+        TypeError: the method requires an argument that the call does not have.
     """
     parameters = list(inspect.signature(method).parameters.values())
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):

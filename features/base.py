@@ -1,6 +1,6 @@
 """The common base of this folder's features: their options for a tensor and a GEMM, and their statistics.
 
-Nothing here is registered; nvidia-dlfw-inspect executes this file as every other, which has no effect.
+Nothing here is registered; nvidia-dlfw-inspect executes this file like every other file, without effect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Options = dict[str, Any]
 def matching_options(config: Mapping[str, Any], *, tensor: str | None, gemm: str | None) -> list[Options]:
     """The options of a user's own feature that hold for a tensor and a GEMM, one for each entry that names them.
 
-    Without ``tensors`` and ``tensors_struct`` it is every tensor, and every GEMM likewise.
+    Without ``tensors`` and ``tensors_struct`` the options hold for every tensor; likewise for GEMMs.
 
     Args:
         config: the feature's options in the config.
@@ -63,21 +63,21 @@ class Feature:
     observation: Observation
 
     def read(self, name: str, options: Mapping[str, Any]) -> FeatureSchema | None:
-        """The options, where no session has read them; None where the feature does not act.
+        """The options, if no session has read them; None if the feature does not act.
 
         Args:
-            name: the feature's, as in the config.
-            options: as in the config.
+            name: the feature's name, as in the config.
+            options: the feature's options, as in the config.
 
         Raises:
-            ConfigError: what its schema, that of its name or of a class that it derives from, does not take.
+            ConfigError: the schema of the feature, or of a class that it derives from, does not take the options.
         """
         found = map(schema_of, (name, *(base.__name__ for base in type(self).__mro__)))
         schema = next((schema for schema in found if schema is not None), FeatureSchema)
         return read_options(schema, name, options, lambda *keys: "The config")
 
     def options_for(self, options: FeatureSchema, tensor: str | None, gemm: str | None) -> Sequence[object]:
-        """The options that hold for a call, one for each item that names its tensor; none where it does not act."""
+        """The options that hold for a call, one per item that names its tensor; none if the feature does not act."""
         return holding(options.targets, tensor, gemm)
 
 
@@ -91,7 +91,7 @@ class HighPrecisionFeature(Feature):
 
 
 class ModifyingFeature(Feature):
-    """Base class of the features that put another tensor in a tensor's place, in every iteration."""
+    """Base class of the features that replace a tensor, in every iteration."""
 
     @api_method
     def modify_tensor_enabled(
@@ -121,7 +121,7 @@ class ScheduledFeature(Feature):
 
 
 class StatisticsFeature(ScheduledFeature):
-    """Base class of the features that log statistics: what is asked of the engine."""
+    """Base class of the features that log statistics: they ask the engine for them."""
 
     @api_method
     def inspect_tensor(
@@ -137,7 +137,7 @@ class StatisticsFeature(ScheduledFeature):
         quantizer: Any = None,
         tp_size: int = 1,
     ) -> None:
-        """Note what is wanted of the tensor; the namespace API has it measured when every feature was asked."""
+        """Note the statistics that are wanted; the namespace API measures the tensor once every feature was asked."""
         watched = Watched(
             layer=layer_name,
             tensor=tensor_name,
@@ -145,7 +145,7 @@ class StatisticsFeature(ScheduledFeature):
             values=tensor,
             rowwise=gemm_operand(rowwise_quantized_tensor, columnwise=False),
             columnwise=gemm_operand(columnwise_quantized_tensor, columnwise=True),
-            quantizer=getattr(quantizer, "rowwise_quantizer", quantizer),  # of a hybrid one
+            quantizer=getattr(quantizer, "rowwise_quantizer", quantizer),  # of a hybrid quantizer
             tp_group=tp_group if tp_size > 1 else None,
         )
         requests = config.requests_for(is_quantized=watched.quantized() is not None)

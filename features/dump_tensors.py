@@ -28,8 +28,8 @@ class DumpTensors(ScheduledFeature):
     """Dumps activations, weights, gradients, outputs, wgrads and dgrads: in high precision, quantized, and decoded.
 
     The keys are those of Transformer Engine's feature (2.20.2, ``debug/features/dump_tensors.py``), those of its pull
-    request 2645 (``dump_quantized_internals``), and what docs/features.md has beside them. Under plain
-    nvidia-dlfw-inspect the files have Transformer Engine's path, names and keys.
+    request 2645 (``dump_quantized_internals``), and further ones in docs/features.md. Under plain nvidia-dlfw-inspect
+    the files have Transformer Engine's path, names and keys.
 
     Keys: ``tensors`` or ``tensors_struct``, ``high_precision_tensor``, ``quantized_tensor``,
     ``dump_quantized_internals``, ``when``, ``file_format``, ``max_bytes``, ``max_files``, ``max_memory``, ``freq``,
@@ -37,7 +37,7 @@ class DumpTensors(ScheduledFeature):
     """
 
     def read(self, name: str, options: Mapping[str, Any]) -> FeatureSchema | None:
-        """As of every feature, but wrong options are reported, and nothing is dumped by them: training goes on."""
+        """The options; wrong options are reported and dump nothing, and training goes on."""
         try:
             found: FeatureSchema | None = super().read(name, options)
             return found
@@ -55,10 +55,10 @@ class DumpTensors(ScheduledFeature):
     def inspect_tensor_enabled(
         self, config: Wanted, layer_name: str, tensor_name: str, iteration: int
     ) -> tuple[bool, int | None]:
-        """Whether a dump is due, and in which iteration the next one is; never again, where the budget is used up.
+        """Whether a dump is due, and in which iteration the next one is; never again once the budget is used up.
 
-        Among ranks the schedule alone answers: a layer that is looked at gathers its tensors with other collectives
-        than one that is not, so that a budget that is used up on one rank must not decide it there.
+        With several ranks the schedule alone decides: a layer that is looked at gathers its tensors with other
+        collectives than one that is not, so a budget that is used up on one rank must not change the answer there.
         """
         if self.observation.recorder.stopped(config.limits) and not is_distributed(None):
             return False, None

@@ -35,7 +35,7 @@ class FakeQuant(HighPrecisionFeature, ModifyingFeature):
         out: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
-        """The rounded tensor, in ``dtype`` or its own; None where it was written into ``out``."""
+        """The rounded tensor, in ``dtype`` or the tensor's own dtype; None if it was written into ``out``."""
         rounded = self._rounded(config, tensor, columnwise=gemm == COLUMNWISE[tensor_name])
         if out is not None:
             out.copy_(rounded)

@@ -10,8 +10,8 @@ from te_precision_callbacks.features.registration import own_feature
 class LogFp8TensorStats(StatisticsFeature):
     """Logs statistics of the quantized activations, weights and gradients.
 
-    A statistic is ``[<recipe>_[<element format>_]]<name>[_columnwise]``. With a recipe that the layer does not run,
-    also where it runs none, it is what that recipe would give; without one it is of the layer's own.
+    A statistic is ``[<recipe>_[<element format>_]]<name>[_columnwise]``. Without a recipe it describes the layer's own
+    quantization; with a recipe that the layer does not run, it describes what that recipe would give.
 
-    Keys: as LogTensorStats, and ``only_quantized``: no statistic without a recipe of a tensor that is not quantized.
+    Keys: as LogTensorStats, and ``only_quantized``: leave out statistics without a recipe for unquantized tensors.
     """

@@ -35,7 +35,7 @@ class PerTensorScaling(ModifyingFeature):
         default_quantizer: Any,
         out: Any = None,
     ) -> Any:
-        """The tensor in the FP8 format that the recipe has for it; None where it was written into ``out``.
+        """The tensor in the FP8 format that the recipe chooses; None if it was written into ``out``.
 
         Raises:
             FeatureError: the layer's recipe is not delayed scaling.
@@ -55,7 +55,7 @@ class PerTensorScaling(ModifyingFeature):
 
 
 def _quantizer(values: torch.Tensor, default: Any, margin: int) -> Any:
-    """Transformer Engine's current scaling; with a margin, its delayed scaling handed the scale."""
+    """Transformer Engine's current-scaling quantizer; with a margin, its delayed-scaling quantizer, given the scale."""
     if margin == 0 or not values.numel():
         return Float8CurrentScalingQuantizer(default.dtype, device=values.device)
     amax = values.abs().amax().float().reshape(1)

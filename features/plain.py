@@ -14,23 +14,23 @@ from te_precision_callbacks.statistics.series import Measured, log_name
 
 
 class PlainObservation(Observation):
-    """Statistics go to nvidia-dlfw-inspect's loggers, and dumps are as Transformer Engine's own would be: their folder,
+    """Logs statistics through nvidia-dlfw-inspect's loggers, and dumps as Transformer Engine does: the same folder,
     names and file format, and a step ends when its files are on the disk."""
 
     def __init__(self) -> None:
         super().__init__(StatisticsEngine(), Recorder(Path(get_logger().root_log_dir), file_format=TORCH))
 
     def deliver(self, measured: Measured, iteration: int) -> None:
-        """Log what is a number: a histogram is none."""
+        """Log the numbers, without histograms."""
         for layer, tensor, statistic, value in measured:
             if isinstance(value, float):
                 MetricLogger.log_scalar(log_name(layer, tensor, statistic), value, iteration)
 
     def end_step(self) -> None:
-        """Have the files of the step on the disk."""
+        """Wait until the files of the step are on the disk."""
         self.recorder.end_step()
         self.recorder.flush()
 
     def end(self) -> None:
-        """Have all files on the disk."""
+        """Wait until all files are on the disk."""
         self.recorder.close()

@@ -1,8 +1,8 @@
 """Registers features in nvidia-dlfw-inspect's namespace ``transformer_engine``.
 
 Read from nvidia-dlfw-inspect 0.2.2 (``registry.py``): the registry keeps the first feature of a name and the last
-namespace API, so that the order of ``feature_dirs`` decides. Here it does not: this project's features take the place
-of Transformer Engine's of the same name, and its namespace API stays when Transformer Engine's comes after it.
+namespace API, so the order of ``feature_dirs`` decides. Here the order does not matter: this project's features replace
+Transformer Engine's of the same name, and its namespace API stays even if Transformer Engine's is registered later.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Namespace(NamespaceData):
 
 
 def namespace() -> Any:
-    """The registry's entry of the namespace, made where there is none."""
+    """The registry's entry of the namespace, made if it does not exist."""
     entry = Registry.data.get(NAMESPACE)
     if not isinstance(entry, _Namespace):
         own = _Namespace(NAMESPACE, None)
@@ -41,23 +41,23 @@ def namespace() -> Any:
 def register(feature: type) -> None:
     """Register a user's own feature class; it wins over every feature of its name.
 
-    Call it before nvidia-dlfw-inspect is initialized. The registry's own decorator cannot do it: once Transformer
-    Engine's namespace API was imported, as the base class of a feature does, it wants a logger that exists only after
-    the initialization.
+    Call this before nvidia-dlfw-inspect is initialized. The registry's own decorator cannot register then: once
+    Transformer Engine's namespace API was imported, as the base class of a feature does, the decorator needs a logger
+    that exists only after the initialization.
     """
     _put(feature.__name__, feature())
 
 
 def own_feature(*names: str) -> Any:
-    """A class decorator: registers a feature of this project under its own name and under other spellings of it.
+    """Class decorator that registers a feature of this project under its own name and under other spellings of it.
 
-    A feature of a user's own of the same name, registered before, stays.
+    A user's own feature of the same name, registered before, stays.
     """
 
     def decorate(feature: type) -> type:
         data = namespace()
         for name in (feature.__name__, *names):
-            # A class that came before any namespace API is not registered yet, but waits.
+            # A class that came before any namespace API waits to be registered.
             present = [waiting for waiting in data.deferred_features if waiting.__name__ == name]
             if name in data.features:
                 present.append(type(data.features[name]))
@@ -74,7 +74,7 @@ def _put(name: str, instance: Any) -> None:
         if name in registered:
             registered.remove(name)
     data.features[name] = instance
-    # A class that came before any namespace API waits to be registered: no longer.
+    # A class that came before any namespace API waits to be registered: remove it.
     data.deferred_features[:] = [waiting for waiting in data.deferred_features if waiting.__name__ != name]
     Registry._register_feature_api(NAMESPACE, name)
 

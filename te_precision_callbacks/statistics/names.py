@@ -35,17 +35,17 @@ _ALIASES = {
     "fp8_current": "fp8_current_scaling",
     "fp8_block": "fp8_block_scaling",
 }
-"""Other spellings: those of Transformer Engine's documentation that its code refuses, and short ones."""
+"""Other spellings: those in Transformer Engine's documentation that its code refuses, and short ones."""
 
 PREFIXES: Mapping[str, tuple[str, ...]] = {
     recipe: (recipe, *(f"{recipe}_{name}" for name in ELEMENT_FORMATS if recipe in WITH_ELEMENT_FORMAT))
     for recipe in RECIPES
 }
-"""Recipe -> what a statistic's name can start with to mean it, other spellings aside."""
+"""Recipe -> the prefixes of statistics' names that mean the recipe, without the other spellings."""
 
 _COLUMNWISE = "_columnwise"
 OWN_RECIPE = ""
-"""Stands for the recipe that the layer runs."""
+"""Means the recipe that the layer runs."""
 
 
 class UnknownStatisticError(PrecisionDebugError, ValueError):
@@ -74,12 +74,12 @@ class Request:
     Attributes:
         label: the statistic's name in logs.
         statistic: its row of the table.
-        recipe: None for a statistic of the tensor itself; :data:`OWN_RECIPE`; or one of :data:`RECIPES`, and where the
-            layer runs another one, what that recipe would give.
+        recipe: None for a statistic of the tensor itself; :data:`OWN_RECIPE`; or one of :data:`RECIPES`: if the layer
+            runs another recipe, the number is what this recipe would give.
         columnwise: whether the columnwise data are meant.
-        blocks: the blocks, of :data:`BLOCKWISE` only.
-        e5m2: of a recipe of :data:`WITH_ELEMENT_FORMAT`, whether E5M2 elements are meant, or E4M3; None for those that
-            the layer's own quantizer makes where it is of the recipe, else those of the recipe's default.
+        blocks: the blocks, for :data:`BLOCKWISE` only.
+        e5m2: for a recipe of :data:`WITH_ELEMENT_FORMAT`: True for E5M2 elements, False for E4M3; None for the format
+            that the layer's own quantizer makes if it has the recipe, else the recipe's default format.
     """
 
     label: str
@@ -101,25 +101,25 @@ class Request:
         return f"{self.label.removesuffix(statistic)}{name}{_COLUMNWISE if self.columnwise else ''}"
 
     def of(self, tensor: str) -> Request:
-        """This request, asked of a tensor: blocks are looked at in both orientations where two GEMMs read it so."""
+        """This request for a tensor; its blocks are measured in both orientations if two GEMMs read the tensor so."""
         if self.blocks is None or tensor not in ("activation", "weight"):
             return self
         return replace(self, label=f"{self.label}_max_over_orientations", blocks=replace(self.blocks, both=True))
 
     def is_same(self, other: Request) -> bool:
-        """Whether both are one number, however their recipe is spelled."""
+        """Whether both requests ask for the same number, however their recipe is spelled."""
         return replace(self, label=other.label) == other
 
     def under(self, recipe: str) -> Request:
-        """This request of a layer that runs no recipe: what ``recipe`` would give, and called that."""
+        """This request in a layer that runs no recipe: what ``recipe`` would give, with the recipe in the label."""
         return replace(self, label=f"{recipe}_{self.label}", recipe=recipe)
 
 
 def tensor_request(entry: object) -> Request:
-    """What an entry of ``stats`` of LogTensorStats asks for.
+    """The request of an entry of ``stats`` of LogTensorStats.
 
     Args:
-        entry: a name of :data:`TENSOR_STATISTICS`, or :data:`BLOCKWISE` with parameters, as
+        entry: a name of :data:`TENSOR_STATISTICS`, or :data:`BLOCKWISE` with parameters, such as
             ``{"max_blockwise_dynamic_range": {"block_size": 32, "dims": 1}}``.
 
     Raises:
@@ -152,11 +152,11 @@ def _blockwise_request(entry: Mapping[Any, Any]) -> Request:
 
 
 def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Request:
-    """What an entry of ``stats`` of LogFp8TensorStats asks for.
+    """The request of an entry of ``stats`` of LogFp8TensorStats.
 
     Args:
         entry: the name, ``[<recipe>_[<element format>_]]<statistic>[_columnwise]``.
-        default_recipe: the recipe of a name without one. Other than :data:`OWN_RECIPE`, the label gets it as a prefix.
+        default_recipe: the recipe of a name without one; unless :data:`OWN_RECIPE`, it becomes a prefix of the label.
 
     Raises:
         UnknownStatisticError: there is no such statistic, or the recipe has no choice of the format.
@@ -225,7 +225,7 @@ _BLOCKWISE_LABEL = re.compile(rf"{BLOCKWISE}_block_size_(\d+)_dims_([12])(_max_o
 
 @lru_cache(maxsize=4096)
 def logged_request(label: str) -> Request | None:
-    """What a name in logs and records was asked for by; None for a number that is not of the table, a user's own.
+    """The request behind a name in logs and records; None for a user's own number, which is not in the table.
 
     Args:
         label: a :attr:`Request.label`, such as ``mxfp8_underflows%_columnwise``.
@@ -246,7 +246,7 @@ def logged_request(label: str) -> Request | None:
 
 
 def no_blocks(recipe: str) -> str:
-    """Why a recipe that scales per tensor has no statistics of blocks, and what has."""
+    """Why a recipe that scales per tensor has no statistics of blocks, and which statistics to use instead."""
     return (
         f"{recipe} has one scale for the whole tensor, and no blocks; it has 'scale_inv_max' and 'underflows%'. To see"
         " what blocks would give, put 'mxfp8_', 'fp8_block_scaling_' or 'nvfp4_' in front of the name"

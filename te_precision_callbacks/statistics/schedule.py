@@ -5,8 +5,8 @@
     str(schedule)       # "steps 5 on that are multiples of 10"
 
 The meaning is Transformer Engine's (2.20.2, ``debug/features/utils/__init__.py: next_enabled_iter``): an iteration is
-in the schedule if it is a multiple of ``freq`` and lies in an interval, both ends included. Unlike there, an end of -1
-means no end, as its documentation says.
+in the schedule if it is a multiple of ``freq`` and lies in an interval, both ends included. Unlike in its code, an end
+of -1 means no end, as its documentation says.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Schedule:
     """The iterations in which something is due.
 
     Attributes:
-        freq: only multiples of it.
-        intervals: first and last iteration of each, increasing.
+        freq: only multiples of this number are in the schedule.
+        intervals: first and last iteration of each interval, increasing.
     """
 
     freq: int = 1
@@ -43,7 +43,7 @@ class Schedule:
         return cls(freq, tuple(sorted((start or 0, _end(end)) for start, end in pairs)))
 
     def at(self, iteration: int) -> tuple[bool, int | None]:
-        """Whether something is due in an iteration, and the next iteration after it in which it is; None for never."""
+        """Whether something is due in an iteration, and the next iteration in which something is; None for never."""
         due = iteration % self.freq == 0 and any(start <= iteration <= end for start, end in self.intervals)
         for start, end in self.intervals:
             first = max(iteration + 1, start)
@@ -53,7 +53,7 @@ class Schedule:
         return due, None
 
     def meets(self, other: Schedule) -> bool:
-        """Whether there is an iteration that is in both: a multiple of both frequencies in an interval of each."""
+        """Whether an iteration is in both schedules: a multiple of both frequencies, in an interval of each."""
         both = math.lcm(self.freq, other.freq)
         for start, end in self.intervals:
             for other_start, other_end in other.intervals:
@@ -74,7 +74,7 @@ class Schedule:
 
 @functools.lru_cache(maxsize=4)
 def fingerprint(schedules: frozenset[Schedule]) -> int:
-    """A number below 2**52, the same in every process for the same schedules, and another one for others."""
+    """A hash below 2**52, the same in every process for the same schedules."""
     text = repr(sorted((schedule.freq, schedule.intervals) for schedule in schedules))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 12
 

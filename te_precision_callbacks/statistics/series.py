@@ -6,8 +6,8 @@
     table[number].family.badness(3.5)      # 3.5: more underflows are worse
     log_name("net.fc1", "activation", "mxfp8_underflows%")  # as Transformer Engine has it
 
-A *series* is one statistic of one tensor of one layer, and those of different layers are a *family*. A run has one
-table of them; a step has the series' numbers and their values.
+A *series* is one statistic of one tensor of one layer; the same statistic of the same tensor in all layers is a
+*family*. A run has one table of series; a step has the numbers of its series and their values.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from te_precision_callbacks.vocabulary import TENSORS
 
 @dataclass(frozen=True)
 class Family:
-    """One statistic of one tensor, in whatever layer.
+    """One statistic of one tensor, in any layer.
 
     Attributes:
         tensor: one of :data:`~te_precision_callbacks.vocabulary.TENSORS`; empty for a number of a user's own feature.
         statistic: its name in records and logs, or the user's own name.
-        gemm: ``fprop``, ``dgrad`` or ``wgrad`` where a number belongs to one GEMM, else None.
-        request: what it was asked for by; None for a user's own, which is not in the table of statistics.
+        gemm: ``fprop``, ``dgrad`` or ``wgrad`` if the number belongs to one GEMM, else None.
+        request: the request that the statistic answers; None for a user's own, which is not in the table of statistics.
     """
 
     tensor: str
@@ -50,7 +50,7 @@ class Family:
 
     @property
     def is_of_delayed_scaling(self) -> bool:
-        """Whether it is what the recipe of a layer that runs delayed scaling did."""
+        """Whether the statistic describes what delayed scaling did in a layer that runs it."""
         return self.request is not None and self.request.recipe in (OWN_RECIPE, "fp8_delayed_scaling")
 
     @property
@@ -58,16 +58,16 @@ class Family:
         """The bins of a histogram.
 
         Raises:
-            UnknownStatisticError: it is no histogram.
+            UnknownStatisticError: the statistic is not a histogram.
         """
         if self.request is None or self.request.statistic.bins is None:
             raise UnknownStatisticError(f"there is no histogram {self.statistic!r}")
         return self.request.statistic.bins
 
     def badness(self, value: float) -> float:
-        """A key that grows as a value gets worse; nan is the worst, and of an SQNR inf the best.
+        """A key that grows as a value gets worse; nan is the worst, and inf is the best SQNR.
 
-        A statistic of which neither direction is worse, and a user's own, goes by size.
+        A statistic without a worse direction, and a user's own, is ranked by size.
         """
         if math.isnan(value):
             return math.inf
@@ -122,16 +122,16 @@ class SeriesTable:
         return self._series[number]
 
     def find(self, layer: str, tensor: str, statistic: str) -> int | None:
-        """The number of a series; None if it has none. The arguments are those of :meth:`intern`."""
+        """The number of a series; None for an unknown series. The arguments are those of :meth:`intern`."""
         return self._numbers.get((layer, tensor, statistic, None))
 
     def intern(self, layer: str, tensor: str, statistic: str, gemm: str | None = None) -> int:
-        """The number of a series, a new one where it has none.
+        """The number of a series; an unknown series gets a new number.
 
         Args:
-            layer, tensor: whose it is; both empty for a user's own number.
+            layer, tensor: the names of layer and tensor; both empty for a user's own number.
             statistic: the statistic's name in logs, or the user's own.
-            gemm: where the number belongs to one GEMM.
+            gemm: the GEMM, if the statistic belongs to one.
         """
         key = (layer, tensor, statistic, gemm)
         number = self._numbers.get(key)
@@ -177,10 +177,10 @@ class Measured:
         return len(self.series) + len(self.histograms)
 
     def value(self, layer: str, tensor: str, statistic: str) -> float | None:
-        """One of the numbers; None where the step has it not.
+        """The value of a statistic; None if the step has none.
 
         Args:
-            layer, tensor: whose it is.
+            layer, tensor: the names of layer and tensor.
             statistic: its name in logs.
         """
         number = self.table.find(layer, tensor, statistic)
@@ -203,11 +203,11 @@ def log_name(layer: str, tensor: str, statistic: str) -> str:
 
 
 def parsed_log_name(name: str, layers: Collection[str]) -> tuple[str, str, str]:
-    """Layer, tensor and statistic of a :func:`log_name`; a name of another form is a user's own: ``("", "", name)``.
+    """Layer, tensor and statistic of a :func:`log_name`; any other name is a user's own: ``("", "", name)``.
 
     Args:
         name: as a feature logs it through nvidia-dlfw-inspect.
-        layers: the names of all layers; the longest that fits is taken.
+        layers: the names of all layers; the longest one that matches is taken.
     """
     best = ("", "", name)
     for tensor in TENSORS:

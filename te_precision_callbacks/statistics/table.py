@@ -26,7 +26,7 @@ BLOCKWISE = "max_blockwise_dynamic_range"
 
 
 class Of(Enum):
-    """What a statistic is computed from; what has the same is measured and kept together."""
+    """What a statistic is computed from; statistics with the same source are measured and kept together."""
 
     TENSOR = "the high-precision tensor"
     QUANTIZED = "the tensor and its quantized form"
@@ -41,7 +41,7 @@ class Of(Enum):
 
 
 class Worse(Enum):
-    """In which direction a value of a statistic gets worse, as the table of docs/statistics.md says it."""
+    """The direction in which a statistic gets worse, as in the table of docs/statistics.md."""
 
     HIGH = "high"
     LOW = "low"
@@ -50,20 +50,20 @@ class Worse(Enum):
 
 
 OF_BLOCKS = frozenset({Of.SCALE_BINS, Of.SCALE_LIMITS, Of.LOSSES, Of.RANGES, Of.RANGE_BINS})
-"""What there is of recipes with a scale for each block only."""
+"""Sources that exist only for recipes with a scale for each block."""
 
 
 @dataclass(frozen=True)
 class Bins:
     """The bins of a histogram, over powers of two.
 
-    Bin i counts what lies in [2^(lowest + i / steps), 2^(lowest + (i + 1) / steps)); what is below the first or above
-    the last bin counts in it.
+    Bin i counts the numbers in [2^(lowest + i / steps), 2^(lowest + (i + 1) / steps)); numbers below the first bin or
+    above the last one count in that bin.
 
     Attributes:
         lowest: the power of two at which the first bin begins.
-        steps: how many bins a factor of 2 has.
-        number: of bins.
+        steps: the number of bins per factor of 2.
+        number: the number of bins.
     """
 
     lowest: int
@@ -81,14 +81,14 @@ class Bins:
         return self.lowest + np.arange(self.number + 1) / self.steps
 
     def counts(self, columns: Columns) -> Values:
-        """[rows, bins]."""
+        """The counts, [rows, bins]."""
         return np.stack([columns[name] for name in self.columns], axis=-1)
 
     def percentile(self, percent: int, columns: Columns) -> tuple[npt.NDArray[np.bool_], Values]:
         """The lower edge of the bin in which a percentile (the nearest rank) lies, as a power of two.
 
         Returns:
-            Whether a row has anything, and the edges.
+            Whether each row has any count, and the edges.
         """
         counts = self.counts(columns)
         total = counts.sum(-1)
@@ -98,13 +98,13 @@ class Bins:
 
 
 EXPONENTS = Bins(-127, 1, 256)
-"""Of :mod:`te_precision_callbacks.engine.kernels.columns`, where the first bin has the subnormal numbers."""
+"""The bins of :mod:`te_precision_callbacks.engine.kernels.columns`; the first bin has the subnormal numbers."""
 
 SCALES = Bins(-127, 8, 8 * 255)
-"""From E8M0's smallest number to float32's largest: powers of two, as E8M0, are at lower edges, hence exact."""
+"""From E8M0's smallest number to float32's largest. Powers of two (E8M0's numbers) are lower edges, hence exact."""
 
 RANGES = Bins(0, 8, 8 * 64 + 1)
-"""No format of one byte holds 64 powers of two; a block with more counts in the last bin."""
+"""No one-byte format spans 64 powers of two; a block that spans more counts in the last bin."""
 
 PERCENTILES = (1, 10, 50, 90, 99)
 
@@ -116,15 +116,15 @@ class Statistic:
     Attributes:
         name: as in a config, without recipe and direction.
         formula: in words and symbols; sums are over the finite elements of all micro-batches and ranks.
-        unit: of the value.
-        value: the value, from merged columns. None for a histogram, which is the columns of its bins.
+        unit: the unit of the value.
+        value: computes the value from merged columns. None for a histogram, whose value is the columns of its bins.
         of: what it is computed from.
         merge: how micro-batches and ranks are merged.
-        upstream: whether Transformer Engine 2.20 has it.
-        bins: of a histogram.
-        worse: the direction in which a value is worse: what lists of the worst layers go by.
-        misses: statistics of the same quantized tensor that show losses which this one does not: a list of the worst
-            layers goes by them too.
+        upstream: whether Transformer Engine 2.20 has the statistic.
+        bins: the bins of a histogram.
+        worse: the direction in which a value is worse; lists of the worst layers are sorted by it.
+        misses: statistics of the same quantized tensor that show losses which this one does not; a list of the worst
+            layers considers them too.
     """
 
     name: str
@@ -139,7 +139,7 @@ class Statistic:
     misses: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[Callable[[str], Statistic], tuple[str]]:
-        """Pickled by its name: another process has the same table."""
+        """Pickle the statistic by its name: another process has the same table."""
         return _row, (self.name,)
 
 
@@ -167,9 +167,9 @@ def _mean(columns: Columns) -> Values:
 def _spread(total: Values, squares: Values, count: Values, largest: Values, negated_least: Values) -> Values:
     """The sample standard deviation from raw moments and extremes, 0 for fewer than two elements.
 
-    What cancels in the moments leaves an error of the variance of some 100 * 2^-53 * mean^2. So the result is held
-    between the bounds that n numbers with these extremes have: range / sqrt(2 (n - 1)), where all others lie in the
-    middle, and range / 2 * sqrt(n / (n - 1)), where all are extremes (Popoviciu's inequality). Equal elements have 0.
+    Cancellation in the moments leaves an error of some 100 * 2^-53 * mean^2 in the variance. So the result is clamped
+    to the bounds for n numbers with these extremes: range / sqrt(2 (n - 1)), if all others lie in the middle, and
+    range / 2 * sqrt(n / (n - 1)), if all are extremes (Popoviciu's inequality). Equal elements have 0.
     """
     several = count > 1
     fewer = np.where(several, count - 1, 1.0)
@@ -380,12 +380,13 @@ def _of_blocks() -> Iterable[Statistic]:
 STATISTICS: Mapping[str, Statistic] = {statistic.name: statistic for statistic in _statistics()}
 
 TENSOR_STATISTICS = tuple(name for name, s in STATISTICS.items() if s.of in (Of.TENSOR, Of.EXPONENTS))
-"""What LogTensorStats takes as a plain name."""
+"""The plain names that LogTensorStats takes."""
 
 QUANTIZED_STATISTICS = tuple(
     name for name, s in STATISTICS.items() if s.of in (Of.QUANTIZED, Of.SCALES) or s.of in OF_BLOCKS
 )
-"""What LogFp8TensorStats and LogNvfp4TensorStats take, with a recipe before and ``_columnwise`` after it or not."""
+"""The names that LogFp8TensorStats and LogNvfp4TensorStats take, optionally with a recipe before and ``_columnwise``
+after the name."""
 
 
 def table() -> str:

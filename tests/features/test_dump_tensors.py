@@ -220,8 +220,8 @@ def test_conditions_without_a_session(tmp_path: Path, caplog: pytest.LogCaptureF
     assert files(tmp_path) == ["iter_000003/linear_activation.pt"]
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert len(errors) == 2
-    assert "'mse > 1' of DumpTensors is on a statistic that is not collected of 'activation'" in errors[0]
-    assert "needs activation overflow detection" in errors[1]
+    assert "'mse > 1' of DumpTensors would never hold: its statistic is not collected for 'activation'" in errors[0]
+    assert "because activation overflow detection is off" in errors[1]
 
 
 def test_a_disk_that_is_full_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -233,7 +233,7 @@ def test_a_module_that_may_be_run(name: str) -> None:
         (["-m"], "Missing argument"),
         (["-m", "missing"], "there is no module 'missing', neither in the current folder"),
         (["-m", "training.missing"], "there is no module 'missing' in the package 'training'"),
-        (["-m", "training.sizes.py"], "there is no module 'training.sizes.py': 'training.sizes' is no package"),
+        (["-m", "training.sizes.py"], "there is no module 'training.sizes.py': 'training.sizes' is not a package"),
         (["-m", "plain.deep"], "the package 'plain.deep' has no module __main__"),
         (["-m", ".training"], "there is no module '.training'"),
     ],

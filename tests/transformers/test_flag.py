@@ -310,7 +310,7 @@ def test_a_trainer_that_knows_nothing_of_the_flag_says_so(tmp_path: Path, caplog
         caplog.clear()
         trainer(args, *callbacks, model=Net(), kind=kind).train()
         said = [record.message for record in caplog.records if "nothing is watched" in record.message]
-        assert [message.split(", and nothing")[0] for message in said] == (
+        assert [message.split(", but nothing")[0] for message in said] == (
             [] if unwatched is None else [f"args.debug has {unwatched}"]
         )
 
