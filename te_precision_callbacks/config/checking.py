@@ -2,7 +2,7 @@
 
 read = read_features({"FakeQuant": {...}}, place)     # raises ConfigError
 read["FakeQuant"]                                     # as written, a bare name as a list
-holding(read["FakeQuant"].schema.targets, "weight", "fprop")   # what holds for a tensor of a GEMM
+holding(read["FakeQuant"].schema.targets, "weight", "fprop")   # the options for a tensor of a GEMM
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from te_precision_callbacks.config.schemas import schema_of
 
 
 class ReadOptions(dict[str, Any]):
-    """A feature's options, as nvidia-dlfw-inspect carries them to it, and what they say.
+    """A feature's options, as nvidia-dlfw-inspect passes them to the feature, and the same options typed.
 
-    As a mapping they are the options as written; what the schema takes as a bare name is a list.
+    As a mapping they are the options as written, except that a bare name which the schema accepts is a list.
 
     Attributes:
         schema: the options, typed.
@@ -34,7 +34,7 @@ class ReadOptions(dict[str, Any]):
         self.schema = schema
 
     def __reduce__(self) -> tuple[type[ReadOptions], tuple[dict[str, Any], FeatureSchema]]:
-        """Pickled with both."""
+        """Pickle the mapping and the schema."""
         return type(self), (dict(self), self.schema)
 
 
@@ -42,12 +42,12 @@ def read_features(features: Mapping[str, Any], place: Where) -> dict[str, ReadOp
     """Read the enabled features of one section that have a schema, by their names as written.
 
     Args:
-        features: feature -> options. What has no schema is a user's own, and is not looked at; nor is what is not
-            enabled.
+        features: feature -> options. A feature without a schema is a user's own, and is ignored, as is a feature that
+            is not enabled.
         place: where a key stands.
 
     Raises:
-        ConfigError: all that the schemas do not take, in the order in which it stands there.
+        ConfigError: all problems that the schemas find, in the order of the config.
     """
     found: dict[str, ReadOptions] = {}
     problems = Problems()
@@ -67,13 +67,13 @@ def read_options(schema: type[FeatureSchema], name: str, options: Mapping[str, A
     """The options of one feature, typed.
 
     Args:
-        schema: the feature's.
-        name: the feature's, as written.
-        options: as written.
+        schema: the feature's schema.
+        name: the feature's name, as written.
+        options: the feature's options, as written.
         place: where a key stands.
 
     Raises:
-        ConfigError: all that the schema does not take.
+        ConfigError: all problems that the schema finds.
     """
     try:
         return schema.model_validate(dict(options))
@@ -106,7 +106,7 @@ class _Problem:
         self.value = details["input"]
         self.cause = cause
         self.keys: KeyPath = (*details["loc"], *(cause.keys if isinstance(cause, Misfit) else ()))
-        if self.kind == "invalid_key":  # not a text: its place in `loc` is not to be told from that of a list's entry
+        if self.kind == "invalid_key":  # not a text: in `loc` the key looks like the index of a list entry
             self.keys = (*self.keys[:-1], str(self.value))
         self.feature = feature
         self.options = options
@@ -115,7 +115,7 @@ class _Problem:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Where it stands among the others; what is missing stands at the end of the mapping that lacks it."""
+        """The problem's position in the config; a missing key is at the end of the mapping that lacks it."""
         positions: list[int] = []
         inside: Any = self.options
         for key in self.keys:
@@ -144,7 +144,7 @@ class _Problem:
         return self.cause.describe() if isinstance(self.cause, Refused) else str(self.cause)
 
     def _named(self) -> KeyPath:
-        """The keys down to the last one with a name, or to an item that is a mapping with a schema."""
+        """The keys down to the last named one, or to an item that is a mapping with a schema."""
         in_list = bool(self.keys) and isinstance(self.keys[-1], int)
         is_item = in_list and self.kind == "value_error" and item_of(self._field()) is not None
         return self.keys[:-1] if in_list and not is_item else self.keys

@@ -1,7 +1,7 @@
 """Lists the statistics that a layer's features collect of a tensor, and finds the one that a condition reads.
 
 known = collected(schemas_of_a_layer, "activation")    # label -> Collected
-read_by(parse_condition("mxfp8_mse > 5"), known)       # what is collected, under which names, and when
+read_by(parse_condition("mxfp8_mse > 5"), known)       # the statistic that the condition reads
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Collected:
     """A statistic that is collected of a tensor.
 
     Attributes:
-        request: what was asked for.
-        labels: its names in the log. One of the layer's own recipe gets that recipe's name before it in a layer that
-            runs none.
-        schedules: when.
-        of_own_recipe: whether it was asked for of the layer's recipe, and a condition on it names another one.
+        request: the request.
+        labels: its names in the log. In a layer that runs no recipe, a statistic of the layer's own recipe gets a
+            recipe's name as prefix.
+        schedules: when the statistic is collected.
+        of_own_recipe: whether it was requested for the layer's own recipe, while a condition on it names a recipe.
     """
 
     request: Request
@@ -36,7 +36,7 @@ class Collected:
 
 
 def collected(features: Iterable[FeatureSchema], tensor: str) -> dict[str, Collected]:
-    """What the features of a layer collect of a tensor, by the names that were asked for."""
+    """The statistics that the features of a layer collect of a tensor, by the requested names."""
     asked: dict[str, tuple[Request, list[Schedule]]] = {}
     for options in (options for feature in features for options in holding(feature.targets, tensor, None)):
         if isinstance(options, LoggedTensor):
@@ -49,21 +49,21 @@ def collected(features: Iterable[FeatureSchema], tensor: str) -> dict[str, Colle
 
 
 def _under_recipes(request: Request, asked: Iterable[str]) -> Iterable[str]:
-    """The labels of a request in a layer that runs no recipe, but for those that are asked for by themselves."""
+    """The labels of a request in a layer that runs no recipe, without those that are requested separately."""
     labels = [request.under(recipe).label for recipe in RECIPES if request.recipe == OWN_RECIPE]
     return [label for label in labels if label not in asked]
 
 
 def read_by(condition: Threshold, known: Mapping[str, Collected], recipe: str | None = None) -> Collected | None:
-    """The statistic that a condition reads, among those that are collected of a tensor; None where it is not.
+    """The statistic that a condition reads, among those that are collected of a tensor; None if it is not collected.
 
-    With the name of a recipe in front, a statistic that was asked for without one is meant too: where the layer runs
-    that recipe the two are the same number.
+    A condition on a statistic with a recipe's name also matches the statistic that was requested without one: in a
+    layer that runs that recipe the two are the same number.
 
     Args:
         condition: the condition.
-        known: as of :func:`collected`.
-        recipe: the one that the tensor was quantized with; None where it was not, and before the run.
+        known: the result of :func:`collected`.
+        recipe: the recipe that the tensor was quantized with; None if it was not quantized, and before the run.
     """
     wanted = condition.statistic
     if wanted.label in known:

@@ -8,15 +8,15 @@ from typing import Any
 from te_precision_callbacks.config.planning import NamespacedFeatures, Section
 
 FlatConfig = Mapping[str, str]
-"""``"stats.transformer_engine.LogTensorStats.freq"`` -> ``"10"``: what a config says, key by key."""
+"""The values of a config, key by key: ``"stats.transformer_engine.LogTensorStats.freq"`` -> ``"10"``."""
 
 
 def flat_config(sections: Sequence[Section], features: Sequence[NamespacedFeatures]) -> FlatConfig:
-    """What enabled sections say, in a form that is the same text in every process.
+    """The values of enabled sections, as text that is the same in every process.
 
     Args:
         sections: the sections.
-        features: of each section, under their registered names.
+        features: the features of each section, under their registered names.
     """
     flat: dict[str, str] = {}
     for section, resolved in zip(sections, features, strict=True):

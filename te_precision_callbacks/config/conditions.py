@@ -35,7 +35,7 @@ ACTIVATION_OVERFLOW = debug_values.ACTIVATION_OVERFLOW
 
 
 class Event(Enum):
-    """A condition that is no comparison of a statistic."""
+    """A condition that does not compare a statistic."""
 
     NONFINITE = NONFINITE
     """The tensor has an inf or nan."""
@@ -53,8 +53,8 @@ class Threshold:
     """A condition on a statistic of a tensor.
 
     Attributes:
-        text: as written.
-        statistic: what is read; of :data:`BLOCKWISE` without blocks, that of any blocks.
+        text: the condition as written.
+        statistic: the statistic to compare; :data:`BLOCKWISE` without blocks means that of any blocks.
         comparison: ``>``, ``>=``, ``<`` or ``<=``.
         number: what the statistic is compared with.
     """
@@ -65,11 +65,11 @@ class Threshold:
     number: float
 
     def holds(self, value: float) -> bool:
-        """Whether a value of the statistic meets it. A nan meets none."""
+        """Whether a value of the statistic meets the condition. A nan meets none."""
         return _COMPARE[self.comparison](value, self.number)
 
     def reads(self, request: Request) -> bool:
-        """Whether it is on what was asked for so."""
+        """Whether the condition is on the statistic of a request."""
         if self.statistic.statistic.name == BLOCKWISE and self.statistic.blocks is None:
             return request.statistic is self.statistic.statistic
         return self.statistic.is_same(request)
@@ -100,7 +100,7 @@ def parse_condition(entry: object) -> Condition:
     """A condition as written in a config.
 
     Raises:
-        ValueError: it is none; continues a sentence that starts with the key.
+        ValueError: not a condition; the text continues a sentence that starts with the key.
     """
     if entry in (NONFINITE, ACTIVATION_OVERFLOW):
         return Event(entry)
@@ -121,7 +121,7 @@ def _statistic(entry: str, name: str) -> Request:
     """The statistic of a name that some feature can log as a number.
 
     Raises:
-        ValueError: as of :func:`parse_condition`.
+        ValueError: as in :func:`parse_condition`.
     """
     if name == BLOCKWISE:
         return Request(name, STATISTICS[name])

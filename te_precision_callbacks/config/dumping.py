@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from te_precision_callbacks.config.planning import LayerPlan, Plan, Section
 
 _MOST_NAMED = 3
-"""Layers that a message names."""
+"""The most layers that a message names."""
 
 
 def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflow: bool) -> None:
     """Refuse conditions of DumpTensors that can never hold.
 
     Args:
-        plan: of all layers.
+        plan: the plan of all layers.
         sections: the enabled sections.
         detects_overflow: whether the run has activation overflow detection.
 
     Raises:
-        ConfigError: a statistic that no feature collects of that layer and tensor, or only in steps in which the tensor
-            is not looked at; or no detection.
+        ConfigError: a condition needs a statistic that no feature collects of its layer and tensor, or only in steps in
+            which the tensor is not looked at; or it needs activation overflow detection, which is off.
     """
     by_name = {section.name: section for section in sections}
     alike: dict[tuple[str, ...], list[LayerPlan]] = {}
@@ -57,7 +57,7 @@ def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflo
 def _problem(
     dumps: DumpTensors, schemas: Sequence[FeatureSchema], layers: Sequence[str], *, detects_overflow: bool
 ) -> tuple[KeyPath, str] | None:
-    """What is wrong with the conditions of layers that have the same features, and where it stands."""
+    """The problem of a condition in layers that have the same features, with its place."""
     for target in sorted(dumps.targets, key=lambda target: TENSORS.index(target.options.tensor)):
         known = collected(schemas, target.options.tensor)
         for condition in target.options.when:
@@ -75,7 +75,7 @@ def _never_holds(
     *,
     detects_overflow: bool,
 ) -> str:
-    """Why a condition on a tensor can never hold; empty where it can."""
+    """Why a condition on a tensor can never hold; empty if it can."""
     if isinstance(condition, Event):
         return no_detection() if condition is Event.ACTIVATION_OVERFLOW and not detects_overflow else ""
     found = read_by(condition, known)
@@ -97,7 +97,7 @@ def _place(sections: Mapping[str, Section], hit: Sequence[str], keys: KeyPath) -
 
 
 def no_detection() -> str:
-    """The words about a condition on an overflow that nobody looks for."""
+    """The message about a condition on an overflow while detection is off."""
     return (
         f"the condition {ACTIVATION_OVERFLOW!r} of DumpTensors would never hold, because activation overflow detection"
         ' is off. A session with debug="activation_overflow" turns the detection on.'
@@ -105,12 +105,12 @@ def no_detection() -> str:
 
 
 def missing_statistic(condition: Threshold, known: Mapping[str, Collected], layers: Sequence[str], tensor: str) -> str:
-    """The words about a condition on a statistic that nobody collects.
+    """The message about a condition on a statistic that no feature collects.
 
     Args:
         condition: the condition.
-        known: what is collected of the tensor.
-        layers, tensor: where.
+        known: the statistics that are collected of the tensor.
+        layers, tensor: the layers and the tensor of the condition.
     """
     wanted = condition.statistic
     same = [
@@ -147,12 +147,12 @@ def _in_words(layers: Sequence[str]) -> str:
 
 
 def is_of_the_layers_recipe(condition: Threshold, asked: str, recipe: str | None) -> str:
-    """The words about a condition on a recipe's statistic, which was asked for without a recipe.
+    """The message about a condition on a recipe's statistic, which was requested without a recipe.
 
     Args:
-        condition: on a statistic with a recipe in its name.
-        asked: what was asked for.
-        recipe: the one that the layer runs.
+        condition: a condition on a statistic with a recipe in its name.
+        asked: the name of the statistic in ``stats``.
+        recipe: the recipe that the layer runs.
     """
     wanted = condition.statistic
     return (

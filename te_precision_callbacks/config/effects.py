@@ -1,8 +1,8 @@
 """The effects of features on the GEMMs of a layer, and which features exclude each other.
 
-A GEMM multiplies two quantized tensors, or two in high precision. So a feature that quantizes one of its tensors and
-one that keeps it in high precision exclude each other, on whichever tensors they act; and a tensor has one value, so
-that one feature replaces it.
+A GEMM multiplies two quantized tensors, or two in high precision. So a feature that quantizes a tensor of a GEMM and a
+feature that runs the GEMM in high precision exclude each other, on whichever tensors they act. A tensor has one value,
+so only one feature can replace it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Effect:
     """What a feature does to the GEMMs of a layer.
 
     Attributes:
-        modifies: the tensors that it replaces, each with the GEMM that gets it.
-        quantizes: whether what it puts in their place is quantized.
-        high_precision: the GEMMs that it runs in high precision.
+        modifies: the tensors that the feature replaces, each with the GEMM that gets the replacement.
+        quantizes: whether the replacements are quantized.
+        high_precision: the GEMMs that the feature runs in high precision.
     """
 
     modifies: tuple[Pair, ...] = ()
@@ -36,24 +36,24 @@ class Effect:
 
 
 class Acting(Protocol):
-    """A section of a config, with what its features do."""
+    """A section of a config, with the effects of its features."""
 
     @property
     def effects(self) -> Mapping[str, Effect]:
-        """Feature, as written -> what it does."""
+        """Feature, as written -> its effect."""
 
     def place(self, *keys: str | int) -> str:
         """Where a key of the section stands."""
 
 
 def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:
-    """What is wrong with the features that meet in some layers: one text for each two that exclude each other.
+    """The conflicts between features that act on the same layers: one text for each pair that exclude each other.
 
-    Upstream calls one of two that modify a tensor. Where one quantizes both operands of a GEMM, it does not ask the one
-    that forbids it; where it quantizes one of them, the run ends in the GEMM.
+    Upstream calls only one of two features that modify a tensor. If a feature quantizes both operands of a GEMM,
+    upstream does not ask the feature that forbids it; if a feature quantizes one operand, the run fails in the GEMM.
 
     Args:
-        sections: what meets in the layers.
+        sections: the sections that act on the layers.
         layers: these layers, for the text.
     """
     acting = [(section, feature, effect) for section in sections for feature, effect in section.effects.items()]
@@ -82,7 +82,7 @@ def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:
 
 
 def _both_ways(one: Effect, other: Effect) -> str | None:
-    """A GEMM of which one feature quantizes tensors, and which the other runs in high precision."""
+    """A GEMM that one feature runs in high precision while the other quantizes its tensors."""
     for quantizing, forbidding in ((one, other), (other, one)):
         if quantizing.quantizes:
             for gemm, _ in quantizing.modifies:

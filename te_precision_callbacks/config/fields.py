@@ -3,8 +3,8 @@
     freq: StrictInt = Field(1, ge=1)         # words(field): "an integer >= 1"
     tensors: ListOf[Operand]                 # words(field): "a list of activation, weight, gradient"
 
-What a validator here raises continues a sentence that starts with the key: "has the pair [5, 2], which ends before it
-starts."
+The text of a validator's error continues a sentence that starts with the key: "has the pair [5, 2], which ends before
+it starts."
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Words:
-    """What a field takes, where its type does not say it."""
+    """The description of what a field takes, if its type does not say."""
 
     text: str
 
@@ -46,8 +46,8 @@ class Refused(ValueError):
     """A value that a field does not take.
 
     Args:
-        describe: says why; continues a sentence that starts with the key. It is called only where that is told, since a
-            suggestion takes time.
+        describe: gives the reason, which continues a sentence that starts with the key. It is called only if the reason
+            is shown, since a suggestion takes time.
     """
 
     def __init__(self, describe: Callable[[], str]) -> None:
@@ -56,11 +56,11 @@ class Refused(ValueError):
 
 
 MOST_LISTED = 1000
-"""Entries of a list of names or items; there are not that many statistics."""
+"""The most entries of a list of names or items; there are fewer statistics."""
 
 
 def _listed(value: Any) -> Any:
-    """One bare name is a list of one: upstream compares letters with it, or parts of it."""
+    """A bare name as a list of one: upstream would compare letters or parts of the name."""
     if isinstance(value, str):
         return [value]
     return list(value) if isinstance(value, tuple) else value
@@ -79,7 +79,7 @@ ListOf = Annotated[list[T], Strict(), BeforeValidator(_listed_briefly), Field(mi
 def _refused(
     entry: object, error: UnknownStatisticError, names: Callable[[], Sequence[str]], known: Sequence[str]
 ) -> Refused:
-    """The error about an entry of ``stats``, with the nearest of ``names``, else with all that is ``known``."""
+    """The error about an entry of ``stats``, with the nearest of ``names``, or else with all ``known`` names."""
 
     def describe() -> str:
         reason = shortened(str(error).removeprefix(f"{entry!r}: "))
@@ -202,12 +202,12 @@ Intervals = Annotated[
 
 
 def is_list(field: FieldInfo) -> bool:
-    """Whether a field is a list, for whose only entry a bare name may stand."""
+    """Whether a field is a list, whose only entry may be written as a bare name."""
     return get_origin(_plain(field.annotation)[0]) is list
 
 
 def names(field: FieldInfo) -> tuple[str, ...]:
-    """The names that a field takes, alone or in a list; none where it takes other things."""
+    """The names that a field takes, alone or in a list; none if it takes other values."""
     kind = _one(field.annotation)
     return get_args(kind) if get_origin(kind) is Literal else ()
 
@@ -256,6 +256,6 @@ def _plain(annotation: Any) -> tuple[Any, list[Any]]:
 
 
 def _one(annotation: Any) -> Any:
-    """What a field holds, or what its entries are where it is a list."""
+    """The type of a field, or of its entries if it is a list."""
     kind = _plain(annotation)[0]
     return get_args(kind)[0] if get_origin(kind) is list else kind

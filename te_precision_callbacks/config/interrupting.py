@@ -3,9 +3,9 @@
     with at_most(0.5):                  # seconds of the processor
         pattern.search(text)            # TookTooLong
 
-Python's ``re`` looks for signals while it searches (3.10 to 3.13, ``_sre.c``: every 4,096 steps), so that a timer can
-end a search, and what is found is otherwise exactly what ``re`` finds. Signals reach the main thread alone: in another
-one, and where the script has set the timer or handles its signal outside of Python, there is no limit.
+Python's ``re`` looks for signals while it searches (3.10 to 3.13, ``_sre.c``: every 4,096 steps), so a timer can end a
+search, and the result is otherwise exactly that of ``re``. Signals reach only the main thread: in another thread, and
+where the script has set the timer or handles its signal outside Python, there is no limit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 LIMIT = 0.5
-"""Seconds; thousands of names take hundredths."""
+"""Seconds; a search in thousands of names takes hundredths of a second."""
 
 
 class TookTooLong(Exception):
@@ -26,7 +26,7 @@ class TookTooLong(Exception):
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """A block that takes no more than this much of the processor's time.
+    """Limits a block to this much of the processor's time.
 
     Raises:
         TookTooLong: the time was up.

@@ -22,12 +22,12 @@ _REGISTERED = re.compile(r"""@Registry\.register_feature\(namespace=["'](\w+)["'
 
 
 def known_features(own: Iterable[str] = ()) -> Mapping[str, tuple[str, ...]]:
-    """Namespace -> the features of it that a session will find, whatever the folders of a user's own hold.
+    """Namespace -> the features in it that a session will find, whatever a user's own folders hold.
 
     Args:
-        own: names of a user's own features, which are of the namespace ``transformer_engine``.
+        own: names of a user's own features, which are in the namespace ``transformer_engine``.
     """
-    # Not above: the schemas import pydantic and numpy, and `python -m` wants to run them as their only copy.
+    # Not above: the schemas import pydantic and numpy, and `python -m` must run them as their only copy.
     from te_precision_callbacks.config.schemas import FEATURES
 
     found: dict[str, dict[str, None]] = {NAMESPACE: dict.fromkeys((*FEATURES, *own)), BASE: {}}

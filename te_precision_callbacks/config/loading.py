@@ -38,7 +38,7 @@ DEFAULT_CONFIG: dict[str, Any] = {
     }
 }
 """The meaning of ``config=None``: in every tenth step, statistics of the GEMM operands of every TE layer, and of the
-losses by quantization of those that are quantized."""
+quantization losses of the operands that are quantized."""
 
 LAYER_NAMES = "layer_names"
 """The key beside the sections that says which layer names the selectors use."""
@@ -198,7 +198,7 @@ def _section(name: str, body: Any, places: Places, known: _Known) -> Section:
 
 
 def _with_checked_features(section: Section) -> Section:
-    # Not above: the schemas import pydantic and numpy, and `python -m` wants to run them as their only copy.
+    # Not above: the schemas import pydantic and numpy, and `python -m` must run them as their only copy.
     from te_precision_callbacks.config.checking import read_features
 
     features = section.features[NAMESPACE]

@@ -1,7 +1,7 @@
 """The errors for problems of a config, with the place of each.
 
 problems = Problems()
-with problems.noted():              # what is raised inside of it is one of several
+with problems.noted():              # an error raised inside is one of several
     check_something()
 problems.raise_any()
 """
@@ -25,14 +25,14 @@ KeyPath = tuple[str | int, ...]
 
 
 class Where(Protocol):
-    """Says where an entry stands, such as ``config.yaml, line 7 (section 'stats')``."""
+    """Gives the place of an entry, such as ``config.yaml, line 7 (section 'stats')``."""
 
     def __call__(self, *keys: str | int) -> str:
-        """Where the entry at this path stands, below that of which it is; that itself without a path."""
+        """The place of the entry at this path below the section or feature; without a path, of that itself."""
 
 
 MOST_TOLD = 20
-"""Problems that one error tells in words; of the others it tells the number."""
+"""The most problems that one error describes; it counts the others."""
 
 _LONGEST_PROBLEM = 4000
 _LONGEST_WORD = 200
@@ -43,8 +43,8 @@ class ConfigError(PrecisionDebugError, ValueError):
     """A config that cannot be used. The text names the file and line, the key, the value, and what to write instead.
 
     Args:
-        problems: what is wrong, a text each.
-        more: how many problems there are beside these.
+        problems: the problems, a text each.
+        more: the number of further problems.
     """
 
     def __init__(self, *problems: str, more: int = 0) -> None:
@@ -61,7 +61,7 @@ class ConfigError(PrecisionDebugError, ValueError):
 
 
 def shortened(text: str, most: int = 500) -> str:
-    """A text of someone else's for a message: of a long one, how it begins and how it ends."""
+    """A text from elsewhere for a message: of a long text, the beginning and the end."""
     return text if len(text) <= most else f"{text[: most - most // 4]} ... {text[-(most // 4) :]}"
 
 
@@ -73,7 +73,7 @@ class Problems:
         self._more = 0
 
     def add(self, problem: str | Callable[[], str]) -> None:
-        """Add a problem. A function is called only where its text will be told: a suggestion takes time."""
+        """Add a problem. A function is called only if its text will be shown: a suggestion takes time."""
         if len(self._told) >= MOST_TOLD:
             self._more += 1
         else:
@@ -90,24 +90,24 @@ class Problems:
             self._more += error.more
 
     def warn(self, logger: logging.Logger) -> None:
-        """Log what was added as warnings."""
+        """Log the added problems as warnings."""
         for problem in self._told:
             logger.warning("%s", problem)
         if self._more:
             logger.warning("... and %d more of this kind.", self._more)
 
     def raise_any(self) -> None:
-        """Raise what was added.
+        """Raise the added problems.
 
         Raises:
-            ConfigError: something was.
+            ConfigError: there is a problem.
         """
         if self._told:
             raise ConfigError(*self._told, more=self._more)
 
 
 class _Shown(reprlib.Repr):
-    """``repr``, but never longer than a few lines, also of what is deep or holds itself."""
+    """``repr``, but never longer than a few lines, even for a value that is deep or holds itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,15 +129,15 @@ _SHOWN = _Shown()
 
 
 def shown(value: object) -> str:
-    """A value of a config for a message: as ``repr`` gives it, and shortened where that is long."""
+    """A value of a config for a message: its ``repr``, shortened if long."""
     return _SHOWN.repr(value)
 
 
 class Vocabulary:
-    """Words that one may have been meant for another, wrong one.
+    """The known words, to suggest for an unknown one.
 
     Args:
-        words: the words; of two that differ in case alone, the later one.
+        words: the words; of two that differ only in case, the later one counts.
     """
 
     def __init__(self, words: Iterable[str]) -> None:
@@ -154,7 +154,7 @@ class Vocabulary:
     def nearest(self, word: str, most: int = 3) -> list[str]:
         """The at most ``most`` words that look like this one, best first.
 
-        Of many words those are looked at that begin or end like it, as words with one slip do.
+        If there are many words, only those that begin or end like this one are compared, as words with one typo do.
         """
         if len(word) > _LONGEST_WORD:
             return []
@@ -168,7 +168,7 @@ class Vocabulary:
 
 
 def _around(word: str, in_order: Sequence[str]) -> Sequence[str]:
-    """The words between which this one would stand."""
+    """The neighbours of a word in a sorted list."""
     place = bisect_left(in_order, word)
     return in_order[max(0, place - _MOST_COMPARED // 4) : place + _MOST_COMPARED // 4]
 
@@ -179,13 +179,13 @@ def nearest(word: str, known: Iterable[str], most: int = 3) -> list[str]:
 
 
 def meant_for(key: str, present: Iterable[object]) -> str:
-    """``" Is ... meant for it?"`` where a key that is there looks like one that is missing."""
+    """``" Is ... meant for it?"`` if a present key looks like the missing one."""
     close = nearest(key, map(str, present), most=1)
     return f" Is {close[0]!r} meant for it?" if close else ""
 
 
 def suggestion(word: str, known: Iterable[str], known_as: str = "Known") -> str:
-    """``" Did you mean ...?"`` where something known is near, else the list of what is known."""
+    """``" Did you mean ...?"`` if a known word is similar, else the list of known words."""
     known = list(known)
     close = nearest(word, known)
     if close:

@@ -1,8 +1,8 @@
 """Reads a YAML file as data, with the line of each key and list entry; refuses early what cannot be a config.
 
-A config that a person wrote has some hundred keys. What a few lines can stand for (an anchor of anchors of anchors),
-and what is nested without end, is refused before anything is made of it: nothing here takes more time or memory than
-the limits below allow.
+A config that a person wrote has some hundred keys. A few lines that expand to far more (an anchor of anchors of
+anchors), and endless nesting, are refused before any object is made: nothing here takes more time or memory than the
+limits below allow.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import yaml
 from te_precision_callbacks.config.problems import ConfigError, KeyPath, Problems, shortened, shown, suggestion
 
 MOST_BYTES = 4 * 1024 * 1024
-"""Of a file, and of all texts in a mapping."""
+"""The most bytes of a file, and characters of all texts in a mapping."""
 
 MOST_ENTRIES = 200_000
-"""Keys, values and list entries of a config; what anchors stand for is counted wherever it is used."""
+"""The most keys, values and list entries of a config; an anchor's content is counted wherever it is used."""
 
 DEEPEST = 40
-"""Levels of a config. Those of the features here have ten."""
+"""The most levels of a config. Those of the features here have ten."""
 
 _MERGE = "tag:yaml.org,2002:merge"
 
@@ -44,8 +44,8 @@ class Places:
     """Where the keys of a config stand.
 
     Attributes:
-        name: of the config.
-        lines: path of a key or list entry -> its line, from 1 on; empty for a mapping.
+        name: the name of the config.
+        lines: path of a key or list entry -> its line, counted from 1; empty for a mapping.
     """
 
     name: str
@@ -63,7 +63,7 @@ def read_yaml(path: Path) -> tuple[Any, Places]:
     """The content of a YAML file, and where its keys stand.
 
     Raises:
-        ConfigError: the file is missing, unreadable or too large, or is not YAML; a key stands in it twice.
+        ConfigError: the file is missing, unreadable or too large, is not YAML, or has a key twice.
     """
     text = _text_of(path)
     try:
@@ -85,10 +85,10 @@ def read_yaml(path: Path) -> tuple[Any, Places]:
 
 
 def check_extent(data: object, name: str) -> None:
-    """Refuse a mapping that no config could be.
+    """Refuse a mapping that cannot be a config.
 
     Raises:
-        ConfigError: it has too many entries, texts that are too long, or is nested too deeply; it may hold itself.
+        ConfigError: the mapping has too many entries or too long texts, or is nested too deeply, or holds itself.
     """
     entries = characters = 0
     waiting = [(data, 1)]
@@ -144,7 +144,7 @@ def _similar_files(path: Path) -> str:
 
 
 def _check_events(text: str, path: Path) -> None:
-    """Read the text once without making anything of it, and refuse what would become too much."""
+    """Read the text once without building objects, and refuse a text that would expand to too much."""
     entries = 0
     sizes: dict[str, int] = {}
     open_: list[tuple[str | None, int]] = []
@@ -204,7 +204,7 @@ def _index_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], file
 
 
 def _merged(node: yaml.MappingNode) -> Iterator[tuple[yaml.Node, yaml.Node]]:
-    """The keys that ``<<`` brings into a mapping, with their values; of one key, the one that counts comes first."""
+    """The keys that ``<<`` brings into a mapping, with their values; of equal keys the one that counts comes first."""
     for key_node, value_node in node.value:
         if key_node.tag == _MERGE:
             for mapping in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:

@@ -77,7 +77,7 @@ class LogFp8TensorStatsItem(Fp8Statistics, LoggedTensor[OperandName]):
     """One tensor of LogFp8TensorStats."""
 
     def requests_for(self, *, is_quantized: bool) -> tuple[Request, ...]:
-        """The statistics; with ``only_quantized`` those that need no quantized tensor, where there is none."""
+        """The statistics; with ``only_quantized`` and no quantized tensor, only those that need none."""
         if is_quantized or not self.only_quantized:
             return self.requests
         return tuple(request for request in self.requests if request.recipe != OWN_RECIPE)
@@ -338,7 +338,7 @@ FEATURES: Mapping[str, type[FeatureSchema]] = {
 
 
 def schema_of(feature: str) -> type[FeatureSchema] | None:
-    """The schema of a feature, whatever the case of its name; None for one that is not known here."""
+    """The schema of a feature, whatever the case of its name; None for an unknown feature."""
     found = (model for name, model in FEATURES.items() if name.casefold() == feature.casefold())
     return next(found, None)
 
@@ -349,10 +349,10 @@ class Key:
 
     Attributes:
         name: as in a config.
-        where: the levels that it may stand at, outermost first.
-        values: what it takes, in words.
-        default: what holds without it; empty where there is none.
-        meaning: what it does.
+        where: the levels at which the key may be given, outermost first.
+        values: the values that the key takes, in words.
+        default: the value without the key; empty if there is none.
+        meaning: what the key does.
     """
 
     name: str
@@ -380,7 +380,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def purpose(model: type[FeatureSchema]) -> str:
-    """What a feature is for: one paragraph."""
+    """The purpose of a feature, in one paragraph."""
     return " ".join((inspect.getdoc(model) or "").split())
 
 

@@ -19,14 +19,14 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 _NEARLY_A_SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([a-zA-Z]*)")
 
 _LARGEST_SIZE = (1 << 63) - 1
-"""Bytes; what a file system can count."""
+"""The most bytes that a file system can count."""
 
 
 def size_in_bytes(size: object) -> int:
     """A size as written in a config: a number of bytes, or a text with a unit (kB, MB, GB, TB; KiB, MiB, GiB, TiB).
 
     Raises:
-        ValueError: it is none, or below one byte; continues a sentence that starts with the key.
+        ValueError: not a size, or below one byte; the text continues a sentence that starts with the key.
     """
     found: float | None = None
     if type(size) is int:
