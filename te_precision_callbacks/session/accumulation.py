@@ -1,9 +1,9 @@
 """The wgrad of a micro-batch, where Transformer Engine's GEMM adds it to a ``main_grad``.
 
-With ``fuse_wgrad_accumulation=True`` the wgrad GEMM writes into the weight's ``main_grad``, and what comes out of it is
-the sum over all micro-batches so far. The product itself exists nowhere, and a difference of two sums is not exact. So
-where a feature is going to look at it, the same GEMM runs once more before, into a tensor of its own: of the type of
-``main_grad``, and without any effect on training.
+With ``fuse_wgrad_accumulation=True`` the wgrad GEMM writes into the weight's ``main_grad``, and its result is the sum
+over all micro-batches so far. The product itself exists nowhere, and a difference of two sums is not exact. So if a
+feature is about to look at the product, the same GEMM runs once before, into a separate tensor of the type of
+``main_grad``, without any effect on training.
 
 Read from Transformer Engine 2.20.2 (``pytorch/cpp_extensions/gemm.py: general_gemm``, and the modules' backwards).
 """
@@ -15,17 +15,17 @@ from collections.abc import Callable
 from typing import Any
 
 _CALLERS = ("cpp_extensions.gemm", "module.linear", "module.layernorm_linear", "module.layernorm_mlp")
-"""The modules of Transformer Engine that call ``general_gemm`` for wgrad by a name of their own."""
+"""The Python modules of Transformer Engine that call ``general_gemm`` for wgrad under a name of their own."""
 
 
 class OwnWgrad:
-    """Gives the quantizers of a session the wgrad of a micro-batch, while it is in place."""
+    """Gives the quantizers of a session the wgrad of a micro-batch, while installed."""
 
     def __init__(self) -> None:
         self._saved: list[tuple[Any, Callable[..., Any]]] = []
 
     def follow(self, needed: bool) -> None:
-        """Put it in place, or take it out."""
+        """Install this if needed, or remove it."""
         if needed and not self._saved:
             for name in _CALLERS:
                 caller: Any = sys.modules[f"transformer_engine.pytorch.{name}"]

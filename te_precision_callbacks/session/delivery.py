@@ -108,7 +108,7 @@ class Delivery:
             self._failures.report("taking", f"the scalar {name!r}", TypeError(f"it must be one number, not {what}"))
 
     def take_statistics(self, measured: Measured) -> None:
-        """Take what the engine has measured."""
+        """Take the measurements of the engine."""
         if measured:
             self._gathered.measured.append(measured)
 
@@ -159,8 +159,8 @@ class Delivery:
         """Hand over the records of an interrupted step, and the statistics gathered since the last step.
 
         Args:
-            logging_step: the step of the latter. None: the step after the last one; in a run without a step, as
-                ``counts_from`` says.
+            logging_step: the logging step of these statistics. None: the step after the last one, or in a run without a
+                step the one that ``counts_from`` gives.
             guard: lets Ctrl-C interrupt the sinks.
             counts_from: the logging step of iteration 0.
         """
@@ -219,14 +219,14 @@ class Delivery:
 
 
 class SessionObservation(Observation):
-    """The statistics and the dumps of a session, which ends both by itself."""
+    """The statistics and the dumps of a session, which ends both itself."""
 
     def __init__(self, engine: StatisticsEngine, recorder: Recorder, delivery: Delivery, *, reduce: bool) -> None:
         super().__init__(engine, recorder, reduce=reduce)
         self._delivery = delivery
 
     def deliver(self, measured: Measured, iteration: int) -> None:
-        """Take what the engine has measured."""
+        """Take the measurements of the engine."""
         self._delivery.take_statistics(measured)
 
     def end_step(self) -> None:

@@ -14,21 +14,21 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessEnds:
-    """Stops a session before its process ends: at the exit, by SIGTERM, of an exception that nobody catches.
+    """Stops a session before its process ends: at the exit, by SIGTERM, or by an uncaught exception.
 
     Args:
-        stop: stops the session, with what has ended it.
-        release: ends what a stopped session has left in place.
-        at_sigterm: whether SIGTERM is taken, where the script has set no handler for it.
+        stop: stops the session; called with the exception that ends the process.
+        release: removes what a stopped session has left in place.
+        at_sigterm: whether to handle SIGTERM, if the script has set no handler for it.
 
     Attributes:
-        termination: what takes SIGTERM; None where nothing does.
+        termination: the handler of SIGTERM; None if there is none.
     """
 
     def __init__(self, stop: Callable[[BaseException], None], release: Callable[[], None], *, at_sigterm: bool) -> None:
         self._stop = stop
         self._release = release
-        # Runs also at the end of a spawned process, which calls no atexit function, and whose trainer no hook.
+        # Runs also at the end of a spawned process, which calls no atexit function, and whose trainer calls no hook.
         self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=100)
         self.termination = Termination(self._stop_at_sigterm) if at_sigterm else None
         self._uncaught = Uncaught(self._stop_before_the_end)
@@ -49,7 +49,7 @@ class ProcessEnds:
         self._stop_before_the_end(SessionError("The process was ended by SIGTERM while the session was running."))
 
     def _stop_before_the_end(self, error: BaseException) -> None:
-        """Stop where the process is going to end of something: what fails here must not hide it."""
+        """Stop because an error ends the process; a failure here must not hide that error."""
         try:
             self._stop(error)
         except Exception as failure:

@@ -13,8 +13,8 @@ class TransformerEngineUnavailableError(SessionError, ImportError):
     """Transformer Engine cannot be imported, so there is nothing to observe.
 
     Args:
-        error: what the import raised.
-        subject: Transformer Engine, and for whom it is imported.
+        error: the exception of the import.
+        subject: the subject of the message: Transformer Engine, and what imports it.
     """
 
     def __init__(self, error: BaseException, subject: str = "Transformer Engine") -> None:
@@ -29,7 +29,7 @@ class TransformerEngineUnavailableError(SessionError, ImportError):
 
 
 def transformer_engine_error(error: BaseException | None) -> BaseException | None:
-    """What was raised inside of Transformer Engine and led to ``error``; None where nothing was."""
+    """The exception inside Transformer Engine that led to ``error``; None if there was none."""
     while error is not None:
         traceback = error.__traceback__
         while traceback is not None:

@@ -13,7 +13,7 @@ from te_precision_callbacks.session.errors import ObservationError
 logger = logging.getLogger(__name__)
 
 MOST_REPORTS = 20
-"""Kinds of failures that are reported; further ones are counted only."""
+"""The most kinds of failures that are reported; further ones are only counted."""
 
 
 class ObservationFailures:
@@ -31,11 +31,11 @@ class ObservationFailures:
         self._reported: set[tuple[object, ...]] = set()
 
     def report(self, doing: str, of: str, error: BaseException) -> None:
-        """Take note of a failure.
+        """Note a failure.
 
         Args:
             doing: what failed.
-            of: the layer and tensor, the iteration, or another subject. Failures that differ only in this are of one
+            of: the layer and tensor, the iteration, or another subject. Failures that differ only in ``of`` are of one
                 kind.
             error: the exception.
 

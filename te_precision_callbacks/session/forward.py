@@ -4,10 +4,10 @@ Whether a forward is observed is decided in that forward, holds for its backward
 forwards of the same iteration. Transformer Engine decides this once per iteration, and does not distinguish evaluation
 or recomputation. Two seams are replaced while a session is live, both read from Transformer Engine 2.20.2:
 
-- ``TransformerEngineBaseModule.is_debug_iter`` and ``no_debug_features_active`` (``pytorch/module/base.py``): the first
-  thing that each forward asks.
+- ``TransformerEngineBaseModule.is_debug_iter`` and ``no_debug_features_active`` (``pytorch/module/base.py``), which
+  each forward calls first.
 - ``debug_quantization.DebugQuantizer`` (``debug/pytorch/debug_quantization.py``), which each forward in debug mode
-  builds anew for each tensor: a subclass, which knows the kind of its forward.
+  builds anew for each tensor: replaced by a subclass that knows the kind of its forward.
 
 Layers that Transformer Engine refuses in debug mode (``refusals.py``) are left as they are. Refusals that concern the
 process, not a layer, are removed: ``TEDebugState`` of ``pytorch/cpu_offload.py`` and ``cpu_offload_v1.py``, and
@@ -58,7 +58,7 @@ from te_precision_callbacks.session.resting import RestingLayers
 from te_precision_callbacks.session.upstream import reset_schedule
 
 MOST_FORWARDS = 100
-"""Training forwards of a module in one debug iteration at which the loop may have forgotten to step."""
+"""The number of training forwards of a module in one iteration at which the loop has probably forgotten to step."""
 
 FORWARD_TENSORS = frozenset({"activation", "weight", "output"})
 
@@ -70,7 +70,7 @@ class ForwardHooks:
     feature, it *rests*: it runs Transformer Engine's own methods, and nothing of the session is called in its forward
     and backward.
 
-    It has many attributes, since the forward of each armed module reads most of them, without a further call.
+    The class has many attributes, since the forward of each armed module reads most of them without a further call.
 
     Args:
         classify: decides the kind of a forward.
@@ -115,7 +115,7 @@ class ForwardHooks:
 
         Args:
             modules: the modules.
-            refused: the ids of those that must not take the debug path.
+            refused: the ids of modules that must not take the debug path.
         """
         self._release()
         self.unwatched.clear()
@@ -243,7 +243,7 @@ class ForwardHooks:
 
         @functools.wraps(upstream)
         def capture_begin(graph: Any, *arguments: Any, **keywords: Any) -> Any:
-            # All modules are asked, so that each one that is captured is met: later its forward is not called any more.
+            # All modules are asked, so that each captured module is noticed: later its forward is no longer called.
             self.arm()
             return upstream(graph, *arguments, **keywords)
 
@@ -323,7 +323,7 @@ class ForwardHooks:
             if count == MOST_FORWARDS:
                 self.on_many_forwards(module)
         if self._classify.kept:
-            return True  # the iteration does not change any more, and what was idle in it may have become otherwise
+            return True  # the iteration no longer changes, and an idle feature may have become active in it
         if kind is ForwardKind.EVALUATION:
             return self._idle_in_evaluation.get(id(module)) != int(TEDebugState.get_iteration())
         return bool(self._own_is_debug_iter(module))
@@ -356,7 +356,7 @@ class ForwardHooks:
                     if not idle and forward.has_quantized_input:
                         self._report_quantized_input(module, quantizers)
                 return idle
-            # Evaluation must not change the schedule of training: it asks for itself, once an iteration.
+            # Evaluation must not change the schedule of training: it asks separately, once per iteration.
             idle = not any_feature_enabled(quantizers)
             if idle:
                 self._idle_in_evaluation[id(module)] = TEDebugState.get_iteration()
@@ -450,7 +450,7 @@ def _forget_cached_weights(module: Any, quantizers: Sequence[Any]) -> None:
     for name, held in list(workspaces.items()):
         if isinstance(held, DebugQuantizedTensor):
             made = held.quantizer
-            # With an fsdp_group it is asked for attributes that such a weight does not have.
+            # With an fsdp_group Transformer Engine reads attributes that such a weight does not have.
             if made.iteration != now.iteration or made.kind is not now.kind or module.fsdp_group is not None:
                 del workspaces[name]
 
@@ -517,7 +517,7 @@ def _session_quantizer(
     import nvdlfw_inspect.api as debug_api
 
     class DebugQuantizedTensor(debug_quantization.DebugQuantizedTensor):  # type: ignore[misc]
-        """Notes the data that it gives to a GEMM."""
+        """Notes the data that the tensor gives to a GEMM."""
 
         def get_tensor(self, transpose: bool) -> Any:
             tensor = super().get_tensor(transpose)
@@ -555,7 +555,7 @@ def _session_quantizer(
                 yield Operand(self.layer_name, gemm, self.tensor_name), plan, columnwise
 
         def log_messages_about_plans(self) -> None:
-            """As upstream's, for forwards that are observed: each plan once, so that a change of it is in the log."""
+            """Log plans as upstream does, in observed forwards only, and each plan once, so that a change is logged."""
             if self.kind is not ForwardKind.OBSERVED:
                 return
             for operand, plan, _ in self._gemms():
@@ -602,9 +602,9 @@ def _session_quantizer(
             return bool(self.columnwise_tensor_plan == modifies)
 
         def _pair_dgrads_of_mlp(self) -> None:
-            """LayerNormMLP 2.20.2 shows fc2's dgrad, which its backward computes first, as that of fc1.
+            """LayerNormMLP 2.20.2 shows fc2's dgrad, which its backward computes first, as fc1's.
 
-            It builds both quantizers in one forward, so that they have the same module.
+            LayerNormMLP builds both quantizers in one forward, so they have the same module.
             """
             before: DebugQuantizer | None = getattr(current, "dgrad", None)
             pairs = before is not None and before._module is current.module and before.layer_name.endswith(".fc1")
@@ -660,8 +660,8 @@ def _session_quantizer(
         def get_tensors_plan(self) -> tuple[str, str]:
             plans: tuple[str, str] = super().get_tensors_plan()
             if self.parent_quantizer is None:
-                # Upstream asks whether to quantize only where there is a quantizer. The answer is without effect here,
-                # but not when it is to be asked again: autocast may be switched on in the next iteration.
+                # Upstream asks whether to quantize only if there is a quantizer. Here the answer has no effect, but it
+                # says when to ask again: autocast may be switched on in the next iteration.
                 for gemm in (self.rowwise_gemm_name, self.columnwise_gemm_name):
                     self.process_enabled_api_call(
                         debug_api.transformer_engine.fp8_gemm_enabled(
@@ -694,7 +694,7 @@ def _session_quantizer(
                 result.__class__ = DebugQuantizedTensor
             if out is None and dtype is None:
                 # Under torch's autocast the input may have another type than the GEMM's other operand. Upstream casts
-                # it on its own path, and forgets to here.
+                # the input on its ordinary path, but not here.
                 rowwise, columnwise = result.rowwise_gemm_tensor, result.columnwise_gemm_tensor
                 result.rowwise_gemm_tensor = self._as_operand(rowwise)
                 same = columnwise is rowwise
@@ -715,8 +715,8 @@ def _session_quantizer(
             parent = self.parent_quantizer
             planned = debug_quantization.STANDARD_QUANTIZE in (self.rowwise_tensor_plan, self.columnwise_tensor_plan)
             if planned and parent is not None and not parent.rowwise_usage and not parent.columnwise_usage:
-                # Without gradients the columnwise tensor is not needed, and a feature makes the rowwise one: upstream
-                # then asks for a quantized tensor that holds nothing, which is an error in the compiled extension too.
+                # Without gradients the columnwise tensor is not needed, and a feature makes the rowwise tensor:
+                # upstream then asks for an empty quantized tensor, which the compiled extension refuses too.
                 parent.set_usage(rowwise=True)
 
         def _call_inspect_tensor_api(self, tensor: Any, rowwise: Any = None, columnwise: Any = None) -> None:

@@ -39,12 +39,12 @@ logger = logging.getLogger(__name__)
 
 
 class ObservedModel:
-    """Names the Transformer Engine modules of a model, plans the config on their layers, and follows what changes.
+    """Names the Transformer Engine modules of a model, plans the config on their layers, and follows changes.
 
-    Half of its attributes are the parts of the run that it works on.
+    Half of its attributes are the parts of the run that the class works on.
 
     Args:
-        options: of the session.
+        options: the session's options.
         inspector: gets the names and the plan.
         hooks: get the modules.
         engine: gets the split of layers over ranks.
@@ -98,7 +98,7 @@ class ObservedModel:
         """Name and watch a model, instead of the model that was watched before; on all ranks.
 
         Raises:
-            ConfigError, SessionError: as ``InspectSession.attach``.
+            ConfigError, SessionError: as in ``InspectSession.attach``.
         """
         options, inspector = self._options, self._inspector
         with ranks.meeting():
@@ -208,7 +208,7 @@ class ObservedModel:
     def follow(self) -> None:
         """Watch modules that were added to the model since the last step, and warn of modules that train outside it.
 
-        Runs no collective, since other ranks may have nothing new: a section matches if it did when all ranks attached.
+        Runs no collective, since other ranks may have nothing new: sections that matched at the attach still match.
         """
         if self._tree is not None and self._tree.changed():
             before = {id(module.module): module.name for module in self.modules}

@@ -1,7 +1,7 @@
 """The results of a session that ran in another process.
 
 Lightning's ``ddp_spawn`` and ``ddp_fork`` strategies fit in child processes, each with a copy of the callback. The copy
-of rank 0 leaves what its session found in a file that the callback knows by name, and the callback takes it from there.
+of rank 0 leaves the results of its session in a file that the callback knows by name, and the callback reads the file.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class SessionOutcome(Results):
 
     @classmethod
     def of(cls, session: InspectSession) -> SessionOutcome:
-        """What a session has found."""
+        """The outcome of a session."""
         return cls(session._findings)
 
 
 class Mailbox:
-    """Where copies of an object in child processes leave an outcome for it. A copy is made by pickling or forking."""
+    """A file in which copies of an object, pickled or forked into child processes, leave it an outcome."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
@@ -67,7 +67,7 @@ class Mailbox:
             logger.warning("callback.session cannot be returned to the process that called fit(): %s", error)
 
     def take(self) -> SessionOutcome | None:
-        """The outcome that was left since the last call; None where there is none."""
+        """The outcome that was left since the last call; None if there is none."""
         try:
             outcome: SessionOutcome = pickle.loads(self._path.read_bytes())
         except FileNotFoundError:

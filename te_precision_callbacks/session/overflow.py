@@ -19,8 +19,8 @@ class OverflowWatch:
     """The detector of a run, and its messages to the recorder of dumps.
 
     Args:
-        options: of the session.
-        recorder: told whether a step has overflowed.
+        options: the session's options.
+        recorder: receives whether a step has overflowed.
         abandoned: whether the loop that started the session has ended without stopping it.
 
     Attributes:
@@ -36,7 +36,7 @@ class OverflowWatch:
         self._reports = 0
 
     def attach(self, model: Model) -> None:
-        """Watch a model from here on, instead of the previous one."""
+        """Watch a model from now on, instead of the previous one."""
         if ACTIVATION_OVERFLOW not in self._options.debug:
             return
         from te_precision_callbacks.debug_utils import DebugActivationOverflow
@@ -44,7 +44,7 @@ class OverflowWatch:
         former = self.detector
         if former is not None:
             if _same(model, self._model):
-                return  # it follows what is replaced inside
+                return  # the detector follows modules that are replaced inside
             former.close(SessionError("Another model was attached."))
         options = self._options
         self.detector = DebugActivationOverflow(model, distributed=options.reduce, process_group=options.process_group)
@@ -69,6 +69,6 @@ class OverflowWatch:
 
 
 def _same(a: Model, b: Model) -> bool:
-    """Whether both are the same model, or the same several under the same names."""
+    """Whether both are the same model, or the same models under the same names."""
     first, second = ([(name, id(root)) for name, root in named_roots(model) or ()] for model in (a, b))
     return first == second

@@ -30,7 +30,7 @@ Entry = TypeVar("Entry", bound=Hashable)
 Result = TypeVar("Result")
 
 _MLP_MODES = {"fc1": "column", "fc2": "row"}
-"""The halves of a LayerNormMLP: its weights are split so in any case, ``set_parallel_mode`` only adds communication."""
+"""The halves of a LayerNormMLP: its weights are always split so; ``set_parallel_mode`` only adds communication."""
 
 
 def placements(
@@ -52,7 +52,7 @@ def placements(
         rank = torch.distributed.get_rank(group)
         lower = ranks_of(group)[:rank]
         first = not lower if reduced_over is None else set(lower).isdisjoint(ranks_of(reduced_over))
-        # GroupedLinear communicates nothing, and shows what its GEMMs get: what was gathered before it.
+        # GroupedLinear communicates nothing, and shows the input of its GEMMs, which was gathered before the layer.
         gathers = getattr(module, "num_gemms", None) is None
         sequence_parallel = gathers and bool(getattr(module, "sequence_parallel", False))
         for layer in named.layers:
@@ -133,8 +133,8 @@ class Ranks:
         """Require that all ranks have the same config and first iteration. Otherwise all ranks raise.
 
         Args:
-            config: this rank's.
-            iteration: the debug iteration at which it begins.
+            config: this rank's config.
+            iteration: the debug iteration at which this rank begins.
 
         Raises:
             ConfigError: the configs differ.

@@ -1,11 +1,11 @@
 """The table of what Transformer Engine's debug path refuses, and the layers that it applies to.
 
-A layer in debug mode takes another path through Transformer Engine than one in training. Some of what the ordinary path
-can, the debug path refuses: it raises in the middle of a step, or goes on without the feature. A session leaves such a
-layer as it is: it takes the ordinary path, no feature acts on it, and nothing of it is observed.
+A layer in debug mode takes another path through Transformer Engine than in ordinary training. The debug path refuses
+some things that the ordinary path can do: it raises in the middle of a step, or continues without the feature. A
+session leaves such a layer as it is: the layer takes the ordinary path, no feature acts on it, and it is not observed.
 
-Some refusals are known of a module before the first step, others in the forward that meets them, before Transformer
-Engine does. Each row of :data:`REFUSALS` says where in Transformer Engine 2.20.2 it was read.
+Some refusals are known before the first step, others only in the forward that would be refused, before Transformer
+Engine raises. Each row of :data:`REFUSALS` says where in Transformer Engine 2.20.2 it was read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from te_precision_callbacks.session.errors import ObservationError
 logger = logging.getLogger(__name__)
 
 MOST_NAMED = 20
-"""Layers that a warning names for a reason; ``session.layers`` and the summary have all of them."""
+"""The most layers that a warning names per reason; ``session.layers`` and the summary have all of them."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class DebugForward:
 
     Attributes:
         module: the module.
-        quantizers: those that Transformer Engine has built for it, all of its layers in a row.
-        has_quantized_input: whether what it computes with comes quantized.
+        quantizers: the quantizers that Transformer Engine has built for the module, of all of its layers in a row.
+        has_quantized_input: whether its input comes quantized.
     """
 
     module: Any
@@ -49,14 +49,14 @@ class DebugRefusal:
     """A row of the table.
 
     Attributes:
-        what: what the layer has or does, by the name that it has in Transformer Engine.
+        what: the refused option or use, by its name in Transformer Engine.
         why: what happens in debug mode.
-        place: the function of Transformer Engine 2.20.2 that it was read from, below ``transformer_engine``.
-        source: what stands there.
-        of_module: whether a module has it, before the first step.
-        of_effects: whether a module has it by what the features of one of its layers do to GEMMs.
-        of_forward: whether a forward has it that is about to take the debug path.
-        lasts: whether it holds for all forwards after the first one that has it, also where no feature acts in that.
+        place: the function of Transformer Engine 2.20.2 with the refusal, below ``transformer_engine``.
+        source: the source text at that place.
+        of_module: whether the row applies to a module, known before the first step.
+        of_effects: whether the row applies to a module because of its features' effects on GEMMs.
+        of_forward: whether the row applies to a forward that is about to take the debug path.
+        lasts: whether the row applies to all forwards after the first such forward, even if no feature acts in that.
     """
 
     what: str
@@ -109,7 +109,7 @@ def _changes_quantized_weights_now(forward: DebugForward) -> bool:
 
 
 def _is_as_without_features(quantizer: Any) -> bool:
-    """Whether both GEMMs that read a tensor get what the quantizer of the recipe makes."""
+    """Whether both GEMMs that read a tensor get the result of the recipe's quantizer."""
     from transformer_engine.debug.pytorch.debug_quantization import STANDARD_QUANTIZE
 
     plans = {quantizer.rowwise_tensor_plan, quantizer.columnwise_tensor_plan}
@@ -138,9 +138,9 @@ def _mixes_quantized_input(forward: DebugForward) -> bool:
 
 
 def has_quantized_input(module: Any, tensor: Any) -> bool:
-    """Whether a module computes with a tensor that comes quantized, from a layer with ``fp8_output`` or FP8 attention.
+    """Whether a module's input comes quantized, from a layer with ``fp8_output`` or FP8 attention.
 
-    Only ``Linear`` does: the other modules make their activation themselves, or take no such input.
+    Only ``Linear`` takes such an input: the other modules make their activation themselves, or refuse it.
     """
     from transformer_engine.pytorch import Linear
     from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
@@ -237,10 +237,10 @@ REFUSALS = (
     ),
     ONNX_EXPORT,
 )
-"""The table of refusals. The first row that holds is the reason for a layer."""
+"""The table of refusals. The first row that applies is the reason for a layer."""
 
 _GRAPHED_BY = frozenset({"transformer_engine.pytorch.graph", "torch.cuda.graphs"})
-"""The modules whose ``make_graphed_callables`` puts a ``forward`` of its own into a module."""
+"""The Python modules whose ``make_graphed_callables`` replaces the ``forward`` of a module."""
 
 
 class RefusedLayers:
@@ -263,16 +263,16 @@ class RefusedLayers:
     def leave(
         self, plan: Plan, model: Model, modules: Sequence[NamedModule], effects: Mapping[str, Collection[Effect]]
     ) -> Plan:
-        """Go through the table before a step: the plan without the layers that are left as they are.
+        """Apply the table before a step: the plan without the layers that are left as they are.
 
         Args:
-            plan: what happens in which of the model's layers.
+            plan: the features of each of the model's layers.
             model: the model.
             modules: its modules.
-            effects: section -> what its features do to GEMMs.
+            effects: section -> effects of its features on GEMMs.
 
         Raises:
-            ObservationError: with ``strict=True``, where there is such a layer.
+            ObservationError: with ``strict=True``, if there is such a layer.
         """
         planned = {entry.layer.name: entry for entry in plan.layers}
         graphed = set(_graphed(model))
@@ -309,11 +309,11 @@ class RefusedLayers:
             self._in_forwards.setdefault(layer, {})[refusal] = None
 
     def why(self, layer: str) -> str:
-        """Why a layer, or some forwards of it, are left as they are; empty where none are."""
+        """Why a layer, or some of its forwards, are left as they are; empty if none is."""
         return "; ".join(str(refusal) for name, refusal in self._items() if name == layer)
 
     def say(self, log: Callable[[str], None]) -> bool:
-        """Say in one warning which layers are left as they are and have not been named yet; and whether there are any.
+        """Name the layers that are left as they are in one warning, each layer once; return whether there are any.
 
         Args:
             log: writes a line into the log of events.
@@ -343,7 +343,7 @@ def _error(refused: Mapping[str, DebugRefusal]) -> ObservationError:
 
 
 def refusal_of(forward: DebugForward) -> DebugRefusal | None:
-    """Why a forward must not take the debug path; None where it may."""
+    """Why a forward must not take the debug path; None if it may."""
     return next((row for row in REFUSALS if row.of_forward is not None and row.of_forward(forward)), None)
 
 
@@ -360,7 +360,7 @@ def _in_words(refused: Iterable[tuple[str, DebugRefusal]]) -> str:
 
 
 def _graphed(model: Model) -> Iterator[int]:
-    """The ids of modules whose forward, or that of a module around them, was made a CUDA graph."""
+    """The ids of modules whose forward, or that of a module around them, was captured as a CUDA graph."""
     for _, root in named_roots(model) or ():
         for module in root.modules():
             if getattr(module.__dict__.get("forward"), "__module__", None) in _GRAPHED_BY:

@@ -78,8 +78,8 @@ class RestingLayers:
         """Look for changes of precision in a step that has ended.
 
         Args:
-                rested: the modules in which nothing of the session has run.
-            new: those of them that did run it in the step before.
+            rested: the modules in which nothing of the session has run.
+            new: the rested modules that were armed in the step before.
         """
         self._audit.leave(iteration)
         self._follow_trainable()
@@ -123,8 +123,8 @@ class RestingLayers:
         if self._audit.holds(formats):
             if module.fp8 or last is None or last.quantizers is state.quantizers:
                 return
-            # A forward before the last one has made FP8 quantizers, as that of a reentrant checkpoint does which is
-            # recomputed outside of autocast.
+            # A forward before the last one has made FP8 quantizers, like the first forward of a reentrant checkpoint
+            # that is recomputed outside autocast.
             formats, trained = of_fprop(formats_of_fused_path(module, self._layers[key], fp8=True)), False
             if self._audit.tells(formats):
                 return
@@ -174,7 +174,7 @@ class RestingLayers:
 
 @dataclass
 class _Suspicion:
-    """Formats in which a module may have run in an iteration, and the number of further steps in which to ask it."""
+    """Formats in which a module may have run in an iteration, and how many more steps the module is asked."""
 
     module: torch.nn.Module
     formats: Mapping[Operand, str]

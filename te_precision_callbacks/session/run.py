@@ -63,7 +63,7 @@ class Run:
     The run has an attribute for each of its parts, which reach each other through the run.
 
     Args:
-        options: of the session.
+        options: the session's options.
         sinks: receivers of records, before those of the options.
         findings: get the results.
         classify: decides the kind of a forward.
@@ -75,7 +75,7 @@ class Run:
         kept: whether the run was stopped, and has left the features that change precision in place, until
             :meth:`release`.
         inspector: nvidia-dlfw-inspect.
-        hooks: what acts in Transformer Engine's forwards.
+        hooks: the session's part in Transformer Engine's forwards.
         model: the layers and their plan.
         observation: the engine, and the recorder of dumps.
         overflow: activation overflow detection.
@@ -144,7 +144,7 @@ class Run:
         self.inspector.iteration = self._options.start_step or 0
 
     def count_from(self, iteration: int) -> None:
-        """Gather for another iteration from here on."""
+        """Gather for another iteration from now on."""
         self.inspector.iteration = iteration
         self._delivery.forget_logging_step()
         self.hooks.arm()
@@ -183,7 +183,7 @@ class Run:
             return self._end_step(ending)
         except Exception:
             raise
-        except BaseException:  # Ctrl-C: the step counts, and the sinks get what is left of it in the next call
+        except BaseException:  # Ctrl-C: the step counts, and the next call hands its remaining records to the sinks
             inspector.iteration = ending.iteration + 1
             self.hooks.arm()
             delivery.read_local(ending)
@@ -216,7 +216,7 @@ class Run:
         keeps = self._options.keep_precision and self._findings.changes_precision
         keeps = keeps and error is None and not self.inspector.ended
         with Uninterrupted(None if self._ends is None else self._ends.termination) as guard, ExitStack() as then:
-            # What is in the stack runs from its end, whatever fails.
+            # Callbacks in the stack run in reverse order, whatever fails.
             then.callback(self._failures.summarize)
             then.callback(self._close_dumps, error, guard)
             then.callback(self._put_back, keeps=keeps)
@@ -254,7 +254,7 @@ class Run:
 
     @property
     def _ranks(self) -> Ranks:
-        """The ranks of now: a process group may be made between the start and the attach."""
+        """The current ranks: a process group may be made between the start and the attach."""
         return Ranks(self._options.process_group, reduce=self._options.reduce)
 
     @property
@@ -330,7 +330,7 @@ class Run:
         try:
             with guard.interruptible():
                 self._sinks.close(error)
-        except KeyboardInterrupt:  # once more for those that are left, so that it takes two to leave a file open
+        except KeyboardInterrupt:  # try the others once more: only a second Ctrl-C leaves a file open
             with guard.interruptible():
                 self._sinks.close(error)
             raise
@@ -346,7 +346,7 @@ class Run:
                 self._failures.report("writing", "the summary", error)
 
     def _close_dumps(self, error: BaseException | None, guard: Uninterrupted) -> None:
-        """Close the detector, whose last look may raise, and have all dumps written."""
+        """Close the detector, whose last look may raise, and write all dumps."""
         try:
             self.overflow.close(error)
         finally:

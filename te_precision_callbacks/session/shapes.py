@@ -1,9 +1,9 @@
 """Explains an exception of Transformer Engine about a shape: finds the layer, the GEMM and the dimension.
 
-Transformer Engine refuses such a shape where it meets it, by the operand alone. Which layer that was stands in the
-frames of the traceback, so that nothing has to be noted while everything is well. Read from Transformer Engine 2.20.2:
-the forwards (``self``, ``inp``, ``m_splits``) and backwards (``ctx``, ``bwd_args``, ``grad_output``, ``grad_outputs``)
-of ``pytorch/module/*.py``, and ``layout`` of ``pytorch/cpp_extensions/gemm.py``.
+Transformer Engine refuses such a shape deep inside, naming only the operand. The frames of the traceback show the
+layer, so nothing has to be recorded while all is well. Read from Transformer Engine 2.20.2: the forwards (``self``,
+``inp``, ``m_splits``) and backwards (``ctx``, ``bwd_args``, ``grad_output``, ``grad_outputs``) of
+``pytorch/module/*.py``, and ``layout`` of ``pytorch/cpp_extensions/gemm.py``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _GEMM_OF_LAYOUT: Mapping[str, GemmName] = {"TN": "fprop", "NN": "dgrad", "NT": "
 def explain_shape(error: BaseException | None, modules: Sequence[NamedModule]) -> None:
     """Add a note to an exception that Transformer Engine raised because of a shape, with the next size that works.
 
-    The exception stays the one that it is. Python 3.10 has no notes: there the text is logged.
+    The exception itself does not change. Python 3.10 has no notes: there the text is logged.
 
     Args:
-        error: what ended a run.
+        error: the exception that ended a run.
         modules: the modules of the model.
     """
     inner = transformer_engine_error(error)
@@ -55,10 +55,10 @@ class _Failed:
 
     Attributes:
         named: the module.
-        in_backward: whether in its backward.
-        rows: of what goes into the forward or backward on this rank; None where that was not seen.
+        in_backward: whether the exception was raised in its backward.
+        rows: rows of the input of the forward or backward on this rank; None if unknown.
         splits: the rows of each GEMM of a GroupedLinear.
-        gemm: the GEMM, if it was in one.
+        gemm: the GEMM, if the exception was raised in one.
     """
 
     named: NamedModule
@@ -146,14 +146,14 @@ def _read_sizes(place: _Failed, found: Mapping[str, Any]) -> None:
 
 
 def _parts(module: Any) -> Iterator[Any]:
-    """What a backward holds of a module that is the module's alone."""
+    """The objects in a backward that belong to one module alone."""
     yield from module.parameters(recurse=False)
     for quantizers in module.quantizers.values():
         yield from quantizers or ()
 
 
 def _held(found: Mapping[str, Any]) -> Iterator[Any]:
-    """What the local variables of a backward hold, also in lists and in its context."""
+    """The objects in the local variables of a backward, also in lists and in its context."""
     contexts = (vars(found[name]) for name in ("ctx", "bwd_args") if hasattr(found.get(name), "__dict__"))
     for values in (found, *contexts):
         for value in list(values.values()):
@@ -163,7 +163,7 @@ def _held(found: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _sizes(place: _Failed) -> list[tuple[int, int, int]]:
-    """Tokens, in_features and out_features of each layer of a module; 0 tokens where they were not seen."""
+    """Tokens, in_features and out_features of each layer of a module; 0 tokens if unknown."""
     module: Any = place.named.module
     rows = place.rows or 0
     if hasattr(module, "num_gemms"):

@@ -17,7 +17,7 @@ _Handler = Callable[[int, FrameType | None], Any]
 
 
 class Uninterrupted:
-    """A block that Ctrl-C interrupts in those of its parts alone that allow it; what else comes is handled at its end.
+    """A block that Ctrl-C interrupts only in parts that allow it; other signals are handled at the end of the block.
 
     with Uninterrupted(termination) as guard:
         try:
@@ -26,12 +26,12 @@ class Uninterrupted:
         finally:
             ...             # runs to its end
 
-    Each interruption ends the part in which it comes, or the block around it in the moment in which the part ends. So
-    ``finally`` is reached in any case, and runs whole. SIGTERM waits for the end of the block. In another thread than
-    the main one there is nothing to do.
+    An interruption ends the part in which it comes, or, at the moment in which a part ends, the block around it. So
+    ``finally`` is always reached, and runs to its end. SIGTERM waits for the end of the block. Outside the main thread
+    the block does nothing.
 
     Args:
-        termination: what takes SIGTERM until the end of the block.
+        termination: the handler of SIGTERM until the end of the block.
     """
 
     def __init__(self, termination: Termination | None) -> None:
@@ -72,7 +72,7 @@ class Uninterrupted:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self._may_interrupt and number == signal.SIGINT:
-            self._may_interrupt = False  # what comes behind the part, on the way out of it, is not interrupted again
+            self._may_interrupt = False  # code after the part, on the way out, is not interrupted again
             self._handlers[number](number, frame)
             self._may_interrupt = True  # the handler has raised nothing
         else:
@@ -80,13 +80,13 @@ class Uninterrupted:
 
 
 class Termination:
-    """Does something before SIGTERM ends the process, where the signal would end it at once.
+    """Calls a function before SIGTERM ends the process, if the signal would end it at once.
 
-    Only in the main thread, where Python lets handlers be set, and where nobody has set one. The process ends by the
-    signal all the same, with the exit status of one.
+    It acts only in the main thread, where Python lets handlers be set, and only if no other handler is set. The process
+    still ends by the signal, with its exit status.
 
     Args:
-        before: what is done; it must not raise.
+        before: the function; it must not raise.
     """
 
     def __init__(self, before: Callable[[], None]) -> None:
@@ -99,7 +99,7 @@ class Termination:
             signal.signal(signal.SIGTERM, self._handle)
 
     def remove(self) -> None:
-        """Leave the signal to the system again, unless somebody else has taken it since."""
+        """Leave the signal to the system again, unless other code has set a handler since."""
         in_main = threading.current_thread() is threading.main_thread()
         if self._installed and in_main and signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

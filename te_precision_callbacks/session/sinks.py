@@ -18,7 +18,7 @@ SLOW_SHARE = 0.1
 """The share of the training time above which a sink counts as slow."""
 
 _LEAST_WRITES, _LEAST_SECONDS = 10, 1.0
-"""The writes and the seconds after which a sink is judged, so that chance does not decide."""
+"""The number of writes and the seconds after which a sink is judged, so that chance does not decide."""
 
 
 @dataclass
@@ -50,14 +50,14 @@ class Sinks:
         self._left: list[Sink] = []
 
     def start(self) -> None:
-        """Start all sinks, once; after an interruption, those that were not started."""
+        """Start all sinks, once; after an interruption, only sinks that were not started."""
         if self._to_start:
             self._begun = True
             run = self._describe()
             self._each("starting", self._to_start, lambda sink: sink.start(run))
 
     def write(self, records: StepRecords) -> None:
-        """Hand a step's records to all sinks; after an interruption, to those that have not finished with them."""
+        """Hand a step's records to all sinks; after an interruption, to sinks that have not finished writing them."""
         if self._records is not records:
             self._left = list(self._sinks)
             self._records = records
@@ -65,13 +65,13 @@ class Sinks:
         self._name_slow()
 
     def close(self, error: BaseException | None) -> None:
-        """Close all that were started; after an interruption, those that have not finished with it."""
+        """Close all sinks that were started; after an interruption, only those that have not finished closing."""
         if self._to_close is None:
             self._to_close = list(self._sinks) if self._begun else []
         self._each("closing", self._to_close, lambda sink: sink.close(error))
 
     def _each(self, doing: str, left: list[Sink], call: Callable[[Sink], None]) -> None:
-        """Call those that are left, each of which leaves the list when its call has ended."""
+        """Call the sinks in ``left``; each leaves the list when its call has ended."""
         failed: list[tuple[Sink, Exception]] = []
         while left:
             sink = left[0]
@@ -87,7 +87,7 @@ class Sinks:
     def _drop(self, sink: Sink, error: Exception | None) -> None:
         self._sinks = [other for other in self._sinks if other is not sink]
         if error is not None:
-            with contextlib.suppress(Exception):  # it is known not to work
+            with contextlib.suppress(Exception):  # the sink is known to fail
                 sink.close(error)
 
     # ------------------------------------------------------------------ how long they take

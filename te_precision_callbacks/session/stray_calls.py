@@ -1,9 +1,9 @@
 """Ignores, with a message, calls of nvidia-dlfw-inspect's own API that a script makes while a session runs.
 
 A script that was written for nvidia-dlfw-inspect initializes it, names the layers, sets a group and steps by itself.
-In a session all of that is done, and a second ``step()`` would skip every other iteration without a word. Read from
+A session does all of that, and a second ``step()`` would silently skip every other iteration. Read from
 nvidia-dlfw-inspect 0.2.2, ``api.py`` and ``debug_manager.py``. ``end_debug`` is obeyed: it ends the observation, after
-what was gathered has been handed over. Names may be assigned until the session assigns its own.
+the gathered statistics have been handed over. The script may assign names until the session assigns its own.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _INSTEAD = {
     " names of this function, and names that it assigns before attach() select layers, too.",
     "set_tensor_reduction_group": "process_group= is the group over which statistics are reduced.",
 }
-"""Function of ``nvdlfw_inspect.api`` -> what is there in its place."""
+"""Function of ``nvdlfw_inspect.api`` -> what the session offers instead."""
 
 _OF_THE_MANAGER = ("initialize_training_step", "step")
-"""Those that only call the debug manager. They are caught there, so that a function that a script has kept is, too."""
+"""Functions that only call the debug manager. They are caught there, which covers functions that a script has kept."""
 
 _NAMING = "infer_and_assign_layer_names"
 
 
 class StrayCalls:
-    """Stands in the place of the functions while a session runs.
+    """Replaces the functions while a session runs.
 
     Args:
         manager: the session's debug manager.
-        before_end: called where the script ends it, before that happens.
+        before_end: called before the script ends the debug manager.
     """
 
     def __init__(self, manager: Any, before_end: Callable[[], None]) -> None:
@@ -52,13 +52,13 @@ class StrayCalls:
         manager.close = self._ending(before_end)
 
     def keep_names(self) -> None:
-        """The layers have their names: those that a script would assign from here on are left out."""
+        """Ignore names that the script assigns from now on: the layers have their names."""
         import nvdlfw_inspect.api as debug_api
 
         setattr(debug_api, _NAMING, self._ignored(_NAMING))
 
     def remove(self) -> None:
-        """Put the functions back; those of the manager end with it."""
+        """Put the functions back; those of the manager end with the manager."""
         import nvdlfw_inspect.api as debug_api
 
         vars(self._manager).pop("close", None)

@@ -9,13 +9,13 @@ from types import TracebackType
 
 
 class Uncaught:
-    """Does something before Python shows an exception that ends the process.
+    """Calls a function before Python shows an exception that ends the process.
 
-    A function that runs at the exit of the process runs after the traceback has been shown, so that what it logs stands
-    below the traceback. At an interactive prompt the process goes on after an exception, and nothing is done.
+    A function that runs at the exit of the process would log its messages below the traceback, which has been shown by
+    then. At an interactive prompt the process continues after an exception, and the function is not called.
 
     Args:
-        before: what is done with the exception; it must not raise.
+        before: called with the exception; it must not raise.
     """
 
     def __init__(self, before: Callable[[BaseException], None]) -> None:

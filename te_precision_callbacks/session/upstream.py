@@ -1,8 +1,8 @@
 """Starts nvidia-dlfw-inspect and Transformer Engine's debug state for a session, and restores them after it.
 
-Read from nvidia-dlfw-inspect 0.2.2 and Transformer Engine 2.20.2. Upstream's own ``end_debug`` leaves log handlers, the
-set of one-time messages, the schedule of each module and (with a module built in between) a state behind in which
-nothing is ever observed. Here a snapshot is taken before anything is touched, and restored whatever happened.
+Read from nvidia-dlfw-inspect 0.2.2 and Transformer Engine 2.20.2. Upstream's own ``end_debug`` leaves behind log
+handlers, the set of one-time messages, the schedule of each module and (if a module was built in between) a state in
+which nothing is ever observed. Here a snapshot is taken before the first change, and restored whatever happened.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from te_precision_callbacks.session.stray_calls import StrayCalls
 logger = logging.getLogger(__name__)
 
 SUPPORTED_TE = ("2.20", "2.21")
-"""The Transformer Engine versions that the seams were read from: from the first, below the second."""
+"""The Transformer Engine versions that the seams were read from: at least the first, and below the second."""
 
 
 _PYTHON_LOGGERS = ("nvdlfw_inspect", "Default Statistics")
@@ -59,7 +59,7 @@ def import_transformer_engine() -> None:
     """Import Transformer Engine's PyTorch modules.
 
     Raises:
-        TransformerEngineUnavailableError: it is not installed, or its compiled extension is missing or broken.
+        TransformerEngineUnavailableError: no Transformer Engine, or its compiled extension is missing or broken.
     """
     try:
         importlib.import_module("transformer_engine.pytorch")
@@ -70,7 +70,7 @@ def import_transformer_engine() -> None:
 
 
 def warn_unless_supported() -> None:
-    """One warning where the installed Transformer Engine is not one that the seams were read from."""
+    """Warn if the seams were not read from the installed version of Transformer Engine."""
     from packaging.version import Version
 
     installed = importlib.metadata.version("transformer_engine")
@@ -111,7 +111,7 @@ class Snapshot:
         self._modules: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}
 
     def detach_handlers(self) -> None:
-        """Take off the handlers that an ended run of upstream's has left, until :meth:`restore`: its files are its."""
+        """Detach handlers that an ended run of upstream's has left, until :meth:`restore`: they write its files."""
         for name in self._python_loggers:
             logging.getLogger(name).handlers.clear()
 
@@ -124,7 +124,7 @@ class Snapshot:
             )
 
     def restore_module_names(self) -> None:
-        """Give the modules the names back that they had, so that they can be looked at again."""
+        """Give the modules back the names that they had, so they can be looked at again."""
         for module, attributes in self._modules.values():
             _set_attribute(module, "name", attributes["name"])
 
@@ -173,7 +173,7 @@ class Snapshot:
 
 
 def _copied(namespace_data: Any) -> Any:
-    """A copy of a namespace's registry entry whose dictionaries and lists are its own."""
+    """A copy of a namespace's registry entry, with dictionaries and lists of its own."""
     entry = copy.copy(namespace_data)
     entry.features = dict(entry.features)
     entry.feat_api_to_features = copy.deepcopy(entry.feat_api_to_features)
@@ -189,7 +189,7 @@ def _set_attribute(module: torch.nn.Module, name: str, value: Any) -> None:
 
 
 def _drop_debug_workspaces(module: torch.nn.Module) -> None:
-    """Forget cached weights that were quantized under debugging: they hold on to the session's quantizers."""
+    """Forget cached weights that were quantized under debugging: they keep the session's quantizers alive."""
     from transformer_engine.debug.pytorch.debug_quantization import DebugQuantizedTensor
 
     workspaces: dict[str, Any] = module.__dict__.get("_fp8_workspaces", {})
@@ -201,10 +201,10 @@ class Inspector:
     """nvidia-dlfw-inspect while a session is live.
 
     Args:
-        log_dir: where its log of events goes.
+        log_dir: the folder of its log of events.
         feature_dirs, features: the user's own.
         process_group: as in :class:`te_precision_callbacks.options.SessionOptions`.
-        report: told of failures: what was done, of what, and the exception.
+        report: called for each failure, with what was done, with which subject, and the exception.
     """
 
     def __init__(
@@ -230,12 +230,12 @@ class Inspector:
         """Start upstream with every feature and no config yet.
 
         Args:
-            observation: of the run.
+            observation: the observation of the run.
             receive: called with each scalar that a user's feature logs: name, and value (a number or a 0-d tensor).
-            before_end: called where the script ends upstream by itself, before that happens.
+            before_end: called before the script itself ends upstream.
 
         Raises:
-            SessionError: it is running already, here or by the user's own hand.
+            SessionError: upstream is running already, started here or by the script.
             FeatureLoadError: a feature could not be loaded.
         """
         import nvdlfw_inspect.api as debug_api
@@ -264,12 +264,12 @@ class Inspector:
         self._stray_calls = StrayCalls(manager, before_end)
         manager._tensor_reduction_group = self._process_group
         self._api.begin(observation)
-        # Modules that are built from here on must not take the session for one that came too late; those that were
-        # built before take part all the same, since the state is the class's.
+        # Modules that are built from now on must not conclude that debugging was started too late; modules that were
+        # built before take part as well, since the state is an attribute of the class.
         TEDebugState.debug_enabled = True
 
     def _report_log_failure(self, record: logging.LogRecord) -> None:
-        """A line that could not be written, on a full disk for example; logging itself prints a traceback for each."""
+        """Report a line that could not be written, on a full disk for example, instead of logging's own traceback."""
         error = sys.exc_info()[1]
         if error is not None:
             self._report("writing", "nvidia-dlfw-inspect's log", error)
@@ -300,12 +300,12 @@ class Inspector:
                 raise FeatureLoadError(
                     f"The feature class {feature.__name__} could not be registered: {type(error).__name__}: {error}."
                 ) from error
-        # What cannot be written now is reported with the first line after the start.
+        # A line that cannot be written now is reported with the first line after the start.
         raises, logging.raiseExceptions = logging.raiseExceptions, False
         overwritten = is_overwritten()
-        os.environ.setdefault(OVERWRITE_VARIABLE, "0")  # what is at the name may be another process's
+        os.environ.setdefault(OVERWRITE_VARIABLE, "0")  # a file of this name may be another process's
         try:
-            # As debug_api.initialize() does, but for the config: there is none yet, and upstream refuses an empty one.
+            # Like debug_api.initialize(), except for the config: there is none yet, and upstream refuses an empty one.
             try:
                 initialize_logger(str(self._log_dir))
             finally:
@@ -331,7 +331,7 @@ class Inspector:
 
     @property
     def registered(self) -> RegisteredFeatures:
-        """The features that were found: namespace -> names."""
+        """The registered features: namespace -> names."""
         from nvdlfw_inspect.registry import Registry
 
         return {namespace: tuple(data.features) for namespace, data in Registry.data.items()}
@@ -347,7 +347,7 @@ class Inspector:
         return manager._namespace_apis[registration.NAMESPACE]
 
     def changes_precision(self, features: NamespacedFeatures) -> bool:
-        """Whether a feature among those of a layer can change what a GEMM gets."""
+        """Whether a feature of a layer can change what a GEMM gets."""
         from nvdlfw_inspect.registry import Registry
 
         return any(
@@ -362,9 +362,9 @@ class Inspector:
 
         Args:
             config: a plan with exact layer names, of this rank's layers.
-            source: where it comes from.
-            sections: the features of all sections, also of those that hit no layer of this rank: all ranks must know
-                when a statistic is due on one of them.
+            source: the source of the config.
+            sections: the features of all sections, including sections that match no layer of this rank: all ranks must
+                know when a statistic is due on any rank.
         """
         from nvdlfw_inspect.config_manager import ConfigManager
         from nvdlfw_inspect.registry import Registry
@@ -384,7 +384,7 @@ class Inspector:
         get_logger().log_message(message)
 
     def name_module(self, module: torch.nn.Module, name: str) -> None:
-        """Give a module its name, and the schedule of one that has not run yet."""
+        """Give a module its name, and the schedule of a module that has not run yet."""
         if self._snapshot is None or self._stray_calls is None:
             raise SessionError("The session is not running.")
         self._stray_calls.keep_names()
@@ -393,7 +393,7 @@ class Inspector:
         reset_schedule(module)
 
     def forget_names(self) -> None:
-        """Give all modules their own names back, to look at the model again."""
+        """Give all modules back their own names, to look at the model again."""
         if self._snapshot is not None:
             self._snapshot.restore_module_names()
 
@@ -416,16 +416,16 @@ class Inspector:
         type(self._manager).initialize_training_step(self._manager, value)  # see stray_calls.py
 
     def step(self) -> None:
-        """Count the iteration and have the gathered statistics logged; with collectives, unless ``reduce=False``."""
+        """Count the iteration and log the gathered statistics; with collectives, unless ``reduce=False``."""
         type(self._manager).step(self._manager)  # see stray_calls.py
 
     def log_local_statistics(self) -> None:
-        """Have the gathered statistics of this rank logged, without a collective. Nothing, if it never started."""
+        """Log the gathered statistics of this rank, without a collective. Does nothing if upstream never started."""
         if self._manager is not None and not self.ended:
             self._api.log_local_statistics()
 
     def stop(self) -> None:
-        """End upstream and put everything back. Does nothing where it was not started."""
+        """End upstream and put everything back. Does nothing if upstream was not started."""
         if self._snapshot is None:
             return
         import nvdlfw_inspect.api as debug_api
@@ -439,14 +439,14 @@ class Inspector:
                 debug_api.end_debug()
         finally:
             debug_api.DEBUG_MANAGER = self._manager = None
-            # A start that failed has no manager to end, and may have got as far as the namespace's features.
+            # A start that failed has no manager to end, but may have reached the namespace's features.
             vars(STATS_BUFFERS).pop("log_stats", None)
             self._snapshot.restore()
             self._snapshot = None
 
 
 def _redirect_events(events: TextIO) -> None:
-    """Have upstream's log of events go on in a file that is open; upstream has opened one by its name."""
+    """Continue upstream's log of events in a file that is already open; upstream has opened another by name."""
     events.seek(0, os.SEEK_END)
     for handler in logging.getLogger(_PYTHON_LOGGERS[0]).handlers:
         if isinstance(handler, logging.FileHandler):
