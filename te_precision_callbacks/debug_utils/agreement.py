@@ -20,7 +20,7 @@ class Find:
 
     Attributes:
         path, class_name, role, batch, evaluation, rank: as in ActivationOverflowError.
-        sequence: the number of its event since the last look.
+        sequence: the number of the event since the last look.
         headline: which tensor is bad.
         advice: what to do.
         report: the whole report.
@@ -44,7 +44,7 @@ class Failure:
 
     Attributes:
         rank: the rank on which it happened.
-        text: its class and text.
+        text: the class and text of the exception.
     """
 
     rank: int
@@ -56,14 +56,14 @@ def agree(own: Find | Failure | None, group: dist.ProcessGroup | None) -> Find |
 
     All ranks must call it.
 
-    One MAX of one number; where there is a find or a failure, it is sent to all.
+    One number is reduced by MAX; a find or a failure is then sent to all ranks.
 
     Args:
-        own: this rank's.
+        own: this rank's find or failure.
         group: the process group; None for all ranks.
     """
     own_rank = dist.get_rank(group)
-    # A failure is below every find: the number of one is above zero.
+    # A failure ranks below every find, whose number is above zero.
     order = _LAST - min(own.sequence, _LAST - 1) if isinstance(own, Find) else 0
     key = 0 if own is None else order * _MOST_RANKS + (_MOST_RANKS - 1 - own_rank)
     device = message_device(group)

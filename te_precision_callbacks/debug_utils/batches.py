@@ -6,15 +6,15 @@ from __future__ import annotations
 class Batches:
     """The numbers of the batches of a training, and of the evaluations between them.
 
-    Outermost forwards count them, or the loop does. From the first training batch on, forwards without gradients are an
-    evaluation; where there is no training before them, they are batches as any other.
+    Outermost forwards count batches, or the loop does. From the first training batch on, forwards without gradients are
+    an evaluation; before it, they are batches like any other.
 
     Args:
-        last: the number of the batch after which the run ends; None where it does not.
+        last: the number of the batch after which the run ends; None if no batch ends it.
 
     Attributes:
         trains: whether there was a training batch.
-        looked: whether all is looked at that was done: then the next forward begins a batch, of whatever module it is.
+        looked: whether everything so far was looked at: the next forward of any module then begins a batch.
     """
 
     def __init__(self, last: int | None) -> None:
@@ -26,22 +26,21 @@ class Batches:
 
     @property
     def number(self) -> int:
-        """Of the training batch that is running or was the last; before the first one, of the forward without
-        gradients."""
+        """The number of the current or last training batch; before the first, of the forward without gradients."""
         return max(self._number, 0)
 
     @property
     def evaluation(self) -> int:
-        """Of the forward without gradients that is running or was the last."""
+        """The number of the current or last forward without gradients."""
         return max(self._evaluation, 0) if self.trains else self.number
 
     @property
     def is_over(self) -> bool:
-        """Whether the last batch that was wanted has begun."""
+        """Whether the last batch of the run has begun."""
         return self._last is not None and self._number >= self._last
 
     def give(self) -> None:
-        """The loop says when a batch begins, from now on."""
+        """Let the loop mark the beginning of batches from now on."""
         self._given = True
         self.train()
 
@@ -51,11 +50,11 @@ class Batches:
             self.trains, self._number = True, -1
 
     def begins(self, *, is_root: bool, evaluation: bool) -> bool:
-        """Whether the next batch begins with the outermost forward that begins now; an evaluation is counted.
+        """Whether the outermost forward that begins now begins the next batch; an evaluation is counted here.
 
         Args:
-            is_root: whether it is the model's, or else that of a module in it.
-            evaluation: whether it has no gradients.
+            is_root: whether the forward is the model's, not that of a module inside.
+            evaluation: whether the forward has no gradients.
         """
         if evaluation and self.trains:
             self._evaluation += is_root
@@ -64,6 +63,6 @@ class Batches:
         return begins and not self._given
 
     def next(self) -> None:
-        """The next batch begins."""
+        """Begin the next batch."""
         self._number += 1
         self._evaluation = -1

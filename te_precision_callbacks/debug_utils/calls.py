@@ -24,20 +24,20 @@ from te_precision_callbacks.forwards import NO_BACKWARD, ForwardClassifier, Forw
 _UNKNOWN = Unmeasured("unknown")
 
 _QUANTIZED_GRADIENTS = frozenset({"grad_output", "grad_output[0]"})
-"""Of the outputs of a module of Transformer Engine: a second one is a bias, or what a normalization gave."""
+"""Gradients of the first output of a Transformer Engine module; a second one is a bias, or a normalization's result."""
 
 
 class Calls:
     """Makes the events of a model.
 
-    It only notes. Where an outermost forward begins, where an evaluation has ended, and in the mode ``immediate`` at
-    each event, it calls those that look, whose exceptions stop the run there.
+    This class only notes events. When an outermost forward begins, when an evaluation has ended, and in the mode
+    ``immediate`` at each event, it calls ``looking``, whose exceptions stop the run there.
 
     Args:
-        roots: the models, each with what its paths begin with.
-        options: what is watched.
-        journal: where events are noted.
-        looking: who looks.
+        roots: the models, each with the prefix of its paths.
+        options: the checked keywords of the detector.
+        journal: receives the events.
+        looking: checks the events.
 
     Attributes:
         hooks: the hooks on the model.
@@ -51,20 +51,20 @@ class Calls:
         self._gradients = options.gradients
         self._parameters = options.parameters
         self._immediate = options.mode == "immediate"
-        # The kinds of forwards are those of a session; whether a module is in eval mode says nothing of them here.
+        # The kinds of forwards are those of a session; here a module's eval mode says nothing about them.
         self._classify = ForwardClassifier(precision_features_in_eval=False)
         self._classify.eval_mode_counts = False
         self.hooks = ModelHooks(roots, self, parameter_gradients=options.gradients, notices=journal.notices)
 
     def enter(self, watched: Watched, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        """The forward of a module begins."""
+        """Note that the forward of a module begins."""
         journal = self._journal
         if journal.closed:
             return
         try:
             current = journal.thread.current
             if current is None or (watched.is_root and current.frames and _calls_running(watched.module) == 1):
-                # Nothing runs around the model: an interrupt, of which hooks hear nothing, has left the last call.
+                # Nothing runs around the model: an interrupt, which calls no hooks, has left the last call open.
                 current = self._begin(watched)
             self._take(current, watched, inputs, keywords)
         except PrecisionDebugError:
@@ -73,7 +73,7 @@ class Calls:
             journal.fail(error)
 
     def leave(self, watched: Watched, output: Any, *, failed: bool) -> None:
-        """The forward of a module has ended."""
+        """Note that the forward of a module has ended."""
         journal = self._journal
         current = journal.thread.current
         if current is None:
@@ -105,16 +105,16 @@ class Calls:
             self._note(event)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Another detector has come to the model."""
+        """Stop watching: another detector has replaced this one."""
         self._looking.close(error)
 
     # ------------------------------------------------------------------ a forward
 
     def _begin(self, watched: Watched) -> Pass:
-        """An outermost call begins."""
+        """Begin an outermost call."""
         journal, batches = self._journal, self._journal.batches
         over = journal.is_over()
-        # First of all: a rank that fails below takes part in the next look of all.
+        # First of all: a rank that fails below still takes part in the next common look.
         new = journal.thread.current = self._new_pass(watched, over=over)
         if over:
             return new
@@ -132,7 +132,7 @@ class Calls:
             return Pass(None, frames=False, gradients=False, evaluates=False)
         kind = self._classify(watched.module)
         if torch._C._current_graph_task_id() != NO_BACKWARD:
-            # Recomputed: the first forward made the frames. Of a reentrant checkpoint only this one sees gradients.
+            # Recomputed: the first forward made the frames. In a reentrant checkpoint only this forward has gradients.
             gradients = self._gradients and kind is ForwardKind.OBSERVED
             return Pass(journal.training, frames=False, gradients=gradients, evaluates=False)
         if kind is ForwardKind.UNTOUCHED:
@@ -161,7 +161,7 @@ class Calls:
                 roles.takers.append((watched, role))
 
     def _give(self, current: Pass, watched: Watched, output: Any, *, failed: bool) -> bool:
-        """Note a call that has ended; whether it made an event."""
+        """Note a call that has ended; returns whether it made an event."""
         taken = current.close(watched)
         interval = current.interval
         if failed or taken is None or interval is None or self._journal.broken:
@@ -194,7 +194,7 @@ class Calls:
 
     @outside_of_dynamo
     def _gradient(self, roles: GradientRoles, gradient: torch.Tensor | None) -> None:
-        """A gradient has arrived."""
+        """Note a gradient that has arrived."""
         journal = self._journal
         if gradient is None or journal.broken or journal.is_over():
             return
@@ -234,7 +234,7 @@ def _calls_running(module: torch.nn.Module) -> int:
 
 
 def _is_recorded() -> bool:
-    """Whether what runs is recorded, for TorchScript or a CUDA graph: there are no numbers that anyone will read."""
+    """Whether the code is being recorded, for TorchScript or a CUDA graph: nobody will read the numbers then."""
     if torch._C._get_tracing_state() is not None:
         return True
     in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

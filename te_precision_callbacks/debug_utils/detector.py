@@ -179,8 +179,7 @@ class DebugActivationOverflow:
         """Check the tensors since the last look; if ranks stop together, call this on all of them.
 
         Not needed where an optimizer of the model steps: each step triggers a look first, even if a GradScaler then
-            skips
-        the step.
+        skips the step.
 
         Raises:
             ActivationOverflowError: there was an inf or nan.

@@ -18,24 +18,24 @@ logger = logging.getLogger(__name__)
 
 @outside_of_dynamo
 def detect_overflow(tensor: torch.Tensor, label: str) -> bool:
-    """Look whether a tensor has an inf or nan, and log it as an error: between two operations inside of a forward.
+    """Check a tensor for inf and nan between two operations inside a forward, and log a find as an error.
 
         forwarded_states = self.layer_norm(hidden_states)
         detect_overflow(forwarded_states, "after layer_norm")
 
-    Where a :class:`DebugActivationOverflow` watches the forward that is running, its report gets a frame with the
-    label. The host waits for the tensor.
+    If a :class:`DebugActivationOverflow` watches the running forward, its report gets a frame with the label. The host
+    waits for the tensor.
 
     Args:
         tensor: any shape, dtype and device.
-        label: what the log and the report call it.
+        label: the tensor's name in the log and the report.
 
     Returns:
-        Whether there is an inf, of either sign, or a nan. A tensor whose elements cannot be known has none.
+        Whether there is an inf, of either sign, or a nan; False for a tensor whose elements cannot be read.
 
     Raises:
-        OverflowOptionError: ``tensor`` is none.
-        DetectionFailedError: the look itself has failed.
+        OverflowOptionError: ``tensor`` is not a tensor.
+        DetectionFailedError: the check itself has failed.
     """
     if not isinstance(tensor, torch.Tensor):
         raise OverflowOptionError(

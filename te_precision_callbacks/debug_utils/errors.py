@@ -87,7 +87,7 @@ class OverflowOptionError(OptionError, ValueError):
 
 
 class AbortAfterBatch(PrecisionDebugError, ValueError):
-    """The batch is over after which the run must end (``abort_after_batch=``).
+    """The last batch of the run, ``abort_after_batch=``, is over.
 
     Attributes:
         batch: the number of the batch, counted from 0.

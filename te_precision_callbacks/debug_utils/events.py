@@ -16,8 +16,8 @@ class Place(Protocol):
     """A module as reports name it.
 
     Attributes:
-        path: in the model, without wrapper parts; empty for the model itself.
-        class_name: its class.
+        path: the path in the model, without wrapper parts; empty for the model itself.
+        class_name: the name of its class.
     """
 
     path: str
@@ -28,12 +28,12 @@ class Frame(NamedTuple):
     """A line of a report.
 
     Attributes:
-        sign: ``>`` for what enters a module's forward or backward, ``<`` for what leaves it, ``=`` for the rest.
+        sign: ``>`` for a tensor that enters a module's forward or backward, ``<`` for one that leaves, else ``=``.
         place: the module; None for a label.
-        role: which tensor.
-        measured: its numbers.
-        scale: the FP8 scale under which the module quantizes it: a slot with the number, or the number of the format
-            that the largest magnitude is scaled to.
+        role: which tensor of the module.
+        measured: the numbers of the tensor.
+        scale: the FP8 scale with which the module quantizes the tensor: a slot with the scale, or the number to which
+            the largest magnitude is scaled.
     """
 
     sign: str
@@ -49,7 +49,7 @@ class Event(Protocol):
     batch: int
 
     def frames(self) -> Iterator[Frame]:
-        """Its lines of a report."""
+        """The event's lines of a report."""
 
 
 Tensors = Sequence[tuple[str, Measured]]
@@ -57,7 +57,7 @@ Tensors = Sequence[tuple[str, Measured]]
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """The forward of a module: emitted at its end."""
+    """The forward of a module, emitted when it ends."""
 
     place: Place
     batch: int
@@ -91,7 +91,7 @@ class Gradient:
 
 @dataclass(slots=True, eq=False)
 class Labelled:
-    """A tensor that was given to ``detect_overflow`` inside of a forward."""
+    """A tensor that was given to ``detect_overflow`` inside a forward."""
 
     batch: int
     label: str

@@ -26,11 +26,11 @@ class Watched:
     """A module that is watched.
 
     Attributes:
-        path: in the model, without wrapper parts.
-        class_name: its class.
+        path: the path in the model, without wrapper parts.
+        class_name: the name of its class.
         module: the module.
-        quantizes: whether it is one of Transformer Engine's that may quantize its input.
-        is_root: whether batches are counted by its calls.
+        quantizes: whether it is a Transformer Engine module that may quantize its input.
+        is_root: whether its calls count batches.
     """
 
     __slots__ = ("__weakref__", "class_name", "handles", "is_root", "module", "path", "quantizes")
@@ -50,7 +50,7 @@ class Watched:
 
 
 class Receiver(Protocol):
-    """What hooks call."""
+    """The object that hooks call."""
 
     def enter(self, watched: Watched, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """A forward begins."""
@@ -62,7 +62,7 @@ class Receiver(Protocol):
         """The gradient of a parameter was accumulated."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """Another receiver has come to the model."""
+        """Another receiver has replaced this one."""
 
 
 class _Hook:
@@ -100,7 +100,7 @@ def _hooks_of(module: torch.nn.Module) -> list[_Hook]:
 
 
 def not_watched(*args: Any) -> None:
-    """What a copy of a watched module has in the place of a hook."""
+    """Does nothing, in place of a hook in a copy of a watched module."""
 
 
 def _unwatched_copy() -> Callable[..., None]:
@@ -111,12 +111,12 @@ class ModelHooks:
     """All hooks of a detector on a model.
 
     Args:
-        roots: the models, each with what its paths begin with. Batches are counted by the calls of the first one.
-        receiver: what the hooks call.
-        parameter_gradients: whether the gradients of parameters are wanted.
-        notices: what has been said.
+        roots: the models, each with the prefix of its paths. The calls of the first model count batches.
+        receiver: the object that the hooks call.
+        parameter_gradients: whether the gradients of parameters are watched.
+        notices: the messages that have been logged once.
 
-    Another detector on a module of it is closed.
+    Another detector on a module of the models is closed.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class ModelHooks:
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Watch what has come into the model, and no longer what has left it."""
+        """Watch modules that were added to the model, and stop watching those that were removed."""
         if self._tree is not None and not self._tree.changed():
             return
         self._optimizers.clear()
@@ -167,8 +167,8 @@ class ModelHooks:
         return any(fnmatch.fnmatchcase(watched.path, pattern) for watched in self._watched.values())
 
     def steps(self, optimizer: Any) -> bool:
-        """Whether an optimizer steps a parameter of the model; groups may be added to it."""
-        if not isinstance(optimizer, torch.optim.Optimizer):  # a wrapper: nothing is known of how it is compared
+        """Whether an optimizer steps a parameter of the model; groups may be added to the optimizer."""
+        if not isinstance(optimizer, torch.optim.Optimizer):  # a wrapper: it may compare and hash in any way
             return self._holds_parameter_of(optimizer)
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         known = self._optimizers.get(optimizer)
@@ -194,7 +194,7 @@ class ModelHooks:
         if not isinstance(module, torch.jit.ScriptModule):  # which refuses hooks
             watched.handles = [
                 module.register_forward_pre_hook(_Enter(self._receiver, watched), with_kwargs=True),
-                # Called after an exception too, so that what has begun is known to be over.
+                # Called after an exception too, so that the call is known to be over.
                 module.register_forward_hook(_Leave(self._receiver, watched), always_call=True),
             ]
         return watched
@@ -214,7 +214,7 @@ class ModelHooks:
                 self._parameters[key] = parameter, _after_accumulation(parameter, call)
 
     def _tell_of_compiled(self) -> None:
-        """Say once which modules cannot be watched."""
+        """Warn once of the modules that cannot be watched."""
         opaque = [watched for watched in self._watched.values() if is_compiled(watched.module)]
         if not opaque or not self._notices.first("compiled"):
             return
@@ -237,7 +237,7 @@ class ModelHooks:
 def _parameter_gradient(
     receiver: weakref.ref[Receiver], watched: weakref.ref[Watched], name: str, parameter: torch.Tensor
 ) -> None:
-    """The hook of a parameter: weak, since a parameter's hooks are not seen by the collector of cycles."""
+    """The hook of a parameter; its references are weak, since the cycle collector does not see parameters' hooks."""
     found, module = receiver(), watched()
     if found is not None and module is not None:
         found.parameter_gradient(module, name, parameter)

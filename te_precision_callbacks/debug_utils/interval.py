@@ -22,9 +22,9 @@ class GradientRoles:
     """The modules that a tensor left and entered, which its gradient will enter and leave.
 
     Attributes:
-        batch: of the forward.
-        takers: that took the tensor, in the order of the forward.
-        makers: that gave it.
+        batch: the batch of the forward.
+        takers: the modules that took the tensor, in the order of the forward.
+        makers: the modules that returned the tensor.
     """
 
     batch: int
@@ -38,11 +38,11 @@ class GradientRoles:
 
 
 Arrived = Callable[[GradientRoles, torch.Tensor | None], None]
-"""Called with a gradient; None where an autograd Function, such as DDP's for unused outputs, has given none."""
+"""Called with a gradient; None if an autograd Function, such as DDP's for unused outputs, has given none."""
 
 
 class Record:
-    """A tensor that was seen, as it was at one version; it keeps neither the tensor nor its graph alive."""
+    """A tensor at one of its versions; a record keeps neither the tensor nor its graph alive."""
 
     __slots__ = ("gradient", "measured", "tensor", "version")
 
@@ -60,8 +60,8 @@ class Interval:
         abs_min: whether the smallest magnitudes are measured too.
 
     Attributes:
-        slots: the numbers of its tensors.
-        events: what was seen, and not looked at.
+        slots: the numbers of the interval's tensors.
+        events: the recorded events that were not looked at yet.
         excused: the slots that may hold -inf.
     """
 
@@ -74,10 +74,10 @@ class Interval:
         self._leaf_hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def record(self, tensor: torch.Tensor) -> Record:
-        """The record of a tensor: one for all modules that it passes, until it is changed in place."""
+        """The record of a tensor: one for all modules that it passes, until the tensor is changed in place."""
         try:
             version = tensor._version
-        except RuntimeError:  # born in inference mode: nobody counts what happens to it
+        except RuntimeError:  # made in inference mode, without a version counter
             return Record(tensor, -1)
         key = id(tensor)
         known = self._records.get(key)
@@ -94,32 +94,32 @@ class Interval:
         return record
 
     def gradient_roles(self, tensor: torch.Tensor, record: Record, batch: int, arrived: Arrived) -> GradientRoles:
-        """The roles of a tensor's gradient, with which ``arrived`` is called; they are made in forward ``batch``."""
+        """The roles of a tensor's gradient, made in forward ``batch``; ``arrived`` is called with them."""
         if record.gradient is None:
             roles = record.gradient = GradientRoles(batch)
             if tensor.dtype.is_floating_point:
                 with contextlib.suppress(RuntimeError):  # such as under a transform of torch.func
                     handle = tensor.register_hook(functools.partial(arrived, roles))  # type: ignore[no-untyped-call]
-                    if tensor.is_leaf:  # it outlives the graph
+                    if tensor.is_leaf:  # a leaf outlives the graph
                         self._leaf_hooks.append(handle)
         return record.gradient
 
     def note_loss_scale(self, scale: torch.Tensor | None) -> None:
-        """A loss was multiplied by ``scale``, one element on any device, by a scaler that can leave out the step.
+        """Note that a scaler, which can skip the step, has multiplied a loss by ``scale``, one element on any device.
 
-        None where the scaler does not show it. The largest counts.
+        None if the scaler does not show the scale. The largest scale counts.
         """
-        # Taken as it is now, since the scaler changes it in place.
+        # Copied, since the scaler changes the scale in place.
         now = torch.tensor(math.inf) if scale is None else scale.detach().clone()
         known = self._loss_scale
         self._loss_scale = now if known is None else torch.maximum(known.to(now.device), now)
 
     def loss_scale(self) -> float | None:
-        """The largest number that a loss was multiplied by; None where none was. The host waits for the device."""
+        """The largest scale of a loss; None if no loss was scaled. The host waits for the device."""
         return None if self._loss_scale is None else self._loss_scale.item()
 
     def forget_numbers(self) -> None:
-        """Use the slots again, and measure each tensor again that comes."""
+        """Reuse the slots, and measure each tensor again."""
         self._records = {key: record for key, record in self._records.items() if record.tensor() is not None}
         for record in self._records.values():
             record.measured = None
@@ -142,9 +142,9 @@ class Seen(NamedTuple):
     """A frame with its numbers.
 
     Attributes:
-        batch: of its event.
+        batch: the batch of the frame's event.
         frame: the frame.
-        values: where its numbers are.
+        values: holds the numbers of the frame.
     """
 
     batch: int
@@ -156,7 +156,7 @@ class History:
     """The last frames that were looked at, for the report of a later one.
 
     Args:
-        length: how many frames it can give.
+        length: the number of frames to keep.
     """
 
     def __init__(self, length: int) -> None:

@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Pass:
-    """An outermost call of a watched module, and all calls inside of it.
+    """An outermost call of a watched module, and all calls inside.
 
     Attributes:
-        interval: where it is noted; None: not at all.
-        frames: whether it makes frames; a recomputed forward does not.
+        interval: the interval in which the call is noted; None: not at all.
+        frames: whether the call makes frames; a recomputed forward does not.
         gradients: whether its tensors' gradients are watched.
         evaluates: whether it is a forward without gradients, which is looked at when it ends.
-        batch: the number that its frames have.
-        open: the calls that have begun and not ended, each with the inputs that it has taken.
+        batch: the batch number of its frames.
+        open: the calls that have begun and not ended, each with its inputs.
     """
 
     interval: Interval | None
@@ -41,36 +41,36 @@ class Pass:
     open: list[tuple[Place, list[tuple[str, Measured | None]]]] = field(default_factory=list)
 
     def close(self, place: Place) -> list[tuple[str, Measured | None]] | None:
-        """What was taken by the call of a module that ends; None if none has begun."""
+        """The inputs of the call of a module that ends; None if no call of the module has begun."""
         if all(opened is not place for opened, _ in reversed(self.open)):
             return None
-        while True:  # a call above it has never ended
+        while True:  # a later call may never have ended
             opened, taken = self.open.pop()
             if opened is place:
                 return taken
 
 
 class _Thread(threading.local):
-    """What runs in a thread: on a GPU, recomputed forwards and gradients come from a thread of autograd."""
+    """The running call of each thread: on a GPU, a thread of autograd runs recomputed forwards and gradients."""
 
     current: Pass | None = None
 
 
 class Journal:
-    """What hooks note between two looks.
+    """The notes of hooks between two looks.
 
     Attributes:
-        training: what was seen in training.
-        evaluation: what was seen in the forward without gradients that is running.
-        batches: which batch is running.
+        training: the events of training.
+        evaluation: the events of the running forward without gradients.
+        batches: counts batches.
         thread: its ``current`` is the outermost call that runs in this thread.
-        due: whether training has done something, noted or not, that nobody has looked at.
+        due: whether training has done something, noted or not, that was not looked at yet.
         saw_forward: whether training has ever called the model's hooks.
         abandoned: as in :class:`~te_precision_callbacks.debug_utils.DebugActivationOverflow`.
         closed: whether detection is over.
-        broken: whether nothing is noted after a failure: until the look that raises it, or for good.
-        failure: what the next look raises.
-        notices: what has been said.
+        broken: whether nothing is noted after a failure: until the look that raises the failure, or for good.
+        failure: the failure that the next look raises.
+        notices: the messages that have been logged once.
     """
 
     def __init__(self, options: Options) -> None:
@@ -86,11 +86,11 @@ class Journal:
         self._raises = options.on_failure == "raise"
 
     def is_over(self) -> bool:
-        """Whether detection is wanted no more: it is closed, or the loop has ended that it was for."""
+        """Whether detection is over: it is closed, or its loop has ended."""
         return self.closed or (self.abandoned is not None and self.abandoned())
 
     def label(self, tensor: torch.Tensor, label: str) -> None:
-        """Add a frame with a label, in a forward that is running."""
+        """Add a frame with a label, if a forward is running."""
         current = self.thread.current
         if current is None or current.interval is None or not current.frames or self.broken or self.is_over():
             return
@@ -101,7 +101,7 @@ class Journal:
             self.fail(error)
 
     def note_loss_scale(self, scale: torch.Tensor | None) -> None:
-        """A GradScaler has scaled a loss."""
+        """Note that a GradScaler has scaled a loss."""
         if self.broken or self.is_over():
             return
         try:
@@ -110,7 +110,7 @@ class Journal:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """A failure of detection: nothing is noted until the next look, which raises it; or it is logged."""
+        """Handle a failure of detection: note nothing until the next look, which raises the failure; or log it."""
         if self.broken:
             return
         self.broken = True
@@ -124,7 +124,7 @@ class Journal:
             )
 
     def clear(self) -> None:
-        """Forget what was seen, and begin anew."""
+        """Forget all events, and begin anew."""
         self.thread.current = None
         self.due = False
         if self.failure is not None:

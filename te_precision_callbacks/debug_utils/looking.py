@@ -26,31 +26,31 @@ from te_precision_callbacks.ranks import is_distributed, is_initialized, own_ran
 logger = logging.getLogger(__name__)
 
 MOST_SLOTS = 65_536
-"""Slots after which frames that nobody has looked at are looked at by their rank alone, before the next forward.
+"""The number of slots after which a rank looks at its frames alone, before the next forward.
 
-Where ranks stop together, what is found there waits for the next look of all.
+If ranks stop together, an overflow that is found there waits for the next common look.
 """
 
 _MOST_SLOTS_IMMEDIATE = 1024
-"""Slots after which the mode ``immediate``, which has looked at them, begins anew."""
+"""The number of slots after which the mode ``immediate``, which has looked at them, begins anew."""
 
 
 class Looking:
-    """Decides what becomes of a run: the only part that waits for the device and for other ranks, and that raises.
+    """Decides whether a run stops: the only part that waits for the device and for other ranks, and that raises.
 
     Args:
-        roots: the models, each with what its paths begin with.
-        options: what is looked for, and with whom.
-        journal: what hooks note.
+        roots: the models, each with the prefix of its paths.
+        options: the checked keywords of the detector.
+        journal: the notes of the hooks.
 
     Attributes:
         reader: reads events.
-        handles: takes the hooks away at the end.
+        handles: removes the hooks at the end.
         reports: how many overflows were reported.
-        has_looked: whether anybody has ever asked for a look.
-        dropped: how many events this rank has looked at alone, to make room, since the last look of all.
-        steps: how many steps of the model's optimizers there were.
-        stepped_by: the class of the one that stepped last.
+        has_looked: whether there was ever a look.
+        dropped: how many events this rank has looked at alone, to make room, since the last common look.
+        steps: how many steps the model's optimizers have made.
+        stepped_by: the class of the optimizer that stepped last.
     """
 
     def __init__(self, roots: Sequence[tuple[str, torch.nn.Module]], options: Options, journal: Journal) -> None:
@@ -69,10 +69,10 @@ class Looking:
     # ------------------------------------------------------------------ when
 
     def look(self, *, may_be_skipped: bool = True) -> None:
-        """Look at what training has done since the last look; where ranks stop together, on all of them.
+        """Look at the events of training since the last look; if ranks stop together, call this on all of them.
 
         Args:
-            may_be_skipped: whether a scaler that has scaled the loss can still leave out the step.
+            may_be_skipped: whether a scaler that has scaled the loss can still skip the step.
         """
         journal = self._journal
         if journal.is_over():
@@ -81,7 +81,7 @@ class Looking:
         together = self._together()
         if not journal.due and (together or journal.failure is None):
             return
-        journal.thread.current = None  # no call is running, whatever an interrupt has left
+        journal.thread.current = None  # no call is running, even if an interrupt has left one open
         journal.due = False
         found = self._look_at_training(may_be_skipped=may_be_skipped)
         self._stop_if(agree(found, self._options.process_group) if together else found, together=together)
@@ -89,7 +89,7 @@ class Looking:
             self._abort()
 
     def before_forward(self, *, is_root: bool, evaluation: bool) -> None:
-        """An outermost forward begins: make room for it, and count it as :meth:`Batches.begins`."""
+        """Make room for an outermost forward that begins, and count it as :meth:`Batches.begins` does."""
         training = self._journal.training
         if training.slots.used >= MOST_SLOTS:
             self._make_room()
@@ -99,31 +99,31 @@ class Looking:
             self.next_batch()
 
     def next_batch(self) -> None:
-        """A batch begins, unless the one before was the last that was wanted."""
+        """Begin a batch, unless the previous batch was the last of the run."""
         if self._journal.batches.is_over:
             self._abort()
         self._journal.batches.next()
 
     def look_at_last(self, interval: Interval) -> None:
-        """The mode ``immediate``: look at the event that was just made."""
+        """Look at the event that was just made, in the mode ``immediate``."""
         events, interval.events = interval.events, []
         self._stop_if(self._read(interval, events))
 
     def look_at_evaluation(self) -> None:
-        """A forward without gradients has ended."""
+        """Look at a forward without gradients that has ended."""
         batches = self._journal.batches
         if self._journal.closed:
             return
         batches.looked = batches.looked or not batches.trains
         found = self._look_at(self._journal.evaluation)
         if found is None and batches.trains and self._together():
-            return  # a failure waits for the next look of all
+            return  # a failure waits for the next common look
         self._stop_if(found or self._failed())
         if batches.is_over and not batches.trains:
             self._abort()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Look at what is left, on this rank alone, and take all hooks away: :meth:`DebugActivationOverflow.close`."""
+        """Look at the last events, on this rank alone, and remove all hooks: :meth:`DebugActivationOverflow.close`."""
         journal = self._journal
         if journal.closed:
             return
@@ -145,7 +145,7 @@ class Looking:
         return self._options.distributed and is_distributed(self._options.process_group)
 
     def _look_at_training(self, *, may_be_skipped: bool = True) -> Find | Failure | None:
-        """A look: the first overflow since the last one, or else a failure."""
+        """The first overflow since the last look, or else a failure."""
         find = self._look_at(self._journal.training, may_be_skipped=may_be_skipped)
         find, self._pending, self.dropped = self._pending or find, None, 0
         self._journal.batches.looked = True
@@ -156,7 +156,7 @@ class Looking:
         return None if failure is None else Failure(own_rank(), text_of(failure))
 
     def _make_room(self) -> None:
-        """Empty the slots, where nobody looks. A rank that others would wait for keeps what is found for the look."""
+        """Empty the slots if there was no look. A rank that stops together with others keeps a find for their look."""
         events = len(self._journal.training.events)
         find = self._look_at(self._journal.training)
         if not self._together():
@@ -165,13 +165,13 @@ class Looking:
         self.dropped += events
 
     def _look_at(self, interval: Interval, *, may_be_skipped: bool = True) -> Find | None:
-        """Read an interval, and begin it anew; the first overflow in it."""
+        """The first overflow in an interval, which then begins anew."""
         find = self._read(interval, interval.events, may_be_skipped=may_be_skipped)
         interval.clear()
         return find
 
     def _read(self, interval: Interval, events: Sequence[Event], *, may_be_skipped: bool = True) -> Find | None:
-        """The first overflow in events of an interval; none where reading fails."""
+        """The first overflow in events of an interval; None if reading fails."""
         journal, read = self._journal, self.reader.read
         evaluation = interval is journal.evaluation and journal.batches.trains
         try:
@@ -183,7 +183,7 @@ class Looking:
     # ------------------------------------------------------------------ what follows
 
     def _stop_if(self, find: Find | Failure | None, *, together: bool = False) -> None:
-        """Raise what was found.
+        """Raise a find or a failure.
 
         Args:
             find: nothing, an overflow, or a failure.
@@ -214,10 +214,10 @@ class Looking:
         )
 
     def _advice_on_weights(self, find: Find, *, together: bool) -> str | None:
-        """What to do where parameters are inf or nan themselves, of this rank or of any; None where all are finite."""
+        """The advice if parameters of this rank, or of any, are inf or nan themselves; None if all are finite."""
         try:
             broken = broken_parameters(self._roots, find.path)
-        except Exception as error:  # what was found has to be told all the same
+        except Exception as error:  # the overflow must be reported all the same
             logger.warning("Activation overflow: the parameters could not be checked (%s).", text_of(error))
             broken = []
         if together:
@@ -229,6 +229,6 @@ class Looking:
         raise AbortAfterBatch(self._journal.batches.number)
 
     def _begin_anew(self) -> None:
-        """Forget what was seen."""
+        """Forget all events."""
         self._journal.clear()
         self.reader.forget()

@@ -18,7 +18,7 @@ OnFailure = Literal["raise", "warn"]
 
 
 class NamesOfTransformers(TypedDict, total=False):
-    """The names in ``transformers.debug_utils.DebugUnderflowOverflow`` of keywords that both detectors have."""
+    """Keywords that both detectors have, by their names in ``transformers.debug_utils.DebugUnderflowOverflow``."""
 
     trace_batch_nums: Iterable[int] | None
     abort_after_batch_num: int | None
@@ -94,7 +94,7 @@ def listed(key: str, value: object) -> tuple[Any, ...]:
     """The values of a keyword that takes several.
 
     Raises:
-        OverflowOptionError: ``value`` is no list of values.
+        OverflowOptionError: ``value`` is not a list of values.
     """
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise OverflowOptionError(f"{key}= must be a list, not {value!r}.")

@@ -42,10 +42,10 @@ class Reader:
         """The first overflow; the other frames are kept for later reports, traced, and compared with the limits.
 
         Args:
-            interval: where the numbers are.
-            events: of the interval.
-            evaluation: whether it is an evaluation between training batches.
-            may_be_skipped: whether a scaler that has scaled the loss can still leave out the step.
+            interval: holds the numbers.
+            events: events of the interval.
+            evaluation: whether they are of an evaluation between training batches.
+            may_be_skipped: whether a scaler that has scaled the loss can still skip the step.
             before: how many events there were since the last look of all ranks, before these.
         """
         if not events:
@@ -66,7 +66,7 @@ class Reader:
         scale = None
         if bad is not None and isinstance(events[bad[0]], Gradient) and may_be_skipped:
             scale = interval.loss_scale()
-            if scale is not None and not scale <= 1:  # a scaler makes it smaller, and leaves out the step
+            if scale is not None and not scale <= 1:  # the scaler makes the scale smaller, and skips the step
                 bad = judge(loss_scaled=True)
         if self._options.warn_above is not None:
             self._warn_of(events[: None if bad is None else bad[0]], values, self._options.warn_above)
@@ -93,7 +93,7 @@ class Reader:
         )
 
     def forget(self) -> None:
-        """Leave what was read out of later reports."""
+        """Leave the frames so far out of later reports."""
         self._history = History(self._options.max_frames)
 
     def _trace(self, events: Sequence[Event], values: Values) -> None:

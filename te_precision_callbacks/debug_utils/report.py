@@ -12,19 +12,19 @@ from te_precision_callbacks.debug_utils.verdict import what
 
 
 def headline(culprit: Seen) -> str:
-    """Which tensor is bad, and of which kind: the first line, and the exception's."""
+    """Names the bad tensor and the kind of number: the first line of the report and of the exception."""
     frame = culprit.frame
     kind = what(*culprit.values.extremes(frame.measured)) if isinstance(frame.measured, Slot) else ""
     return f"{_where(culprit)} has {kind}"
 
 
 def advice(culprit: Seen, event: Event, *, loss_scale: float | None) -> str:
-    """What to do about it.
+    """The advice about an overflow.
 
     Args:
         culprit: the bad frame.
-        event: its event.
-        loss_scale: what a GradScaler has multiplied the loss by; None where none has.
+        event: the event of the frame.
+        loss_scale: the number by which a GradScaler has multiplied the loss; None if none has.
     """
     frame = culprit.frame
     if isinstance(event, Gradient):
@@ -56,7 +56,7 @@ def report(frames: Sequence[Seen], *, abs_min: bool) -> str:
 
 
 def line(seen: Seen, *, abs_min: bool) -> str:
-    """One frame: ``abs_max= 3.17e+03 < [0] encoder.block.1.layer.1.DenseReluDense.wo: Linear: output``."""
+    """The line of a frame: ``abs_max= 3.17e+03 < [0] encoder.block.1.layer.1.DenseReluDense.wo: Linear: output``."""
     frame, values = seen.frame, seen.values
     columns = []
     if abs_min:

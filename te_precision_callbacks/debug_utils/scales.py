@@ -2,7 +2,7 @@
 
 Read from Transformer Engine 2.20.2 (``pytorch/module/base.py``, ``pytorch/quantization.py``): a module keeps
 ``fp8_meta`` and ``quantizers``, and sets ``fp8`` in each forward. So does DotProductAttention, whose scales are those
-of tensors inside of it, and GroupedLinear, which splits its input and has a scale for each part.
+of tensors inside the module, and GroupedLinear, which splits its input and has a scale for each part.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from te_precision_callbacks.vocabulary import recipe_of
 
 
 def fp8_scale(module: Any, direction: Literal["scaling_fwd", "scaling_bwd"], slots: Slots) -> Slot | float | None:
-    """The scale of now, without waiting for the device.
+    """The current scale, without waiting for the device.
 
     Args:
         module: any module.
         direction: ``scaling_fwd`` for the input, ``scaling_bwd`` for the gradient of the output.
-        slots: where a scale that is in device memory is kept.
+        slots: keep a scale that is in device memory.
 
     Returns:
         Under delayed scaling a slot; under current scaling, where the scale follows from the tensor's amax, the number
-        that the amax is scaled to; None for any other module, recipe and precision, and where another version of
-        Transformer Engine keeps its quantizers otherwise.
+        to which the amax is scaled; None for any other module, recipe and precision, and if another version of
+        Transformer Engine keeps its quantizers elsewhere.
     """
     meta = getattr(module, "fp8_meta", None)
     name = _name_in_transformer_engine(module)
@@ -39,18 +39,18 @@ def fp8_scale(module: Any, direction: Literal["scaling_fwd", "scaling_bwd"], slo
         return slots.note(scale.reshape(-1)[index])
     try:
         quantizer = module.quantizers[direction][index]
-        # A module that normalizes its input first quantizes another tensor than the one that enters.
+        # A module that normalizes its input first does not quantize the tensor that enters.
         return _current_scaling(quantizer) if direction == "scaling_bwd" or name == "Linear" else None
     except (AttributeError, LookupError, TypeError):
         return None
 
 
 _GRADIENT_OF_OUTPUT = {"Linear": 0, "LayerNormLinear": 0, "LayerNormMLP": 2}
-"""Where each module's scales of ``scaling_bwd`` have that of the gradient of its output (``FP8BwdTensors``)."""
+"""The index of the gradient of the output in each module's scales of ``scaling_bwd`` (``FP8BwdTensors``)."""
 
 
 def _name_in_transformer_engine(module: Any) -> str | None:
-    """The class, or that from which it is derived."""
+    """The name of the module's class in Transformer Engine, or of the base class there."""
     return next((base.__name__ for base in type(module).__mro__ if base.__name__ in _GRADIENT_OF_OUTPUT), None)
 
 

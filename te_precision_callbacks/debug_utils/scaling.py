@@ -1,10 +1,10 @@
 """torch's GradScaler, whose skipped steps reach no hook of an optimizer.
 
-A scaler has no hooks of its own, so ``scale``, ``unscale_`` and ``step`` of its class, and of those subclasses that
-define them again, are wrapped while a detector is at work, and put back with the last one. Read from torch 2.6 and 2.13
-(``torch/amp/grad_scaler.py``, ``torch/distributed/fsdp/sharded_grad_scaler.py``): ``step`` is inherited by all, leaves
-the optimizer's step out where ``unscale_`` has found an inf or nan, and runs it in any case where the optimizer looks
-after that itself (fused ones).
+A scaler has no hooks, so ``scale``, ``unscale_`` and ``step`` of its class, and of subclasses that redefine them, are
+wrapped while a detector is at work, and put back after the last detector. Read from torch 2.6 and 2.13
+(``torch/amp/grad_scaler.py``, ``torch/distributed/fsdp/sharded_grad_scaler.py``): all scalers inherit ``step``, which
+skips the optimizer's step if ``unscale_`` has found an inf or nan, but always runs the step of an optimizer that skips
+by itself (fused ones).
 
 The list of the detectors at work is here, and is all that overflow detection keeps at module level.
 """
@@ -23,16 +23,16 @@ from te_precision_callbacks.forwards import outside_of_dynamo
 
 
 class Listener(Protocol):
-    """A detector, as scalers that are enabled and ``detect_overflow`` reach it.
+    """A detector, as enabled scalers and ``detect_overflow`` reach it.
 
     Attributes:
-        journal: where what they tell is noted.
+        journal: receives their notes.
     """
 
     journal: Journal
 
     def before_scaled_step(self, optimizer: Any) -> None:
-        """The gradients of an optimizer are about to be looked at, unscaled, and stepped with or not."""
+        """Called before a scaler unscales an optimizer's gradients, or decides whether the optimizer steps."""
 
 
 _listeners: list[weakref.ref[Listener]] = []
@@ -40,7 +40,7 @@ _wrapped: list[tuple[type, str, Any, Any]] = []
 
 
 def listen(listener: Listener) -> Callable[[], object]:
-    """Have a detector hear of scalers, without keeping it alive, until what is returned is called."""
+    """Notify a detector of scalers, without keeping it alive, until the returned function is called."""
     if not _listeners:
         _wrap()
     place = weakref.ref(listener)
@@ -116,5 +116,5 @@ def _wrap() -> None:
 def _unwrap() -> None:
     while _wrapped:
         kind, name, own, wrapped = _wrapped.pop()
-        if vars(kind).get(name) is wrapped:  # otherwise somebody else has wrapped ours, which does nothing now
+        if vars(kind).get(name) is wrapped:  # otherwise other code has wrapped our wrapper, which does nothing now
             setattr(kind, name, own)

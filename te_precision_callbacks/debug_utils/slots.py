@@ -5,8 +5,8 @@
     values = slots.read()                                           # one copy from each device
     values.extremes(first)                                          # (-3.1, 4.2)
 
-A slot has the dtype of its tensor, so that one operation, ``aminmax``, reads the tensor and writes the slot. It keeps
-what is not finite: a nan makes both extremes nan, also beside an inf.
+A slot has the dtype of its tensor, so one operation, ``aminmax``, reads the tensor and writes the slot. ``aminmax``
+keeps inf and nan: a nan makes both extremes nan, even next to an inf.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _FIRST_CHUNK = 256
 _LARGEST_CHUNK = 8192
 
 _FLOAT8_MAGNITUDES: dict[torch.dtype, int] = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F}
-"""Formats whose codes are in the order of the magnitudes, inf and nan last, under a sign bit."""
+"""Formats whose codes without the sign bit are in the order of the magnitudes, inf and nan last -> the mask."""
 
 
 class Unmeasured(NamedTuple):
-    """What stands for the numbers of a tensor that has none.
+    """Replaces the numbers of a tensor that has none.
 
     Attributes:
         why: one word for the report.
@@ -40,13 +40,13 @@ class Unmeasured(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Where the extremes of one tensor are written.
+    """The place of one tensor's extremes.
 
     Attributes:
-        store: the store that it is in.
-        index: its row there.
-        low, high, least: one-element tensors: the smallest and the largest element, and the smallest magnitude. They
-            hold anything until they are written; ``least`` is only where it was asked for.
+        store: the store of the slot.
+        index: the slot's row in the store.
+        low, high, least: one-element tensors: the smallest and the largest element, and the smallest magnitude. Their
+            content is undefined until written; ``least`` is written only if it was asked for.
     """
 
     store: _Store
@@ -81,7 +81,7 @@ class _Store:
         return len(self.slots) - len(self.free)
 
     def content(self) -> torch.Tensor:
-        """The used rows as float64; float32 where the device has no float64."""
+        """The used rows as float64; float32 if the device has no float64."""
         rows = torch.cat(self._chunks)[: self.used] if len(self._chunks) > 1 else self._chunks[0][: self.used]
         return rows.to(torch.float32 if self.device.type == "mps" else torch.float64)
 
@@ -90,9 +90,9 @@ class _Store:
 
     def _grow(self) -> None:
         size = min(_LARGEST_CHUNK, max(_FIRST_CHUNK, len(self.slots)))
-        # Tensors that are born in inference mode cannot be written outside of it.
+        # Tensors that are made in inference mode cannot be written outside it.
         with torch.inference_mode(False):
-            # Not filled: that would be queued on the stream of now, and could come after what another stream writes.
+            # Not filled: that would be queued on the current stream, and could run after another stream has written.
             chunk = torch.empty((size, 3), dtype=self.dtype, device=self.device)
             cells = iter(chunk.view(-1).unbind())
         self._chunks.append(chunk)
@@ -103,7 +103,7 @@ class _Store:
 
 
 class Values:
-    """What :meth:`Slots.read` brought to the host: it stays what it is when the slots are used again."""
+    """The numbers that :meth:`Slots.read` brought to the host; they stay when the slots are used again."""
 
     def __init__(self, rows: Mapping[_Store, npt.NDArray[np.float64]]) -> None:
         self._rows = rows
@@ -123,13 +123,13 @@ class Values:
         return float(row[0]), float(row[1])
 
     def least(self, slot: Slot) -> float:
-        """The smallest magnitude, where it was asked for."""
+        """The smallest magnitude, if it was asked for."""
         return float(self._rows[slot.store][slot.index][2])
 
     def above(self, share: float) -> dict[Measured, float]:
         """The slots of floating dtypes with a finite amax above a share of the dtype's largest number, with the amax.
 
-        The smallest number of a dtype itself is how masks are written, and does not count.
+        The smallest number of a dtype itself does not count: masks are written with it.
         """
         found: dict[Measured, float] = {}
         for store, rows in self._rows.items():
@@ -157,11 +157,11 @@ class Slots:
 
     @property
     def used(self) -> int:
-        """How many there are since the last reset."""
+        """The number of slots used since the last reset."""
         return sum(store.used for store in self._stores.values())
 
     def measure(self, tensor: torch.Tensor) -> Measured:
-        """Read a tensor once, and write its extremes to a slot; any tensor is taken, none raises."""
+        """Read a tensor once, and write its extremes to a slot; accepts any tensor, and never raises."""
         try:
             if (
                 type(tensor) in _PLAIN
@@ -186,8 +186,8 @@ class Slots:
             if self._abs_min:
                 slot.least.copy_(_least_magnitude(values))
         except (RuntimeError, NotImplementedError, TypeError):
-            # A tensor class or a transform (vmap) that has no such operation; what it holds cannot be known. A slot
-            # that was taken stays unwritten, and is given to nobody.
+            # A tensor class or a transform (vmap) without such an operation: its elements cannot be read. A slot that
+            # was taken stays unwritten and unused.
             return Unmeasured("unknown")
         return slot
 
@@ -219,7 +219,7 @@ class Slots:
         return Values(rows)
 
     def reset(self) -> None:
-        """Begin anew; slots that were handed out are used again."""
+        """Begin anew; slots that were handed out are reused."""
         for store in self._stores.values():
             store.reset()
 
@@ -252,7 +252,7 @@ _DIRECT = frozenset(
         torch.int64,
     }
 )
-"""What aminmax takes."""
+"""The dtypes that aminmax takes."""
 
 
 def _plain_values(tensor: torch.Tensor) -> torch.Tensor | Unmeasured:
@@ -280,7 +280,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in the order of memory, which aminmax reads ten times as fast on a CPU."""
     for dimension in range(tensor.dim()):
         if tensor.stride(dimension) == 0 and tensor.size(dimension) > 1:
-            tensor = tensor.narrow(dimension, 0, 1)  # expanded: the same elements again and again
+            tensor = tensor.narrow(dimension, 0, 1)  # expanded: the same elements repeated
     if torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.contiguous() if tensor.device.type == "cpu" else tensor

@@ -20,16 +20,16 @@ from te_precision_callbacks.forwards import outside_of_dynamo
 logger = logging.getLogger(__name__)
 
 _FOREIGN_STEPS = 10
-"""Steps of other optimizers after which a model that none of its own has stepped is spoken of."""
+"""The number of steps of other optimizers after which to warn, if no optimizer of the model has stepped."""
 
 
 class Steps:
-    """Hears of the steps of all optimizers of the process, and of scalers.
+    """Is notified of the steps of all optimizers of the process, and of scalers.
 
     Args:
         hooks: know which optimizers are the model's.
-        journal: what hooks note.
-        looking: who looks.
+        journal: the notes of the hooks.
+        looking: checks the events.
 
     Attributes:
         journal: as above.
@@ -40,24 +40,24 @@ class Steps:
         self.journal = journal
         self._looking = looking
         self._foreign_steps = 0
-        # A collected detector leaves this hook, which does nothing then: torch may be running such hooks just then.
+        # A collected detector leaves this hook in place, doing nothing: torch may be running such hooks just then.
         self._step_hook = register_optimizer_step_pre_hook(_before_step_of(weakref.ref(self)))
         self._scaler_hook = listen(self)
 
     def remove(self) -> None:
-        """Hear no more."""
+        """Stop being notified."""
         self._step_hook.remove()
         self._scaler_hook()
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Look before an optimizer of the model steps; other arguments for the step, if it is given a closure.
+        """Look before an optimizer of the model steps; returns changed arguments for ``step`` if it gets a closure.
 
         Args:
             optimizer: any optimizer.
             args: the optimizer again, and the positional arguments of ``step``.
-            keywords: the others.
+            keywords: the keyword arguments of ``step``.
         """
         if self.journal.is_over():
             return None
@@ -65,12 +65,12 @@ class Steps:
             self._count_foreign_step()
             return None
         self._warn_of_unseen_forward()
-        # The looks before the step of a scaler come first; an optimizer that is given one leaves out the step itself.
+        # The looks before a scaler's step come first; an optimizer that is given a scaler skips the step itself.
         scales = any(isinstance(value, GradScaler) for value in (*args[1:], *keywords.values()))
         looking = self._looking
         looking.look(may_be_skipped=scales)
         looking.steps, looking.stepped_by = looking.steps + 1, type(optimizer).__name__
-        # Lightning, and an optimizer such as LBFGS, run forward and backward inside of the step.
+        # Lightning, and an optimizer such as LBFGS, run forward and backward inside the step.
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._looking_after(args[1]), *args[2:]), keywords
         if callable(keywords.get("closure")):
@@ -91,7 +91,7 @@ class Steps:
             return True  # other ranks may wait for this one in their look
 
     def _looking_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure, and a look at what it has done."""
+        """The closure, followed by a look."""
 
         def run_and_look() -> Any:
             loss = closure()
@@ -101,7 +101,7 @@ class Steps:
         return run_and_look
 
     def _count_foreign_step(self) -> None:
-        """Say once that nobody looks, where no optimizer of the model has ever stepped."""
+        """Warn once that there are no looks, if no optimizer of the model has ever stepped."""
         if self._looking.has_looked or not self.journal.due:
             return
         self._foreign_steps += 1
@@ -115,7 +115,7 @@ class Steps:
             )
 
     def _warn_of_unseen_forward(self) -> None:
-        """Say once that gradients came of a forward of which no hook has heard."""
+        """Warn once that gradients came from a forward that called no hook."""
         journal = self.journal
         if journal.saw_forward or self._looking.dropped or not journal.training.events:
             return

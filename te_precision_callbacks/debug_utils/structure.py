@@ -35,15 +35,15 @@ def arguments(inputs: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[tu
 def tensors_in(value: Any, role: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Each tensor with its role: that of ``value``, and the index, key or field in brackets.
 
-    Nesting is followed to a depth of 8; objects of other classes, such as key-value caches, are not looked into. None
-    stands for a container that raises when it is looked into.
+    Nesting is followed to a depth of 8; objects of other classes, such as key-value caches, are not searched. A
+    container that raises while it is searched gives None.
     """
     if isinstance(value, torch.Tensor):
         yield role, value
     elif type(value) not in _WITHOUT_TENSORS and depth < _DEEPEST:
         try:
             yield from _items(value, role, depth)
-        except Exception:  # code of the user's, such as a mapping that computes its items
+        except Exception:  # user code, such as a mapping that computes its items
             yield role, None
 
 

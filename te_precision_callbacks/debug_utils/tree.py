@@ -12,12 +12,12 @@ from te_precision_callbacks.naming import is_wrapper, module_paths
 def watched_modules(
     roots: Sequence[tuple[str, torch.nn.Module]],
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Each module that is watched once, with its path without wrapper parts, parents first.
+    """Each watched module once, with its path without wrapper parts, parents first.
 
-    Wrappers are left out for what they wrap. Of a compiled module the outside alone is watched.
+    Wrappers are replaced by the modules that they wrap. A compiled module is watched only from outside.
 
     Args:
-        roots: the models, each with what its paths begin with.
+        roots: the models, each with the prefix of its paths.
     """
     found: set[int] = set()
     for prefix, root in roots:
@@ -35,7 +35,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def class_name(module: torch.nn.Module) -> str:
-    """The name of a module's own class, which ``torch.compile`` wraps and before which ``fully_shard`` puts another."""
+    """The name of a module's original class, under ``torch.compile``'s wrapper or ``fully_shard``'s subclass."""
     module = getattr(module, "_orig_mod", module)
     names = [base.__name__ for base in type(module).__mro__]
     return names[names.index("FSDPModule") + 1] if "FSDPModule" in names[:-1] else names[0]

@@ -24,16 +24,16 @@ def first_bad(
 ) -> tuple[int, int] | None:
     """The number of the first bad event, and of the frame in it.
 
-    A nan or +inf is bad, in any tensor. A -inf is where a module makes it from inputs without one; a mask that enters
-    with -inf in it is not, and -inf under a label is not: inside of a forward masks are made.
+    A nan or +inf is bad, in any tensor. A -inf is bad if a module makes it from inputs without one. A mask that enters
+    with -inf is not bad, nor is -inf under a label: masks are made inside a forward.
 
     Args:
-        events: in their order.
-        values: their numbers.
+        events: the events, in order.
+        values: the numbers of the events.
         allow_neg_inf: patterns of the paths of modules that may make -inf.
-        excused: the slots that may hold -inf wherever they come up, to which is added.
+        excused: the slots that may hold -inf wherever they occur; extended here.
         not_in: batches that are not judged.
-        loss_scaled: whether gradients may be inf or nan, since a GradScaler looks after them.
+        loss_scaled: whether gradients may be inf or nan, since a GradScaler handles them.
     """
     suspects = values.not_finite()
     if not suspects:
@@ -46,7 +46,7 @@ def first_bad(
             entered = any(measured in suspects and _has_neg_inf(measured, values) for _, measured in event.inputs)
             path = event.place.path
             neg_inf_is_bad = not (entered or any(fnmatch.fnmatchcase(path, pattern) for pattern in allow_neg_inf))
-            if not neg_inf_is_bad:  # what holds the module passes its output on
+            if not neg_inf_is_bad:  # the modules around it pass its output on
                 excused.update(measured for _, measured in event.outputs)
         for number, frame in enumerate(event.frames()):
             if frame.measured not in suspects or not isinstance(frame.measured, Slot):
@@ -68,11 +68,11 @@ class NearLimit(NamedTuple):
     """An output close to overflowing.
 
     Attributes:
-        batch: of the call.
+        batch: the batch of the call.
         place: the module.
-        role: which output.
-        dtype: its dtype.
-        amax: its largest magnitude.
+        role: which output of the module.
+        dtype: the dtype of the output.
+        amax: the largest magnitude in the output.
     """
 
     batch: int

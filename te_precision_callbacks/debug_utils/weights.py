@@ -19,8 +19,8 @@ def broken_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -
     The host waits for the device.
 
     Args:
-        roots: the models, each with what its paths begin with.
-        path: of a module in them.
+        roots: the models, each with the prefix of its paths.
+        path: the path of a module.
     """
     slots = Slots(abs_min=False)
     names: dict[Slot, str] = {}
@@ -38,12 +38,12 @@ def broken_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -
 
 
 def advice_on_weights(broken: Sequence[str], steps: int, optimizer: str) -> str:
-    """What to do where parameters are not finite themselves.
+    """The advice if parameters are not finite themselves.
 
     Args:
-        broken: them, such as ``fc1.weight (nans)``.
+        broken: the parameters, such as ``fc1.weight (nans)``.
         steps: how many steps of the model's optimizers the detector has seen.
-        optimizer: the class of the one that stepped last.
+        optimizer: the class of the optimizer that stepped last.
     """
     more = f" and {len(broken) - _LISTED} more" if len(broken) > _LISTED else ""
     origin = (
