@@ -1,8 +1,8 @@
 """The budget of a run's dumps: bytes, files, and the space that must stay free on the disk.
 
 budget = Budget(folder)                     # counts what is in the folder already
-why = budget.refuses(nbytes, limits)        # None, or words about what is exhausted
-budget.count(nbytes)                        # what was written
+why = budget.refuses(nbytes, limits)        # None, or the reason as text
+budget.count(nbytes)                        # after the file was written
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KEPT_FREE = 1 << 30
-"""Bytes that stay free on the disk; a twentieth of a disk on which that is less."""
+"""Bytes that stay free on the disk, or a twentieth of the disk if that is less."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _sizes(folder: Path) -> Iterator[int]:
         for name in names:
             try:
                 yield os.stat(os.path.join(place, name), follow_symlinks=False).st_size
-            except FileNotFoundError:  # taken away meanwhile
+            except FileNotFoundError:  # removed meanwhile
                 continue
 
 

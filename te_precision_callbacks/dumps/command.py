@@ -7,8 +7,8 @@ Usage::
     te-precision dumps diff a.safetensors b.safetensors
 
 ``list`` and ``show`` return exit code 0; ``diff`` returns 0 if the dumps are equal and 1 if they differ. Wrong use,
-such as a file that is no dump, gives 2. ``--json`` prints one JSON object, in which a number that is not finite is a
-word.
+such as a file that is not a dump, gives 2. ``--json`` prints one JSON object, in which a number that is not finite is
+a word.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def list_command(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder, looked through with its folders.")],
     as_json: Json = False,
 ) -> None:
-    """The dumps in a folder: of which layer, tensor and step each one is, and what is in it."""
+    """List the dumps in a folder: the layer, tensor and step of each dump, and its content."""
     from te_precision_callbacks.dumps.listing import list_dumps
 
     with _visible_errors():
@@ -87,7 +87,7 @@ def show_command(
     as_json: Json = False,
     allow_pickle: AllowPickle = False,
 ) -> None:
-    """A dump: its header, the numbers of each tensor, its scales and blocks, and the error of quantization."""
+    """Show a dump: its header, the numbers of each tensor, its scales and blocks, and the quantization error."""
     from te_precision_callbacks.dumps import describing
     from te_precision_callbacks.dumps.comparing import compare
     from te_precision_callbacks.dumps.errors import DifferentShapesError, NothingToCompareError
@@ -102,7 +102,7 @@ def show_command(
             result = compare(dump)
             errors, not_compared = result.differences, result.not_compared
         except (DifferentShapesError, NothingToCompareError) as error:
-            # Of a dump of one tensor there is nothing to say.
+            # A dump of one tensor has no second tensor to compare with.
             if HIGH_PRECISION in dump.tensors and dump.header.quantized is not None:
                 not_compared = (str(error),)
     header = dataclasses.asdict(dump.header)
@@ -137,7 +137,7 @@ def diff_command(
     as_json: Json = False,
     allow_pickle: AllowPickle = False,
 ) -> None:
-    """How two dumps differ: the numbers, and the codes and scales. Exit code 1 where they do."""
+    """Compare two dumps: the numbers, and the codes and scales. Returns exit code 1 if they differ."""
     from te_precision_callbacks.dumps.comparing import compare
 
     with _visible_errors():
@@ -161,7 +161,7 @@ def diff_command(
 
 @contextlib.contextmanager
 def _visible_errors() -> Iterator[None]:
-    """Errors without control characters: their messages have words of files in them."""
+    """Show errors without control characters: messages quote text from files."""
     from te_precision_callbacks.dumps.errors import DumpError
 
     try:
@@ -175,7 +175,7 @@ def _loaded(file: Path, allow_pickle: bool) -> Any:
     from te_precision_callbacks.dumps.files import TORCH, file_format_of, load
 
     if allow_pickle and file_format_of(file) == TORCH:
-        # The tensors in it are Transformer Engine's; without a GPU its compiled part is not there to make them.
+        # The tensors in the file are Transformer Engine's, whose compiled part, missing without a GPU, makes them.
         reference.install_where_needed()
     return load(file, allow_pickle=allow_pickle)
 
@@ -243,7 +243,7 @@ def _print(what: Any) -> None:
 
 
 def _visible(text: str) -> str:
-    """Without what a terminal would obey: characters that cannot be printed as their escapes."""
+    """The text without terminal controls: characters that cannot be printed become escapes."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
@@ -256,7 +256,7 @@ def _print_json(what: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: no dataclasses and tuples, and "nan", "inf", "-inf" where a number is not finite."""
+    """A value for JSON: without dataclasses and tuples, and "nan", "inf" or "-inf" for a number that is not finite."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return _plain(fields)

@@ -143,7 +143,7 @@ def compare(a: Dump, b: Dump | None = None) -> Comparison:
     Raises:
         DifferentShapesError: the shapes differ.
         NothingToCompareError: the dumps have nothing in common.
-        DumpError: one of them is no dump.
+        DumpError: an argument is not a dump.
     """
     a = a_dump(a)
     if b is None:

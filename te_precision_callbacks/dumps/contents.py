@@ -88,7 +88,7 @@ class Dump:
         devices = {tensor.device for tensor in (*self.tensors.values(), *_buffers(self.original)) if tensor.is_cuda}
         tensors = {name: _snapshot(tensor) for name, tensor in self.tensors.items()}
         original = _with_buffers(self.original, torch.Tensor.clone)
-        # Behind all copies: the writer's thread reads them on another stream.
+        # After all copies: the writer's thread reads them on another stream.
         events = []
         for device in devices:
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -213,7 +213,7 @@ def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | Non
     Args:
         dump: a dump with a quantized tensor.
         columnwise: read the columnwise data instead of the rowwise data; for per-tensor FP8 both are the same, and
-            either is read. Columnwise NVFP4 data may hold a random Hadamard transform of the tensor: the result is then
+            either is read. Columnwise NVFP4 data may hold a random Hadamard transform of the tensor: then the result is
             transformed too, and the header's ``columnwise.hadamard`` is set.
         dtype: the dtype of the result; by default the nominal dtype. float32 holds each number exactly.
 
@@ -221,7 +221,7 @@ def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | Non
         A contiguous tensor of the tensor's shape.
 
     Raises:
-        DumpError: the dump has no quantized tensor, or not this direction; or ``dump`` is no dump.
+        DumpError: the dump has no quantized tensor, or not this direction; or ``dump`` is not a dump.
     """
     what = a_dump(dump).header.quantized
     if what is None:
@@ -298,7 +298,7 @@ def _quantized(
     directions: dict[bool, Direction] = {}
     for columnwise, source in ((False, of_rows), (True, of_columns)):
         part = None if source is None else stored(source, columnwise=columnwise)
-        # What per-tensor FP8 has of one layout only serves both directions, and is written once.
+        # Per-tensor FP8 data in one layout serve both directions, and are written once.
         if part is None or (part.mode == PER_TENSOR and of_rows is of_columns and part.transposed is not columnwise):
             continue
         directions[columnwise], of_direction = _internals(part, one_object=of_rows is of_columns)
@@ -430,7 +430,7 @@ def _with_buffers(original: Any, change: Callable[[torch.Tensor], torch.Tensor])
         return None
     if not hasattr(original, "get_metadata"):
         return change(original.detach().as_subclass(torch.Tensor))
-    # Upstream's clone() shares the scale of per-tensor FP8: so buffer by buffer.
+    # Upstream's clone() shares the scale of per-tensor FP8, so buffers are copied one by one.
     if isinstance(original, torch.Tensor):
         changed = original.detach()
     else:

@@ -91,7 +91,7 @@ class Disk:
         try:
             why = self._write_within_budget(job)
         except Exception as error:
-            # A disk that is full stays full; a tensor that has no place in the file format leaves the others theirs.
+            # A full disk stays full; but a tensor that the file format cannot hold does not affect the others.
             lasting = isinstance(error, OSError) or isinstance(error.__cause__, OSError)
             if self._failure is None:
                 self._failure = DumpError(f"{error} No more tensors are dumped.") if lasting else error

@@ -4,7 +4,7 @@ Usage::
 
     write(dump, "fc1_activation.safetensors")
     write(dump, "fc1_activation.pt", "torch")
-    write_new(dump, numbered(folder, "fc1_activation", ".safetensors"))  # names.py; never in the place of another file
+    write_new(dump, numbered(folder, "fc1_activation", ".safetensors"))  # names.py; never replaces another file
     dump = load("fc1_activation.safetensors")
 
 A file appears under its name only when it is complete, so a process that is killed leaves only complete files. It may
@@ -222,7 +222,7 @@ def _safetensors_pieces(dump: Dump) -> Iterator[bytes | memoryview]:
                     f" for a file of the format {TORCH!r}. Make it with internals=True, or keep_quantized=False."
                 )
     layout: dict[str, Any] = {"__metadata__": {"format": "pt", METADATA_KEY: dump.header.to_json()}}
-    # Aligned, as the library orders them: what has the largest elements comes first.
+    # Aligned, in the library's order: tensors with the largest elements come first.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     end = 0
     for name in names:
@@ -240,7 +240,7 @@ def _pieces(header: bytes, tensors: list[torch.Tensor]) -> Iterator[bytes | memo
     yield len(header).to_bytes(8, "little") + header
     for tensor in tensors:
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        # One element counts as contiguous with any stride, and is not taken as bytes with most.
+        # One element counts as contiguous with any stride, but most strides prevent a view as bytes.
         flat = plain.reshape(-1).as_strided((plain.numel(),), (1,)).view(torch.uint8)
         # numpy's view of a copy: memory that numpy has seen cannot be resized any more, as FSDP2 does with parameters.
         for start in range(0, flat.numel(), _PIECE):
@@ -283,7 +283,7 @@ def _write_torch(dump: Dump, file: IO[bytes]) -> None:
             f"The dump of {dump.header.tensor!r} does not hold the {quantized.class_name} itself, which a file of the"
             f" format {TORCH!r} has under {QUANTIZED!r}. Make it with keep_quantized=True."
         )
-    # A view is pickled with all of the memory that it looks at.
+    # A view is pickled with all of its underlying memory.
     pickled: dict[str, Any] = {name: unshared(tensor) for name, tensor in content.items()}
     if dump.original is not None:
         pickled = {QUANTIZED: dump.picklable(), **pickled}
@@ -297,10 +297,10 @@ def _write_torch(dump: Dump, file: IO[bytes]) -> None:
 def _read_torch(path: Path) -> Dump:
     header = _torch_header(path)
     try:
-        # From a file without a name: torch.load takes one named .safetensors for what it is named.
+        # From a file without a name: torch.load goes by the name if that ends in .safetensors.
         with path.open("rb") as file:
             content = torch.load(file, map_location="cpu", weights_only=False)
-    except Exception as error:  # whatever code in a file gives
+    except Exception as error:  # whatever the code in a file raises
         raise NotADumpError(
             f"{path}: cannot be unpickled: {error}. The file is damaged, or of another kind, or holds tensors of a"
             f" Transformer Engine that is not installed here, which a dump in the format {SAFETENSORS!r} does not need."
@@ -311,7 +311,7 @@ def _read_torch(path: Path) -> Dump:
     derived = dump_of(content.get(HIGH_PRECISION), quantized, keep_quantized=quantized is not None)
     tensors = {**derived.tensors, **{name: value for name, value in content.items() if type(value) is torch.Tensor}}
     if header is None:
-        # Of Transformer Engine's own dump only the path says where it is from, and nothing when it was made.
+        # Only the path says where Transformer Engine's own dump is from, and nothing says when it was made.
         header = dataclasses.replace(derived.header, versions={}, time="")
     with _naming(path):
         check(header, tensors)
@@ -327,9 +327,9 @@ def _torch_header(path: Path) -> Header | None:
     with _naming(path):
         try:
             text = _header_record(path)
-        except (FileNotFoundError, NotADumpError):  # removed meanwhile; no archive of torch.save
+        except (FileNotFoundError, NotADumpError):  # removed meanwhile; not an archive of torch.save
             raise
-        except Exception as error:  # whatever zipfile and the ways to compress give of damaged bytes
+        except Exception as error:  # whatever zipfile and its decompressors raise for damaged bytes
             raise NotADumpError(f"truncated or damaged: {type(error).__name__}: {error}.") from error
         if text is not None and len(text) > _MOST_HEADER:
             raise NotADumpError(f"its {HEADER_RECORD} has more than {_MOST_HEADER:,} bytes, too many for a header.")
@@ -392,7 +392,7 @@ def _nameless(folder: Path) -> IO[bytes] | None:
     try:
         return os.fdopen(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666), "w+b")
     except OSError as error:
-        # Of a file system, a network's for example, that does not know them; EISDIR: of a kernel.
+        # From a file system without such files, a network's for example; EISDIR: from such a kernel.
         if error.errno in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
             return None
         raise
@@ -422,8 +422,8 @@ def _hidden(paths: Iterator[Path], folder: Path, *, replace: bool, fsync: bool) 
 
 
 def _rename_to_first_free(source: Path, paths: Iterator[Path]) -> None:
-    # A rename replaces what is there. So the name is taken first, with an empty file, which no one else then takes: a
-    # link, which would do both at once, is what some file systems do not have.
+    # A rename replaces an existing file. So the name is first taken with an empty file, which nobody else then takes: a
+    # link would do both at once, but some file systems have no links.
     for path in paths:
         try:
             path.open("xb").close()

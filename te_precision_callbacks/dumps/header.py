@@ -3,7 +3,7 @@
 Usage::
 
     header = Header.from_json(text)  # a field that no dump can have is a NotADumpError that names it
-    check(header, tensors)           # so is a tensor that is not there, or not of the header's shape and dtype
+    check(header, tensors)           # NotADumpError for a missing tensor, or another shape or dtype than the header's
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from te_precision_callbacks.numerics.formats import E2M1, E4M3, E5M2, E8M0
 from te_precision_callbacks.numerics.layouts import BLOCK_1D, BLOCK_2D, MXFP8, NVFP4, PER_TENSOR
 
 SCHEMA = 1
-"""The version of the header that this package writes. It grows when a reader of the last one would misread a dump."""
+"""The version of the header that this package writes. It grows when a reader of the last version would misread one."""
 
 HIGH_PRECISION, QUANTIZED = "high_precision", "quantized"
 """The names of the tensor before quantization, and of the tensor after quantization if that is a plain tensor."""
@@ -38,7 +38,7 @@ SCALE_DTYPES = {"E4M3": torch.float8_e4m3fn, "E8M0": getattr(torch, "float8_e8m0
 """The dtypes of scales in a dump; those of other formats are float32."""
 
 _FP8 = ("E4M3", "E5M2")
-# Of each scaling mode the formats of elements, and that of scales.
+# Scaling mode -> the formats of its elements, and the format of its scales.
 _MODES = {
     PER_TENSOR: (_FP8, FLOAT32),
     MXFP8: (_FP8, "E8M0"),
@@ -92,7 +92,7 @@ class Direction:
         block: rows and columns of a block of the data, viewed as a matrix: the first dimension against the others if
             transposed, otherwise the others against the last dimension.
         scale_format: "E8M0", "E4M3" or "float32".
-        largest_scale: NVFP4 only: the E4M3 number that stands for the largest scale, 448 or 256.
+        largest_scale: NVFP4 only: the E4M3 number of the largest scale, 448 or 256.
         stored_scale_shape: the shape of the scales in training: padded, and perhaps transposed.
         swizzled: whether the scales were in the order that a GEMM reads, in training. In a dump they never are.
         hadamard: whether the data hold a random Hadamard transform of the tensor.
@@ -162,7 +162,7 @@ class Quantized:
     columnwise: Direction | None = None
 
     def direction(self, columnwise: bool) -> Direction | None:
-        """One of the two."""
+        """The columnwise or the rowwise data; None if there are none."""
         return self.columnwise if columnwise else self.rowwise
 
 

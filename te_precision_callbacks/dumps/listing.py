@@ -5,7 +5,7 @@ Usage::
     found = list_dumps("logs/tensor_dumps")
     for entry in found:
         entry.path, entry.size, entry.header
-    found.foreign  # files that are no dumps, and why
+    found.foreign  # files that are not dumps, and why
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A file that is no dump, and why."""
+    """A file that is not a dump, and why."""
 
     path: Path
     why: str

@@ -18,5 +18,5 @@ def wide(values: torch.Tensor) -> torch.Tensor:
     """The numbers in float64, or in complex128 if they are complex; integers beyond 2^53 are rounded."""
     if values.is_complex():
         return values.to(torch.complex128)
-    # From float8 there is no way to float64 on all devices but through float32.
+    # On some devices float8 can be converted to float64 only through float32.
     return (values if values.element_size() > 1 else values.float()).double()

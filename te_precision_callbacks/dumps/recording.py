@@ -3,14 +3,14 @@
     recorder = Recorder(log_dir, file_format="safetensors", report=failures.report)
     recorder.note(seen, wanted)             # in a forward or backward: a snapshot, nothing waits for the device
     recorder.learn(measured)                # the statistics of the step
-    recorder.end_step()                     # what is held is written or dropped
+    recorder.end_step()                     # held dumps are written or dropped
     recorder.close()                        # when everything is on the disk
 
 :meth:`Recorder.note` and :meth:`Recorder.end_step` wait for the disk only if more than ``max_memory`` bytes would wait
 to be written. On CUDA the condition ``nonfinite`` makes ``end_step`` wait for the device, once per step, when it reads
 the flags of all tensors together.
 
-A run has one, in its :class:`te_precision_callbacks.observation.Observation`.
+A run has one recorder, in its :class:`te_precision_callbacks.observation.Observation`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 _WEIGHT = "weight"
 
 Report = Callable[[str, str, Exception], None]
-"""Told on the training thread what failed: what was done, of what, the exception."""
+"""Called on the training thread for each failure: what was done, with which subject, and the exception."""
 
 
 class _OnStatistic(NamedTuple):
@@ -82,7 +82,7 @@ class Recorder:
         detects_overflow: whether :attr:`overflowed` will be set after an overflow.
 
     Attributes:
-        overflowed: set by a session when activation overflow detection has stopped the step that is running.
+        overflowed: set by a session when activation overflow detection has stopped the current step.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Recorder:
         """End the run: decide about held dumps, and wait until all are written. Closing twice does nothing.
 
         Raises:
-            Exception: as :meth:`end_step`.
+            Exception: as in :meth:`end_step`.
         """
         self._follow_fork()
         if self._closed:
@@ -148,7 +148,7 @@ class Recorder:
         self._tell()
 
     def _follow_fork(self) -> None:
-        """Start afresh in a forked process: the parent writes the dumps that wait there."""
+        """Start afresh in a forked process: the parent writes its waiting dumps."""
         if os.getpid() != self._process:
             self._begin()
 
@@ -189,7 +189,7 @@ class Recorder:
                 return
             job = Job(dump, wanted.limits, wanted.file_format or self._file_format)
             if held is None:
-                if wanted.conditions:  # one that is known at once: on the CPU NONFINITE is
+                if wanted.conditions:  # some are known at once: NONFINITE on the CPU
                     self._nonfinite.append(seen.iteration)
                 self._disk.wait_for_room(dump.nbytes, wanted.limits)
                 self._disk.put(job._replace(dump=dump.copied()))

@@ -18,10 +18,10 @@ _DECODED: Mapping[str, int] = {MXFP8: 1, NVFP4: 3}
 _DECODED_NAME = "columnwise_block_scale_inv_values"
 """The longest name of these."""
 
-# Of the zip archive that torch.save writes: the records that are in every one; for each tensor its entry in the pickle,
+# In the zip archive that torch.save writes: the records of every archive; for each tensor its entry in the pickle,
 # the headers of its record, and their alignment; and what a tensor of Transformer Engine adds to the pickle, with its
 # buffers and its quantizer. This is some 6,000 bytes too many in a file with such a tensor, and 2,000 in one without.
-# A Float8Tensor besides leaves its transpose out of the pickle, which counts here.
+# Besides, a Float8Tensor leaves its transpose out of the pickle, which is counted here.
 _ARCHIVE = 2_500
 _RECORD = 400
 _ORIGINAL = 2_500 + 8 * _RECORD

@@ -61,7 +61,7 @@ class Wanted:
 
 
 def quantized_form(watched: Watched) -> tuple[Any, Any]:
-    """Gives the quantized form of the tensor, and the object that has its columnwise data if that is another one.
+    """Gives the quantized form of the tensor, and the object with its columnwise data if that is a separate one.
 
     A GEMM that runs in high precision reads the tensor itself, which is not a quantized form.
     """
@@ -91,6 +91,6 @@ def has_nonfinite(watched: Watched) -> torch.Tensor | None:
         values = became.dequantize() if became is not None and kind_is_known(became) else became
     if values is None or not values.is_floating_point() or not values.numel():
         return None
-    # One pass without a copy: a nan is either of them.
+    # One pass without a copy: a nan makes both extremes nan.
     low, high = torch.aminmax(values.detach())
     return ~(torch.isfinite(low) & torch.isfinite(high))

@@ -4,7 +4,7 @@
     writer.put(job, nbytes, most=1 << 30)   # waits while more than `most` bytes would wait for the disk
     writer.drain()                  # until all is written
 
-    writer.take_failure()           # the exception that has ended the thread, if one has
+    writer.take_failure()           # the exception that has ended the thread, if any
 
 Nothing is lost silently: every job is written, unless ``write`` raises :class:`Stop`; waiting jobs are then dropped.
 They are also dropped if the thread itself ends with another exception, which is kept for :meth:`Writer.take_failure`;
@@ -58,13 +58,13 @@ class Writer(Generic[JobT]):
             self._jobs.append((job, nbytes))
             self.pending += nbytes
             if self._thread is None:
-                # Not one that the interpreter waits for when it ends, before anything else can be done: what is left
-                # then is written by drain().
+                # A daemon, since the interpreter would wait for any other thread before all else at its end; drain()
+                # writes the remaining jobs then.
                 thread = threading.Thread(target=self._run, name="te-precision dumps", daemon=True)
                 try:
                     thread.start()
                     self._thread = thread
-                except RuntimeError:  # the interpreter is ending, and starts no thread any more
+                except RuntimeError:  # the interpreter is ending, and no longer starts threads
                     pass
             alone = self._thread is None
             self._changed.notify_all()
@@ -94,7 +94,7 @@ class Writer(Generic[JobT]):
     def _run(self) -> None:
         try:
             self._write_all()
-        except BaseException as error:  # SystemExit, no memory, ...: nobody else would see it of a thread
+        except BaseException as error:  # SystemExit, no memory, ...: in a thread nobody else would see it
             with self._changed:
                 of_thread = self._thread is not None
                 self._failure = error if of_thread else None

@@ -23,7 +23,7 @@ def as_matrix(values: torch.Tensor) -> torch.Tensor:
 
 
 def padded(matrix: torch.Tensor, block: tuple[int, int], filler: float) -> torch.Tensor:
-    """A matrix whose sides are multiples of the block's; itself where they are."""
+    """A matrix padded so that its sides are multiples of the block's; the matrix itself if they already are."""
     below, right = (-side % of_block for side, of_block in zip(matrix.shape, block, strict=True))
     return torch.nn.functional.pad(matrix, (0, right, 0, below), value=filler) if below or right else matrix
 
@@ -41,19 +41,19 @@ def in_blocks(matrix: torch.Tensor, block: tuple[int, int], filler: float = math
     Args:
         matrix: [rows, columns].
         block: rows and columns of a block.
-        filler: what fills a partial block at an edge; nan, which no statistic counts.
+        filler: fills a partial block at an edge; by default nan, which no statistic counts.
     """
     height, width = block
     return tiled(matrix, block, filler).transpose(1, 2).reshape(-1, height * width)
 
 
 def from_blocks(blocks: torch.Tensor, block: tuple[int, int], shape: tuple[int, int]) -> torch.Tensor:
-    """The matrix of which :func:`in_blocks` made blocks, without what filled it up.
+    """The matrix that :func:`in_blocks` split, without the filler.
 
     Args:
         blocks: [blocks, elements of a block].
         block: rows and columns of a block.
-        shape: of the matrix.
+        shape: the shape of the matrix.
     """
     (rows, columns), (height, width) = shape, block
     tiles = blocks.view(-(-rows // height), -(-columns // width), height, width).transpose(1, 2)
@@ -61,7 +61,7 @@ def from_blocks(blocks: torch.Tensor, block: tuple[int, int], shape: tuple[int, 
 
 
 def spread(of_blocks: torch.Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> torch.Tensor:
-    """A number for each block, [rows of blocks, columns of blocks], as one for each element: ``shape``."""
+    """A number per block, [rows of blocks, columns of blocks], repeated for each element: ``shape``."""
     (height, width), (rows, columns) = block, shape
     if height > 1:
         of_blocks = of_blocks.repeat_interleave(height, 0)[:rows]
@@ -69,9 +69,9 @@ def spread(of_blocks: torch.Tensor, block: tuple[int, int], shape: tuple[int, ..
 
 
 def block_amaxes(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """The largest magnitude in each block; NaN is passed over, infinity is not.
+    """The largest magnitude in each block; NaN is skipped, infinity is not.
 
-    Whether there is NaN at all is asked of the device.
+    Waits for the device, to know whether there is any NaN.
 
     Args:
         matrix: any float type, [rows, columns].

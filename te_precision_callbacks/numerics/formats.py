@@ -8,7 +8,7 @@ Usage::
     codes = E4M3.encode(torch.tensor([1.0, 1e6, float("nan")]))  # uint8: 0x38, 0x7E, 0x7F
     E4M3.decode(codes)  # float32: 1.0, 448.0, nan
 
-All that a format is follows from its number of exponent and mantissa bits and from which codes are not numbers.
+A format follows entirely from its numbers of exponent and mantissa bits and from which codes are not numbers.
 E4M3 and E5M2: "OCP 8-bit Floating Point Specification (OFP8)", revision 1.0. E2M1 and E8M0: "OCP Microscaling Formats
 (MX) Specification", version 1.0.
 """
@@ -35,12 +35,12 @@ class FloatFormat:
     """A format with at most 8 bits.
 
     Attributes:
-        name: as the specification has it.
+        name: the name in the specification.
         exponent_bits: number of exponent bits.
         mantissa_bits: number of mantissa bits that are stored.
         specials: which codes are not numbers.
         signed: whether there is a sign bit.
-        dtype: torch's element type whose bytes are the codes; None where torch has none for single codes.
+        dtype: torch's element type whose bytes are the codes; None if torch has none for single codes.
     """
 
     name: str
@@ -57,7 +57,7 @@ class FloatFormat:
 
     @property
     def bias(self) -> int:
-        """What is subtracted from the exponent field."""
+        """The number that is subtracted from the exponent field."""
         return int(2 ** (self.exponent_bits - 1) - 1)
 
     @property
@@ -92,7 +92,7 @@ class FloatFormat:
         return float(self.min_normal * 2.0**-self.mantissa_bits)
 
     def value(self, code: int) -> float:
-        """The number that a code stands for.
+        """The number of a code.
 
         Args:
             code: 0 to 2**bits - 1.
@@ -110,10 +110,10 @@ class FloatFormat:
         return float(sign * (1.0 + fraction) * 2.0 ** (exponent - self.bias))
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """The nearest codes of a signed format: ties to even, beyond the largest number and at infinity the largest.
+        """The nearest codes of a signed format: ties to even; infinity, and all above the largest number, saturate.
 
-        NaN stays NaN, and is the largest number in a format that has none. -0 is -0. This is what ``cvt.rn.satfinite``
-        does on the GPU (``common/util/ptx.cuh``, and the conversions of ``cuda_fp8.h`` that upstream's kernels use; PTX
+        NaN stays NaN, or is the largest number in a format without NaN. -0 is -0. ``cvt.rn.satfinite`` does the same on
+        the GPU (``common/util/ptx.cuh``, and the conversions of ``cuda_fp8.h`` that upstream's kernels use; PTX
         ISA 8.6 for E2M1). torch's own cast does not saturate, and keeps the sign of NaN; Transformer Engine's
         pure-torch reference of NVFP4 gives 0 for -0 and for NaN.
 
@@ -130,7 +130,7 @@ class FloatFormat:
             raise ValueError(f"{self.name} has no sign; scales are not rounded to nearest.")
         if self.dtype is None:
             bits = values.view(torch.int32)
-            # All numbers where the code changes end in more than 16 zero bits: what is below only says: a little more.
+            # All numbers where the code changes end in more than 16 zero bits: lower bits only mean "a little more".
             key = ((bits >> 16) & 0xFFFF) | ((bits & 0xFFFF) != 0)
             return _code_table(self, values.device).index_select(0, key.reshape(-1)).view(values.shape)
         codes = values.clamp(-self.max, self.max).to(self.dtype).view(torch.uint8)
@@ -138,9 +138,9 @@ class FloatFormat:
         return codes.masked_fill_(codes == negative_nan, negative_nan & 0x7F) if _any_nan(values) else codes
 
     def round(self, values: torch.Tensor) -> torch.Tensor:
-        """The nearest numbers of a signed format, as :meth:`encode` takes them; NaN stays NaN.
+        """The nearest numbers of a signed format, rounded as by :meth:`encode`; NaN stays NaN.
 
-        Only arithmetic on whole tensors, so that it can be compiled into a larger pass.
+        Only arithmetic on whole tensors, so this can be compiled into a larger pass.
 
         Args:
             values: float32, any shape.
@@ -157,7 +157,7 @@ class FloatFormat:
         return torch.round(clamped / step) * step
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """The numbers that codes stand for, exactly.
+        """The numbers of codes, exactly.
 
         Args:
             codes: uint8, any shape, one code a byte.

@@ -4,8 +4,8 @@ Usage::
 
     transformed = random_hadamard_transform(tensor.t(), quantizer.rht_matrix_random_sign_mask_t)
 
-Both operands of a GEMM are transformed along the dimension that is summed, so that the transform cancels in the product
-and is never undone. ``common/hadamard_transform/*.cu`` and ``pytorch/tensor/nvfp4_tensor.py`` (TE 2.20).
+Both operands of a GEMM are transformed along the dimension that is summed, so the transform cancels in the product and
+is never undone. Sources: ``common/hadamard_transform/*.cu`` and ``pytorch/tensor/nvfp4_tensor.py`` (TE 2.20).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 SIZE = 16
 """Elements that are transformed together."""
 
-# What is transformed at once: all that is made of it on the way fits into a cache.
+# Elements that are transformed at once: all intermediate results fit into a cache.
 _ELEMENTS_AT_ONCE = 1 << 18
 
 
 def random_hadamard_transform(matrix: torch.Tensor, sign_mask: int) -> torch.Tensor:
     """Each group of 16 along the last dimension, as a row, times ``diag(signs) @ H / 4``.
 
-    H is the Hadamard matrix of size 16 in Sylvester's order; row r of it has the sign that bit r of the mask says. The
-    kernels sum on the tensor cores, in float32, and round the sum to bfloat16. Here it is summed in float64 first: the
+    H is the Hadamard matrix of size 16 in Sylvester's order; bit r of the mask gives the sign of its row r. The kernels
+    sum on the tensor cores, in float32, and round the sum to bfloat16. Here the sum is taken in float64 first: the
     order of the terms then does not matter, and the result is the exact sum, rounded to float32 and to bfloat16. With
-    ``NVTE_USE_FAST_MATH=1`` upstream's fused kernel leaves out the rounding to bfloat16; that is not done here.
+    ``NVTE_USE_FAST_MATH=1`` upstream's fused kernel skips the rounding to bfloat16; this function always rounds.
 
     Args:
         matrix: bfloat16, [rows, a multiple of 16].

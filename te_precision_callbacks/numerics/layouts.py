@@ -2,13 +2,13 @@
 
 Usage::
 
-    part = stored(quantized, columnwise=False)  # None where there are no rowwise data
+    part = stored(quantized, columnwise=False)  # None if there are no rowwise data
     part.codes  # uint8, as stored
     part.scales  # one for each block: neither padded nor swizzled
     part.dequantized()  # float32, the tensor's logical shape
 
-Nothing of Transformer Engine is imported: a tensor, or its storage class, is recognised by its attributes, so that a
-subclass is read as its parent. Read from Transformer Engine 2.20.2: ``pytorch/tensor/storage/*.py`` (layouts, and the
+Transformer Engine is not imported: a tensor, or its storage class, is recognised by its attributes, so a subclass is
+read like its parent. Read from Transformer Engine 2.20.2: ``pytorch/tensor/storage/*.py`` (layouts, and the
 arithmetic of their ``dequantize``), ``common/cast/mxfp8/swizzle.cuh`` and cuBLAS's "1D block scaling factors layout"
 (the order of swizzled scales), ``common/cast/nvfp4/dequantize_nvfp4.cuh``.
 
@@ -58,18 +58,18 @@ class Stored:
 
     Attributes:
         mode: one of the scaling modes above.
-        columnwise: which direction.
+        columnwise: the direction: columnwise or rowwise.
         codes: uint8, [rows, columns], in the order of memory; FP4 has two codes a byte, the even one in the low half.
         transposed: whether the codes' rows are the tensor's last dimension.
-        element_format: what a code is.
+        element_format: the format of the codes.
         scales: one for each block of the codes, [rows / block rows, columns / block columns], rounded up. float32, or
             the codes of ``scale_format`` as uint8.
-        scale_format: E8M0 or E4M3; None where the scales are float32.
+        scale_format: E8M0 or E4M3; None if the scales are float32.
         block: rows and columns of a block of the codes.
-        amax: NVFP4 only: float32, [1], or [rows] where each row has its own.
-        largest_scale: NVFP4 only: the E4M3 number that stands for the largest scale, 448 or 256.
-        shape: of the tensor. Columnwise NVFP4 data are a matrix, whatever the tensor's leading dimensions were.
-        stored_scale_shape: of the scales in memory.
+        amax: NVFP4 only: float32, [1], or [rows] if each row has its own.
+        largest_scale: NVFP4 only: the E4M3 number of the largest scale, 448 or 256.
+        shape: the tensor's shape. Columnwise NVFP4 data are a matrix, whatever the tensor's leading dimensions were.
+        stored_scale_shape: the shape of the scales in memory.
         swizzled: whether the scales in memory were in the order that a GEMM reads.
         hadamard: whether the codes are of a random Hadamard transform of the tensor.
     """
@@ -90,33 +90,33 @@ class Stored:
     hadamard: bool = False
 
     def elements(self) -> torch.Tensor:
-        """The numbers that the codes stand for, without scale: float32, [rows, columns], one a number."""
+        """The decoded codes, without scale: float32, [rows, columns]."""
         codes = unpacked(self.codes) if self.element_format.bits == 4 else self.codes
         return self.element_format.decode(codes)
 
     def block_scales(self) -> torch.Tensor:
-        """The blocks' scales as numbers, without the part that a whole tensor shares: float32, as :attr:`scales`."""
+        """The blocks' scales as numbers, without the factor of the whole tensor: float32, as :attr:`scales`."""
         return self.scales if self.scale_format is None else self.scale_format.decode(self.scales)
 
     def factors(self) -> torch.Tensor:
-        """What brings the numbers of each block back: float32, as :attr:`scales`."""
+        """The factor from decoded code to value of each block: float32, as :attr:`scales`."""
         scales = self.block_scales()
         if self.amax is None or self.largest_scale is None:
             return scales
         return nvfp4_factors(scales, self.amax.reshape(-1, 1), self.largest_scale)
 
     def spread(self, of_blocks: torch.Tensor) -> torch.Tensor:
-        """A number for each block, as :attr:`scales`, as one for each element: [rows, columns]."""
+        """A number per block, like :attr:`scales`, repeated for each element: [rows, columns]."""
         return blocks.spread(of_blocks, self.block, self.matrix_shape)
 
     def matrix(self) -> torch.Tensor:
-        """The numbers that are stored, in the order of memory: float32, [rows, columns]."""
+        """The dequantized numbers in the order of memory: float32, [rows, columns]."""
         return self.elements() * self.spread(self.factors())
 
     def dequantized(self) -> torch.Tensor:
-        """The numbers that are stored: float32, the tensor's shape.
+        """The dequantized numbers: float32, the tensor's shape.
 
-        Of a Hadamard transform where :attr:`hadamard` says so.
+        If :attr:`hadamard` is set, they are of a Hadamard transform of the tensor.
         """
         return self.as_tensor(self.matrix())
 
@@ -132,12 +132,12 @@ class Stored:
 
 
 def is_quantized(tensor: Any) -> bool:
-    """Whether this is a quantized tensor of a format that is known here."""
+    """Whether this is a quantized tensor of a known format."""
     return scaling_mode(tensor) is not None
 
 
 def scaling_mode(tensor: Any) -> str | None:
-    """The scaling mode of a quantized tensor, or of its storage; None where its format is not known here."""
+    """The scaling mode of a quantized tensor, or of its storage; None for an unknown format."""
     if hasattr(tensor, "_fp8_dtype"):
         if hasattr(tensor, "_transpose_invalid"):
             return PER_TENSOR
@@ -151,25 +151,25 @@ def scaling_mode(tensor: Any) -> str | None:
 
 
 def fp8_format(thing: Any) -> FloatFormat:
-    """E4M3 or E5M2: what a quantized tensor of FP8, its storage or a quantizer has as elements."""
+    """The element format, E4M3 or E5M2, of a quantized FP8 tensor, its storage or a quantizer."""
     dtype = getattr(thing, "_fp8_dtype", None)
     dtype = getattr(thing, "dtype", None) if dtype is None else dtype
     return E5M2 if getattr(dtype, "name", str(dtype)) == "kFloat8E5M2" else E4M3
 
 
 def has_scale(tensor: Any) -> bool:
-    """Whether this is one of Transformer Engine's quantized tensors, also of a format that is not known here."""
+    """Whether this is one of Transformer Engine's quantized tensors, even of an unknown format."""
     return hasattr(tensor, "_scale_inv") or hasattr(tensor, "_rowwise_scale_inv")
 
 
 def gemm_operand(tensor: Any, *, columnwise: bool) -> Any:
-    """What a GEMM reads of a tensor that it is handed.
+    """The object that a GEMM reads when it is given a tensor.
 
-    Of a hybrid tensor that is the part of the direction, of an identity the plain tensor that it holds; of any other
-    one it is itself. As Transformer Engine's GEMM has it (``pytorch/cpp_extensions/gemm.py: _unwrap_tensor``).
+    From a hybrid tensor the GEMM reads the part of the direction, from an identity the plain tensor inside, and any
+    other tensor itself, as in Transformer Engine (``pytorch/cpp_extensions/gemm.py: _unwrap_tensor``).
 
     Args:
-        tensor: of any class, or None.
+        tensor: a tensor of any class, or None.
         columnwise: which of its data the GEMM reads.
     """
     if hasattr(tensor, "_rowwise_storage"):
@@ -179,12 +179,12 @@ def gemm_operand(tensor: Any, *, columnwise: bool) -> Any:
 
 
 def stored(tensor: Any, *, columnwise: bool) -> Stored | None:
-    """One direction of a quantized tensor; None where it has no data of that direction.
+    """One direction of a quantized tensor; None if it has no data of that direction.
 
-    The rowwise data of per-tensor FP8 are its columnwise data too, and either is read from the layout that is there.
+    The rowwise data of per-tensor FP8 are its columnwise data too, and either is read from the layout that exists.
 
     Raises:
-        LayoutError: the tensor's format is not known, or its buffers do not fit one another.
+        LayoutError: the tensor's format is unknown, or its buffers do not match one another.
     """
     mode = scaling_mode(tensor)
     if mode is None:
@@ -205,7 +205,7 @@ def stored(tensor: Any, *, columnwise: bool) -> Stored | None:
 
 
 def logical_shape(tensor: Any) -> tuple[int, ...]:
-    """The shape of a quantized tensor, also of one that has columnwise data only."""
+    """The shape of a quantized tensor, even if it has columnwise data only."""
     part = stored(tensor, columnwise=False) or stored(tensor, columnwise=True)
     if part is None:
         raise LayoutError(f"The {type(tensor).__name__} has neither rowwise nor columnwise data.")
@@ -219,7 +219,7 @@ def swizzled(scales: torch.Tensor) -> torch.Tensor:
     ``(i % 32) * 16 + (i // 32) * 4 + j``.
 
     Args:
-        scales: [a multiple of 128, a multiple of 4]; of MXFP8's columnwise data the transpose.
+        scales: [a multiple of 128, a multiple of 4]; for MXFP8's columnwise data the transpose.
     """
     rows, columns = _tiles(scales)
     tiled = scales.reshape(rows, 4, 32, columns, SWIZZLE_COLUMNS)
@@ -267,7 +267,7 @@ def _per_tensor(tensor: Any, columnwise: bool) -> Stored | None:
 def _mxfp8(tensor: Any, data: torch.Tensor, scales: torch.Tensor, columnwise: bool) -> Stored:
     codes = _matrix(data, False)
     block = (32, 1) if columnwise else (1, 32)
-    # What is swizzled has the blocks of one row, or of one column, in a row.
+    # A row of swizzled scales has the blocks of one row, or of one column.
     along = scales.detach().reshape(-1, scales.shape[-1])
     is_swizzled = bool(tensor._with_gemm_swizzled_scales)
     if is_swizzled:
@@ -332,7 +332,7 @@ def _nvfp4(tensor: Any, data: torch.Tensor, scales: torch.Tensor, columnwise: bo
 
 
 def _matrix(data: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """The data with one dimension left beside the tensor's last one, which is the first one where transposed."""
+    """The data as a matrix: the tensor's last dimension, first if transposed, and all other dimensions merged."""
     data = data.detach()
     if data.dim() < 2:
         return data.reshape(-1, 1) if transposed else data.reshape(1, -1)

@@ -13,12 +13,12 @@ With A the tensor's amax, a the block's, and F the largest finite float32, all i
 ==================== ================================================================================================
 encode scale S       min(6 * 448 / A, F); 1 where A or S is 0
 a block's scale      E4M3, nearest and saturating, of min(a * (S * (1 / 6)), F)
-what multiplies it   min(1 / (the block's scale * (1 / S)), F)
+multiplier           min(1 / (the block's scale * (1 / S)), F)
 data                 E2M1, nearest (ties to even) and saturating, of element * multiplier; NaN becomes 6, -0 stays -0
 ==================== ================================================================================================
 
-NaN is passed over in every amax. Only the kernel that fuses the Hadamard transform is different: there a block with NaN
-has the scale NaN, and an infinite A makes every scale 0 or NaN.
+NaN is skipped in every amax. Only the kernel that fuses the Hadamard transform is different: there a block with NaN has
+the scale NaN, and an infinite A makes every scale 0 or NaN.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from te_precision_callbacks.numerics.scaling import nvfp4_block_scales, nvfp4_en
 BLOCK = 16
 """Elements that share a scale, and the side of a square block."""
 
-# What is quantized at once: all that is made of it on the way fits into a cache.
+# Elements that are quantized at once: all intermediate results fit into a cache.
 _ELEMENTS_AT_ONCE = 1 << 18
 
 
@@ -45,7 +45,7 @@ class Rules:
     Attributes:
         square: whether 16 x 16 elements share a scale, not 1 x 16.
         stochastic: whether data is rounded up or down at random.
-        largest_scale: E4M3 number that stands for the largest scale.
+        largest_scale: the E4M3 number of the largest scale.
         better_of_two: whether each block takes the better of two scales ("4over6"), by the error "MAE" or "MSE".
         error_in_scale_units: whether that error is taken in units of the E4M3 scale.
         nan_spreads: whether a NaN makes its block's amax NaN.
@@ -64,8 +64,8 @@ def quantized(matrix: torch.Tensor, amax: torch.Tensor, rules: Rules) -> tuple[t
 
     Args:
         matrix: any float type, [rows, columns]; both multiples of 16, rows for square blocks only.
-        amax: float32, [1], or [rows] where each row has its own.
-        rules: how.
+        amax: float32, [1], or [rows] if each row has its own.
+        rules: how to quantize.
 
     Returns:
         E2M1 codes, uint8, [rows, columns / 2], two a byte; and E4M3 codes of the scales, uint8, [rows, columns / 16].
@@ -106,7 +106,7 @@ def _one_scale(blocks: torch.Tensor, encode_scale: torch.Tensor, rules: Rules) -
 def _better_of_two_scales(
     blocks: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: Rules
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """4over6: each block's largest element becomes 6, or 4 where the error of the block is smaller then."""
+    """4over6: each block's largest element becomes 6, or 4 if that makes the block's error smaller."""
     base = _block_amax(blocks, rules)
     base = base / torch.full_like(base, E2M1.max) * encode_scale
     scales_6, scales_4 = E4M3.encode(base), E4M3.encode(base * 1.5)
@@ -122,7 +122,7 @@ def _candidate(
     """The codes under one choice of scales, and the error of each block: float32, summed in the kernel's order."""
     codes = E2M1.encode(blocks * _multiplier(scale_codes, encode_scale, rules))
     scale = E4M3.decode(scale_codes)
-    # In the order of the sum, so that each term of all blocks is in one piece.
+    # In the order of the sum, so that each term is contiguous over all blocks.
     back = E2M1.decode(codes).movedim(-1, 0) * scale
     elements = blocks.movedim(-1, 0)
     if rules.error_in_scale_units:
@@ -145,7 +145,7 @@ def _candidate(
 
 
 def _multiplier(scale_codes: torch.Tensor, encode_scale: torch.Tensor, rules: Rules) -> torch.Tensor:
-    """For the elements of each block: [rows, blocks, 1]."""
+    """The multiplier of each block's elements: [rows, blocks, 1]."""
     return nvfp4_multiplier(E4M3.decode(scale_codes), encode_scale, nan_spreads=rules.nan_spreads).unsqueeze(-1)
 
 

@@ -7,9 +7,9 @@ Usage::
     rounded = round_blocks("mxfp8", blocks, tensor_amax, settings)
     rounded.values, rounded.factors
 
-Only arithmetic on whole tensors: nothing waits for the device, and it can be compiled into a larger pass. Rounding is
-to nearest; NVFP4 without the random Hadamard transform, and without the better of two scales ("4over6"). Delayed
-scaling is not here: its scale comes from the amaxes of earlier steps.
+Only arithmetic on whole tensors: nothing waits for the device, and the code can be compiled into a larger pass.
+Rounding is to nearest; NVFP4 is without the random Hadamard transform, and without the better of two scales ("4over6").
+Delayed scaling is not here: its scale comes from the amaxes of earlier steps.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from te_precision_callbacks.numerics.scaling import (
 )
 
 FLOAT32_SCALES = (E8M0.min_subnormal, E8M0.max)
-"""The limits of MXFP8's scales, 2^-127 and 2^127. A float32 scale ends there too: 1 / amax is not let grow beyond the
-largest float32, or the largest power of two below it."""
+"""The limits of MXFP8's scales, 2^-127 and 2^127, and of a float32 scale: 1 / amax is limited to the largest float32,
+or to the largest power of two below it."""
 
 
 class Settings(NamedTuple):
-    """What a quantizer may set of its recipe.
+    """The settings that a quantizer may choose within its recipe.
 
     Attributes:
         e5m2: whether FP8 elements are E5M2, not E4M3.
@@ -55,17 +55,17 @@ class Settings(NamedTuple):
 
     @property
     def fp8(self) -> FloatFormat:
-        """Of FP8 elements."""
+        """The format of FP8 elements."""
         return E5M2 if self.e5m2 else E4M3
 
 
 class Rounded(NamedTuple):
-    """Blocks that were quantized and brought back: float32.
+    """Blocks that were quantized and dequantized: float32.
 
     Attributes:
         values: [blocks, elements].
         factors: [blocks, 1], from code to value.
-        scales: [blocks, 1], as they are stored, of which the factors are made.
+        scales: [blocks, 1], as stored; the factors follow from them.
     """
 
     values: torch.Tensor
@@ -80,10 +80,10 @@ class Recipe:
     Attributes:
         side: elements along a block; None for the whole tensor.
         rounded: (x [blocks, elements], amax of the blocks [blocks, 1], amax of the tensor, settings, largest float32
-            scale of a block) -> what became of the blocks.
-        limits: of the scales as they are stored.
+            scale of a block) -> the rounded blocks.
+        limits: the limits of the stored scales.
         square_weights: whether the blocks of a weight are squares by default.
-        hybrid: whether gradients are E5M2 by default (``Format.HYBRID``), not E4M3 as all else. Read from TE 2.20.2,
+        hybrid: whether gradients are E5M2 by default (``Format.HYBRID``), and all others E4M3. Read from TE 2.20.2,
             ``common/recipe/__init__.py``: ``fp8_format`` of each recipe.
         power_of_two: whether float32 scales are powers of two by default.
     """
@@ -105,7 +105,7 @@ class Recipe:
         Args:
             tensor: activation, weight or gradient. The blocks of a weight are squares under FP8 block scaling and
                 NVFP4.
-            e5m2: whether an FP8 recipe casts to E5M2, and not to E4M3; None for what it does by default.
+            e5m2: whether an FP8 recipe casts to E5M2, not to E4M3; None for the recipe's default.
         """
         return Settings(
             e5m2=(self.hybrid and tensor == "gradient") if e5m2 is None else e5m2,
@@ -162,15 +162,15 @@ def round_blocks(recipe: str, blocks: torch.Tensor, tensor_amax: torch.Tensor, s
 
     Args:
         recipe: a key of :data:`RECIPES`.
-        blocks: [blocks, elements], any float dtype; what is not finite is taken as 0, and what is beyond float32 as
-            its largest number.
+        blocks: [blocks, elements], any float dtype; elements that are not finite are taken as 0, and those beyond
+            float32 as its largest number.
         tensor_amax: float32, of one element: the largest finite magnitude of the whole tensor.
-        settings: those of the recipe's quantizer.
+        settings: the settings of the recipe's quantizer.
     """
     x = blocks if blocks.dtype == torch.float64 else blocks.to(torch.float32)
     x = torch.where(x.abs() < math.inf, x, 0.0).clamp(-FLOAT32_MAX, FLOAT32_MAX).to(torch.float32)
     amax = x.abs().amax(1, keepdim=True)
-    # What FP8 block scaling takes for a scale beyond float32: the largest number of the tensor's own type.
+    # FP8 block scaling replaces a scale beyond float32 by the largest number of the tensor's own type.
     cap = min(torch.finfo(blocks.dtype).max, FLOAT32_MAX)
     return RECIPES[recipe].rounded(x, amax, tensor_amax, settings, cap)
 
@@ -184,8 +184,8 @@ def round_to_mxfp8(values: torch.Tensor, *, e5m2: bool, columnwise: bool) -> tor
         columnwise: whether blocks of 32 run down the columns, not along the rows of the last dimension.
 
     Returns:
-        float32, the same shape. As the recipe has it, NaN is passed over by the scale of its block and stays NaN, and
-        inf stays inf: the scale of its block is 2^127, under which most other elements become 0.
+        float32, the same shape. As in the recipe, NaN does not affect the scale of its block and stays NaN. inf stays
+        inf, and makes the scale of its block 2^127, under which most other elements become 0.
     """
     matrix, block = as_matrix(values).to(torch.float32), (32, 1) if columnwise else (1, 32)
     blocks = in_blocks(matrix, block, 0.0)

@@ -3,8 +3,8 @@
 Usage::
 
     amax = amax_of(tensor)  # float32, shape [1]
-    scale = fp8_scale(amax, E4M3.max)  # what the values are multiplied by before the cast
-    scale_inv = torch.reciprocal(scale)  # what brings them back
+    scale = fp8_scale(amax, E4M3.max)  # multiplies the values before the cast
+    scale_inv = torch.reciprocal(scale)  # multiplies the codes to get the values back
 
     scale_inv = mxfp8_scale_inv(block_amaxes(matrix, (1, 32)), E4M3)  # powers of two
     stored = e8m0_codes(scale_inv)  # uint8
@@ -12,12 +12,12 @@ Usage::
     encode = nvfp4_encode_scale(amax)  # of the whole tensor
     stored = E4M3.encode(nvfp4_block_scales(block_amaxes(matrix, (1, 16)), encode))
     multiplier = nvfp4_multiplier(E4M3.decode(stored), encode)  # of the elements before the cast
-    factors = nvfp4_factors(E4M3.decode(stored), amax)  # of the numbers that codes stand for
+    factors = nvfp4_factors(E4M3.decode(stored), amax)  # of the decoded codes
 
 All in float32, rounded as the kernels of Transformer Engine 2.20 round. A division here is always of a tensor by a
 tensor: torch computes number / tensor as a reciprocal and a product, which is off by one unit in the last place for
-some values. But for :func:`amax_of` it is arithmetic on whole tensors: nothing waits for the device, and it can be
-compiled into a larger pass. Sources: ``common/recipe/recipe_common.cuh`` (current and FP8 block scaling),
+some values. Except for :func:`amax_of`, this is arithmetic on whole tensors: nothing waits for the device, and the code
+can be compiled into a larger pass. Sources: ``common/recipe/recipe_common.cuh`` (current and FP8 block scaling),
 ``common/recipe/delayed_scaling.cu``, ``common/util/ptx_arch_spec.cuh`` (E8M0), ``common/cast/nvfp4/core_nvfp4.cuh``.
 """
 
@@ -31,7 +31,7 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def amax_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude; NaN is passed over, infinity is not.
+    """The largest magnitude; NaN is skipped, infinity is not.
 
     ``common/recipe/current_scaling.cu``: the running maximum is ``fmaxf``, which prefers a number to NaN.
 
@@ -39,7 +39,7 @@ def amax_of(tensor: torch.Tensor) -> torch.Tensor:
         tensor: any float type, any shape.
 
     Returns:
-        float32, shape [1]; 0 for an empty tensor and for one that is NaN throughout.
+        float32, shape [1]; 0 for a tensor that is empty or NaN throughout.
     """
     if tensor.numel() == 0:
         return torch.zeros(1, dtype=torch.float32, device=tensor.device)
@@ -66,11 +66,11 @@ def fp8_scale(
 
     Args:
         amax: float32, any shape.
-        largest_number: of the format.
+        largest_number: the largest number of the format.
         power_of_two: whether the scale is rounded down to a power of two.
         epsilon: lower bound of amax.
-        largest_scale: in place of infinity, rounded down too. FP8 block scaling: the largest number of the tensor's
-            own type.
+        largest_scale: replaces an infinite scale, also rounded down. FP8 block scaling: the largest number of the
+            tensor's own type.
 
     Returns:
         float32, the shape of ``amax``.
@@ -91,16 +91,16 @@ def delayed_scaling(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The amax history and the scale of delayed scaling after a step.
 
-    ``kernel_bulk``: the newest amax is the one that is given, or row 0 of the history where that is 0. If it is not 0
-    the history moves up by one row, the newest amax becomes its last row, and row 0 becomes 0. The scale becomes
-    ``largest_number / amax`` if amax is finite and above 0, at most the largest float32 number; else it stays.
+    ``kernel_bulk``: the newest amax is ``newest``, or row 0 of the history if ``newest`` is 0. If the newest amax is
+    not 0, the history moves up by one row, the newest amax becomes its last row, and row 0 becomes 0. The scale becomes
+    ``largest_number / amax`` if amax is finite and above 0, at most the largest float32 number; else it is unchanged.
 
     Args:
         newest: float32, [tensors]: the amaxes of the step.
         history: float32, [history length, tensors].
         scale: float32, [tensors].
         most_recent: whether the newest amax counts, not the largest of the history.
-        largest_number: of the format, lowered by the margin: ``max * 2**-margin``.
+        largest_number: the format's largest number, lowered by the margin: ``max * 2**-margin``.
 
     Returns:
         history and scale, new tensors.
@@ -110,7 +110,7 @@ def delayed_scaling(
     if most_recent:
         amax = newest
     else:
-        # fmaxf: NaN loses against a number. A tensor without a new amax keeps its scale, as if its history were 0.
+        # fmaxf prefers a number to NaN. A tensor without a new amax keeps its scale, as if its history were 0.
         amax = torch.where(rolled.isnan(), torch.zeros_like(rolled), rolled).amax(dim=0)
         amax = torch.where(newest != 0, amax, torch.zeros_like(amax))
     rolled[0] = 0.0
@@ -120,9 +120,9 @@ def delayed_scaling(
 
 
 def mxfp8_scale_inv(amaxes: torch.Tensor, element_format: FloatFormat) -> torch.Tensor:
-    """What brings the blocks of MXFP8 back: amax divided by the format's largest number, rounded up to a power of two.
+    """MXFP8's inverse scale of each block: amax divided by the format's largest number, rounded up to a power of two.
 
-    ``cvt.rp.satfinite.ue8m0x2.f32``: 0 and what is at most 2**-127 becomes 2**-127, infinity becomes 2**127. The
+    ``cvt.rp.satfinite.ue8m0x2.f32``: numbers up to 2**-127, and 0, become 2**-127; infinity becomes 2**127. The
     division is a product with the float32 reciprocal, as in upstream's kernels.
 
     Args:
@@ -147,15 +147,15 @@ def e8m0_codes(numbers: torch.Tensor) -> torch.Tensor:
 def nvfp4_encode_scale(
     amax: torch.Tensor, largest_scale: float = E4M3.max, *, nan_spreads: bool = False
 ) -> torch.Tensor:
-    """What brings a tensor into the range of E2M1 times E4M3: ``6 * largest_scale / amax``.
+    """The scale that brings a tensor into the range of E2M1 times E4M3: ``6 * largest_scale / amax``.
 
     ``compute_global_encode_scaling_factor_FP4``.
 
     Args:
         amax: float32, any shape.
         largest_scale: 448, or 256 for a tensor of 4over6.
-        nan_spreads: whether it is computed as in the fused kernel of the Hadamard transform and for master weights,
-            where the scale of an infinite amax is 0 and that of NaN is 1, not 1 and the largest float32.
+        nan_spreads: whether to compute as the fused kernel of the Hadamard transform does, and for master weights: the
+            scale of an infinite amax is then 0 and that of NaN is 1, not 1 and the largest float32.
 
     Returns:
         float32, same shape.
@@ -172,11 +172,11 @@ def nvfp4_block_scales(block_amaxes: torch.Tensor, encode_scale: torch.Tensor) -
 
 
 def nvfp4_multiplier(scales: torch.Tensor, encode_scale: torch.Tensor, *, nan_spreads: bool = False) -> torch.Tensor:
-    """What multiplies the elements of each block before they are cast to E2M1.
+    """The multiplier of each block's elements before they are cast to E2M1.
 
     Args:
         scales: float32, any shape: the blocks' scales, rounded to E4M3.
-        encode_scale: of :func:`nvfp4_encode_scale`.
+        encode_scale: the result of :func:`nvfp4_encode_scale`.
         nan_spreads: whether a scale of NaN gives NaN, not the largest float32.
 
     Returns:
@@ -188,14 +188,14 @@ def nvfp4_multiplier(scales: torch.Tensor, encode_scale: torch.Tensor, *, nan_sp
 
 
 def nvfp4_factors(scales: torch.Tensor, amax: torch.Tensor, largest_scale: float = E4M3.max) -> torch.Tensor:
-    """What brings the E2M1 numbers of each block back.
+    """The factor from E2M1 number to value of each block.
 
-    In the order of upstream's kernel, which is ``(scale * amax) * (1 / (6 * largest_scale))``
+    Computed in the order of upstream's kernel: ``(scale * amax) * (1 / (6 * largest_scale))``
     (``common/cast/nvfp4/dequantize_nvfp4.cuh``).
 
     Args:
         scales: float32: the blocks' scales, rounded to E4M3.
-        amax: float32, to be broadcast: of the tensor, or of each row.
+        amax: float32, to be broadcast: the amax of the tensor, or of each row.
         largest_scale: 448, or 256 for a tensor of 4over6.
     """
     return scales * amax * (1.0 / (E2M1.max * largest_scale))

@@ -3,13 +3,13 @@
 A *series* is one statistic of one tensor of one layer. Series of the same tensor and statistic are a *family*, with a
 value from each layer.
 
-- Until :data:`MOST_SERIES` series were seen in the run, all of them go to the loggers, whatever is due in a step.
+- Until the run has had :data:`MOST_SERIES` series, all of them go to the loggers, whatever is due in a step.
 - In the first step with more, each family gets up to :data:`PLACES` layers, the worst by the table of statistics;
   series that were logged before stay.
 - A layer that gets worse later takes one of :data:`LATER_PLACES` more places: at once if its value is not finite;
   otherwise if it was, in :data:`PATIENCE` consecutive steps, among the worst of its family, and the worst of the layers
   that are not logged.
-- A series that goes to the loggers does so to the end. No series is replaced.
+- A series that goes to the loggers keeps going to the end. No series is replaced.
 
 There are therefore never more than MOST_SERIES + (PLACES + LATER_PLACES) * families series.
 """

@@ -1,6 +1,6 @@
 """The sink that hands a step's metrics to loggers, and conversions for loggers that need more than name and number.
 
-class Board(LoggerSink):                       # a loop of one's own: sinks=[Board(MetricSelection())]
+class Board(LoggerSink):                       # in your own loop: sinks=[Board(MetricSelection())]
     def log(self, metrics, histograms, step):
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)

@@ -37,7 +37,7 @@ from te_precision_callbacks.statistics.series import Family, Series
 logger = logging.getLogger(__name__)
 
 LogFilter = str | Sequence[str] | Callable[[str], bool] | None
-"""Patterns with ``*`` and ``?`` of which a metric name must match one, or a function of the name, or None."""
+"""Patterns with ``*`` and ``?``, one of which a metric name must match; or a function of the name; or None."""
 
 
 def metric_name(prefix: str, row: Row) -> str:
@@ -159,7 +159,7 @@ class MetricSelection:
             yield overall_name(prefix, key), value
         for family, of_layers in families.items():
             values = [value for layer, value in of_layers.items() if layer]
-            # With several freq, a step in which only some of the layers are due would be another "all".
+            # With several freq, a step in which only some layers are due would have another meaning of "all".
             self._layers_of[family] = max(self._layers_of.get(family, 2), len(values))
             if len(values) < self._layers_of[family]:
                 continue

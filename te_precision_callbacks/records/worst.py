@@ -23,8 +23,8 @@ WORST_OF_ALL: Mapping[str, str] = {
     "worst_sqnr_db": "sqnr_db",
     "nonfinite_num": "nonfinite_num",
 }
-"""Last part of the metric's name, and the statistic whose worst value it is, of any layer, tensor, recipe, element
-format and direction."""
+"""Last part of the metric's name -> the statistic whose worst value the metric is, over all layers, tensors, recipes,
+element formats and directions."""
 
 
 ByLayer = Mapping[str, float]
@@ -58,7 +58,7 @@ def worst_of_all(families: Mapping[Family, ByLayer]) -> dict[str, tuple[Series, 
         key = keys[family.request.statistic.name]
         for layer in _worst(1, family, values):
             value = values[layer]
-            # An SQNR of inf is nobody's worst: the quantized tensor is exact.
+            # An SQNR of inf is never the worst: the quantized tensor is exact.
             if family.badness(value) > (found[key][0].family.badness(found[key][1]) if key in found else -math.inf):
                 found[key] = (Series(layer, family), value)
     return found
@@ -99,7 +99,7 @@ class RunStatistics:
         series, values = records.series, np.frombuffer(records.values)
         self._last[series], self._has[series] = values, True
         sign = self._sign[series]
-        compared = sign != 0  # neither direction is worse, or it is a user's own
+        compared = sign != 0  # 0: neither direction is worse, or a user's own
         if records.unscaled:
             waiting = [self._table[number].layer in records.unscaled for number in series.tolist()]
             compared &= ~(self._delayed[series] & np.array(waiting, dtype=bool))
@@ -107,7 +107,7 @@ class RunStatistics:
         bad = np.where(np.isnan(sign), np.abs(values), values * sign)
         bad[np.isnan(values)] = np.inf
         worse = np.flatnonzero((bad > self._badness[series]) | (self._iteration[series] < 0))
-        worse = worse[np.argsort(bad[worse], kind="stable")]  # of a series that is there twice, the worst comes last
+        worse = worse[np.argsort(bad[worse], kind="stable")]  # if a series is there twice, its worst comes last
         taken = series[worse]
         self._badness[taken], self._worst[taken] = bad[worse], values[worse]
         self._iteration[taken] = records.iteration
@@ -142,13 +142,13 @@ _SIGN = {Worse.HIGH: 1.0, Worse.LOW: -1.0, Worse.AWAY_FROM_ZERO: math.nan, Worse
 def worst_layers(most: int, family: Family, values: ByLayer, beside: Mapping[Family, ByLayer]) -> list[str]:
     """The worst layers by a statistic, the worst first.
 
-    An SQNR or a squared error says little about elements that are lost beside an outlier. For these statistics, the
+    An SQNR or a squared error says little about elements that are lost next to an outlier. For these statistics, the
     layers with the most underflows and overflows take turns with the layers that are worst by the statistic itself.
 
     Args:
-        most: how many.
+        most: the maximum number of layers.
         family: the statistic.
-        values: of the layers.
+        values: the values of the layers.
         beside: other families of the step -> their values.
     """
     lists = [_worst(most, family, values)]
