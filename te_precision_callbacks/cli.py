@@ -65,7 +65,7 @@ def run(
     """Run an unmodified GPU training script, with or without a GPU.
 
     The environment variable TE_PRECISION_REFERENCE_CAPABILITY (9.0 or 10.0) chooses the GPU that the reference backend
-    stands for. The exit code is the script's own.
+    emulates. The exit code is the script's own.
     """
     from te_precision_callbacks.reference.launch import launch, plan_launch, why_no_module, why_no_script
 

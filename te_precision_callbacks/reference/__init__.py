@@ -7,7 +7,7 @@ Usage::
     reference.install()  # before the first import of transformer_engine
     import transformer_engine.pytorch as te
 
-    layer = te.Linear(64, 64)  # on the CPU, where there is no GPU
+    layer = te.Linear(64, 64)  # on the CPU, if there is no GPU
     with te.autocast(enabled=True):
         layer(torch.randn(32, 64)).sum().backward()
 

@@ -6,15 +6,15 @@ Usage, in a process that was started by one with the backend, by
     install_when_needed()
 
 A child may be a spawned worker that unpickles a function, or the same script started again with another rank; neither
-runs a line of this package before it imports torch and Transformer Engine. What every Python process does run is the
-module ``sitecustomize``, so its folder goes into PYTHONPATH, and the arguments into an environment variable. Both stay
-in the environment of the parent for as long as it runs, for it may start a child at any time.
+runs a line of this package before it imports torch and Transformer Engine. But every Python process runs the module
+``sitecustomize``, so its folder goes into PYTHONPATH, and the arguments into an environment variable. Both stay in the
+environment of the parent for as long as the parent runs, since it may start a child at any time.
 
-A child may also run on another machine, where a job scheduler has taken the environment. Where there is a GPU and a
-compiled Transformer Engine, it uses that, and says so, unless the parent asked for the backend in all children.
+A child may also run on another machine, to which a job scheduler has copied the environment. A child with a GPU and a
+compiled Transformer Engine uses that, and logs so, unless the parent asked for the backend in all children.
 
-The child's start costs nothing but a look at the environment: the backend is installed when torch or Transformer Engine
-is first imported, and never in a child that does neither.
+The start of a child costs only a look at the environment: the backend is installed when torch or Transformer Engine is
+first imported, and never in a child that imports neither.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ logger = logging.getLogger(__name__)
 
 
 def arguments_here(told: Inherited, *, has_gpu: bool) -> dict[str, Any] | None:
-    """The arguments of ``install`` in a child; None where it uses the compiled Transformer Engine.
+    """The arguments of ``install`` in a child; None if the child uses the compiled Transformer Engine.
 
     Args:
-        told: by the parent.
+        told: the settings of the parent.
         has_gpu: whether torch sees a GPU here.
     """
     if has_gpu and not told.always and compiled.why_unavailable() is None:
@@ -75,7 +75,7 @@ def install_when_needed() -> None:
 class _Trigger(MetaPathFinder, PendingInstallation):
     """Gives torch and Transformer Engine loaders that install the backend.
 
-    Looking for them is not enough: libraries do that to know whether they are there.
+    Looking for them does not install it: libraries look to know whether the packages exist.
     """
 
     def find_spec(
@@ -91,7 +91,7 @@ class _Trigger(MetaPathFinder, PendingInstallation):
         return None
 
     def install(self) -> None:
-        """Install it as the environment says."""
+        """Install the backend as the environment says."""
         told = inherited()
         if told is None:
             return
@@ -112,7 +112,7 @@ class _InstallingLoader(Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         if spec.name == "transformer_engine":
-            install_if_pending()  # while it is not yet in sys.modules
+            install_if_pending()  # while the module is not yet in sys.modules
         module: ModuleType | None = self._loader.create_module(spec)
         return module
 

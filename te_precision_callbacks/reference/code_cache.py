@@ -9,9 +9,9 @@ Usage::
         entry.write(code)
 
 An entry is a file in ``te-precision-callbacks/rewritten`` of the user's cache folder (``$XDG_CACHE_HOME``, else
-``~/.cache``), called after all that its code is made of: another source, rewriter or Python has another entry. Where
-Python writes no bytecode (``python -B``), none is written here either; where the folder cannot be used, there is no
-entry, and nothing is said.
+``~/.cache``). Its name has a hash of all that the code depends on: another source, rewriter or Python has another
+entry. If Python writes no bytecode (``python -B``), none is written here either; if the folder cannot be used, there is
+silently no entry.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Entry:
 
     Args:
         source: the module's source.
-        path: of its file, which is in the code.
-        how: the choices by which it is rewritten.
+        path: the path of its file, which is part of the code.
+        how: the choices by which the module is rewritten.
     """
 
     def __init__(self, source: bytes, path: str, how: str) -> None:
@@ -75,6 +75,6 @@ def _folder() -> Path:
 
 @functools.cache
 def _rewriter() -> bytes:
-    """What the code of all modules is made by."""
+    """The sources and versions that the code of all modules depends on."""
     rules = Path(rewrite.__file__).read_bytes()
     return importlib.util.MAGIC_NUMBER + bytes([sys.flags.optimize]) + rules

@@ -8,18 +8,18 @@ Usage::
     handle.wait()
 
 **Coalescing.** torch's manager records collectives and hands them to the backend together. gloo copies the tensors of a
-coalesced all-gather into one buffer of the first tensor's type: where the types differ, as FP8 codes and their float32
-scales do, memory is read as what it is not. Given a device, gloo refuses the manager, and torch then keeps recording:
-every later collective of the group returns at once and does nothing. Here the recorded collectives run one after the
-other, which is what they are defined to give.
+coalesced all-gather into one buffer of the first tensor's type: if the types differ, like those of FP8 codes and their
+float32 scales, memory is read as the wrong type. Given a device, gloo refuses the manager, and torch then keeps
+recording: every later collective of the group returns at once and does nothing. Here the recorded collectives run one
+after the other, which has the defined result.
 
-**Memory.** NCCL writes to the memory of a tensor, and knows neither autograd nor the type of what it only moves. gloo
+**Memory.** NCCL writes to the memory of a tensor, and ignores autograd and, if it only moves data, the type. gloo
 writes through torch's operators, which refuse leaves and split views that autograd follows, has no float8 types, and
 refuses to gather tensors of one shape into as many numbers of another. Given a tensor with gaps, such as every second
-element of another, it takes the numbers in the gaps instead; NCCL refuses the tensor, and so does the backend.
+element of another, gloo takes the numbers in the gaps instead; NCCL refuses the tensor, and so does the backend.
 
-**Groups.** Ranks may ask NCCL for disjoint groups at the same time, each rank for its own group alone. torch gives such
-groups one name, under which gloo's ranks look for one another, and find those of another group.
+**Groups.** Ranks may ask NCCL for disjoint groups at the same time, each rank for its own group only. torch gives such
+groups one name, under which gloo's ranks look for one another, and find the ranks of another group.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _MOVING = (
     "all_to_all",
 )
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor")
-# Of a tensor of all ranks and one of each: NCCL counts their numbers, gloo compares their shapes, too.
+# With a tensor of all ranks and one of each: NCCL counts their numbers, gloo also compares their shapes.
 _COUNTING = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
-_IN_PLACE = ("all_reduce", "broadcast", "reduce")  # of which gloo takes the memory from a tensor's first element on
+_IN_PLACE = ("all_reduce", "broadcast", "reduce")  # here gloo takes the memory from a tensor's first element on
 _FLOAT8 = tuple(
     getattr(torch, name)
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
@@ -57,14 +57,14 @@ _FLOAT8 = tuple(
 
 @contextmanager
 def one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = False) -> Iterator[Any]:
-    """Stands for ``torch.distributed._coalescing_manager``: what is recorded in it runs when it is left, one by one.
+    """Replaces ``torch.distributed._coalescing_manager``: the recorded collectives run one by one at the block's end.
 
     Yields:
         torch's handle of coalesced collectives, without any to wait for.
 
     Raises:
         ValueError: the group is in a manager already, as in torch.
-        ReferenceBackendError: collectives or reductions of different kinds, which the backend would take for the first.
+        ReferenceBackendError: collectives or reductions of different kinds, all of which torch would run as the first.
     """
     from torch.distributed import distributed_c10d
 
@@ -94,7 +94,7 @@ def one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = F
 
 
 def make_gloo_stand_for_nccl() -> None:
-    """Replace, in torch.distributed, what gloo does not do as NCCL does. For the rest of the process."""
+    """Replace the functions of torch.distributed in which gloo differs from NCCL. For the rest of the process."""
     from torch.distributed import _functional_collectives, distributed_c10d
 
     for names, moves in ((_MOVING, True), (_REDUCING, False)):
@@ -136,7 +136,7 @@ def _on_memory(function: Callable[..., Any], moves: bool) -> Callable[..., Any]:
 
 
 def _memory(value: Any, *, as_bytes: bool) -> Any:
-    """A tensor, or those of a list, without autograd, and float8 as bytes; anything else, and subclasses, as it is."""
+    """A tensor, or those of a list, without autograd, and float8 as bytes; other values, and subclasses, unchanged."""
     if isinstance(value, (list, tuple)):
         return type(value)(_memory(item, as_bytes=as_bytes) for item in value) if _holds_tensors(value) else value
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
@@ -158,7 +158,7 @@ def _refuse_gaps(name: str, values: list[Any]) -> None:
 
 
 def _flat(values: list[Any]) -> list[Any]:
-    """The values, tensors among them as rows of numbers, unless one of them is no contiguous memory of its own."""
+    """The values, with tensors flattened, unless one of them is not contiguous memory of its own."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if not all(type(tensor) is torch.Tensor and tensor.is_contiguous() for tensor in tensors):
         return values
@@ -177,7 +177,7 @@ def _gathering_one_by_one(gather: Callable[..., torch.Tensor]) -> Callable[..., 
 
 
 def _meeting_in_a_store_of_its_own(create: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.distributed``'s maker of groups, with the ranks of a group in the names under which they meet."""
+    """The function of ``torch.distributed`` that makes groups, with the ranks in the names under which they meet."""
 
     from torch.distributed.distributed_c10d import PrefixStore
 

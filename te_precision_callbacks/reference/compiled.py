@@ -10,10 +10,10 @@ from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
 
 
 def why_unavailable() -> str | None:
-    """None if the compiled Transformer Engine can be imported, else what it says.
+    """None if the compiled Transformer Engine can be imported, else its error.
 
-    It is tried in a process of its own: a failed import would leave parts of it behind, and a package without its
-    compiled part raises RuntimeError where one would look for ImportError.
+    The import is tried in a separate process: a failed import would leave parts behind, and a package without its
+    compiled part raises RuntimeError instead of ImportError.
     """
     code = "import transformer_engine.pytorch"
     environment = {name: value for name, value in os.environ.items() if name != ENVIRONMENT_VARIABLE}

@@ -1,14 +1,14 @@
-"""The replacement for ``torch.cuda`` where the CPU stands for the GPU.
+"""The replacement for ``torch.cuda`` where the CPU replaces the GPU.
 
 Transformer Engine's modules see this module in place of ``torch.cuda``; with ``pretend_cuda=True`` the whole process
-does, because :mod:`te_precision_callbacks.reference.pretend` puts the names in ``__all__`` into the real one. What is
-not defined here is looked up in the real ``torch.cuda``.
+does, because :mod:`te_precision_callbacks.reference.pretend` puts the names in ``__all__`` into the real one. Names
+that are not defined here are looked up in the real ``torch.cuda``.
 
 There are as many devices as a launcher has started processes on this machine. All of them are the CPU, with the
-capability that :mod:`te_precision_callbacks.reference.target` says. A CPU finishes each operation before the next one,
+capability that :mod:`te_precision_callbacks.reference.target` gives. A CPU finishes each operation before the next one,
 so streams, events and synchronization have nothing to do. The random numbers come from the generator that torch's C++
-draws from, which is the CPU's unless ``pretend_cuda=True`` gives the CPU another. CUDA graphs are not imitated: asking
-for one raises.
+draws from, which is the CPU's unless ``pretend_cuda=True`` gives the CPU another. CUDA graphs are not emulated: a
+request for a graph raises.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ from te_precision_callbacks.reference.target import capability
 _T = TypeVar("_T")
 
 cuda_version = "13.0"
-"""Stands for ``torch.version.cuda``: new enough for everything that Transformer Engine 2.20 asks a version for."""
+"""Replaces ``torch.version.cuda``: new enough for everything that Transformer Engine 2.20 asks a version for."""
 
 
 # --- for rewritten modules only: these have no counterpart in torch.cuda ---------------------------------------------
 
 
 def is_on_device(tensor: Any) -> bool:
-    """Stands for ``tensor.is_cuda``: on the CPU, and not on "meta"."""
+    """Replaces ``tensor.is_cuda``: on the CPU, and not on "meta"."""
     return bool(tensor.device.type == "cpu")
 
 
 def current_torch_device() -> torch.device:
-    """Stands for ``torch.cuda.current_device()``, whose number Transformer Engine gives to torch as a device."""
+    """Replaces ``torch.cuda.current_device()``, whose number Transformer Engine gives to torch as a device."""
     return torch.device("cpu")
 
 
 def run_eagerly(function: Callable[..., Any] | None = None, **_options: Any) -> Callable[..., Any]:
-    """Stands for ``torch.compile``, with and without arguments: the function as it is, or rounding once as compiled."""
+    """Replaces ``torch.compile``, with and without arguments: the function as it is, or rounding once as compiled."""
     if function is None:
         return run_eagerly
     return rounding_once(function) if function.__module__ == FUSED_IN else function
 
 
 def exact_norm(tensor: torch.Tensor, p: float = 2) -> torch.Tensor:
-    """Stands for ``torch.norm(tensor, p)``, which on the CPU sums float32 one by one: accumulated in float64."""
+    """Replaces ``torch.norm(tensor, p)``, which on the CPU sums float32 one by one: accumulated in float64."""
     exact: torch.Tensor = torch.linalg.vector_norm(tensor, ord=p, dtype=torch.float64)
     return exact.to(tensor.dtype)
 
 
 def no_attention(error: ValueError, context_parallel: bool) -> Exception:
-    """Stands for ``error``, which Transformer Engine raises where no attention takes the inputs: it says what does."""
+    """Replaces ``error``, which Transformer Engine raises if no attention takes the inputs, by one with advice."""
     if not context_parallel:
         return MissingFunctionError(
             f"{error} The reference backend has no fused attention, and Transformer Engine's unfused attention cannot "
@@ -85,15 +85,15 @@ def scaled_mm(
     out_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Stands for ``torch._scaled_mm`` with a scale a matrix, which on the CPU multiplies the matrices by their scales.
+    """Replaces ``torch._scaled_mm`` with one scale per matrix, which on the CPU scales the matrices before summing.
 
-    A GPU multiplies the sums, which of FP8 are mostly exact, so that the result does not depend on their order.
+    A GPU scales the sums, which are mostly exact for FP8, so the result does not depend on their order.
     """
     if scale_a.numel() != 1 or scale_b.numel() != 1:
         rest = {"bias": bias, "out_dtype": out_dtype, **options}
         result: torch.Tensor = torch._scaled_mm(input, mat2, scale_a, scale_b, **rest)
         return result
-    # The second matrix is the first one to a GPU's GEMM, which counts columns first.
+    # A GPU's GEMM is column-major, so its first matrix is the second one here.
     sums = (input.float() @ mat2.float()) * scale_b.view(()) * scale_a.view(())
     if bias is not None:
         sums += bias.float()
@@ -124,7 +124,7 @@ def _zero(*_arguments: Any, **_options: Any) -> int:
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """What ``get_device_properties`` tells of the pretended device."""
+    """The result of ``get_device_properties`` for the pretended device."""
 
     name: str
     major: int
@@ -166,7 +166,7 @@ def current_device() -> int:
 
 
 def set_device(device: Any) -> None:
-    """Choose the device that ``current_device`` tells; without a launcher, processes may choose more than one."""
+    """Choose the device that ``current_device`` returns; without a launcher, a process may choose any number."""
     global _current_device
     number = _number(device)
     if number >= 0:  # a negative number is none, as in torch
@@ -174,7 +174,7 @@ def set_device(device: Any) -> None:
 
 
 def _number(device: Any) -> int:
-    """The number in ``device``, which is one, a name or a ``torch.device``; the current one if there is none in it."""
+    """The number of ``device``: a number, a name or a ``torch.device``; without an index, the current device's."""
     if isinstance(device, int):
         return device
     number: int | None = None if device is None else torch.device(device).index
@@ -214,7 +214,7 @@ class device:
 
 
 class device_of(device):
-    """Context manager that chooses the device of a tensor: all of them are on the current one."""
+    """Context manager that chooses the device of a tensor: all tensors are on the current one."""
 
     def __init__(self, tensor: Any) -> None:
         super().__init__(None)
@@ -227,7 +227,7 @@ synchronize = set_stream = _nothing
 
 
 class GenericStream:
-    """Stands for ``torch.Stream``: a stream on which everything has always been done."""
+    """Replaces ``torch.Stream``: a stream whose work is always done."""
 
     cuda_stream = 0
     stream_id = 0
@@ -254,11 +254,11 @@ class GenericStream:
 
 
 class Stream(GenericStream):
-    """Stands for ``torch.cuda.Stream``."""
+    """Replaces ``torch.cuda.Stream``."""
 
 
 class GenericEvent:
-    """Stands for ``torch.Event``: an event that keeps the wall-clock time at which it was recorded."""
+    """Replaces ``torch.Event``: an event that keeps the wall-clock time at which it was recorded."""
 
     cuda_event = 0
     event_id = 0
@@ -279,7 +279,7 @@ class GenericEvent:
 
 
 class Event(GenericEvent):
-    """Stands for ``torch.cuda.Event``."""
+    """Replaces ``torch.cuda.Event``."""
 
 
 ExternalStream = Stream
@@ -310,7 +310,7 @@ def stream(stream: Any) -> StreamContext:
 
 
 class _Generators(tuple[torch.Generator, ...]):
-    """One generator, whatever the index: Transformer Engine's index here is what ``current_torch_device`` gives."""
+    """One generator for every index; Transformer Engine's index here is the result of ``current_torch_device``."""
 
     def __getitem__(self, index: Any) -> Any:
         return torch._C.default_generator
@@ -364,7 +364,7 @@ def _memory(pages: str) -> int:
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Bytes free and in all."""
+    """Free and total bytes."""
     free = "SC_AVPHYS_PAGES"  # not known on every system
     return _memory(free if free in os.sysconf_names else "SC_PHYS_PAGES"), _memory("SC_PHYS_PAGES")
 
@@ -447,7 +447,7 @@ graph, make_graphed_callables, graph_pool_handle = (
 
 
 class nvtx:
-    """Ranges for a profiler that is not there."""
+    """Profiler ranges, without effect."""
 
     range_push = range_pop = range_start = staticmethod(_zero)
     mark = range_end = staticmethod(_nothing)
@@ -458,7 +458,7 @@ class nvtx:
 
 
 class _Runtime:
-    """What scripts and torch ask of CUDA's runtime by name. Each answers 0, success: there is nothing to do."""
+    """The functions of CUDA's runtime that scripts and torch call by name. Each returns 0, success."""
 
     cudaProfilerStart = cudaProfilerStop = cudaHostRegister = cudaHostUnregister = staticmethod(_zero)
 

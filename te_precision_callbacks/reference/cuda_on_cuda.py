@@ -1,7 +1,7 @@
 """The replacement for ``torch.cuda`` in Transformer Engine's modules if there is a real GPU.
 
-The compute capability, and the CUDA version that Transformer Engine holds it against, are the ones that the backend
-stands for, whatever the GPU: the layouts of the backend follow from them. All else is the real ``torch.cuda``.
+The compute capability, and the CUDA version with which Transformer Engine compares it, are those that the backend
+emulates, whatever the GPU: the layouts of the backend follow from them. All else is the real ``torch.cuda``.
 """
 
 from __future__ import annotations

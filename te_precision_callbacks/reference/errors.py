@@ -1,6 +1,6 @@
 """The exceptions of the reference backend.
 
-``except ReferenceBackendError`` catches all of it. Each message says what is wrong, where, and what to do about it.
+``except ReferenceBackendError`` catches them all. Each message says what is wrong, where, and what to do about it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from te_precision_callbacks.errors import PrecisionDebugError
 
 
 class ReferenceBackendError(PrecisionDebugError, RuntimeError):
-    """Base class of what the reference backend raises on purpose."""
+    """Base class of the exceptions that the reference backend raises on purpose."""
 
 
 class InstallError(ReferenceBackendError):

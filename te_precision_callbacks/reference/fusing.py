@@ -5,9 +5,9 @@ Usage::
     fused = rounding_once(function)
     fused(x, bias)  # bfloat16 in, bfloat16 out; float32 between
 
-``torch.compile`` fuses what Transformer Engine marks ``jit_fuser`` into one kernel, and its kernels compute in float32
-what is bfloat16 or float16 (``triton.codegen_upcast_to_fp32`` of torch's ``_inductor/config.py``). Run as it is, such a
-function rounds after every operation.
+``torch.compile`` fuses a function that Transformer Engine marks ``jit_fuser`` into one kernel, which computes bfloat16
+and float16 inputs in float32 (``triton.codegen_upcast_to_fp32`` of torch's ``_inductor/config.py``). Without
+compilation such a function rounds after every operation.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 
 _HALF = (torch.bfloat16, torch.float16)
 FUSED_IN = "transformer_engine.pytorch.jit"
-"""The module whose compiled functions are pure: they return new tensors, and write to none that they are given."""
+"""The module whose compiled functions are pure: they return new tensors, and do not write to their arguments."""
 
 
 def rounding_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` of tensors, positional ones, with its half-precision inputs in float32 and its results rounded.
+    """A ``function`` of positional tensors, with half-precision inputs converted to float32 and results rounded once.
 
-    The results have the types that ``function`` itself gives. It has to be pure, and gradients are rounded once too.
+    The results have the types of ``function``'s own results. ``function`` must be pure; gradients also round once.
     """
     results: dict[tuple[Any, ...], Any] = {}
 

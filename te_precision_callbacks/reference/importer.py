@@ -4,11 +4,11 @@ Usage::
 
     sys.meta_path.insert(0, Finder(cuda_on_cpu=True))
 
-Nothing of it changes on disk, and no bytecode of a rewritten module is written beside it:
+No file of Transformer Engine changes on disk, and no bytecode of a rewritten module is written next to the module:
 :mod:`te_precision_callbacks.reference.code_cache` keeps it elsewhere. Three modules get more than a rewritten
 syntax tree: ``transformer_engine.common``, which would look for the compiled libraries, the one triton kernel that
 Transformer Engine's modules launch by themselves, and ``nvdlfw_inspect.utils``, which executes debug features by file
-path, past every import hook.
+path, bypassing import hooks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from te_precision_callbacks.reference.rewrite import is_concerned, rewrite
 
 
 class Finder(MetaPathFinder):
-    """Finds what the other finders of ``sys.meta_path`` find, and gives Transformer Engine's modules other loaders."""
+    """Finds modules through the other finders of ``sys.meta_path``, and gives Transformer Engine's other loaders."""
 
     def __init__(self, *, cuda_on_cpu: bool) -> None:
         self._cuda_on_cpu = cuda_on_cpu
@@ -65,7 +65,7 @@ class Finder(MetaPathFinder):
 
 
 class RewritingLoader(SourceFileLoader):
-    """Loads a module from its source file, with its syntax tree rewritten, and past any bytecode on disk."""
+    """Loads a module from its source file, with its syntax tree rewritten, ignoring any bytecode on disk."""
 
     def __init__(self, fullname: str, path: str, cuda_on_cpu: bool) -> None:
         super().__init__(fullname, path)
@@ -81,7 +81,7 @@ class RewritingLoader(SourceFileLoader):
 
 @lru_cache(maxsize=64)
 def _rewritten(source: bytes, path: str, cuda_on_cpu: bool) -> CodeType:
-    """The code of a module. It is kept: nvdlfw_inspect executes all feature files anew whenever it is initialized."""
+    """The code of a module, cached since nvdlfw_inspect executes all feature files again at each initialization."""
     kept = Entry(source, path, "cuda on cpu" if cuda_on_cpu else "cuda on cuda")
     code = kept.read()
     if code is None:
@@ -92,7 +92,7 @@ def _rewritten(source: bytes, path: str, cuda_on_cpu: bool) -> CodeType:
 
 
 class _CommonLoader(RewritingLoader):
-    """Loads ``transformer_engine.common`` so that it looks for no compiled library, now and later."""
+    """Loads ``transformer_engine.common`` so that it never looks for a compiled library."""
 
     def exec_module(self, module: ModuleType) -> None:
         with _environment("NVTE_PROJECT_BUILDING", "1"), _environment("NVTE_RELEASE_BUILD", "0"):
@@ -110,13 +110,13 @@ class _PadLoader(RewritingLoader):
 
 
 def _pad_columnwise_scale_inv(inp: torch.Tensor) -> torch.Tensor:
-    """Stands for Transformer Engine's function of this name: zeros up to multiples of 128 rows and 4 columns."""
+    """Replaces Transformer Engine's function of this name: zeros up to multiples of 128 rows and 4 columns."""
     rows, columns = inp.shape
     return torch.nn.functional.pad(inp, (0, -columns % 4, 0, -rows % 128))
 
 
 def _load_framework_extension(framework: str) -> None:
-    """Stands for Transformer Engine's function of this name: torch's part is in ``sys.modules`` already."""
+    """Replaces Transformer Engine's function of this name: torch's part is in ``sys.modules`` already."""
     if framework != "torch":
         raise ImportError(f"The reference backend is for PyTorch; it has no extension for {framework!r}.")
 
@@ -143,8 +143,8 @@ _SPECIAL_LOADERS: dict[str, Callable[[str, str, bool], SourceFileLoader]] = {
 def rewrite_executed_features(executor: ModuleType, *, cuda_on_cpu: bool) -> None:
     """Make ``executor``, which is ``nvdlfw_inspect.utils``, rewrite the feature files that it executes by path.
 
-    It names ``importlib.util.spec_from_file_location``, and nothing else of ``importlib`` but ``module_from_spec``:
-    that name is replaced in this one module.
+    The module uses only ``importlib.util.spec_from_file_location`` and ``module_from_spec`` of ``importlib``: the first
+    name is replaced in this one module.
     """
 
     def spec_from_file_location(name: str, location: str, **options: Any) -> ModuleSpec | None:
@@ -159,7 +159,7 @@ def rewrite_executed_features(executor: ModuleType, *, cuda_on_cpu: bool) -> Non
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """The environment variable ``name`` holds ``value`` inside the block, and what it held before after it."""
+    """Sets the environment variable ``name`` to ``value`` inside the block, and restores it afterwards."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

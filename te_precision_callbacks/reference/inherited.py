@@ -22,12 +22,12 @@ _STARTUP_FOLDER = str(Path(__file__).with_name("startup"))
 
 
 class Inherited(NamedTuple):
-    """What a child is told.
+    """The settings that a child inherits.
 
     Attributes:
         pretend_cuda: whether "cuda" means the CPU in the parent.
-        capability: the compute capability that the parent's backend stands for.
-        always: install the backend also where a GPU and a compiled Transformer Engine are.
+        capability: the compute capability that the parent's backend emulates.
+        always: install the backend even if there are a GPU and a compiled Transformer Engine.
     """
 
     pretend_cuda: bool
@@ -36,7 +36,7 @@ class Inherited(NamedTuple):
 
 
 def install_in_children(*, pretend_cuda: bool, capability: tuple[int, int], always: bool) -> None:
-    """Have the processes that are started from now on install the backend, see :class:`Inherited`."""
+    """Let processes that are started from now on install the backend; see :class:`Inherited`."""
     os.environ.update(environment(pretend_cuda=pretend_cuda, capability=capability, always=always))
 
 
@@ -53,10 +53,10 @@ def environment(*, pretend_cuda: bool, capability: tuple[int, int], always: bool
 
 
 def inherited() -> Inherited | None:
-    """What the environment tells this process; None where it tells nothing.
+    """The settings in this process's environment; None if there are none.
 
     Raises:
-        InstallError: the variable holds something else.
+        InstallError: the variable does not hold such settings.
     """
     text = os.environ.get(ENVIRONMENT_VARIABLE)
     if not text:
@@ -77,11 +77,11 @@ class PendingInstallation(ABC):
 
     @abstractmethod
     def install(self) -> None:
-        """Install it."""
+        """Install the backend."""
 
 
 def install_if_pending() -> None:
-    """Install the backend now, if the environment says so and it has not been needed yet."""
+    """Install the backend now, if the environment says so and no import has installed it yet."""
     for finder in sys.meta_path:
         if isinstance(finder, PendingInstallation):
             sys.meta_path.remove(finder)

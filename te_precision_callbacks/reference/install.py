@@ -29,9 +29,9 @@ class Installation:
     """How the reference backend is installed.
 
     Attributes:
-        capability: the compute capability that the backend stands for.
+        capability: the compute capability that the backend emulates.
         pretend_cuda: whether "cuda" means the CPU in the whole process.
-        device: where Transformer Engine's tensors live by default: ``"cpu"``, or ``"cuda"`` where there is a GPU.
+        device: where Transformer Engine's tensors live by default: ``"cpu"``, or ``"cuda"`` if there is a GPU.
     """
 
     capability: tuple[int, int]
@@ -60,15 +60,15 @@ def install(
 
     Call this before the first import of ``transformer_engine``. The backend stays installed until the process ends.
     Child processes install it when they import torch or Transformer Engine, unless there are a GPU and a compiled
-    Transformer Engine: they then use those, with a warning. If the backend is installed already, a call that asks for
-    nothing else does nothing, so a script that calls ``install`` also runs under ``te-precision run``.
+    Transformer Engine: they then use those, with a warning. If the backend is installed already, a call with the same
+    settings does nothing, so a script that calls ``install`` also runs under ``te-precision run``.
 
     Args:
         pretend_cuda: False, the default: only Transformer Engine's own modules and the debug features see a GPU; your
-            code and torch elsewhere are untouched, and your tensors stay on the device that they are on, which is the
-            CPU where there is no GPU. True: "cuda" means the CPU everywhere in the process, for scripts and tests that
-            were written for a GPU.
-        capability: the compute capability to stand for: (9, 0), the default, or (10, 0). None takes it from the
+            code and torch elsewhere are untouched, and your tensors stay on their device, which is the CPU if there is
+            no GPU. True: "cuda" means the CPU everywhere in the process, for scripts and tests that were written for a
+            GPU.
+        capability: the compute capability to emulate: (9, 0), the default, or (10, 0). None takes it from the
             environment variable ``TE_PRECISION_REFERENCE_CAPABILITY``, if it is set.
         always_in_children: child processes install the backend in any case.
 
@@ -109,7 +109,7 @@ def install(
     _installed = Installation(chosen, pretend_cuda, "cuda" if has_gpu else "cpu")
     logger.info(
         "Transformer Engine %s runs on the reference backend of te-precision-callbacks, not on its compiled extension: "
-        "slow and exact, on the device %r, standing for compute capability %d.%d%s.",
+        "slow and exact, on the device %r, emulating compute capability %d.%d%s.",
         version,
         _installed.device,
         *chosen,

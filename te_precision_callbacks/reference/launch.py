@@ -6,9 +6,9 @@ Usage::
     launch(plan, ["train.py", "--steps", "10"])  # does not return
     launch(plan, ["-m", "package.train", "--steps", "10"])
 
-The script or module gets a Python process of its own, in place of this one: so ``__main__``, ``sys.argv``,
-``sys.path[0]``, the exit code, tracebacks, signals, and what the script does to start itself again on other ranks, are
-what they are without us. The backend is installed in it as in every process that one with the backend starts; see
+The script or module gets a fresh Python process, which replaces this one: so ``__main__``, ``sys.argv``,
+``sys.path[0]``, the exit code, tracebacks, signals, and the way in which the script starts itself again on other ranks
+are the same as without this launcher. The backend is installed in that process as in child processes; see
 :mod:`te_precision_callbacks.reference.children`.
 """
 
@@ -33,20 +33,20 @@ class Backend(str, enum.Enum):
     """Which Transformer Engine a script runs on."""
 
     AUTO = "auto"
-    """The compiled one if it can be imported, else the reference backend."""
+    """The compiled Transformer Engine if it can be imported, else the reference backend."""
     TE = "te"
-    """The compiled one."""
+    """The compiled Transformer Engine."""
     REFERENCE = "reference"
     """The reference backend."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a script is going to run on.
+    """The Transformer Engine that a script is going to run on.
 
     Attributes:
-        description: the same in words.
-        environment: what to add to the environment of its process.
+        description: a description in words.
+        environment: variables to add to the environment of its process.
     """
 
     description: str
@@ -57,9 +57,9 @@ def plan_launch(backend: Backend) -> Launch:
     """Decide what to run on, and how.
 
     Raises:
-        TransformerEngineVersionError: there is no Transformer Engine, or it is not one that the reference backend was
-            written for.
-        InstallError: the compiled one was asked for and cannot be imported.
+        TransformerEngineVersionError: there is no Transformer Engine, or the reference backend was written for another
+            version.
+        InstallError: the compiled Transformer Engine was asked for but cannot be imported.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         raise TransformerEngineVersionError(
@@ -85,15 +85,15 @@ def plan_launch(backend: Backend) -> Launch:
 
 
 def why_no_script(script: str) -> str | None:
-    """None if ``python script`` finds something to run, else what is wrong."""
+    """None if ``python script`` finds something to run, else the problem."""
     return None if Path(script).is_file() else f"there is no file {script!r}"
 
 
 def why_no_module(name: str) -> str | None:
-    """None if ``python -m name`` finds something to run, as far as can be told; else what is wrong.
+    """None if ``python -m name`` finds something to run, as far as can be known; else the problem.
 
-    No package is imported for it, since it may import Transformer Engine, which this process does not have. So what a
-    package that changes its own ``__path__`` has is left to Python to tell.
+    No package is imported to find out, since it may import Transformer Engine, which this process does not have. So the
+    content of a package that changes its own ``__path__`` is left for Python to check.
     """
     first, *rest = parts = name.split(".")
     spec = _find_top_level(first) if all(parts) else None
@@ -114,8 +114,8 @@ def why_no_module(name: str) -> str | None:
 
 
 def _find_top_level(name: str) -> ModuleSpec | None:
-    """What ``python -m`` finds, which begins to look in the current folder; this process need not."""
-    if not getattr(sys.flags, "safe_path", False):  # a flag that Python 3.11 has brought
+    """The module that ``python -m`` finds: it searches the current folder first, which this process may not."""
+    if not getattr(sys.flags, "safe_path", False):  # a flag since Python 3.11
         found = PathFinder.find_spec(name, [os.getcwd(), *sys.path])
         if found is not None:
             return found

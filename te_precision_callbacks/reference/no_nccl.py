@@ -1,4 +1,4 @@
-"""The replacement for ``ProcessGroupNCCL`` where gloo stands for NCCL. Read from torch 2.13."""
+"""The replacement for ``ProcessGroupNCCL`` where gloo replaces NCCL. Read from torch 2.13."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 from te_precision_callbacks.reference.errors import MissingFunctionError
 
 VERSION = (2, 27, 3)
-"""Stands for ``torch.cuda.nccl.version()``: new enough for what scripts ask a version for."""
+"""Replaces ``torch.cuda.nccl.version()``: new enough for what scripts ask a version for."""
 
 
 class Options:
-    """Options of a NCCL group: they can be set, and are left out when a group is made, for gloo has none of them."""
+    """Options of an NCCL group: they can be set, and are dropped when a group is made, since gloo has none of them."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
@@ -20,7 +20,7 @@ class Options:
 
 
 class ProcessGroupNCCL:
-    """Stands for the class: no group is one of it, and none can be made of it."""
+    """Replaces the class of this name: no group is an instance, and none can be made."""
 
     Options = Options
 

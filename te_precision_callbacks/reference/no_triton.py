@@ -1,8 +1,8 @@
-"""Stands for triton in Transformer Engine's modules where the CPU stands for the GPU.
+"""Replaces triton in Transformer Engine's modules where the CPU replaces the GPU.
 
-They import triton when they are imported, and launch its kernels only for permutation, cross entropy and a few others.
-Triton may not be installed where there is no GPU, and cannot run there. Here every name exists, what defines a kernel
-gives one that raises when it is launched, and nothing else in the process sees it.
+The modules import triton on import, but launch its kernels only for permutation, cross entropy and a few others.
+Without a GPU, triton may not be installed, and cannot run. In this replacement every name exists, a kernel's decorator
+gives a kernel that raises when it is launched, and nothing else in the process sees the replacement.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __version__ = "0"
 
 
 class _Absent:
-    """A name of triton, or a kernel: has every attribute, can be given a grid, and raises when it is called."""
+    """A name of triton, or a kernel: has every attribute, accepts a grid, and raises when called."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -37,7 +37,7 @@ class _Absent:
 
 
 def jit(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
-    """A decorator, with and without arguments: the kernel that it gives cannot be launched."""
+    """A decorator, with and without arguments, whose kernel cannot be launched."""
     return jit if function is None else _Absent(f"the triton kernel {function.__name__}")
 
 
@@ -50,7 +50,7 @@ heuristics = autotune
 
 
 def Config(*_arguments: Any, **_options: Any) -> None:
-    """A candidate for ``autotune``, which takes no notice of it."""
+    """A candidate for ``autotune``, which ignores it."""
 
 
 def constexpr_function(function: Callable[..., Any]) -> Callable[..., Any]:

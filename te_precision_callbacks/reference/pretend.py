@@ -8,13 +8,13 @@ Usage::
     torch.zeros(2, device="cuda").is_cuda  # True
     torch.zeros(2, device="cuda").device  # device(type='cpu')
 
-Every place where torch takes a device takes "cuda" too, and puts the CPU in its place. ``torch.device("cuda")`` stays
-the value that it is, so that libraries that look at its type are content; ``tensor.is_cuda`` is true of what is on the
-CPU. ``tensor.device`` stays the truth, for torch's own Python acts upon it: the compiler, the optimizers and the
-distributed wrappers would take ways that need a GPU. So ``tensor.device.type == "cuda"`` is false here.
+Every function of torch that takes a device takes "cuda" too, and uses the CPU instead. ``torch.device("cuda")`` keeps
+its value, for libraries that look at its type; ``tensor.is_cuda`` is true for tensors on the CPU. ``tensor.device``
+stays truthful, since torch's own Python acts on it: the compiler, the optimizers and the distributed wrappers would
+otherwise take paths that need a GPU. So ``tensor.device.type == "cuda"`` is false here.
 
-Functions and methods are replaced one by one; a mode that intercepts every call of torch would cost each of them time,
-and hold for one thread only.
+Functions and methods are replaced one by one; a mode that intercepts every call of torch would slow down each call,
+and would hold for one thread only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CPU = torch.device("cpu")
 
 
 def make_cuda_mean_cpu() -> None:
-    """Replace, in torch, what takes a device, and what answers for CUDA. For the rest of the process."""
+    """Replace torch's functions that take a device or report on CUDA. For the rest of the process."""
     _answer_for_cuda()
     pretended_random.draw_apart()
     _create_on_cpu()
@@ -88,9 +88,9 @@ def _answer_for_cuda() -> None:
 def _create_on_cpu() -> None:
     from torch.utils import _device
 
-    # torch's own list of the functions that create tensors; it is cached with the functions as they are now, which is
-    # what a default device compares with.
-    constructors = _device._device_constructors() | {torch.normal}  # which it leaves out
+    # torch's own list of the functions that create tensors; it is cached with the functions as they are now, with which
+    # a default device compares.
+    constructors = _device._device_constructors() | {torch.normal}  # missing in torch's list
     likes = {function for name, function in vars(torch).items() if name.endswith("_like") and callable(function)}
     for namespace in (torch, torch.fft, torch.nested):
         for name, function in list(vars(namespace).items()):
@@ -99,7 +99,7 @@ def _create_on_cpu() -> None:
     for name in dir(torch.Tensor):
         if name.startswith("new_"):
             _replace(torch.Tensor, **{name: _with_device_on_cpu(getattr(torch.Tensor, name))})
-    # A subclass of tensors says which device it is on, as those of Transformer Engine's quantizers do.
+    # A tensor subclass names its device, as those of Transformer Engine's quantizers do.
     wrapper = _with_device_on_cpu(torch.Tensor._make_wrapper_subclass)
     _replace(torch.Tensor, _make_wrapper_subclass=staticmethod(wrapper))
     pretended_random.remember_default_device()
@@ -116,12 +116,12 @@ def _move_to_cpu() -> None:
         record_stream=lambda tensor, stream: None,
         is_cuda=property(cuda_on_cpu.is_on_device),
     )
-    modules: Any = torch._C._nn  # of which Module.to has its arguments parsed
+    modules: Any = torch._C._nn  # parses the arguments of Module.to
     _replace(modules, _parse_to=_with_arguments_on_cpu(modules._parse_to, _device_for_number))
 
 
 def _load_to_cpu() -> None:
-    """Let ``torch.load`` put what was saved from a GPU, or is wanted on one, on the CPU."""
+    """Let ``torch.load`` put tensors that were saved from a GPU, or are wanted on one, on the CPU."""
     torch.serialization.register_package(
         0,  # before torch's own for CUDA
         lambda _storage: None,
@@ -137,11 +137,11 @@ def _autocast_on_cpu() -> None:
     @functools.wraps(original_init)
     def init(self: Any, device_type: str, dtype: Any = None, *arguments: Any, **options: Any) -> None:
         if _type_for_cuda(device_type) != device_type and dtype is None:
-            dtype = torch.float16  # what CUDA's autocast takes by default
+            dtype = torch.float16  # the default of CUDA's autocast
         original_init(self, _type_for_cuda(device_type), dtype, *arguments, **options)
 
-    # After a graph break in its block Dynamo builds autocast anew, and would trace this function, had it not the file
-    # name of a function of torch, which it leaves alone.
+    # After a graph break in its block Dynamo builds autocast anew, and would trace this function if it did not have the
+    # file name of a function of torch, which Dynamo skips.
     init.__code__ = init.__code__.replace(co_filename=original_init.__code__.co_filename)  # type: ignore[attr-defined]
     _replace(autocast, __init__=init)
     _replace(
@@ -157,16 +157,16 @@ def _autocast_on_cpu() -> None:
 
 
 def _constant_to_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, called by Dynamo while it traces, as it does with torch's own questions for the state of autocast.
+    """``function``, marked so that Dynamo calls it while tracing, as it calls torch's own queries of autocast's state.
 
-    Dynamo guards that state. This is what ``torch.compiler.assume_constant_result`` does, without importing Dynamo.
+    Dynamo guards that state. ``torch.compiler.assume_constant_result`` does the same, but imports Dynamo.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def _communicate_on_cpu() -> None:
-    """Let gloo do what NCCL was asked for, and let the wrappers for several processes take no notice of GPUs."""
+    """Let gloo do what NCCL was asked for, and let the wrappers for several processes ignore GPUs."""
     if not torch.distributed.is_available():
         return
     from torch.distributed import distributed_c10d
@@ -193,13 +193,13 @@ def _communicate_on_cpu() -> None:
 
     @functools.wraps(original_init)
     def init(self: Any, *arguments: Any, **options: Any) -> None:
-        original_init(self, *arguments, **options | {"device_id": _CPU})  # it refuses a CPU that it finds by itself
+        original_init(self, *arguments, **options | {"device_id": _CPU})  # without device_id a CPU is refused
 
     _replace(FullyShardedDataParallel, __init__=init)
 
 
 def _stage_on_cpu() -> None:
-    """Let torch's checkpoints stage with copies that block: what does not block asks for an accelerator's streams."""
+    """Let torch's checkpoints stage with blocking copies: others need the streams of an accelerator."""
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     original_init: Callable[..., None] = DefaultStager.__init__
@@ -212,11 +212,11 @@ def _stage_on_cpu() -> None:
 
 
 def _compile_for_cpu() -> None:
-    """Let ``torch.compile`` do for the CPU what it does where there is no CUDA. Read from torch 2.13.
+    """Let ``torch.compile`` treat the CPU as it does without CUDA. Read from torch 2.13.
 
-    Inductor asks ``has_triton`` (torch/utils/_triton.py), and then has Triton's driver load libcuda, for kernels of the
-    CPU too; torch's modules import the function by name. And it asks for CUDA's allocator, which a torch without CUDA
-    does not have, before it finds that a graph on the CPU is none for CUDA graphs (torch/_inductor/cudagraph_utils.py).
+    Inductor calls ``has_triton`` (torch/utils/_triton.py), and then lets Triton's driver load libcuda, even for kernels
+    of the CPU; torch's modules import the function by name. Inductor also asks for CUDA's allocator, which a torch
+    without CUDA lacks, before it excludes a graph on the CPU from CUDA graphs (torch/_inductor/cudagraph_utils.py).
     """
     from torch.utils import _triton
 
@@ -228,7 +228,7 @@ def _compile_for_cpu() -> None:
 
 
 def _profile_cpu() -> None:
-    """Let the profilers record the CPU alone: asked for CUDA, a torch without CUDA ends the process."""
+    """Let the profilers record only the CPU: asked for CUDA, a torch without CUDA ends the process."""
     kineto, legacy = torch.profiler.profiler._KinetoProfile, torch.autograd.profiler.profile
     original_kineto: Callable[..., None] = kineto.__init__
     original_legacy: Callable[..., None] = legacy.__init__
@@ -264,7 +264,7 @@ def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
         on_host = pretended_random.creates_on_host(arguments, options)
         if "device" in options:
             options["device"] = cpu_for_cuda(options["device"])
-        pinned = options.pop("pin_memory", None)  # which needs a GPU
+        pinned = options.pop("pin_memory", None)  # pinning needs a GPU
         if on_host and draws:
             options |= pretended_random.generator_for(arguments, options)
         created = function(*arguments, **options)
@@ -281,7 +281,7 @@ def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _moving_to_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.Tensor.to`` with CUDA replaced; what is moved to the pretended GPU is no longer on the CPU."""
+    """``torch.Tensor.to`` with CUDA replaced; a tensor that is moved to the pretended GPU is no longer on the CPU."""
     on_cpu = _with_arguments_on_cpu(move, cpu_for_cuda)
 
     @functools.wraps(move)
@@ -323,7 +323,7 @@ def _to_cpu(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False
 
 
 def _type_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.Tensor.type``, which tells and takes the names of types on a GPU."""
+    """``torch.Tensor.type``, returning and accepting the names of types on a GPU."""
 
     @functools.wraps(type_of)
     def type_on_cuda(tensor: torch.Tensor, dtype: Any = None, *arguments: Any, **options: Any) -> Any:
@@ -337,6 +337,6 @@ def _type_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gloo_for_nccl(backend: Any) -> Any:
-    """gloo for ``nccl`` and ``cpu:gloo,cuda:nccl``; anything else, such as a path with that word in it, stays."""
+    """gloo for ``nccl`` and ``cpu:gloo,cuda:nccl``; anything else, such as a path with that word in it, unchanged."""
     names = [part.rpartition(":")[2].lower() for part in backend.split(",")] if isinstance(backend, str) else []
     return "gloo" if "nccl" in names else backend

@@ -1,9 +1,9 @@
-"""Pinned memory where the CPU stands for the GPU: ordinary memory that is known to have been asked for as pinned.
+"""Pinned memory where the CPU replaces the GPU: ordinary memory with a mark.
 
 Usage::
 
     pin_as_on_gpu()
-    torch.zeros(4).pin_memory().is_pinned()  # True, and of views of it
+    torch.zeros(4).pin_memory().is_pinned()  # True, also for views
 
 As on a GPU, ``pin_memory`` gives a copy, or the tensor itself if it is pinned, and what a ``DataLoader`` with
 ``pin_memory=True`` yields is pinned. The mark is on the storage, which views share and copies do not. A compiled
@@ -22,14 +22,14 @@ _MARK = "_pinned_on_the_pretended_gpu"
 
 
 def pin_as_on_gpu() -> None:
-    """Replace, in torch, what pins and what asks for it. For the rest of the process."""
+    """Replace torch's functions that pin, or that ask whether memory is pinned. For the rest of the process."""
     methods: Any = torch.Tensor
     methods.pin_memory, methods.is_pinned = _pin_memory, _asking(torch.Tensor.is_pinned)
     _load_pinned()
 
 
 def mark(tensor: Any) -> None:
-    """Let ``tensor``, and what it consists of, be pinned, unless it is being compiled."""
+    """Mark ``tensor``, and its parts, as pinned, unless it is being compiled."""
     if torch.compiler.is_dynamo_compiling():
         return
     for part in _parts(tensor):
@@ -37,7 +37,7 @@ def mark(tensor: Any) -> None:
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors in a subclass that wraps some, such as a DTensor, or the tensor itself."""
+    """The tensors inside a wrapping subclass, such as a DTensor, or the tensor itself."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor] if tensor.layout == torch.strided else []
     inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
@@ -45,7 +45,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
-    """Stands for ``torch.Tensor.pin_memory``."""
+    """Replaces ``torch.Tensor.pin_memory``."""
     if torch.compiler.is_dynamo_compiling() or self.is_pinned():
         return self
     pinned = self.clone()
@@ -65,7 +65,7 @@ def _asking(is_pinned: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _load_pinned() -> None:
-    """Let a ``DataLoader`` pin in the thread that takes the batches: its own thread for it asks for an accelerator."""
+    """Let a ``DataLoader`` pin in the thread that takes the batches: its own pinning thread needs an accelerator."""
     iterator: Any = torch.utils.data.dataloader._BaseDataLoaderIter
     pin_batch: Callable[..., Any] = torch.utils.data._utils.pin_memory.pin_memory
     original_init: Callable[..., None] = iterator.__init__

@@ -9,14 +9,13 @@ Usage::
     torch.rand(2, device="cuda")  # draws from the GPU's
     torch.rand(2), torch.empty(2).uniform_()  # draw from the CPU's
 
-A tensor does not know whether it would be on the GPU, for all of them are on the CPU. So what is drawn without a word
-about the device comes from the GPU's generator (dropout, in-place draws on results of operations), as in a script whose
-work is done on the GPU. The CPU's generator serves the functions that create tensors, if they are not told "cuda", and
-the draws into the tensors that these have created, until they are moved to "cuda": the weights of a module that is made
-on the CPU, the samplers of a DataLoader.
+A tensor does not know whether it would be on the GPU, since all tensors are on the CPU. So draws that do not name a
+device use the GPU's generator (dropout, in-place draws on results of operations), as in a script that works on the GPU.
+The CPU's generator serves functions that create tensors, unless they are given "cuda", and draws into such tensors,
+until they are moved to "cuda": the weights of a module that is made on the CPU, the samplers of a DataLoader.
 
-The generator that torch's C++ draws from when it is given none is the GPU's; ``torch.default_generator`` is another
-one. Inside functions that ``torch.compile`` has compiled, everything is drawn from the GPU's. Read from torch 2.13.
+The generator that torch's C++ draws from by default is the GPU's; ``torch.default_generator`` is another one. Inside
+functions that ``torch.compile`` has compiled, everything is drawn from the GPU's. Read from torch 2.13.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _host_generator = torch.Generator()
 
 
 def draw_apart() -> None:
-    """Give the CPU a generator of its own, which goes on from where the common one is. For the rest of the process."""
+    """Give the CPU a generator of its own, which continues the common one's state. For the rest of the process."""
     _host_generator.set_state(torch._C.default_generator.get_state())
     for module in (torch, torch.random):
         module.default_generator = _host_generator  # type: ignore[attr-defined]
@@ -54,13 +53,13 @@ def draw_apart() -> None:
         setattr(torch, name, _drawing(getattr(torch, name)))
     for name in DRAWING_METHODS:
         setattr(torch.Tensor, name, _drawing(getattr(torch.Tensor, name)))
-    # Checkpoints keep the state of the device that their tensors are on, which is the CPU for all that they can see.
+    # Checkpoints keep the random state of their tensors' device, which they would take to be the CPU.
     torch.utils.checkpoint.DefaultDeviceType.set_device_type("cuda")
     torch.utils.checkpoint.get_device_states = _device_states
 
 
 def is_on_host(tensor: Any) -> bool:
-    """Whether ``tensor`` was created on the CPU by what says so, and was not moved to the pretended GPU since."""
+    """Whether ``tensor`` was created explicitly on the CPU, and has not been moved to the pretended GPU since."""
     if not isinstance(tensor, torch.Tensor) or torch.compiler.is_dynamo_compiling():
         return False
     try:
@@ -70,7 +69,7 @@ def is_on_host(tensor: Any) -> bool:
 
 
 def mark(tensor: Any, *, on_host: bool) -> None:
-    """Note where ``tensor``, and what shares its memory, is from now on."""
+    """Note where ``tensor``, and all tensors that share its memory, are from now on."""
     if on_host and type(tensor) is not torch.Tensor:
         return
     if on_host or is_on_host(tensor):
@@ -81,7 +80,7 @@ def mark(tensor: Any, *, on_host: bool) -> None:
 
 
 def creates_on_host(arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether a function that creates tensors, called like this, creates them on the CPU in so many words."""
+    """Whether a function that creates tensors, called like this, creates them explicitly on the CPU."""
     if torch.compiler.is_dynamo_compiling():
         return False
     device = options.get("device")
@@ -94,13 +93,13 @@ def creates_on_host(arguments: tuple[Any, ...], options: dict[str, Any]) -> bool
 
 
 def generator_for(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The generator to add to ``options`` of a call that draws on the CPU, if it names none."""
+    """The generator to add to ``options`` of a call that draws on the CPU, if the call names none."""
     named = any(isinstance(argument, torch.Generator) for argument in (*arguments, options.get("generator")))
     return {} if named or torch._C._len_torch_dispatch_stack() else {"generator": _host_generator}
 
 
 def remember_default_device() -> None:
-    """Let ``torch.device("cuda")`` as a context, and as the default, remember what it was before it is the CPU."""
+    """Let ``torch.device("cuda")`` as a context, and as the default, remember that it was not the CPU."""
     original_init: Callable[..., None] = DeviceContext.__init__
 
     @functools.wraps(original_init)
@@ -120,7 +119,7 @@ def _default_is_cuda() -> bool:
 
 
 def _drawing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which draws into a tensor, or by one: from the CPU's generator, if the tensor is there."""
+    """``function``, which draws into a tensor, or with its numbers: from the CPU's generator if the tensor is there."""
 
     @functools.wraps(function)
     def drawing(*arguments: Any, **options: Any) -> Any:

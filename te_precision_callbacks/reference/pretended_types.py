@@ -1,4 +1,4 @@
-"""Classes that stand for two of torch's own, ``torch.device`` and ``torch.Generator``, where "cuda" means the CPU.
+"""Classes that replace two of torch's own, ``torch.device`` and ``torch.Generator``, where "cuda" means the CPU.
 
 Usage::
 
@@ -6,9 +6,9 @@ Usage::
     torch.device(0)  # device(type='cuda', index=0), of the real class
     isinstance(torch.device("cpu"), torch.device)  # True
 
-Torch does not let a subclass of its ``device`` be made, and reads a bare number as the accelerator that it was built
-for, which a torch for the CPU does not have. A class that makes objects of the real one, and is equal to it, serves
-where the class itself is called, asked whether an object belongs to it, or looked up in a table. Read from torch 2.13.
+Torch does not allow subclasses of its ``device``, and reads a bare number as the accelerator that it was built for,
+which a torch for the CPU does not have. A class that makes objects of the real class, and is equal to it, works where
+the class is called, used with ``isinstance``, or looked up in a table. Read from torch 2.13.
 """
 
 from __future__ import annotations
@@ -59,26 +59,26 @@ class _GeneratorType(_Standing):
 
 
 class Device(metaclass=_DeviceType):
-    """Stands for ``torch.device``: a bare number is a GPU."""
+    """Replaces ``torch.device``: a bare number is a GPU."""
 
 
 class Generator(metaclass=_GeneratorType):
-    """Stands for ``torch.Generator``: that of a GPU is one of the CPU."""
+    """Replaces ``torch.Generator``: that of a GPU is one of the CPU."""
 
 
-for _class in (Device, Generator):  # what is pickled is found again by its name
+for _class in (Device, Generator):  # pickle finds a class by its name
     _class.__module__, _class.__name__, _class.__qualname__ = "torch", *[_class.stands_for.__name__] * 2
 
 _CPU = _RealDevice("cpu")
 
 
 def is_device_number(device: Any) -> bool:
-    """Whether ``device`` is a bare number, which is that of a GPU."""
+    """Whether ``device`` is a bare number, which means a GPU."""
     return isinstance(device, int) and not isinstance(device, bool)
 
 
 def is_cuda(device: Any) -> bool:
-    """Whether ``device`` says CUDA in one of torch's ways: ``"cuda:0"``, ``torch.device("cuda")``, ``0``."""
+    """Whether ``device`` means CUDA in one of torch's ways: ``"cuda:0"``, ``torch.device("cuda")``, ``0``."""
     if isinstance(device, _RealDevice):
         return bool(device.type == "cuda")
     if isinstance(device, str):
@@ -87,5 +87,5 @@ def is_cuda(device: Any) -> bool:
 
 
 def cpu_for_cuda(device: Any) -> Any:
-    """The CPU, if ``device`` says CUDA, and else ``device``."""
+    """The CPU if ``device`` means CUDA, else ``device``."""
     return _CPU if is_cuda(device) else device

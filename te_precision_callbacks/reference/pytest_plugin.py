@@ -4,8 +4,8 @@ Usage::
 
     pytest -p te_precision_callbacks.reference.pytest_plugin tests/
 
-Where there is no CUDA, "cuda" means the CPU in the test process; where there is, the tests use it. The environment
-variable ``TE_PRECISION_REFERENCE_CAPABILITY`` (``9.0`` or ``10.0``) chooses the compute capability.
+Without CUDA, "cuda" means the CPU in the test process; with CUDA, the tests use it. The environment variable
+``TE_PRECISION_REFERENCE_CAPABILITY`` (``9.0`` or ``10.0``) chooses the compute capability.
 """
 
 from __future__ import annotations

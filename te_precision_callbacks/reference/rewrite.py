@@ -4,11 +4,11 @@ Usage::
 
     tree = rewrite(ast.parse(source), cuda_on_cpu=True)
 
-Why syntax trees, and not a proxy in place of the module-global name ``torch``: a proxy answers ``torch.cuda.x`` and
-``torch.device("cuda")``, but what a tensor itself is asked (``tensor.is_cuda``, ``tensor.cuda()``,
-``tensor.to(device="cuda")``, ``tensor.device.type == "cuda"``) does not go through that name; those would need changes
-to ``torch.Tensor``, which the whole process sees. A rewritten module keeps the real ``torch``, so that annotations,
-base classes and ``isinstance`` meet the real classes, and nothing outside Transformer Engine changes.
+Why syntax trees, and not a proxy for the module-global name ``torch``: a proxy covers ``torch.cuda.x`` and
+``torch.device("cuda")``, but attributes of a tensor itself (``tensor.is_cuda``, ``tensor.cuda()``,
+``tensor.to(device="cuda")``, ``tensor.device.type == "cuda"``) do not go through that name; they would need changes to
+``torch.Tensor``, which the whole process sees. A rewritten module keeps the real ``torch``, so annotations, base
+classes and ``isinstance`` use the real classes, and nothing outside Transformer Engine changes.
 
 Each rule here is a row of the table in :mod:`te_precision_callbacks.reference.seams`, which has the reasons.
 """
@@ -40,17 +40,17 @@ _Node = TypeVar("_Node", bound=ast.AST)
 
 
 def is_concerned(source: bytes) -> bool:
-    """Whether ``source`` may hold something that is to be rewritten; if not, Python's cached bytecode will do."""
+    """Whether ``source`` may need rewriting; if not, Python's cached bytecode will do."""
     return any(mark.encode() in source for mark in _MARKS)
 
 
 def rewrite(tree: ast.Module, *, cuda_on_cpu: bool) -> ast.Module:
-    """``tree``, changed in place: what it asks of CUDA is answered by the backend.
+    """``tree``, changed in place so that the backend answers its uses of CUDA.
 
     Args:
         tree: a module of Transformer Engine, or a debug feature.
-        cuda_on_cpu: the CPU stands for the GPU. If not, there is a real one, and only what tells its capability, and
-            ``torch.compile``, is changed.
+        cuda_on_cpu: whether the CPU replaces the GPU. If not, there is a real GPU, and only ``torch.compile`` and the
+            queries of the capability are changed.
     """
     rules = _OnCpu() if cuda_on_cpu else _OnCuda()
     rules.visit(tree)
@@ -87,7 +87,7 @@ class _OnCuda(ast.NodeTransformer):
 
 
 class _OnCpu(_OnCuda):
-    """The rules where the CPU stands for the GPU."""
+    """The rules where the CPU replaces the GPU."""
 
     module = ON_CPU
 
@@ -137,12 +137,12 @@ class _OnCpu(_OnCuda):
         return super().visit_ImportFrom(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        # The tensor classes' own properties of these names are what the user sees: they tell the truth.
+        # The user sees the tensor classes' own properties of these names, which stay truthful.
         return node if node.name in ("is_cuda", "is_cpu") else self.generic_visit(node)
 
 
 def _dotted(node: ast.AST) -> str:
-    """``"torch.cuda.x"`` for that expression, and ``""`` for what is not a plain chain of names."""
+    """``"torch.cuda.x"`` for that expression, and ``""`` for anything but a plain chain of names."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -160,7 +160,7 @@ def _like(old: ast.AST, new: _Node) -> _Node:
 
 
 def _insert_import(tree: ast.Module, module: str) -> None:
-    """Import ``module`` as the alias, after what Python wants first: the docstring and ``from __future__``."""
+    """Import ``module`` as the alias, after the docstring and ``from __future__``, which Python requires first."""
     place = 0
     for place, statement in enumerate(tree.body):
         is_docstring = place == 0 and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)

@@ -5,8 +5,8 @@ Usage::
     for seam in SEAMS:
         print(seam.upstream, seam.text, seam.answer, seam.reason)
 
-All of them were read from the versions in ``READ_FROM``. The places are examples where a text stands many times. The
-code of the answers is in :mod:`~te_precision_callbacks.reference.rewrite`,
+All of them were read from the versions in ``READ_FROM``. If a text occurs many times, the place is an example. The code
+of the answers is in :mod:`~te_precision_callbacks.reference.rewrite`,
 :mod:`~te_precision_callbacks.reference.importer` and :mod:`~te_precision_callbacks.reference.cuda_on_cpu`.
 docs/reference-backend.md holds this table too; a test keeps the two alike.
 """
@@ -25,10 +25,10 @@ class Seam:
 
     Attributes:
         upstream: the file, as it is imported.
-        text: what stands there.
-        answer: what the backend makes of it.
-        reason: why.
-        everywhere: it holds also where there is a real GPU; else only where the CPU stands for one.
+        text: the source text there.
+        answer: what the backend does instead.
+        reason: the reason.
+        everywhere: whether this also holds with a real GPU; otherwise only where the CPU replaces the GPU.
     """
 
     upstream: str
@@ -43,7 +43,7 @@ SEAMS = (
         "transformer_engine/common/__init__.py",
         "def load_framework_extension(",
         "does nothing for torch",
-        "It looks for the compiled extension; the backend's stands in `sys.modules` already, as "
+        "It looks for the compiled extension; the backend's is already in `sys.modules`, as "
         "`transformer_engine_torch`.",
         everywhere=True,
     ),
@@ -66,7 +66,7 @@ SEAMS = (
         "torch.cuda.get_device_properties(",
         "`torch.cuda` is the module `cuda_on_cpu`, or `cuda_on_cuda` where there is a GPU",
         "The compute capability decides what is allowed, what is the default, and how Float8 data lie in memory: it "
-        "is the one that the backend stands for. On a CPU torch's own functions raise.",
+        "is the one that the backend emulates. On a CPU torch's own functions raise.",
         everywhere=True,
     ),
     Seam(
@@ -172,7 +172,7 @@ SEAMS = (
 
 def as_markdown() -> str:
     """The table of docs/reference-backend.md."""
-    lines = ["| place | what stands there | on the backend | where | why |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| place | source text | on the backend | where | why |", "| --- | --- | --- | --- | --- |"]
     for seam in SEAMS:
         where = "everywhere" if seam.everywhere else "on a CPU"
         lines.append(f"| `{seam.upstream}` | `{seam.text}` | {seam.answer} | {where} | {seam.reason} |")

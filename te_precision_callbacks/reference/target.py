@@ -1,4 +1,4 @@
-"""The GPU that the reference backend stands for.
+"""The GPU that the reference backend emulates.
 
 Usage::
 
@@ -17,7 +17,7 @@ concludes from it:
 (10, 0)  Blackwell MXFP8 is the default recipe, NVFP4 is allowed; Float8 data is never stored transposed
 ======== ========= =================================================================================================
 
-``reference.install(capability=...)`` chooses it; otherwise the environment variable
+``reference.install(capability=...)`` chooses the capability; otherwise the environment variable
 ``TE_PRECISION_REFERENCE_CAPABILITY`` (``9.0`` or ``10.0``) does.
 """
 
@@ -35,9 +35,9 @@ _chosen: tuple[int, int] | None = None
 
 
 def capability() -> tuple[int, int]:
-    """The compute capability that the backend stands for.
+    """The compute capability that the backend emulates.
 
-    That is what :func:`choose` was given, else what the environment says, else (9, 0).
+    It comes from :func:`choose`, else from the environment, else it is (9, 0).
 
     Raises:
         InstallError: the environment variable holds something other than ``9.0`` or ``10.0``.
@@ -56,16 +56,16 @@ def choose(value: tuple[int, int] | None) -> None:
 
 
 def checked(value: tuple[int, int]) -> tuple[int, int]:
-    """``value`` as a plain tuple of two ints, if the backend can stand for it.
+    """``value`` as a plain tuple of two ints, if the backend can emulate it.
 
     Raises:
-        InstallError: it is neither (9, 0) nor (10, 0).
+        InstallError: ``value`` is neither (9, 0) nor (10, 0).
     """
     for allowed in ALLOWED:
         if value == allowed:
             return allowed
     raise InstallError(
-        f"install(capability={value!r}): the reference backend stands for {_choices('({}, {})')}. Give one of these."
+        f"install(capability={value!r}): the reference backend emulates {_choices('({}, {})')}. Give one of these."
     )
 
 
@@ -77,7 +77,7 @@ def _from_environment() -> tuple[int, int]:
         if text.strip() == "{}.{}".format(*allowed):
             return allowed
     raise InstallError(
-        f"{ENVIRONMENT_VARIABLE}={text!r} in the environment: the reference backend stands for "
+        f"{ENVIRONMENT_VARIABLE}={text!r} in the environment: the reference backend emulates "
         f"{_choices('{}.{}')}. Set one of these, or unset it for {DEFAULT[0]}.{DEFAULT[1]}."
     )
 

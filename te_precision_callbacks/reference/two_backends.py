@@ -1,4 +1,4 @@
-"""Process groups of two backends, such as ``"cpu:gloo,cuda:nccl"``, where gloo stands for NCCL.
+"""Process groups of two backends, such as ``"cpu:gloo,cuda:nccl"``, where gloo replaces NCCL.
 
 Usage::
 
@@ -6,12 +6,11 @@ Usage::
     new_group = keeping_apart(new_group)
     send_objects_apart()
 
-On GPUs such a group has gloo for tensors on the CPU and NCCL for those on the GPU, which know nothing of each other.
-Asynchronous checkpoints rely on that: a thread gathers objects, which travels over gloo, while the training reduces
-gradients over NCCL. With one gloo for both, the messages of the thread and of the training would be taken for each
-other, and the ranks hang. So a group that was asked for with two backends, or with none named, which is the same,
-gets a second gloo, over which what sends objects goes, and barriers, as on GPUs. Read from torch 2.13
-(torch/distributed/distributed_c10d.py).
+On GPUs such a group has two independent backends: gloo for tensors on the CPU, and NCCL for tensors on the GPU.
+Asynchronous checkpoints rely on that: a thread gathers objects over gloo while the training reduces gradients over
+NCCL. With one gloo for both, the messages of the thread and of the training would be mixed up, and the ranks would
+hang. So a group that was requested with two backends, or with none named, which is the same, gets a second gloo, which
+carries objects and barriers, as on GPUs. Read from torch 2.13 (torch/distributed/distributed_c10d.py).
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def keeping_apart(create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def send_objects_apart() -> None:
-    """Let what sends objects use the second gloo of a group that has one. For the rest of the process."""
+    """Let functions that send objects use the second gloo of a group that has one. For the rest of the process."""
     for name in _SENDING_OBJECTS:
         sending = _sending_apart(getattr(distributed_c10d, name))
         setattr(distributed_c10d, name, sending)

@@ -10,15 +10,15 @@ SUPPORTED = ">=2.20,<2.21"
 REQUIREMENT = f"transformer-engine{SUPPORTED}"
 EXTRA = "te-precision-callbacks[reference]"
 IMPORTED = ("einops", "importlib_metadata", "onnx", "onnxscript", "packaging", "pydantic")
-"""What Transformer Engine's Python imports, and only its compiled packages ask pip for."""
+"""Packages that Transformer Engine's Python imports, but that only its compiled packages require in pip."""
 
 
 def checked_version() -> str:
     """The version of the installed Transformer Engine, if the backend was written for it.
 
     Raises:
-        TransformerEngineVersionError: none is installed, or another version.
-        InstallError: a package that its Python imports is not installed.
+        TransformerEngineVersionError: no Transformer Engine, or another version, is installed.
+        InstallError: a package that Transformer Engine's Python imports is not installed.
     """
     from importlib import metadata
 

@@ -8,13 +8,13 @@ Usage::
 
     sys.modules["transformer_engine_torch"] = extension  # what reference.install() does, with the seams around it
 
-What is public here is what Transformer Engine 2.20.2's Python looks up in the compiled module. A function either does
-what the compiled one does, on any device, slowly and exactly, or raises
+The public names are those that Transformer Engine 2.20.2's Python looks up in the compiled module. A function either
+does what the compiled function does, on any device, slowly and exactly, or raises
 :class:`~te_precision_callbacks.reference.errors.MissingFunctionError`. A name that the compiled module does not have is
-an AttributeError. Nothing of Transformer Engine is imported until a function needs one of its tensor classes.
+an AttributeError. Transformer Engine is not imported until a function needs one of its tensor classes.
 
 ============================ ==========================================================================================
-file                         what it holds
+file                         content
 ============================ ==========================================================================================
 ``enums.py``                 enumerations
 ``scaling.py``               amax, and the update of delayed scaling
@@ -32,13 +32,13 @@ file                         what it holds
 ``normalization.py``         LayerNorm, RMSNorm
 ``activation.py``            GELU, SwiGLU and their relatives
 ``softmax.py``               scaled and masked softmax
-``attention.py``             what unfused attention needs
+``attention.py``             functions for unfused attention
 ``rope.py``                  rotary position embedding
 ``padding.py``               padding for grouped GEMMs
 ``multi_tensor.py``          scaling and norms of lists of tensors
 ``optimizers.py``            Adam, SGD
 ``versions.py``              version queries
-``missing.py``               what there is not
+``missing.py``               functions that are missing
 ============================ ==========================================================================================
 """
 

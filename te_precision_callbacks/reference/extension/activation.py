@@ -10,9 +10,9 @@ All are computed in float32 (``common/util/math.h`` and ``common/util/vectorized
 tanh approximation. A gated activation splits the last dimension in half: the first half goes through the activation,
 the second half multiplies it.
 
-Where the quantizer is one of delayed scaling, the float32 result is quantized directly. Otherwise it is first rounded
-to the type of the input (MXFP8's fused kernel does that too), and the amax of current scaling is the one of the float32
-result (``pytorch/csrc/extensions/activation.cpp``, ``common/cast/mxfp8/*.cuh``).
+Under delayed scaling the float32 result is quantized directly. Otherwise the result is first rounded to the type of the
+input (MXFP8's fused kernel does that too), and the amax of current scaling is that of the float32 result
+(``pytorch/csrc/extensions/activation.cpp``, ``common/cast/mxfp8/*.cuh``).
 """
 
 from __future__ import annotations

@@ -16,19 +16,19 @@ from te_precision_callbacks.reference.extension.enums import NVTE_Fused_Attn_Bac
 
 
 def get_fused_attn_backend(*args: Any, **kwargs: Any) -> tuple[NVTE_Fused_Attn_Backend, str]:
-    """No fused attention, and why; Transformer Engine then takes its unfused one, which is pure torch."""
+    """No fused attention, and why; Transformer Engine then uses its unfused attention, which is pure torch."""
     return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "The reference backend has no fused attention."
 
 
 @torch.no_grad()
 def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, max_seq_len: int) -> torch.Tensor:
-    """Sequences one after the other, to one padded with zeros for each.
+    """Convert concatenated sequences to a batch of sequences padded with zeros.
 
     Args:
         tensor: [tokens, heads, head size].
         cu_seqlens: int32, [b + 1]: where each sequence starts, and where the last one ends.
         b: number of sequences.
-        max_seq_len: length to pad to; what is longer is cut.
+        max_seq_len: length to pad to; longer sequences are cut.
 
     Returns:
         [b, max_seq_len, heads, head size].

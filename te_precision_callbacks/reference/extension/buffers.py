@@ -37,8 +37,8 @@ def build(
         quantizer: the tensor's own.
         shape: logical shape.
         dtype: nominal type.
-        device: of the buffers.
-        buffers: what both classes take by these names.
+        device: the device of the buffers.
+        buffers: arguments of both classes, by name.
     """
     if quantizer.internal:
         return storage_class(**buffers, quantizer=quantizer, fake_dtype=dtype)
@@ -49,17 +49,17 @@ def build(
 
 
 def empty(shape: Sequence[int], element: torch.dtype, device: torch.device, pin_memory: bool = False) -> torch.Tensor:
-    """A buffer that is not written. Where there is no accelerator there is no pinned memory, and none is asked for."""
+    """An unwritten buffer. Without an accelerator there is no pinned memory, and none is requested."""
     return torch.empty(list(shape), dtype=element, device=device, pin_memory=pin_memory and torch.cuda.is_available())
 
 
 def zeros(shape: Sequence[int], element: torch.dtype, device: torch.device, pin_memory: bool = False) -> torch.Tensor:
-    """A buffer of scales: its padding is 0, where upstream mostly leaves what was in the memory."""
+    """A buffer of scales: its padding is 0, which upstream mostly leaves unwritten."""
     return empty(shape, element, device, pin_memory).zero_()
 
 
 def usages(quantizer: Any) -> dict[str, bool]:
-    """Which directions a quantizer is asked for."""
+    """The directions that a quantizer is asked for."""
     return {"rowwise": bool(quantizer.rowwise_usage), "columnwise": bool(quantizer.columnwise_usage)}
 
 
@@ -73,9 +73,9 @@ def directions(
     """Data and scales by the names that Transformer Engine's classes take: None for a direction that is not asked for.
 
     Args:
-        quantizer: whose usages count.
-        device, shapes, pin_memory: of the buffers.
-        scale_type: of the scales, which are 0; data is uint8 and not written.
+        quantizer: gives the usages.
+        device, shapes, pin_memory: those of the buffers.
+        scale_type: the type of the scales, which are 0; data is uint8 and not written.
     """
     buffers: dict[str, torch.Tensor | None] = {}
     for direction, usage in usages(quantizer).items():
@@ -89,10 +89,10 @@ def fit_directions(quantizer: Any, out: Any, device: torch.device, shapes: Shape
     """Give ``out`` data and scales for the directions that the quantizer is asked for, and only for those.
 
     Args:
-        quantizer: whose usages count.
+        quantizer: gives the usages.
         out: a tensor with ``_rowwise_data``, ``_rowwise_scale_inv`` and the same columnwise.
-        device, shapes: of new buffers.
-        scale_type: of the scales; data is uint8.
+        device, shapes: those of new buffers.
+        scale_type: the type of the scales; data is uint8.
     """
     for direction, usage in usages(quantizer).items():
         data_name, scales_name = f"_{direction}_data", f"_{direction}_scale_inv"
@@ -119,7 +119,7 @@ def padded(scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
     Args:
         scales: [rows, columns].
-        shape: at least as many of both.
+        shape: at least as many rows and columns.
     """
     rows, columns = scales.shape
     out = scales.new_zeros(tuple(shape))
@@ -128,12 +128,12 @@ def padded(scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """All dimensions but the last one in one, and the last one; a number alone is [1, 1]."""
+    """All dimensions but the last one merged, and the last one; a scalar is [1, 1]."""
     return (math.prod(shape[:-1]), shape[-1]) if len(shape) else (1, 1)
 
 
 def transposed_shape(shape: Sequence[int]) -> list[int]:
-    """The last dimension in front."""
+    """The shape with the last dimension moved to the front."""
     return [*shape[-1:], *shape[:-1]]
 
 
@@ -143,12 +143,12 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def is_noop(noop: torch.Tensor | None) -> bool:
-    """Whether a no-op flag says that nothing is to be written."""
+    """Whether a no-op flag says to write nothing."""
     return noop is not None and bool(noop.view(-1)[0] == 1.0)
 
 
 def contiguous_stride(shape: Sequence[int]) -> list[int]:
-    """Elements from one index to the next in each dimension."""
+    """The strides of a contiguous tensor, in elements."""
     strides = [1] * len(shape)
     for index in range(len(shape) - 2, -1, -1):
         strides[index] = strides[index + 1] * shape[index + 1]
@@ -156,7 +156,7 @@ def contiguous_stride(shape: Sequence[int]) -> list[int]:
 
 
 def overwrite(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Write to the memory of ``target`` as a kernel does, also if it was made under ``torch.inference_mode``."""
+    """Write to the memory of ``target`` as a kernel does, even if it was made under ``torch.inference_mode``."""
     if not target.is_inference():
         return target.copy_(value)
     with torch.inference_mode():

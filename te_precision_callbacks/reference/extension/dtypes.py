@@ -35,7 +35,7 @@ def torch_dtype(dtype: SupportsInt) -> torch.dtype:
     """torch's element type for the extension's.
 
     Raises:
-        ReferenceBackendError: torch has none.
+        ReferenceBackendError: torch has no such type.
     """
     found = _TORCH.get(int(dtype))
     if found is None:
@@ -47,7 +47,7 @@ def fp8_format(dtype: SupportsInt) -> FloatFormat:
     """The FP8 format for the extension's element type.
 
     Raises:
-        ReferenceBackendError: it is not an FP8 type.
+        ReferenceBackendError: ``dtype`` is not an FP8 type.
     """
     found = _FP8.get(int(dtype))
     if found is None:

@@ -7,8 +7,8 @@ Usage::
     DType.kFloat8E4M3  # 7
 
 Names and values are those of Transformer Engine 2.20.2 (``pytorch/csrc/extensions/pybind.cpp`` and the C headers that
-it binds). Transformer Engine's Python compares the member names of :class:`DType` and :class:`NVTE_Fused_Attn_Backend`
-with its own while it is imported: neither may have one more or one less.
+it binds). On import, Transformer Engine's Python compares the member names of :class:`DType` and
+:class:`NVTE_Fused_Attn_Backend` with its own: they must be the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DType(IntEnum):
 
 
 class FP8FwdTensors(IntEnum):
-    """Where each forward tensor keeps its scale and amax under delayed scaling."""
+    """The index of each forward tensor's scale and amax under delayed scaling."""
 
     GEMM1_INPUT = 0
     GEMM1_WEIGHT = 1
@@ -46,7 +46,7 @@ class FP8FwdTensors(IntEnum):
 
 
 class FP8BwdTensors(IntEnum):
-    """Where each backward tensor keeps its scale and amax under delayed scaling."""
+    """The index of each backward tensor's scale and amax under delayed scaling."""
 
     GRAD_OUTPUT1 = 0
     GRAD_INPUT1 = 1

@@ -10,8 +10,8 @@ Usage::
     out._scale_inv  # float32, [1], for both
 
 ``pytorch/csrc/quantizer.cpp`` (TE 2.20). On a GPU whose FP8 GEMM takes only one layout (Hopper) columnwise usage is a
-stored transpose. On one that takes them all (Blackwell) the data serves both usages and is always there, and a
-transpose never is.
+stored transpose. On a GPU whose FP8 GEMM takes all layouts (Blackwell) the data serves both usages and is always
+stored, and a transpose never is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from te_precision_callbacks.reference.target import capability
 
 
 def has_any_layout_gemm() -> bool:
-    """Whether the GPU that the backend stands for multiplies FP8 in any layout, not only with A transposed."""
+    """Whether the GPU that the backend emulates multiplies FP8 in any layout, not only with A transposed."""
     return takes_any_layout(capability())
 
 
@@ -41,7 +41,7 @@ def transposed(data: torch.Tensor) -> torch.Tensor:
 
 
 class _PerTensorScaling:
-    """Buffers, which both scalings share."""
+    """The buffers, which both kinds of scaling share."""
 
     def create(
         self,
@@ -51,7 +51,7 @@ class _PerTensorScaling:
         device: torch.device,
         pin_memory: bool = False,
     ) -> Any:
-        """A Float8Tensor, or its storage class for an internal quantizer, its buffers allocated and not written."""
+        """A Float8Tensor, or its storage class for an internal quantizer, with unwritten buffers."""
         from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
         from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
@@ -95,7 +95,7 @@ class _PerTensorScaling:
         elif transpose is None:
             out._transpose = empty(transposed_shape(shape), torch.uint8, device)
         out._transpose_invalid = not with_transpose
-        # A quantizer has Transformer Engine's own enumeration, which is also what a tensor must have.
+        # A quantizer's dtype is of Transformer Engine's own enumeration, which a tensor needs too.
         out._fp8_dtype = quantizer.dtype
 
     @staticmethod
@@ -120,7 +120,7 @@ class DelayedScaling(_PerTensorScaling):
     sums_unrounded = True
 
     def takes_amax(self, quantizer: Any) -> bool:
-        """No: what is written is measured."""
+        """No: the written tensor is measured."""
         return False
 
     def write(
@@ -136,7 +136,7 @@ class DelayedScaling(_PerTensorScaling):
             return
         measured = amax_of(source) if amax is None else amax
         self.cast(quantizer, source, quantizer.scale, out)
-        if quantizer.amax.numel():  # without an element nothing is recorded, as by a kernel that gets no address
+        if quantizer.amax.numel():  # without an element nothing is recorded, like a kernel that gets no address
             overwrite(quantizer.amax, torch.maximum(quantizer.amax, measured.view_as(quantizer.amax)))
 
 
@@ -158,7 +158,7 @@ class CurrentScaling(_PerTensorScaling):
         noop: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
     ) -> None:
-        """Quantize with the scale for the amax of ``source``, over all ranks where the quantizer asks for that."""
+        """Quantize with the scale for the amax of ``source``, over all ranks if the quantizer asks for that."""
         if source.numel() == 0:
             return
         measured = amax_of(source) if amax is None else amax
@@ -178,7 +178,7 @@ class CurrentScaling(_PerTensorScaling):
 
 
 def _usages(quantizer: Any) -> tuple[bool, bool]:
-    """Whether data and whether a transpose is stored."""
+    """Whether data is stored, and whether a transpose is."""
     if has_any_layout_gemm():
         return True, False
     return bool(quantizer.rowwise_usage), bool(quantizer.columnwise_usage)

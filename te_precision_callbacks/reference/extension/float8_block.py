@@ -10,7 +10,7 @@ Usage::
     out._rowwise_scale_inv  # float32; with R rows and C columns of data: 1D [C / 128, R], 2D [R / 128, C / 128]
     out._columnwise_scale_inv  # the same for the transpose
 
-The quotients are rounded up, and the second dimension of scales to a multiple of 4. ``pytorch/csrc/quantizer.cpp``,
+Quotients are rounded up, the second dimension of scales to a multiple of 4. Sources: ``pytorch/csrc/quantizer.cpp``,
 ``common/transpose/quantize_transpose_vector_blockwise.cu``, ``..._square_blockwise.cu`` and
 ``common/recipe/recipe_common.cuh`` (TE 2.20).
 """
@@ -53,7 +53,7 @@ class BlockScaling:
     sums_unrounded = False
 
     def takes_amax(self, quantizer: Any) -> bool:
-        """No: it is each block's own."""
+        """No: each block has its own amax."""
         return False
 
     def create(
@@ -150,7 +150,7 @@ def _quantized(matrix: torch.Tensor, quantizer: Any, out: Any, largest: float) -
 
 
 def scale_shape(shape: Sequence[int], columnwise: bool, is_2d: bool) -> tuple[int, int]:
-    """Of the scales of a tensor of ``shape``, padding included."""
+    """The shape of the scales of a tensor of ``shape``, padding included."""
     rows, columns = matrix_shape(shape)
     if columnwise:
         rows, columns = columns, rows

@@ -6,15 +6,15 @@ Usage::
     y, _, _, _ = generic_gemm(w, True, x, False, None, None, DType.kBFloat16, bias, DType.kBFloat16, False, None, False,
                               workspace, workspace.shape[0], False, False)
 
-The extension is column-major: in row-major terms, and with A and B as matrices whose leading dimensions are one, the
+The extension is column-major: in row-major terms, and with A and B as matrices whose leading dimensions are merged, the
 result is ``op(B) @ op(A)``. ``pytorch/csrc/extensions/gemm.cpp`` and ``common/gemm/cublaslt_gemm.cu`` (TE 2.20).
 
-Operands become float32, of the direction that the GPU reads, times the scales of their blocks; products and sums are
-float32, and what whole tensors share as a scale multiplies the sums, as cuBLAS does it. FP8 blocks on Hopper are summed
-block by block, and the scales multiply these sums, which are mostly exact: that is what
-``tests/pytorch/references/blockwise_fp8_gemm_reference.py`` of Transformer Engine's repository says of cuBLAS. The
-order of other sums is torch's, so a result is not bit-equal to a GPU's. What cuBLAS refuses is refused too, as far as
-it can be told from the operands.
+Operands are read in the direction that the GPU reads, as float32 times the scales of their blocks; products and sums
+are float32, and the scale of a whole tensor multiplies the sums, as in cuBLAS. FP8 blocks on Hopper are summed block by
+block, and the scales multiply these sums, which are mostly exact, as described for cuBLAS in
+``tests/pytorch/references/blockwise_fp8_gemm_reference.py`` of Transformer Engine's repository. The order of other sums
+is torch's, so a result is not bit-equal to a GPU's. Operands that cuBLAS refuses are refused too, as far as the
+operands show that.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> list[Any]:
-    """``D = alpha * op(B) @ op(A) + beta * D``, and what comes with it.
+    """``D = alpha * op(B) @ op(A) + beta * D``, with bias, GELU and quantization.
 
     Args:
         A: plain or quantized; the rowwise data is read if ``transA``, else the columnwise data.
@@ -73,7 +73,7 @@ def generic_gemm(
         transB: whether B is transposed.
         D: result to write to; a new one if None.
         quantizer: for the result; None leaves it plain.
-        output_dtype: type of the result, or its nominal type if it is quantized; None takes that of A.
+        output_dtype: type of the result, or its nominal type if it is quantized; None takes the type of A.
         bias: [columns of D]; added if not ``grad``, else only a request for the bias gradient.
         bias_type: type of the GELU input that comes back from FP8 operands.
         gelu: apply GELU to the result; with ``grad``, multiply the result by the gradient of GELU at ``gelu_in``.
@@ -85,7 +85,7 @@ def generic_gemm(
         use_split_accumulator: sums are float32 either way; FP8 blocks on Hopper need it.
         comm_overlap: must be None.
         comm_type: has no effect.
-        extra_output: comes back as it is.
+        extra_output: returned unchanged.
         bulk_overlap: has no effect.
         alpha: multiplies the product.
         beta: multiplies D; 1 if None and ``accumulate``.
@@ -94,7 +94,7 @@ def generic_gemm(
         D; the bias gradient or None; the input of GELU or None; ``extra_output``.
 
     Raises:
-        ReferenceBackendError: shapes, types or usages that the compiled extension refuses too.
+        ReferenceBackendError: shapes, types or usages that the compiled extension also refuses.
     """
     if comm_overlap is not None:
         raise MissingFunctionError("generic_gemm(comm_overlap=...): userbuffers are not in the reference backend.")
@@ -121,7 +121,7 @@ def generic_gemm(
 
     bias_grad = gelu_input = None
     if empty:
-        # Upstream launches nothing: the result is 0, or what it was; no bias, no GELU.
+        # Upstream launches nothing: the result is 0, or unchanged; no bias, no GELU.
         value = torch.zeros(shape, dtype=torch.float32, device=a.source.device)
         if accumulate and D is not None:
             value = D.float()
@@ -131,7 +131,7 @@ def generic_gemm(
             gelu_input = torch.zeros(shape, dtype=gelu_dtype, device=a.source.device)
     else:
         value = (_product_by_blocks(a, b, alpha) if by_blocks else _product(a, transA, b, transB, alpha)).view(shape)
-        # FP8 blocks are rounded before they are added, as the same reference says, and after a bias.
+        # FP8 blocks are rounded before they are added, as in the same reference, and after a bias.
         if accumulate and D is not None and (gelu or not by_blocks):
             value = (value.to(dtype).float() if by_blocks else value) + beta * D.float()
         if grad:
@@ -176,11 +176,11 @@ def te_general_grouped_gemm(
     """:func:`generic_gemm` for each pair of A and B, with results in ``D``.
 
     Args:
-        A: operands, as of :func:`generic_gemm`.
+        A: operands, as in :func:`generic_gemm`.
         transa: whether each A is transposed.
-        B: operands, as of :func:`generic_gemm`.
+        B: operands, as in :func:`generic_gemm`.
         transb: whether each B is transposed.
-        D: a result for each pair, or one for all, their rows one after the other (``single_output``).
+        D: a result for each pair, or one for all pairs with their rows concatenated (``single_output``).
         D_type: type of the results.
         m_splits: rows of each pair.
         bias: for each pair; a tensor without elements for none. With ``grad``, the bias gradients are written here.
@@ -191,7 +191,7 @@ def te_general_grouped_gemm(
         workspace: has no effect.
         workspace_size: has no effect.
         accumulate: add to D.
-        use_split_accumulator: as of :func:`generic_gemm`.
+        use_split_accumulator: as in :func:`generic_gemm`.
         math_sm_count: has no effect.
 
     Returns:
@@ -245,11 +245,11 @@ def _product(a: Operand, transa: bool, b: Operand, transb: bool, alpha: float) -
 
 
 def _nvfp4_alpha(a: Stored, b: Stored, alpha: float) -> torch.Tensor:
-    """What brings a product back: float32, [1].
+    """The factor of a product of NVFP4 operands: float32, [1].
 
-    Divided, as in TE's pure-torch reference, whose bfloat16 results TE's tests of modules want bit for bit. The GPU
+    Divided, as in TE's pure-torch reference, whose bfloat16 results TE's tests of modules require bit for bit. The GPU
     (``compute_nvfp4_per_tensor_scale_kernel`` of ``common/recipe/nvfp4.cu``) multiplies by the reciprocal instead,
-    which for one in six pairs of amaxes is one unit in the last place of float32 off.
+    which for one in six pairs of amaxes is off by one unit in the last place of float32.
     """
     if a.amax is None or b.amax is None or a.largest_scale is None or b.largest_scale is None:
         raise ReferenceBackendError("NVFP4 GEMM operands need their amaxes.")
@@ -260,7 +260,7 @@ def _nvfp4_alpha(a: Stored, b: Stored, alpha: float) -> torch.Tensor:
 def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
     """FP8 blocks on Hopper: ``sum += (sum of a block * scale) * other scale``, the scale of 1D blocks first.
 
-    In memory both operands have what is summed over along their rows, whatever the layout.
+    In memory the summed dimension of both operands runs along their rows, whatever the layout.
     """
     if a.part is None or b.part is None:
         raise ReferenceBackendError("FP8 blocks are multiplied with FP8 blocks.")
@@ -276,7 +276,7 @@ def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
     for index in range(first.shape[0]):
         block = slice(index * length, (index + 1) * length)
         partial = torch.matmul(columns[:, block], rows[:, block].t()) * first[index]
-        # A fused multiply-add rounds once; the product of two float32 numbers has a place in float64.
+        # A fused multiply-add rounds once; float64 holds the product of two float32 numbers.
         total = torch.addcmul(total.double(), partial.double(), second[index].double()).float()
     return total.mul_(alpha) if alpha != 1.0 else total
 
@@ -310,7 +310,7 @@ def _result_shape(a: Operand, transa: bool, b: Operand, transb: bool) -> tuple[i
 
 
 def _check_formats(a: Operand, b: Operand, dtype: torch.dtype) -> None:
-    """What every GPU refuses: ``common/gemm/cublaslt_gemm.cu``, and cuBLAS's table of types."""
+    """Refuse formats that every GPU refuses: ``common/gemm/cublaslt_gemm.cu``, and cuBLAS's table of types."""
     both_in_blocks = a.mode in FP8_BLOCKS and b.mode in FP8_BLOCKS
     if (a.mode, a.dtype) != (b.mode, b.dtype) and not both_in_blocks:
         what = "types" if a.mode is None and b.mode is None else "incompatible scaling modes,"
@@ -322,7 +322,7 @@ def _check_formats(a: Operand, b: Operand, dtype: torch.dtype) -> None:
 
 
 def _check_sizes(a: Operand, transa: bool, b: Operand, transb: bool, dtype: torch.dtype) -> None:
-    """What no GPU of this capability takes: :mod:`te_precision_callbacks.gemm_shapes`."""
+    """Refuse sizes that no GPU of this capability takes: :mod:`te_precision_callbacks.gemm_shapes`."""
     rows_a, columns_a = a.matrix_shape
     rows_b, columns_b = b.matrix_shape
     sizes = {
@@ -351,7 +351,7 @@ def _check_fp8_blocks(
     gelu: bool,
     grad: bool,
 ) -> None:
-    """What Hopper refuses with FP8 blocks. Blackwell multiplies them as MXFP8, which has none of it."""
+    """Refuse what Hopper refuses with FP8 blocks. Blackwell multiplies them as MXFP8, without these limits."""
     if a.mode == b.mode == layouts.BLOCK_2D:
         raise ReferenceBackendError(
             "Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling GEMM is supported, but got 2D by 2D."
@@ -367,7 +367,7 @@ def _check_fp8_blocks(
             "was passed to the function. Ask for a bfloat16 result."
         )
     if not use_split_accumulator:
-        # So says test_split_accumulator_enforced of Transformer Engine's test_float8_blockwise_gemm_exact.py.
+        # See test_split_accumulator_enforced of Transformer Engine's test_float8_blockwise_gemm_exact.py.
         raise ReferenceBackendError(
             f"FP8 block scaling without use_split_accumulator: {NOT_SUPPORTED}. te.ops.GroupedLinear asks for that "
             "where cuBLAS is older than 13.6, as the reference backend reports; use te.GroupedLinear."

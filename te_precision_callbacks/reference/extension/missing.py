@@ -4,7 +4,7 @@ Usage::
 
     fused_attn_fwd()  # MissingFunctionError: fused_attn_fwd is not in the reference backend ...
 
-A name that is looked up, or an attribute test, works as with the compiled extension; nothing comes back from a call.
+Looking up a name, or testing for an attribute, works as with the compiled extension; only a call raises.
 """
 
 from __future__ import annotations

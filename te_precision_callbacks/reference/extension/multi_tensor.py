@@ -58,7 +58,7 @@ def multi_tensor_scale_tensor(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The Euclidean norm of one list of tensors, all together and, if asked for, each.
+    """The Euclidean norm of one list of tensors together and, if asked for, of each tensor.
 
     ``noop_flag`` becomes 1 if a norm is not finite.
 
@@ -77,7 +77,7 @@ def multi_tensor_unscale_l2norm(
     inv_scale: torch.Tensor,
     per_tensor: bool | None = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`multi_tensor_l2norm` of the tensors times ``inv_scale`` (one element); the tensors stay as they are."""
+    """:func:`multi_tensor_l2norm` of the tensors times ``inv_scale`` (one element); the tensors do not change."""
     factor = inv_scale.float().view(-1)
     norms = [
         torch.sqrt((tensor.float().reshape(-1) * factor).square().sum()) for (tensor,) in groups(tensor_lists, (1,))

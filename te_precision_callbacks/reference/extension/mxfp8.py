@@ -11,8 +11,8 @@ Usage::
     out._columnwise_scale_inv  # uint8, E8M0, [rows / 32, columns], padded to multiples of 4 and 128
 
 ``pytorch/csrc/quantizer.cpp`` and ``common/cast/mxfp8/quantize_mxfp8.cuh`` (TE 2.20). Each direction is quantized from
-the high-precision tensor. A GPU older than Blackwell has none of it; here it works for every capability, so that its
-numbers can be asked for.
+the high-precision tensor. A GPU older than Blackwell has no MXFP8; here MXFP8 works for every capability, so that its
+numbers can be computed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BlockScaling:
     sums_unrounded = True
 
     def takes_amax(self, quantizer: Any) -> bool:
-        """No: it is each block's own."""
+        """No: each block has its own amax."""
         return False
 
     def create(
@@ -84,10 +84,10 @@ class BlockScaling:
         )
 
     def fit(self, quantizer: Any, out: Any) -> None:
-        """Give ``out`` the buffers that the quantizer's usages ask for, and only those; its type and order of scales.
+        """Give ``out`` the buffers that the quantizer's usages ask for, and only those; set its type and scale order.
 
         Raises:
-            ReferenceBackendError: ``out`` is no MXFP8 tensor, or has no data.
+            ReferenceBackendError: ``out`` is not an MXFP8 tensor, or has no data.
         """
         if scaling_mode(out) != MXFP8:
             raise ReferenceBackendError(
@@ -118,7 +118,7 @@ class BlockScaling:
             square = quantizer.with_2d_quantization
             scale_inv = mxfp8_scale_inv(block_amaxes(matrix, (BLOCK, BLOCK) if square else block), fmt)
             if square:
-                # One for each row, or for each column, of a block: all the same.
+                # Repeated for each row, or for each column, of a block.
                 scale_inv = scale_inv.repeat_interleave(BLOCK, 1 if columnwise else 0)
             codes = fmt.encode(matrix * spread(torch.reciprocal(scale_inv), block, matrix.shape))
             overwrite(data, codes.view(data.shape))
@@ -129,7 +129,7 @@ class BlockScaling:
 
 
 def scale_shape(shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
-    """Of the scales of a tensor of ``shape``, padding included."""
+    """The shape of the scales of a tensor of ``shape``, padding included."""
     rows, columns = matrix_shape(shape)
     if columnwise:
         return round_up(rows // BLOCK, SWIZZLE_COLUMNS), round_up(columns, SWIZZLE_ROWS)

@@ -6,9 +6,9 @@ Usage::
     dx, dweight, dbias = layernorm_bwd(dout, x, mu, rsigma, weight, 0, False)
 
 ``pytorch/csrc/extensions/normalization.cpp`` and ``common/normalization`` (TE 2.20). Rows are all dimensions but the
-last one. All is computed in float32: the variance is the biased one, ``rsigma = 1 / sqrt(variance + eps)``, and a zero-
-centred gamma stands for ``gamma + 1``. Delayed scaling quantizes the float32 result; other recipes quantize the result
-rounded to ``otype``.
+last one. All is computed in float32: the variance is the biased one, ``rsigma = 1 / sqrt(variance + eps)``, and 1 is
+added to a zero-centred gamma. Delayed scaling quantizes the float32 result; other recipes quantize the result rounded
+to ``otype``.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def layernorm_bwd(
 
     Args:
         dz: gradient of the result, [..., hidden].
-        x: its input.
-        mu: mean of each row.
-        rsigma: of each row.
+        x: the input of the forward.
+        mu: the mean of each row.
+        rsigma: ``rsigma`` of each row.
         gamma: [hidden].
         sm_margin: has no effect.
         zero_centered_gamma: whether gamma is stored minus 1.
@@ -109,7 +109,7 @@ def rmsnorm_fwd(
 ) -> list[Any]:
     """``x * rsigma * gamma`` with ``rsigma = 1 / sqrt(mean(x**2) + eps)``.
 
-    Arguments as of :func:`layernorm_fwd`.
+    Arguments as in :func:`layernorm_fwd`.
 
     Returns:
         the result; None; rsigma of each row, float32, [rows].
@@ -132,7 +132,7 @@ def rmsnorm_bwd(
 ) -> list[torch.Tensor]:
     """Gradients of :func:`rmsnorm_fwd`: of the input (its type) and of gamma (its type).
 
-    Arguments as of :func:`layernorm_bwd`.
+    Arguments as in :func:`layernorm_bwd`.
     """
     dx, dgamma = _rmsnorm_gradients(dz, x, rsigma, gamma, zero_centered_gamma)
     return [dx.to(x.dtype), dgamma.to(gamma.dtype)]

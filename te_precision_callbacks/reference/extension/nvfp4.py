@@ -9,11 +9,11 @@ Usage::
     out._columnwise_data  # uint8, [columns, rows / 2]: the transpose, quantized by itself
     out._rowwise_scale_inv  # E4M3 as uint8, padded with zeros to multiples of 128 x 4
 
-``pytorch/csrc/quantizer.cpp``, ``NVFP4Quantizer`` (TE 2.20). What the kernels compute is in
+``pytorch/csrc/quantizer.cpp``, ``NVFP4Quantizer`` (TE 2.20). The arithmetic of the kernels is in
 :mod:`te_precision_callbacks.numerics.nvfp4`.
 
-``NVTE_USE_FAST_MATH=1``, which has the GPU divide approximately, changes nothing here;
-``NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1`` does what it does upstream.
+``NVTE_USE_FAST_MATH=1``, with which the GPU divides approximately, changes nothing here;
+``NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1`` has the same effect as upstream.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from te_precision_callbacks.reference.target import capability
 
 
 class BlockScaling:
-    """NVFP4 in all that its quantizer offers."""
+    """NVFP4 with all options of its quantizer."""
 
     rounds_first = True
     sums_unrounded = False
 
     def takes_amax(self, quantizer: Any) -> bool:
-        """Unless it is measured in a way of its own: after the Hadamard transform, or in each row."""
+        """Yes, unless the amax is measured after the Hadamard transform, or for each row."""
         return not (quantizer.with_rht or quantizer.row_scaled_nvfp4)
 
     def create(
@@ -65,7 +65,7 @@ class BlockScaling:
         """An NVFP4Tensor, or its storage class for an internal quantizer: scales and amaxes 0, data not written.
 
         Raises:
-            ReferenceBackendError: rows or columns that are no multiple of 16; row-scaled without rowwise usage.
+            ReferenceBackendError: rows or columns are not a multiple of 16; row-scaled without rowwise usage.
         """
         from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
         from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
@@ -124,22 +124,22 @@ class BlockScaling:
         noop: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
     ) -> None:
-        """Quantize both directions that ``out`` has buffers for.
+        """Quantize the directions for which ``out`` has buffers.
 
-        Stochastic rounding draws from torch's generator of the tensor's device, so that ``torch.manual_seed`` makes it
-        repeatable: a number is rounded up with the probability of its distance from the next smaller E2M1 number, to
-        24 bits. A GPU draws from Philox with a seed and an offset of its own, with as few as 8 bits a number, so its
-        bytes are others and their distribution is the same.
+        Stochastic rounding draws from torch's generator of the tensor's device, so ``torch.manual_seed`` makes it
+        repeatable: a number is rounded up with a probability equal to its distance from the next smaller E2M1 number,
+        to 24 bits. A GPU draws from Philox with a seed and an offset of its own, with as few as 8 bits a number, so its
+        bytes differ, with the same distribution.
 
         Args:
             quantizer: the quantizer.
             source: float32, float16 or bfloat16; bfloat16 for the Hadamard transform.
-            out: where to.
-            noop: float32, [1]; 1 leaves data and scales, and without a Hadamard transform amaxes too, as they are.
-            amax: float32, [1], of the source, where :meth:`takes_amax`.
+            out: the tensor to write to.
+            noop: float32, [1]; 1 leaves data and scales, and without a Hadamard transform also amaxes, unchanged.
+            amax: float32, [1], of the source, if :meth:`takes_amax`.
 
         Raises:
-            ReferenceBackendError: options that upstream does not do together, or not for this source.
+            ReferenceBackendError: options that upstream does not support together, or not for this source.
         """
         if source.numel() == 0:
             if amax is not None:
@@ -150,7 +150,7 @@ class BlockScaling:
         transposed = matrix.t() if out._columnwise_data is not None else None
         if quantizer.with_rht and transposed is not None:
             transposed = random_hadamard_transform(transposed, int(quantizer.rht_matrix_random_sign_mask_t))
-        # Upstream measures for a Hadamard transform whatever the flag says; and collectives take part in any case.
+        # Upstream measures for a Hadamard transform whatever the flag; and collectives must always run.
         skipped = is_noop(noop)
         if quantizer.with_rht or not skipped:
             _measure(quantizer, matrix, transposed, out, amax)
@@ -158,7 +158,7 @@ class BlockScaling:
         if skipped:
             return
         rules = _rules(quantizer, matrix)
-        # Only now: with the no-op flag the scales stay in the order that they were in.
+        # Only now: with the no-op flag the scales keep their order.
         out._with_gemm_swizzled_scales = _writes_swizzled(quantizer, matrix.shape)
         if out._rowwise_data is not None:
             _store(out, "rowwise", *quantized(matrix, out._amax_rowwise, rules))
@@ -169,7 +169,7 @@ class BlockScaling:
 def _rules(quantizer: Any, matrix: torch.Tensor) -> Rules:
     fused = _is_fused(quantizer, matrix.shape)
     return Rules(
-        # The fused kernel knows no square blocks.
+        # The fused kernel has no square blocks.
         square=quantizer.with_2d_quantization and not fused,
         stochastic=quantizer.stochastic_rounding,
         largest_scale=float(quantizer.nvfp4_e4m3_max),
@@ -188,7 +188,7 @@ def _is_fused(quantizer: Any, shape: Sequence[int]) -> bool:
 def _writes_swizzled(quantizer: Any, shape: Sequence[int]) -> bool:
     """Whether a GPU's kernel writes the scales in the order of a GEMM: ``nvfp4_emits_gemm_swizzled_scales``.
 
-    Where it does not, and the quantizer wants that order, they are swizzled afterwards, by most callers.
+    If it does not, and the quantizer asks for that order, most callers swizzle the scales afterwards.
     """
     if not quantizer.optimize_for_gemm:
         return False
@@ -291,7 +291,7 @@ def _check_usage(quantizer: Any) -> None:
 
 
 def _check_options(quantizer: Any, matrix: torch.Tensor, out: Any) -> None:
-    """What upstream refuses, in ``quantizer.cpp`` and in ``common/cast/dispatch/quantize.cuh``."""
+    """Refuse what upstream refuses, in ``quantizer.cpp`` and in ``common/cast/dispatch/quantize.cuh``."""
     refused = []
     if quantizer.nvfp4_use_4over6:
         refused = [("4over6", "the random Hadamard transform", quantizer.with_rht)]

@@ -13,9 +13,9 @@ Usage::
 ``common/recipe/nvfp4.cu`` and ``pytorch/csrc/extensions/{transpose,nvfp4_2d_partial_cast}.cpp`` (TE 2.20), called by
 ``pytorch/tensor/storage/nvfp4_tensor_storage.py`` and, for distributed optimizers, ``pytorch/tensor/utils.py``.
 
-In two places the numbers are those that upstream means, not those that its kernels write: scales whose row is padded
-(columns that are no multiple of 64) are written row by row, where the kernels count without the padding; and a part
-that starts at an odd element is written where that element is, where the kernels are one byte off.
+In two places the numbers are those that upstream intends, not those that its kernels write: scales with padded rows
+(columns that are not a multiple of 64) are written row by row, while the kernels ignore the padding; and a part that
+starts at an odd element is written at that element, while the kernels are one byte off.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def nvfp4_2d_scale_transpose(input: torch.Tensor, output: torch.Tensor, M_tiles:
 
     Args:
         input: E4M3 as uint8, [padded rows, padded columns / 16], each scale on the 16 rows of its block.
-        output: E4M3 as uint8, [padded columns, padded rows / 16]; what pads it becomes 0 below the blocks, and stays
-            beside them.
+        output: E4M3 as uint8, [padded columns, padded rows / 16]; its padding becomes 0 below the blocks, and does not
+            change beside them.
         M_tiles: blocks along the rows.
         K_tiles: blocks along the columns.
     """
@@ -102,7 +102,7 @@ def nvfp4_2d_multi_tensor_transpose(
 def nvfp4_2d_compute_partial_amax(
     tensor: torch.Tensor, amax: torch.Tensor, h: int, w: int, start_offset: int, block_len: int = BLOCK
 ) -> None:
-    """The largest magnitude in each 16 x 16 block, of the elements that are there; NaN is passed over.
+    """The largest magnitude in each 16 x 16 block, over the elements of the part; NaN is skipped.
 
     Args:
         tensor: float32 or bfloat16: a part of a matrix, its elements in order.
@@ -140,7 +140,7 @@ def nvfp4_multi_tensor_compute_partial_amax(
 
 @torch.no_grad()
 def nvfp4_compute_global_scale(global_amax: torch.Tensor, global_scale: torch.Tensor) -> None:
-    """What brings each tensor into the range of E2M1 times E4M3, written into ``global_scale`` (float32, as amax).
+    """The scale that brings each tensor into the range of E2M1 times E4M3, written into ``global_scale`` (float32).
 
     2688 / amax, at most the largest float32; 1 for an amax that is not above 0.
     """
@@ -168,7 +168,7 @@ def nvfp4_expand_scale_to_fp8(
 
     Args:
         input: float32, [tile_rows, tile_cols].
-        output: uint8, [rows_padded, at least tile_cols]; rows below the blocks become 0, columns beside them stay.
+        output: uint8, [rows_padded, at least tile_cols]; rows below the blocks become 0, other columns do not change.
         tile_rows: blocks along the rows.
         tile_cols: blocks along the columns.
         rows_padded: rows to write.
@@ -231,14 +231,14 @@ def nvfp4_2d_partial_cast(
     start_offset: int,
     block_len: int = BLOCK,
 ) -> None:
-    """Quantize the elements of a matrix that are there.
+    """Quantize a part of a matrix.
 
     Args:
         inp: float32 or bfloat16: a part of a matrix, its elements in order.
-        out: uint8, the bytes that hold the codes of the part, two a byte; a half that belongs to an element before or
-            after the part stays as it is.
+        out: uint8, the bytes that hold the codes of the part, two a byte; a half byte of an element before or after the
+            part does not change.
         scale: float32, [blocks along the rows, blocks along the columns], not yet rounded to E4M3.
-        global_scale: float32, one element, of :func:`nvfp4_compute_global_scale`.
+        global_scale: float32, one element, from :func:`nvfp4_compute_global_scale`.
         h: rows of the matrix.
         w: columns of the matrix.
         start_offset: elements of the matrix before the part.

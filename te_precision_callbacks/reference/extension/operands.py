@@ -3,13 +3,13 @@
 Usage::
 
     matrix = operand(tensor, rowwise=True, name="A")
-    matrix.values  # float32, [rows, columns], without what the whole tensor shares as a scale
-    matrix.part  # the codes and scales that they are made of
+    matrix.values  # float32, [rows, columns], without the scale of the whole tensor
+    matrix.part  # the codes and scales of the values
     dequantized(tensor)  # float32, the logical shape
 
-A block-scaled tensor holds different numbers rowwise and columnwise, so a reader always says which ones it takes. Per-
-tensor FP8 holds the same ones, in one layout or in both. How each format lies in memory is in
-:mod:`te_precision_callbacks.numerics.layouts`.
+A block-scaled tensor holds different numbers rowwise and columnwise, so a reader always names the direction. Per-tensor
+FP8 holds the same numbers in both, in one layout or two. :mod:`te_precision_callbacks.numerics.layouts` describes the
+memory layout of each format.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Operand:
 
     Attributes:
         shape: logical shape.
-        source: a plain tensor, its leading dimensions in one, or the codes of a quantized one.
-        part: the direction of a quantized tensor that is multiplied; None for a plain one.
+        source: a plain tensor with its leading dimensions merged, or the codes of a quantized tensor.
+        part: the direction of a quantized tensor that is multiplied; None for a plain tensor.
     """
 
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Operand:
 
     @functools.cached_property
     def values(self) -> torch.Tensor:
-        """float32, [rows, columns]: multiplied by the scales of blocks, not yet by what the whole tensor shares."""
+        """float32, [rows, columns]: multiplied by the scales of blocks, not yet by the scale of the whole tensor."""
         if self.part is None:
             return self.source.float()
         values = self.part.elements()
@@ -62,7 +62,7 @@ class Operand:
 
     @property
     def leading_dimension(self) -> int:
-        """Elements from one row to the next, as the matrix lies in memory."""
+        """Elements from one row to the next in memory."""
         transposed = self.part is not None and self.part.transposed
         return self.matrix_shape[0 if transposed else 1]
 
@@ -78,22 +78,22 @@ class Operand:
 
     @property
     def element_format(self) -> FloatFormat | None:
-        """What the codes of a quantized tensor are."""
+        """The format of a quantized tensor's codes."""
         return None if self.part is None else self.part.element_format
 
     @property
     def scale_inv(self) -> torch.Tensor | None:
-        """float32, shape [1]: of per-tensor FP8."""
+        """The inverse scale of per-tensor FP8: float32, shape [1]."""
         return self.part.scales.view(1) if self.part is not None and self.mode == layouts.PER_TENSOR else None
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the matrix comes from FP8 codes, of whatever scaling."""
+        """Whether the matrix comes from FP8 codes, with any scaling."""
         return self.element_format is not None and self.element_format.bits == 8
 
     @property
     def kind(self) -> str:
-        """For errors."""
+        """The kind of the operand, for errors."""
         return self.mode or str(self.dtype)
 
 
@@ -106,8 +106,8 @@ def operand(tensor: Any, *, rowwise: bool, name: str) -> Operand:
         name: "A" or "B", for errors.
 
     Raises:
-        ReferenceBackendError: the data that the GPU would need is not there.
-        UnsupportedRecipeError: a format that the reference backend does not have.
+        ReferenceBackendError: the data that the GPU would need is missing.
+        UnsupportedRecipeError: the reference backend does not have the format.
     """
     if not is_quantized(tensor):
         values = _plain(tensor)
@@ -115,7 +115,7 @@ def operand(tensor: Any, *, rowwise: bool, name: str) -> Operand:
             raise ReferenceBackendError(
                 f"GEMM operand {name} has type {values.dtype}; float32, float16 or bfloat16 works."
             )
-        # Not reshape(-1, ...), which could not tell the rows of a tensor without elements.
+        # Not reshape(-1, ...), which cannot infer the rows of a tensor without elements.
         return Operand(tuple(values.shape), values.reshape(matrix_shape(values.shape)))
     part = stored(tensor, columnwise=not rowwise)
     if part is None or not _has_layout_for_gemm(part, rowwise):
@@ -130,7 +130,7 @@ def operand(tensor: Any, *, rowwise: bool, name: str) -> Operand:
 
 
 def dequantized(tensor: Any) -> torch.Tensor:
-    """The numbers of a tensor, float32, in its logical shape: the rowwise ones, or if there are none the others."""
+    """The numbers of a tensor, float32, in its logical shape: rowwise, or columnwise if there are no rowwise data."""
     if not is_quantized(tensor):
         return _plain(tensor).float()
     part = stored(tensor, columnwise=False) or stored(tensor, columnwise=True)
@@ -140,13 +140,13 @@ def dequantized(tensor: Any) -> torch.Tensor:
 
 
 def logical_shape(tensor: Any) -> tuple[int, ...]:
-    """The shape that a tensor stands for."""
+    """The logical shape of a tensor."""
     return layouts.logical_shape(tensor) if is_quantized(tensor) else tuple(_plain(tensor).shape)
 
 
 def _has_layout_for_gemm(part: Stored, rowwise: bool) -> bool:
-    # Of per-tensor FP8, one-layout GPUs read the stored transpose for columnwise usage, and the data for rowwise usage;
-    # the others read whichever is there.
+    # With per-tensor FP8, one-layout GPUs read the stored transpose for columnwise usage, and the data for rowwise
+    # usage; others read whichever exists.
     return part.mode != layouts.PER_TENSOR or has_any_layout_gemm() or part.transposed != rowwise
 
 

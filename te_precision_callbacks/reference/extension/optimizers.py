@@ -92,11 +92,11 @@ def multi_tensor_adam_param_remainder(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """One step for bfloat16 parameters whose float32 master weights are stored as what bfloat16 leaves out.
+    """One step for bfloat16 parameters whose float32 master weights are stored as the remainders of bfloat16.
 
     Lists: [gradients, parameters, first moments, second moments, remainders (int16)]. The upper 16 bits of a master
-    weight, rounded up where the lower 16 bits, as a signed number, are negative, are the parameter; the lower 16 bits
-    are the remainder.
+    weight, rounded up if the lower 16 bits are negative as a signed number, are the parameter; the lower 16 bits are
+    the remainder.
     """
     for grad, param, exp_avg, exp_avg_sq, remainder in groups(tensor_lists, (5,)):
         lower = remainder.to(torch.int32)
@@ -179,7 +179,7 @@ def multi_tensor_sgd(
         tensor_lists: as above.
         wd: weight decay.
         momentum: factor of the momentum; 0 for none.
-        dampening: what the gradient is lowered by where it joins the momentum.
+        dampening: reduces the gradient's contribution to the momentum.
         lr: learning rate.
         nesterov: Nesterov's momentum.
         first_run: the momentum starts as the gradient.
@@ -198,14 +198,14 @@ def multi_tensor_sgd(
             grad = grad + momentum * average if nesterov else average
         if wd != 0.0 and wd_after_momentum:
             grad = grad + wd * current
-        # Upstream adds in the weight's own type, so that the update is rounded before the sum is.
+        # Upstream adds in the weight's own type, so the update is rounded before the sum is.
         weight.add_((-lr * grad).to(weight.dtype))
         for copy in copies:
             copy.copy_(weight)
 
 
 class _Step:
-    """The decay rates of a step, their complements, and the corrections of its moments' bias, as float32 has them."""
+    """The decay rates of a step, their complements, and the bias corrections of its moments, rounded to float32."""
 
     def __init__(self, step: int, bias_correction: int, beta1: float, beta2: float) -> None:
         self.beta1, self.beta2 = _float32(beta1), _float32(beta2)

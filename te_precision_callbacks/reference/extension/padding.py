@@ -1,4 +1,4 @@
-"""Padding each expert's rows to the multiple that FP8 wants, and taking the padding away.
+"""Pads each expert's rows to the multiple that FP8 needs, and removes the padding.
 
 Usage::
 
@@ -22,13 +22,13 @@ def fused_multi_row_padding(
     input_row_list: Sequence[int],
     padded_input_row_list: Sequence[int],
 ) -> None:
-    """Copy groups of rows apart, and fill with zeros in between.
+    """Copy groups of rows, with zeros as padding after each group.
 
     Args:
         input: [sum of ``input_row_list``, columns].
         output: [sum of ``padded_input_row_list``, columns], written.
         input_row_list: rows of each group.
-        padded_input_row_list: rows of each group with its padding. A group without rows is left as it is, as upstream.
+        padded_input_row_list: rows of each group with its padding. A group without rows is not written, as upstream.
     """
     _check(input_row_list, padded_input_row_list)
     source = target = 0
@@ -46,7 +46,7 @@ def fused_multi_row_unpadding(
     input_row_list: Sequence[int],
     unpadded_input_row_list: Sequence[int],
 ) -> None:
-    """Copy groups of rows together, without the padding between them.
+    """Copy groups of rows without the padding between them.
 
     Args:
         input: [sum of ``input_row_list``, columns].

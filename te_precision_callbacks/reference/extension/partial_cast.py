@@ -2,7 +2,7 @@
 
 Usage::
 
-    # Each rank, of the part of the weight that it holds; then the amaxes are reduced over the ranks.
+    # On each rank, for its part of the weight; then the amaxes are reduced over the ranks.
     mxfp8_scaling_compute_partial_amax(shard, amax_rowwise, amax_columnwise, rows, columns, start_offset)
     multi_tensor_compute_scale_inv_e8m0(2048, None, [[amax], [scale_inv]])
     mxfp8_scaling_partial_cast(shard, rowwise, columnwise, scale_rowwise, scale_columnwise, rows, columns, start_offset)
@@ -32,7 +32,7 @@ from te_precision_callbacks.reference.extension.multi_tensor import TensorLists,
 def fp8_block_scaling_compute_partial_amax(
     tensor: torch.Tensor, amax: torch.Tensor, h: int, w: int, start_offset: int, block_len: int
 ) -> None:
-    """The amax of each block of 128 x 128 of a weight, over what a shard has of it: 0 where that is nothing.
+    """The amax of each block of 128 x 128 of a weight, over the elements in a shard: 0 for a block without any.
 
     Args:
         tensor: the shard, float32 or bfloat16.
@@ -63,7 +63,7 @@ def fp8_block_scaling_partial_cast(
     Args:
         inp: the shard, float32 or bfloat16.
         out: uint8, as many elements, written.
-        scale: float32, [h / 128, at least w / 128]: what the elements are multiplied by.
+        scale: float32, [h / 128, at least w / 128]: multiplies the elements.
         h: rows of the weight.
         w: its columns.
         start_offset: of the shard's first element in the weight.
@@ -85,7 +85,7 @@ def mxfp8_scaling_compute_partial_amax(
     cols: int,
     start_offset: int,
 ) -> None:
-    """The amax of each block of 32 of a weight, in both directions, over what a shard has of it.
+    """The amax of each block of 32 of a weight, in both directions, over the elements in a shard.
 
     Args:
         input: the shard, any float type.
@@ -165,7 +165,7 @@ def _places(shard: torch.Tensor, rows: int, columns: int, start: int) -> tuple[t
 
 
 def in_place(shard: torch.Tensor, rows: int, columns: int, start: int) -> torch.Tensor:
-    """The weight, with zeros for what a shard of it has not, whose first element is the weight's number ``start``."""
+    """The weight, with zeros outside the shard, whose first element is element ``start`` of the weight."""
     weight = shard.new_zeros(rows, columns)
     weight[_places(shard, rows, columns, start)] = shard.reshape(-1)
     return weight

@@ -6,8 +6,8 @@ Usage::
     quantize(tensor, quantizer, out)  # into an old one
     dequantize(out, DType.kFloat32)
 
-``pytorch/csrc/extensions/cast.cpp`` and ``bias.cpp`` (TE 2.20). How a family of quantizers stores its data is in a file
-of its own (``float8.py``, ``float8_block.py``, ``mxfp8.py``, ``nvfp4.py``); ``quantizers.py`` picks it.
+``pytorch/csrc/extensions/cast.cpp`` and ``bias.cpp`` (TE 2.20). Each family of quantizers, with its storage format,
+has its own file (``float8.py``, ``float8_block.py``, ``mxfp8.py``, ``nvfp4.py``); ``quantizers.py`` picks it.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: tor
         tensor: float32, float16 or bfloat16, any shape.
         quantizer: one of Transformer Engine's; None returns the tensor itself.
         output: a quantized tensor to write to; its buffers are first made to fit the quantizer's usages.
-        noop: float32, shape [1]; 1 leaves the data of ``output`` as it is.
+        noop: float32, shape [1]; 1 leaves the data of ``output`` unchanged.
 
     Raises:
         UnsupportedRecipeError: the reference backend does not have the quantizer.
-        ReferenceBackendError: a shape, or a tensor to write to, that the compiled extension refuses too.
+        ReferenceBackendError: a shape, or a tensor to write to, that the compiled extension also refuses.
     """
     output = _cast(tensor, quantizer, output, noop)
     if quantizer is not None and quantizer.optimize_for_gemm:
-        # Where the family's kernel does not write them in that order; other callers of it leave them as they are.
+        # If the family's kernel does not write them in that order; its other callers do not swizzle.
         swizzle_scales_for_gemm_(output)
     return output
 
@@ -62,7 +62,7 @@ def _cast(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.
 
 @torch.no_grad()
 def dequantize(input: Any, otype: SupportsInt) -> torch.Tensor:
-    """The plain tensor that a quantized tensor stands for, of the logical shape and of type ``otype``."""
+    """A quantized tensor as a plain one, of the logical shape and of type ``otype``."""
     return dequantized(input).to(torch_dtype(otype))
 
 
@@ -70,7 +70,7 @@ def dequantize(input: Any, otype: SupportsInt) -> torch.Tensor:
 def create_empty_quantized_tensor(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False
 ) -> Any:
-    """A quantized tensor whose buffers are allocated and not written."""
+    """A quantized tensor with unwritten buffers."""
     device = torch.device(device)
     if quantizer is None:
         return torch.empty(list(shape), dtype=dtype, device=device)
@@ -80,11 +80,11 @@ def create_empty_quantized_tensor(
 def quantize_result(
     value: torch.Tensor, dtype: torch.dtype, quantizer: Any, *, out: Any = None, measure_first: bool = False
 ) -> Any:
-    """What becomes of a kernel's float32 result: rounded to ``dtype``, quantized, or both one after the other.
+    """Convert a kernel's float32 result: round it to ``dtype``, quantize it, or both in this order.
 
     Args:
         value: float32.
-        dtype: type of the result where it is not quantized, and nominal type where it is.
+        dtype: type of a plain result, nominal type of a quantized one.
         quantizer: None for a plain tensor.
         out: tensor to write to; a new one if None.
         measure_first: take amax before the result is rounded to ``dtype``, if the quantizer's family takes one.
@@ -109,7 +109,7 @@ def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> list[Any]:
 
     Args:
         input: output gradient, [..., features].
-        quantizer: None leaves the gradient as it is.
+        quantizer: None leaves the gradient unchanged.
 
     Returns:
         the sum over all rows ([features], the type of ``input``, summed in float32), and the quantized tensor.
@@ -140,7 +140,7 @@ def split_quantize(
     Args:
         tensor: [rows, ...].
         split_sections: rows of each part; 0 is allowed.
-        quantizer_list: one quantizer a part.
+        quantizer_list: one quantizer per part.
         disable_bulk_allocation: has no effect, since each part has its own memory here.
     """
     parts = torch.split(tensor.detach(), [int(rows) for rows in split_sections])

@@ -5,8 +5,8 @@ Usage::
     out = casting_for(quantizer).create(quantizer, (4, 32), torch.bfloat16, tensor.device)
     casting_for(quantizer).write(quantizer, tensor, out)
 
-A quantizer is recognised by the name of its class or of a class that it derives from, so that nothing of Transformer
-Engine is imported here, and a user's subclass is served like its parent.
+A quantizer is recognised by the name of its class or of a class that it derives from, so Transformer Engine is not
+imported here, and a user's subclass is served like its parent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ QuantizedTensor = Any
 
 
 class Casting(Protocol):
-    """What the backend knows of one family of quantizers."""
+    """The implementation of one family of quantizers."""
 
     @property
     def rounds_first(self) -> bool:
@@ -37,7 +37,7 @@ class Casting(Protocol):
         """Whether the bias gradient of an activation is the sum of its float32 gradient, and not of the rounded one."""
 
     def takes_amax(self, quantizer: Quantizer) -> bool:
-        """Whether activations hand over the amax of their float32 result, taken before it is rounded."""
+        """Whether activations pass the amax of their float32 result, taken before rounding."""
 
     def create(
         self,
@@ -47,7 +47,7 @@ class Casting(Protocol):
         device: torch.device,
         pin_memory: bool = False,
     ) -> QuantizedTensor:
-        """A tensor of the quantizer's kind, its buffers allocated and not written."""
+        """A tensor of the quantizer's kind, with unwritten buffers."""
 
     def fit(self, quantizer: Quantizer, out: QuantizedTensor) -> None:
         """Give ``out`` the buffers that the quantizer's usages ask for, and only those."""
@@ -60,7 +60,7 @@ class Casting(Protocol):
         noop: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
     ) -> None:
-        """Quantize ``source`` into the buffers of ``out``; with ``amax`` given, it is not measured."""
+        """Quantize ``source`` into the buffers of ``out``; a given ``amax`` is not measured again."""
 
 
 _CASTINGS: dict[str, Casting] = {

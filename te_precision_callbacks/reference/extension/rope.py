@@ -7,8 +7,8 @@ Usage::
     dquery = fused_rope_backward(drotated, freqs, None, NVTE_QKV_Format.NVTE_SBHD, False, None, 1, 0)
 
 ``x * cos(freqs) + rotate(x) * sin(freqs)`` over the first dimensions of each head, in float32, rounded once; the other
-dimensions stay (``common/fused_rope/fused_rope.cu``, TE 2.20). ``rotate`` swaps the two halves of these dimensions, or
-each even one with the odd one after it (``interleaved``), and negates what comes first.
+dimensions do not change (``common/fused_rope/fused_rope.cu``, TE 2.20). ``rotate`` swaps the two halves of these
+dimensions, or each even one with the next odd one (``interleaved``), and negates those that are then first.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def fused_rope_forward(
         qkv_format: SBHD, BSHD or THD.
         interleaved: whether neighbours or halves are swapped.
         cu_seqlens: for THD, [batch + 1]: where each sequence starts, over all ranks of context parallelism.
-        cp_size: ranks among which each sequence is divided; each has one chunk from the front, one from the back.
-        cp_rank: which of them this is.
+        cp_size: ranks that share each sequence; each has one chunk from the front and one from the back.
+        cp_rank: the number of this rank.
 
     Returns:
         contiguous, the shape and type of ``input``.
@@ -63,7 +63,7 @@ def fused_rope_backward(
     cp_size: int,
     cp_rank: int,
 ) -> torch.Tensor:
-    """Gradient of :func:`fused_rope_forward`: the rotation back. Arguments as there."""
+    """Gradient of :func:`fused_rope_forward`: the reverse rotation, with the same arguments."""
     angles = _angles(output_grads, freqs, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
     return _rotate(output_grads, angles, interleaved, backward=True)
 
@@ -80,7 +80,7 @@ def fused_qkv_rope_forward(
     cp_size: int,
     cp_rank: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Take query, key and value apart, and rotate query and key.
+    """Split query, key and value, and rotate query and key.
 
     Args:
         qkv_input: [sequence, batch, groups, query + key + value], or with sequence and batch swapped.

@@ -21,7 +21,7 @@ from te_precision_callbacks.reference.extension.dtypes import fp8_format
 
 @torch.no_grad()
 def compute_amax(tensor: torch.Tensor, amax: torch.Tensor) -> None:
-    """Write the largest magnitude of ``tensor`` into ``amax`` (float32, shape [1]); NaN is passed over."""
+    """Write the largest magnitude of ``tensor`` into ``amax`` (float32, shape [1]); NaN is skipped."""
     overwrite(amax, amax_of(tensor).view_as(amax))
 
 
@@ -36,8 +36,8 @@ def fused_amax_and_scale_update_after_reduction(
 ) -> None:
     """Roll the amax histories and renew the scales of delayed scaling, in place.
 
-    ``common/recipe/delayed_scaling.cu``, ``kernel_bulk`` (TE 2.20). For each tensor as
-    :func:`~te_precision_callbacks.numerics.scaling.delayed_scaling` has it.
+    ``common/recipe/delayed_scaling.cu``, ``kernel_bulk`` (TE 2.20). Each tensor is updated as in
+    :func:`~te_precision_callbacks.numerics.scaling.delayed_scaling`.
 
     Args:
         amax_reduction_buffer: float32, the newest amaxes of all modules, concatenated.

@@ -5,9 +5,8 @@ Usage::
     probabilities = scaled_masked_softmax_forward(scores, mask, 0.125)
     dscores = scaled_masked_softmax_backward(dprobabilities, probabilities, 0.125)
 
-``common/fused_softmax`` (TE 2.20): computed in float32, returned in the type of the input. What is masked by a mask is
-set to -10000 after scaling, and a row that is masked throughout comes out as zeros. What is masked causally comes out
-as zeros.
+``common/fused_softmax`` (TE 2.20): computed in float32, returned in the type of the input. Scores that a mask masks are
+set to -10000 after scaling, and a row that is masked throughout becomes zeros. Causally masked scores become zeros.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def scaled_masked_softmax_forward(input: torch.Tensor, mask: torch.Tensor, scale
 
 
 def scaled_upper_triang_masked_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
-    """softmax of the scaled scores, each query seeing the keys up to its own place; [batch * heads, length, length]."""
+    """softmax of the scaled scores, each query seeing keys up to its own position; [batch * heads, length, length]."""
     return _causal(_scaled(input, scale_factor, 3), 1).to(input.dtype)
 
 

@@ -5,7 +5,7 @@ Usage::
     swizzle_scales_for_gemm_(tensor)  # both directions, and the tensor's flag
 
 ``pytorch/csrc/extensions/swizzle.cpp`` (TE 2.20). The order itself is in
-:mod:`te_precision_callbacks.numerics.layouts`. What pads the scales becomes 0.
+:mod:`te_precision_callbacks.numerics.layouts`. Padding of the scales becomes 0.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def as_stored(scales: torch.Tensor, shape: Sequence[int], *, along_columns: bool
 
     Args:
         scales: uint8, one for each block.
-        shape: of the memory.
+        shape: the shape in memory.
         along_columns: whether the blocks that a GEMM sums over follow one another along the rows of ``scales``
-            (MXFP8's columnwise data), so that its transpose is what is swizzled.
+            (MXFP8's columnwise data), so that its transpose is swizzled.
         swizzled: whether the order is that of a GEMM.
     """
     out = padded(scales, shape)
@@ -38,7 +38,7 @@ def as_stored(scales: torch.Tensor, shape: Sequence[int], *, along_columns: bool
 
 @torch.no_grad()
 def swizzle_scales_for_gemm_(tensor: Any) -> None:
-    """Swizzle the scales of an MXFP8 or NVFP4 tensor, in both directions, unless they are; others stay as they are."""
+    """Swizzle the scales of an MXFP8 or NVFP4 tensor in both directions, if not swizzled yet; skip other tensors."""
     if not _needs_it(tensor):
         return
     for columnwise in (False, True):
@@ -50,10 +50,10 @@ def swizzle_scales_for_gemm_(tensor: Any) -> None:
 def multi_tensor_swizzle_scales_for_gemm_(tensors: Sequence[Any], rowwise_usage: bool, columnwise_usage: bool) -> None:
     """Swizzle the scales of one direction of several tensors.
 
-    The tensors' flags stay as they are, as with the compiled extension: the caller sets them after both directions.
+    The tensors' flags do not change, as in the compiled extension: the caller sets them after both directions.
 
     Args:
-        tensors: all of one format; those whose flag says that they are swizzled are passed over.
+        tensors: all of one format; tensors whose flag says that they are swizzled are skipped.
         rowwise_usage: whether the rowwise scales are swizzled.
         columnwise_usage: whether the columnwise scales are; exactly one of the two.
 

@@ -4,8 +4,8 @@ Usage::
 
     get_cublasLt_version()  # 120905
 
-cuBLAS is reported as 12.9.5: new enough for FP8 on every GPU that the backend stands for, and older than what
-Transformer Engine wants for its grouped-tensor GEMM (13.3), which the reference backend does not have.
+cuBLAS is reported as 12.9.5: new enough for FP8 on every GPU that the backend emulates, and older than what
+Transformer Engine needs for its grouped-tensor GEMM (13.3), which the reference backend does not have.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs at the start of every Python process whose PYTHONPATH holds this folder; see ``reference/children.py``.
 
-Python imports one ``sitecustomize`` only. This one hides the next one on the path, so it takes its own folder off the
-path and imports that one afterwards.
+Python imports only one ``sitecustomize``. This one hides the next on the path, so it removes its own folder from the
+path and imports the next one afterwards.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import sys
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _FOLDER]
 
-# The package may be out of reach here, in an environment of another Python for example: then nothing is to be done.
+# The package may be unavailable here, in an environment of another Python for example: then do nothing.
 with contextlib.suppress(ImportError):
     from te_precision_callbacks.reference.children import install_when_needed
 
