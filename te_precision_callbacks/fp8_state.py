@@ -8,22 +8,22 @@
             parameter.copy_(value)
     fp8_state.restore(before)                                                      # last
 
-What belongs to it, read from Transformer Engine 2.20.2:
+The state, read from Transformer Engine 2.20.2, includes:
 
-- of each module its recipe's state, as its last forward has left it (``pytorch/module/base.py``: ``fp8_meta``, with
+- the recipe's state of each module, as its last forward has left it (``pytorch/module/base.py``: ``fp8_meta``, with
   scales and amax histories, ``quantizers``, the flags by which the next forward and ``get_extra_state`` decide;
   ``pytorch/ops/op.py``: ``_fp8_metas``, ``_quantizers``);
 - the quantized weights that ``is_first_microbatch`` caches (``base.py``: ``_fp8_workspaces``);
-- parameters that are quantized themselves, of ``quantized_model_init``, with scales, transposes and quantizers
+- parameters that are quantized themselves, by ``quantized_model_init``, with scales, transposes and quantizers
   (``pytorch/tensor``), which ``load_state_dict`` may quantize anew;
 - the module's places in the buffers of the delayed scaling's reduction, copies of scales that wait for a recomputation,
   and the flag by which a CUDA graph leaves a cached weight as it is (``pytorch/quantization.py: FP8GlobalState``);
 - the states of random generators: torch's of the CPU and of all GPUs, from which stochastic rounding and dropout draw,
   and those of Transformer Engine's tracker (``pytorch/distributed.py``).
 
-What does not: parameters in high precision, gradients and the optimizer's state, which a checkpoint holds in any case,
-often in parts and elsewhere; modules outside of the model; the region of ``autocast``, since a state is taken between
-steps; what the debug features of a session do.
+It does not include parameters in high precision, gradients and the optimizer's state, which a checkpoint holds anyway,
+often in parts and elsewhere; modules outside the model; the region of ``autocast``, since a state is saved between
+steps; effects of a session's debug features.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ _MISSING = object()
 
 
 class Fp8StateError(PrecisionDebugError, RuntimeError):
-    """A state cannot be put back."""
+    """A state cannot be restored."""
 
 
 class Fp8State:
-    """What :func:`save` has found of a model. It holds copies, on the devices of what they are copies of."""
+    """The state that :func:`save` has found in a model: copies, on the devices of the originals."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = tuple(module for module in model.modules() if any(name in vars(module) for name in _IN_PLACE))
@@ -92,7 +92,7 @@ class Fp8State:
                 put_back()
 
     def _save(self, value: Any) -> None:
-        """Keep a value's content, of whatever kind, and how to give it to it again."""
+        """Keep the content of a value of any kind, and a function that restores it."""
         if id(value) in self._seen:
             return
         if isinstance(value, dict):
@@ -110,7 +110,7 @@ class Fp8State:
             self._add(value, lambda: value.copy_(copy), ())
 
     def _add(self, value: Any, put_back: Callable[[], Any], inside: Iterable[Any]) -> None:
-        self._seen[id(value)] = value  # which keeps it, so that no other object gets its id
+        self._seen[id(value)] = value  # kept alive, so that no other object gets its id
         self._put_back.append(put_back)
         for member in inside:
             self._save(member)
@@ -156,9 +156,9 @@ class Fp8State:
         self._save(skip)
 
     def _forget_places(self) -> None:
-        """Take the modules out of the reduction of amaxes, from the ends of its buffers.
+        """Remove modules from the reduction of amaxes, from the ends of its buffers.
 
-        A module that has begun delayed scaling since is registered at an end, and would be once more.
+        A module that has begun delayed scaling since is registered at an end, and would be registered once more.
         """
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -192,22 +192,22 @@ class Fp8State:
 
 
 def save(model: torch.nn.Module) -> Fp8State:
-    """Keep what FP8 training keeps between the steps of a model; the module's text says what belongs to it.
+    """Save the state that FP8 training keeps between the steps of a model, as the module's docstring describes.
 
     Args:
-        model: the model, of any device, also without a module of Transformer Engine.
+        model: the model, on any device, also without a module of Transformer Engine.
     """
     return Fp8State(model)
 
 
 def restore(state: Fp8State) -> None:
-    """Put a state back into the modules that it was saved of, as often as wanted.
+    """Put a state back into the modules from which it was saved, as often as needed.
 
-    The tensors and objects of then are in their places again, with their contents of then, so that optimizers and CUDA
-    graphs that refer to them stay valid. Where parameters are put back too, do it before: loading quantizes.
+    The saved tensors and objects are back in their places, with their saved contents, so optimizers and CUDA graphs
+    that refer to them stay valid. If parameters are restored too, restore them first: loading quantizes.
 
     Args:
-        state: of :func:`save`, in this process.
+        state: the result of :func:`save`, in this process.
 
     Raises:
         Fp8StateError: a quantized parameter was replaced since; nothing was changed.
@@ -216,9 +216,9 @@ def restore(state: Fp8State) -> None:
 
 
 def delayed_states(module: torch.nn.Module) -> Iterator[Any]:
-    """The states of delayed scaling that a module or an operation of Transformer Engine has, with scale and history.
+    """The states of delayed scaling in a module or an operation of Transformer Engine, with scale and history.
 
-    Read from Transformer Engine 2.20.2: ``DelayedScalingRecipeState``, and ``CustomRecipeState`` that has one.
+    Read from Transformer Engine 2.20.2: ``DelayedScalingRecipeState``, and a ``CustomRecipeState`` that contains one.
     """
     attributes = vars(module)
     for meta in (attributes.get("fp8_meta"), *(attributes.get("_fp8_metas") or {}).values()):
@@ -229,7 +229,7 @@ def delayed_states(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def _attributes(value: Any) -> tuple[str, ...]:
-    """The names of what Transformer Engine keeps in an object; a parameter has attributes of others too."""
+    """The names of Transformer Engine's attributes of an object; a parameter may have other attributes, too."""
     if not isinstance(value, torch.Tensor):
         return tuple(vars(value))
     own = _OF_GROUPED_TENSOR if "GroupedTensorStorage" in class_names(value) else ()

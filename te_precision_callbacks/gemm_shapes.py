@@ -6,8 +6,8 @@ Usage::
         refusal.gemm, refusal.dimension, refusal.size, refusal.multiple, refusal.next_size  # "wgrad", "tokens", 30, ...
         str(refusal)  # wgrad: tokens is 30 and has to be a multiple of 16 (next: 32), for cuBLAS ...
 
-A linear layer multiplies three times. In the terms of cuBLAS, which counts columns first, the result is m x n, and k
-products are summed in each element of it:
+A linear layer multiplies three times. In the terms of cuBLAS, which is column-major, the result is m x n, and each of
+its elements is a sum of k products:
 
 ======= ====== ============ ============ ============ ========== ==========
 GEMM    layout m            n            k            operand A  operand B
@@ -42,10 +42,10 @@ SCALING_OF_RECIPE: Mapping[str, str] = {
     "mxfp8": MXFP8,
     "nvfp4": NVFP4,
 }
-"""A recipe, as in the names of statistics -> the scaling mode of its activations and gradients."""
+"""Recipe, as in the names of statistics -> the scaling mode of its activations and gradients."""
 
 ROW_BYTES = 16
-"""What a row of an operand or of the result has to be a multiple of, in bytes."""
+"""The bytes of which a row of an operand or of the result must be a multiple."""
 
 _CUBLAS = "cuBLAS, which reads and writes rows of 16 bytes"
 _GEMM = "Transformer Engine's FP8 GEMM (leading dimension requirement)"
@@ -55,12 +55,12 @@ _MODULE = "Transformer Engine's modules (assert_dim_for_fp8_exec)"
 
 @dataclass(frozen=True)
 class Rule:
-    """A size of a GEMM that has to be a multiple.
+    """A rule that a size of a GEMM must be a multiple of a number.
 
     Attributes:
-        size: ``m``, ``n`` or ``k``, or the leading dimension of an operand as it lies in memory: ``lda``, ``ldb``.
-        multiple: of so many elements.
-        asked_by: who refuses otherwise.
+        size: ``m``, ``n`` or ``k``, or the leading dimension of an operand in memory: ``lda``, ``ldb``.
+        multiple: the number, in elements.
+        asked_by: the software that refuses other sizes.
     """
 
     size: Size
@@ -73,11 +73,11 @@ class Refusal:
     """A dimension of a layer with which one of its GEMMs does not run.
 
     Attributes:
-        gemm: which GEMM.
-        dimension: which dimension; ``tokens`` is the product of all dimensions of the input but the last.
+        gemm: the GEMM.
+        dimension: the dimension; ``tokens`` is the product of all dimensions of the input but the last.
         size: its size.
-        multiple: what the size has to be a multiple of.
-        asked_by: who refuses.
+        multiple: the number of which the size must be a multiple.
+        asked_by: the software that refuses the size.
     """
 
     gemm: GemmName
@@ -109,14 +109,14 @@ def takes_any_layout(capability: tuple[int, int]) -> bool:
 def rules(
     scaling: str | None, capability: tuple[int, int], *, result_bytes: int = 2, b_in_rows: bool = True
 ) -> tuple[Rule, ...]:
-    """What a GEMM asks of its sizes.
+    """The rules for the sizes of a GEMM.
 
     Args:
         scaling: a scaling mode of :mod:`te_precision_callbacks.numerics.layouts`; None for high precision, which takes
-            any.
-        capability: of the GPU.
+            any size.
+        capability: the compute capability of the GPU.
         result_bytes: bytes of an element of the result: 2 for bfloat16, 4 for float32.
-        b_in_rows: whether operand B, if it is in FP8 blocks, has one-dimensional ones, as activations and gradients.
+        b_in_rows: whether operand B, if it is in FP8 blocks, has 1D blocks, as activations and gradients have.
     """
     result = Rule("m", max(1, ROW_BYTES // result_bytes), _CUBLAS)
     if scaling == PER_TENSOR:
@@ -154,13 +154,13 @@ def refusals(
 
     Args:
         recipe: one of :data:`SCALING_OF_RECIPE`.
-        capability: of the GPU.
+        capability: the compute capability of the GPU.
         tokens: the product of all dimensions of the layer's input but the last; with 0 nothing is multiplied.
-        in_features: of the layer, on this rank.
-        out_features: of the layer, on this rank.
-        gemms: those that run in the recipe.
+        in_features: the layer's, on this rank.
+        out_features: the layer's, on this rank.
+        gemms: the GEMMs that run in the recipe.
         result_bytes: bytes of an element of the results.
-        asserted: whether the layer looks at its operands before fprop, as ``Linear``, ``LayerNormLinear`` and
+        asserted: whether the layer checks its operands before fprop, as ``Linear``, ``LayerNormLinear`` and
             ``LayerNormMLP`` do; ``GroupedLinear`` and ``te.ops`` do not.
 
     Raises:

@@ -27,11 +27,11 @@ __all__ = ["SessionKeywords", "SessionOptions", "StatisticsLogRanks", "StepOn"]
 StrPath = str | os.PathLike[str]
 
 StepOn = Literal["optimizer_step", "batch"]
-"""What a debug iteration is, for the front doors of loops in which a step may have several batches."""
+"""The length of a debug iteration, for the front doors of loops in which a step may have several batches."""
 
 
 StatisticsLogRanks = Literal["rank0", "all", "off"]
-"""Which ranks write statistics that are reduced over ranks into their statistics log."""
+"""The ranks that write statistics that are reduced over ranks into their statistics log."""
 
 
 class SessionKeywords(TypedDict, total=False):
@@ -58,19 +58,19 @@ class SessionKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """What a session does.
+    """The options of a session.
 
     Attributes:
         config: the loaded config.
-        log_dir: where logs go. None: the trainer's folder, or the current one.
+        log_dir: the folder for logs. None: the trainer's folder, or the current one.
         feature_dirs: folders of a user's own features; every ``.py`` file below them is executed.
         features: a user's own features, as classes.
         sinks: receivers of each step's records, in addition to the statistics log and the trainer's loggers.
         process_group: the group over which statistics are reduced. None: all ranks.
         reduce: False keeps the statistics of each rank, without a collective.
-        statistics_log: which ranks write the statistics log. ``"rank0"``: of the ranks that reduce together, which all
-            have the same numbers, the first writes all; the others write only numbers of their own. ``"all"``: each
-            rank. ``"off"``: none.
+        statistics_log: which ranks write the statistics log. ``"rank0"``: the first of the ranks that reduce together,
+            which all have the same numbers, writes all numbers; the others write only their own. ``"all"``: each rank.
+            ``"off"``: none.
         start_step: the debug iteration at start. None: 0, or the resumed step.
         layer_names: the names of layers, in selectors and in all output. ``"upstream"``: exactly the names and numbers
             of nvidia-dlfw-inspect's ``infer_and_assign_layer_names``, for a config that was written for those.
@@ -207,7 +207,7 @@ _ONLY_IN_PYTHON = (os.PathLike, Config, Callable)
 
 
 def _in_yaml(hint: Any) -> Any:
-    """What a YAML file can spell of a type."""
+    """The part of a type that a YAML file can spell."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         kept = [_in_yaml(entry) for entry in arguments if (get_origin(entry) or entry) not in _ONLY_IN_PYTHON]
@@ -222,7 +222,7 @@ def check_step_on(step_on: object) -> None:
     """Check the keyword ``step_on`` of a front door.
 
     Raises:
-        OptionError: it is not a :data:`StepOn`.
+        OptionError: ``step_on`` is not a :data:`StepOn`.
     """
     if step_on not in get_args(StepOn):
         raise OptionError(f"step_on= must be one of {', '.join(map(repr, get_args(StepOn)))}, not {step_on!r}.")

@@ -1,7 +1,7 @@
 """Distinguishes layers at the same path on several ranks, as in pipeline stages and expert parallelism.
 
 A scope is a text such as ``pp1``, ``ep0`` or ``pp1.ep0``. It is found in Megatron's parallel state, or in the device
-mesh of a module's parameters; else the user says it, by ``scope=`` of every front door.
+mesh of a module's parameters; otherwise the user passes it as ``scope=``, to any front door.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import torch
 from te_precision_callbacks.errors import OptionError
 
 Scope = str | Callable[[str], str]
-"""A rank's scope, or a function from a module's path to the scope of that module: empty where it needs none."""
+"""A rank's scope, or a function from a module's path to the scope of that module; empty if no scope is needed."""
 
 _TEXT = re.compile(r"\w+(\.\w+)*")
 
 _PIPELINE = ("pp", "pipeline", "pipe", "pipeline_parallel")
 _EXPERTS = ("ep", "expert", "experts", "expert_parallel")
-"""Names of dimensions of a device mesh; those of torchtitan, Lightning, Accelerate and NeMo are among them."""
+"""Names of dimensions of a device mesh, including those of torchtitan, Lightning, Accelerate and NeMo."""
 
 
 class FoundScope(NamedTuple):
-    """Where a rank stands, as far as it is known; empty where it is not, or where all ranks stand alike."""
+    """The position of a rank, as far as known; empty if unknown, or if all ranks have the same position."""
 
     stage: str
     experts: str
 
 
 def found_scope(module: torch.nn.Module) -> FoundScope:
-    """Where this rank has a module.
+    """The scope of a module on this rank.
 
     Args:
         module: a Transformer Engine module.
@@ -49,7 +49,7 @@ def found_scope(module: torch.nn.Module) -> FoundScope:
 
 
 def _of_megatron(parameters: list[torch.nn.Parameter]) -> tuple[str, str]:
-    """By Megatron Core's ``parallel_state.py`` 0.16.1. Its expert layers mark their parameters, ``allreduce=False``."""
+    """The scope by Megatron Core's ``parallel_state.py`` 0.16.1; expert layers' parameters have ``allreduce=False``."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
         return "", ""
@@ -63,12 +63,12 @@ def _of_megatron(parameters: list[torch.nn.Parameter]) -> tuple[str, str]:
 
 
 def _mesh(parameter: torch.nn.Parameter) -> Any:
-    """The device mesh of a DTensor; None of another parameter."""
+    """The device mesh of a DTensor; None for any other parameter."""
     return getattr(parameter, "device_mesh", None)
 
 
 def _place(mesh: Any, names: tuple[str, ...], prefix: str) -> str:
-    """This rank's place in the dimension of one of the names, if there is one with several ranks."""
+    """This rank's place in the dimension with one of the names; empty if none has several ranks."""
     for name in names:
         if name in (mesh.mesh_dim_names or ()) and mesh[name].size() > 1:
             return f"{prefix}{mesh.get_local_rank(name)}"
@@ -79,17 +79,17 @@ def check_scope(scope: object) -> None:
     """Check the keyword ``scope`` of a front door.
 
     Raises:
-        OptionError: it is not a :data:`Scope`.
+        OptionError: ``scope`` is not a :data:`Scope`.
     """
     if not callable(scope):
         _check_text("scope=", scope)
 
 
 def scope_of(scope: Scope, path: str) -> str:
-    """What the user says of a module.
+    """The user's scope of a module.
 
     Raises:
-        OptionError: the function gives no such text.
+        OptionError: the function does not return a scope.
     """
     if not callable(scope):
         return scope

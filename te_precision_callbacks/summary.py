@@ -38,7 +38,7 @@ __all__ = ["summary"]
 SUMMARY_FILE = "precision_summary.txt"
 
 MOST_ROWS = 12
-"""Tensors in a table of statistics. The others are named below it."""
+"""The most tensors in a table of statistics. The others are named below the table."""
 
 _FILE_WIDTH = 120
 
@@ -141,7 +141,7 @@ _ORDER = {
     )
     for kind in kinds
 }
-"""What comes first among the columns: what is lost, then the tensor itself, its scales, and its blocks."""
+"""The order of the columns: losses first, then the tensor itself, its scales, and its blocks."""
 
 
 class _Tensor(NamedTuple):
@@ -200,7 +200,7 @@ class StatisticsTables:
         names = max(len(line) for layer, _ in tensors for line in _lines(layer))
         names = max(names, *(len(tensor) + 2 for _, tensor in tensors))
         group: list[str] = []
-        # An edge on both sides, a blank on both sides of each column, and one between two of them.
+        # An edge on both sides, a blank on both sides of each column, and a divider between two columns.
         free = whole = width - (names + 4)
         for statistic in sorted(self._cells, key=_place):
             needed = self._width(statistic) + 3
@@ -217,7 +217,7 @@ class StatisticsTables:
     def _rows(self, group: Sequence[str]) -> list[_Tensor]:
         """The tensors that have one of the statistics: the worst of each statistic, then the second of each."""
         told = [self._cells[statistic] for statistic in group]
-        # A statistic that is the same everywhere, as no inf and nan anywhere, has no worst tensor: it comes last.
+        # A statistic that is equal everywhere, such as no inf and nan at all, has no worst tensor: it comes last.
         judging = [cells for cells in told if len({cell.bad for cell in cells.values()}) > 1]
         ranked = [sorted(cells, key=lambda tensor: cells[tensor].bad, reverse=True) for cells in judging]
         taking_turns: Iterator[_Tensor | None] = chain.from_iterable(zip_longest(*ranked))
@@ -241,12 +241,12 @@ class StatisticsTables:
 
 
 def _given_names(session: InspectSession | SessionOutcome) -> dict[str, str]:
-    """Layer -> the name that the script has given to it."""
+    """Layer -> the name that the script has given to the layer."""
     return {layer.name: layer.given for layer in session.layers if layer.given}
 
 
 def _place(statistic: str) -> int:
-    """Of a column among the others; a user's own come last."""
+    """The place of a column among the others; a user's own come last."""
     request = logged_request(statistic)
     if request is None:
         return len(_ORDER)
@@ -268,7 +268,7 @@ def _folded(tensors: Iterable[_Tensor]) -> list[str]:
 
 
 _NUMBER = re.compile(r"(.*?)(?:(?<![^.])([0-9]+)(?![^.])(.*))?", re.DOTALL)
-"""What stands before a layer's number, the number, and what stands after it."""
+"""The part of a layer's name before its number, the number, and the part after it."""
 
 
 def _ranges(numbers: Iterable[int]) -> str:
@@ -282,7 +282,7 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def _printable(text: str) -> str:
-    """A text without what moves a terminal's cursor, sets its colours or turns its writing around."""
+    """A text without characters that move a terminal's cursor, set its colours or reverse its writing."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

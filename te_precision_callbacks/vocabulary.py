@@ -1,6 +1,6 @@
 """The names that all parts share: tensors, GEMMs and their operands, recipes, and Transformer Engine's quantizers.
 
-Each of these facts stands here alone. Nothing of Transformer Engine, torch or the rest of the package is imported.
+Each of these facts is defined only here. Neither Transformer Engine, torch nor the rest of the package is imported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ OperandName = Literal["activation", "weight", "gradient"]
 TensorName = Literal["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
 
 GEMMS: tuple[GemmName, ...] = get_args(GemmName)
-"""The GEMMs of a linear layer: of its forward, and for the gradients of its input and of its weight."""
+"""The GEMMs of a linear layer: the forward, and the gradients of its input and of its weight."""
 
 OPERANDS: Mapping[GemmName, tuple[OperandName, OperandName]] = {
     "fprop": ("activation", "weight"),
@@ -36,13 +36,13 @@ TENSORS: tuple[TensorName, ...] = get_args(TensorName)
 """The tensors of a layer that can be watched: what the GEMMs read, and what they make."""
 
 RECIPES = ("fp8_delayed_scaling", "fp8_current_scaling", "mxfp8", "fp8_block_scaling", "nvfp4")
-"""The recipes, as statistics' names have them."""
+"""The recipes, as spelled in statistics' names."""
 
 ONE_SCALE = ("fp8_delayed_scaling", "fp8_current_scaling")
 """The recipes with one scale for a tensor; the others have one for each block."""
 
 ELEMENT_FORMATS = ("e4m3", "e5m2")
-"""The formats of FP8 elements, as statistics' names have them."""
+"""The formats of FP8 elements, as spelled in statistics' names."""
 
 WITH_ELEMENT_FORMAT = ("fp8_current_scaling", "mxfp8", "fp8_block_scaling")
 """The recipes whose elements can be either of :data:`ELEMENT_FORMATS`, and which can be simulated."""
@@ -52,9 +52,9 @@ class QuantizerClass(NamedTuple):
     """One of Transformer Engine's quantizers.
 
     Attributes:
-        recipe: of :data:`RECIPES`.
-        storage: the class from which all tensors derive that it makes.
-        format: the name of their format; one of FP8 elements is followed by that of the elements.
+        recipe: one of :data:`RECIPES`.
+        storage: the base class of all tensors that the quantizer makes.
+        format: the name of their format; for FP8 elements the element format follows the name.
     """
 
     recipe: str
@@ -80,20 +80,20 @@ _ASKED_OF_RECIPE: Mapping[str, str] = {
     "fp8_block_scaling": "float8_block_scaling",
     "nvfp4": "nvfp4",
 }
-"""The question that says yes of each recipe (Transformer Engine 2.20.2, ``common/recipe: Recipe``)."""
+"""The method that is true for each recipe (Transformer Engine 2.20.2, ``common/recipe: Recipe``)."""
 
 IDENTITY_QUANTIZER = "IdentityQuantizer"
-"""Transformer Engine's quantizer that leaves a tensor as it is."""
+"""Transformer Engine's quantizer that leaves a tensor unchanged."""
 
 HYBRID_QUANTIZER = "HybridQuantizer"
-"""Transformer Engine's quantizer with another one for each direction."""
+"""Transformer Engine's quantizer with a separate quantizer for each direction."""
 
 
 def class_names(thing: Any) -> tuple[str, ...]:
-    """The names of an object's class and of those that it derives from, the most derived first.
+    """The names of an object's class and of its base classes, the most derived first.
 
-    Transformer Engine's classes are recognised by them, so that a user's subclass is taken for its parent, and nothing
-    of Transformer Engine is imported.
+    Transformer Engine's classes are recognised by these names, so a user's subclass counts as its parent, and
+    Transformer Engine is not imported.
     """
     return tuple([base.__name__ for base in type(thing).__mro__])
 
@@ -111,9 +111,9 @@ def _recipe_of_class(quantizer: type) -> str | None:
 
 
 def name_of_format(thing: Any) -> str | None:
-    """The format of one of Transformer Engine's quantized tensors or storages, or of what a quantizer of it makes.
+    """The format of one of Transformer Engine's quantized tensors or storages, or of a quantizer's results.
 
-    As :class:`QuantizerClass` has it; None for any other class.
+    The name is that of :class:`QuantizerClass`; None for any other class.
     """
     return next((_FORMATS[name] for name in class_names(thing) if name in _FORMATS), None)
 

@@ -1,7 +1,7 @@
 """Decides before the run which features act on which layer.
 
-nvidia-dlfw-inspect 0.2.2 decides this in each layer's first forward pass, where it says nothing of a selector that
-matches no layer, and where two sections that select one layer end the run. Here the sections are merged per layer, and
+nvidia-dlfw-inspect 0.2.2 decides this in each layer's first forward pass: a selector that matches no layer is not
+reported, and two sections that select one layer end the run. Here the sections are merged per layer, and
 nvidia-dlfw-inspect gets exact layer names.
 """
 
@@ -32,7 +32,7 @@ RegisteredFeatures = Mapping[str, Collection[str]]
 """The existing features: namespace -> feature names."""
 
 BASE = "base"
-"""nvidia-dlfw-inspect's own namespace, whose features stand in a section without a namespace."""
+"""nvidia-dlfw-inspect's own namespace, whose features are in a section without a namespace."""
 
 _MOST_LAYERS_SHOWN = 3
 
@@ -57,7 +57,7 @@ class Section:
         features: the rest of the section, by namespace (``transformer_engine``) or, for the features of
             nvidia-dlfw-inspect itself, by feature name.
         places: the places of the config's keys, for messages.
-        effects: for each enabled feature of Transformer Engine, as written, what it does to the GEMMs of a layer.
+        effects: for each enabled feature of Transformer Engine, as written, its effect on the GEMMs of a layer.
     """
 
     name: str
@@ -213,7 +213,7 @@ def resolve_features(section: Section, registered: RegisteredFeatures, *, others
     Args:
         section: the section.
         registered: the features that exist.
-        others: whether there may be more, which are left out.
+        others: whether there may be more features, which are left out.
 
     Raises:
         ConfigError: a feature or namespace that does not exist, or a feature without ``enabled``.
@@ -231,7 +231,7 @@ def resolve_features(section: Section, registered: RegisteredFeatures, *, others
                     problems.add(functools.partial(_unknown_feature, name, namespace, registered, section.place(*path)))
             elif feature in resolved.setdefault(namespace, {}):
                 problems.add(
-                    f"{section.place(*path)}: {shown(feature)} stands here twice, in two spellings. Keep one of them."
+                    f"{section.place(*path)}: {shown(feature)} is given here twice, in two spellings. Keep one of them."
                 )
             else:
                 with problems.noted():
@@ -257,13 +257,13 @@ def _unknown_feature(name: str, namespace: str, registered: RegisteredFeatures, 
         what = f"{shown(name)} is neither a namespace ({', '.join(others)}) nor a feature of nvidia-dlfw-inspect itself"
         known = [*others, *known]
     return (
-        f"{place}: {what}.{suggestion(name, known)} One of your own is given as a class in features=, or in a folder in"
+        f"{place}: {what}.{suggestion(name, known)} Pass your own feature as a class in features=, or its folder in"
         " feature_dirs=."
     )
 
 
 def _feature_options(section: Section, path: tuple[str, ...], options: Any) -> FeatureOptions:
-    """A feature's options, which say whether it is enabled."""
+    """A feature's options, checked to be a mapping with a valid ``enabled``."""
     name, here = shown(path[-1]), section.place(*path)
     if not isinstance(options, Mapping):
         raise ConfigError(f"{here}: the options of {name} must be a mapping, not {shown(options)}.")
@@ -324,8 +324,8 @@ def _otherwise_message(
         told.append(f"and {len(otherwise) - MOST_TOLD} more sections")
     if not told:
         return ""
-    lines = "\n- ".join(["What is selected by the layers' paths is not what nvidia-dlfw-inspect would select:", *told])
-    return f"{lines}\n{_BY_UPSTREAM}; layer_names='path' says that the paths are meant."
+    lines = "\n- ".join(["The layers' paths select other layers than nvidia-dlfw-inspect would:", *told])
+    return f"{lines}\n{_BY_UPSTREAM}; layer_names='path' confirms that the paths are meant."
 
 
 def _some(names: Sequence[str]) -> str:
@@ -339,7 +339,7 @@ def _no_layer_message(section: Section, index: LayerIndex, upstream: LayerIndex 
     words = section.selector.words()[:MOST_TOLD]
     near = list(dict.fromkeys(match for word in words for match in index.near(word)))
     if near:
-        hint = f" Near what it asks for: {', '.join(repr(name) for name in near[:5])}."
+        hint = f" Similar names: {', '.join(repr(name) for name in near[:5])}."
     else:
         more = f", and {len(names) - 8} more" if len(names) > 8 else ""
         hint = f" The layers are: {', '.join(repr(name) for name in names[:8])}{more}."

@@ -2,7 +2,7 @@
 
 The keys and their precedence are nvidia-dlfw-inspect's (``config_manager.py`` 0.2.2): ``exact_layer_names``, else
 ``layer_name_regex_pattern``, else ``layer_numbers`` and ``layer_types`` together. Unlike there, every selector is
-applied to the model's real layers before the run, so that none can raise inside a forward pass.
+applied to the model's real layers before the run, so no selector can raise inside a forward pass.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ EXACT, PATTERN, NUMBERS, TYPES = "exact_layer_names", "layer_name_regex_pattern"
 SELECTOR_KEYS = (EXACT, PATTERN, NUMBERS, TYPES)
 
 LONGEST_PATTERN = 100_000
-"""Characters of a regular expression."""
+"""The most characters of a regular expression."""
 
 LARGEST_NUMBER = 999_999
-"""Of a layer."""
+"""The largest number of a layer."""
 
 LayerNames = Literal["path", "upstream"]
-"""What layers are called: ``"path"``, after their path in the module tree; ``"upstream"``, as nvidia-dlfw-inspect's
-``infer_and_assign_layer_names`` calls and numbers them."""
+"""The names of layers: ``"path"``, their path in the module tree; ``"upstream"``, the names and numbers of
+nvidia-dlfw-inspect's ``infer_and_assign_layer_names``."""
 
 _NUMBER = re.compile(r"(?<!\d)(?<!fc)(?<!gemm_)\d+")
 _UPSTREAM_NUMBER = re.compile(r"(?<!fc)\d+")
-"""nvidia-dlfw-inspect 0.2.2, ``config_manager.py: is_layer_in_cfg``; it raises where a name has none, or several."""
+"""nvidia-dlfw-inspect 0.2.2, ``config_manager.py: is_layer_in_cfg``; it raises if a name has no number, or several."""
 
 _SPAN = re.compile(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?")
 _NEGATIVE = re.compile(r"\(\?<?!")
@@ -45,7 +45,7 @@ _WITHOUT_END = LARGEST_NUMBER + 1
 
 
 class SelectableLayer(Protocol):
-    """What a selector looks at: :class:`te_precision_callbacks.naming.Layer` has it."""
+    """The attributes that a selector reads; :class:`te_precision_callbacks.naming.Layer` has them."""
 
     @property
     def name(self) -> str:
@@ -53,30 +53,30 @@ class SelectableLayer(Protocol):
 
     @property
     def scope(self) -> str:
-        """What its name begins with to tell it from layers of other ranks; empty where nothing has to."""
+        """The prefix of its name that distinguishes it from layers of other ranks; empty if none is needed."""
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """Other names that select it."""
+        """Other names that select the layer."""
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Its class, in each spelling that ``layer_types`` takes."""
+        """The layer's class, in each spelling that ``layer_types`` takes."""
 
     @property
     def upstream(self) -> tuple[str, ...]:
-        """What nvidia-dlfw-inspect calls it in this model, and in the model without wrappers where that is another."""
+        """nvidia-dlfw-inspect's name of the layer in this model, and in the model without wrappers if that differs."""
 
 
 class LayerIndex:
-    """The layers of a model, to look them up; a word or pattern that many sections have is looked up once.
+    """The layers of a model, to look them up; a word or pattern of many sections is looked up once.
 
-    An alias that is another layer's name means that layer.
+    An alias that is another layer's name means that other layer.
 
     Args:
-        layers: in the order of the model. What is found are places in it, in increasing order.
+        layers: in the order of the model. Results are indices into this sequence, in increasing order.
         upstream: which of ``layer.upstream`` is the name that counts. Names are then looked up as nvidia-dlfw-inspect
-            does: a class is no type, and a layer has a number where its name has exactly one. None: our own names.
+            does: a class is not a type, and a layer has a number if its name has exactly one. None: our own names.
     """
 
     def __init__(self, layers: Sequence[SelectableLayer], *, upstream: int | None = None) -> None:
@@ -102,7 +102,7 @@ class LayerIndex:
         self._whole = Vocabulary(layer.name for layer in layers)
         self._parts = Vocabulary(part for layer in layers for part in (*layer.name.split("."), *layer.types))
         self._text = "\n".join(name for names in self._names for name in names)
-        self._position_at: list[int] = []  # of each name in the text, where it ends, and whose it is
+        self._position_at: list[int] = []  # the layer of each name in the text; below, where the name ends
         self._ends: list[int] = []
         end = 0
         for position, names in enumerate(self._names):
@@ -118,7 +118,7 @@ class LayerIndex:
         self._by_pattern: dict[str, list[int]] = {}
 
     def near(self, word: str) -> list[str]:
-        """Names of layers, and parts of names and classes, that look like a word."""
+        """Names of layers, and parts of names and classes, that are similar to a word."""
         return [*self._whole.nearest(word), *self._parts.nearest(word)]
 
     def named(self, name: str) -> Sequence[int]:
@@ -136,14 +136,14 @@ class LayerIndex:
         return [position for number in numbers for position in self._by_number[number]]
 
     def of_type(self, word: str) -> Sequence[int]:
-        """The layers of a class, or with a name that has the word in it; ``all``: every layer."""
+        """The layers of a class, or with a name that contains the word; ``all``: every layer."""
         if word not in self._by_type:
             found = range(len(self.layers)) if word == "all" else {*self._of_class.get(word, ()), *self._having(word)}
             self._by_type[word] = sorted(found)
         return self._by_type[word]
 
     def _having(self, word: str) -> Iterator[int]:
-        """The layers that have a word in a name. All names are one text, in which a search takes little for each."""
+        """The layers with a word in a name. All names are searched as one text, which is fast."""
         start = self._text.find(word)
         while start >= 0:
             name = bisect_right(self._ends, start)
@@ -153,11 +153,11 @@ class LayerIndex:
     def matching(self, pattern: re.Pattern[str]) -> Sequence[int]:
         """The layers in whose name a pattern is found.
 
-        A pattern with a negative look-around is searched in the name alone: an alias that lacks what it excludes would
-        select what the user meant to leave out.
+        A pattern with a negative look-around is searched only in the name: an alias that lacks the excluded text would
+        select a layer that the user meant to leave out.
 
         Raises:
-            TookTooLong: it would take forever.
+            TookTooLong: the search would take forever.
         """
         if pattern.pattern not in self._by_pattern:
             named = [names[:1] for names in self._names] if _NEGATIVE.search(pattern.pattern) else self._names
@@ -169,10 +169,10 @@ class LayerIndex:
 
 
 def by_upstreams_names(layers: Sequence[SelectableLayer]) -> list[LayerIndex]:
-    """The layers by nvidia-dlfw-inspect's names, and by those in the model without wrappers where they differ.
+    """The layers by nvidia-dlfw-inspect's names, and by those in the model without wrappers if they differ.
 
-    Scripts name a model before DDP and its kin are put around it, or after: a selector that selects nothing by the
-    first names is meant for the second.
+    Scripts name a model before or after they wrap it in DDP and its kin: a selector that selects nothing by the first
+    names is meant for the second.
     """
     return [
         LayerIndex(layers, upstream=which) for which in ((0, -1) if any(len(x.upstream) > 1 for x in layers) else (0,))
@@ -186,9 +186,9 @@ class LayerSelector:
     Attributes:
         exact_names: names, compared whole.
         pattern: a regular expression, searched in the name.
-        numbers: ranges of layer numbers, ends included. None where the block has none.
-        types: parts of a name, or class names. ``all`` selects every layer. None where the block has none.
-        place: where the block and its keys stand, for messages.
+        numbers: ranges of layer numbers, ends included. None if the block has none.
+        types: parts of a name, or class names. ``all`` selects every layer. None if the block has none.
+        place: the places of the block and its keys, for messages.
     """
 
     exact_names: tuple[str, ...] | None
@@ -204,10 +204,10 @@ class LayerSelector:
 
     @classmethod
     def parse(cls, block: object, place: Where) -> LayerSelector:
-        """Check a ``layers`` block. A key that another one leaves without effect is warned about.
+        """Check a ``layers`` block, and warn of a key that has no effect because of another key.
 
         Raises:
-            ConfigError: unknown keys, values of a wrong type, an invalid regular expression or range; all of them.
+            ConfigError: unknown keys, values of a wrong type, an invalid regular expression or range, all in one error.
         """
         if not isinstance(block, Mapping):
             raise ConfigError(
@@ -229,7 +229,7 @@ class LayerSelector:
         return cls(parsed[EXACT], parsed[PATTERN], parsed[NUMBERS], parsed[TYPES], place)
 
     def select(self, index: LayerIndex) -> Sequence[int]:
-        """The places of the layers that are meant, in increasing order.
+        """The indices of the selected layers, in increasing order.
 
         Raises:
             ConfigError: the regular expression takes too long on these names.
@@ -242,8 +242,8 @@ class LayerSelector:
             except TookTooLong:
                 raise ConfigError(
                     f"{self.place(PATTERN)}: {PATTERN!r} {shown(self.pattern.pattern)} was still being searched in the"
-                    f" names of the {len(index.layers)} layers after {LIMIT} seconds. Something in it can match the"
-                    " same characters in many ways, as (a+)+ or .*.*.* can: write it without a repetition inside of a"
+                    f" names of the {len(index.layers)} layers after {LIMIT} seconds. A part of it can match the same"
+                    " characters in many ways, like (a+)+ or .*.*.*: write the pattern without a repetition inside a"
                     f" repetition, or give {EXACT!r}."
                 ) from None
         numbered = None if self.numbers is None else {p for span in self.numbers for p in index.numbered(*span)}
@@ -253,18 +253,18 @@ class LayerSelector:
         return sorted(typed if numbered is None else typed & numbered)
 
     def choose(self, indexes: Sequence[LayerIndex]) -> LayerIndex:
-        """The first of several indexes in which something is selected; the first one where it is in none.
+        """The first of several indexes in which something is selected; if there is none, the first one.
 
         Raises:
-            ConfigError: as of :meth:`select`.
+            ConfigError: as in :meth:`select`.
         """
         return next((index for index in indexes if self.select(index)), indexes[0])
 
     def differs(self, index: LayerIndex, upstream: LayerIndex) -> bool:
         """Whether nvidia-dlfw-inspect's names select other layers than those of ``index``.
 
-        No, where names and words select nothing by them, since then the block was not written for them. Of layers that
-        nvidia-dlfw-inspect cannot number, and raises for, it is not asked.
+        False if names and words select nothing by upstream's names, since then the block was not written for them.
+        Layers that nvidia-dlfw-inspect cannot number, and raises for, are not compared.
 
         Args:
             index: the layers by their own names.
@@ -277,7 +277,7 @@ class LayerSelector:
         return ours != theirs and bool(theirs or by_number)
 
     def idle_entries(self, index: LayerIndex) -> Iterator[tuple[str, int, Callable[[], str]]]:
-        """The entries that mean no layer, or more layers than there are: key, place in its list, what is wrong."""
+        """The entries that match no layer, or go beyond the layers: key, index in its list, and the problem."""
         if self.exact_names is not None:
             for number, name in enumerate(self.exact_names):
                 if not index.named(name):
@@ -292,7 +292,7 @@ class LayerSelector:
                     yield NUMBERS, number, functools.partial(_no_number, first, last, index)
 
     def words(self) -> list[str]:
-        """What the user wrote, to look for near names where nothing matched."""
+        """The words of the block, to look for similar names if nothing matched."""
         return [*(self.exact_names or ()), *(self.types or ()), *([self.pattern.pattern] if self.pattern else ())]
 
 
@@ -314,8 +314,8 @@ def _no_name(name: str, index: LayerIndex) -> str:
 
 def _no_type(word: str, index: LayerIndex) -> str:
     close = index.near(word)
-    hint = f" Near it: {', '.join(map(shown, close[:5]))}." if close else ""
-    return f"no layer's name or class has {shown(word)} in it.{hint}"
+    hint = f" Similar: {', '.join(map(shown, close[:5]))}." if close else ""
+    return f"no layer's name or class contains {shown(word)}.{hint}"
 
 
 def _no_number(first: int, last: int, index: LayerIndex) -> str:
@@ -334,7 +334,7 @@ def _unknown_key(key: str, place: Where) -> str:
 
 
 def _warn_of_what_is_ignored(given: Sequence[str], place: Where) -> None:
-    """A warning for each key beside one that rules alone; numbers and types rule together."""
+    """Warn of each key beside a key that decides alone; numbers and types decide together."""
     rules = given[0]
     for key in given[1:] if rules in (EXACT, PATTERN) else ():
         logger.warning(
@@ -357,7 +357,7 @@ def _strings(key: str, value: Any, place: Where) -> tuple[str, ...]:
     problems = Problems()
     for number, entry in enumerate(entries):
         if not isinstance(entry, str) or not entry:
-            problems.add(f"{place(key, number)}: {key!r} must be a list of names, and has {shown(entry)}. {example}")
+            problems.add(f"{place(key, number)}: {key!r} must be a list of names, but has {shown(entry)}. {example}")
     problems.raise_any()
     return tuple(entries)
 
@@ -368,7 +368,7 @@ def _pattern(key: str, value: Any, place: Where) -> re.Pattern[str]:
     if len(value) > LONGEST_PATTERN:
         raise ConfigError(
             f"{place(key)}: {key!r} has {len(value):,} characters; a regular expression here has up to"
-            f" {LONGEST_PATTERN:,}. To list layers there is {EXACT!r}."
+            f" {LONGEST_PATTERN:,}. To list layers, use {EXACT!r}."
         )
     try:
         return re.compile(value)
