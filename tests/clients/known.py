@@ -116,7 +116,7 @@ def _accelerate(
 
 
 _FUSED_NORM = (
-    "under delayed scaling Transformer Engine's norm writes FP8 at once, and where a layer is watched it writes BF16, "
+    "under delayed scaling Transformer Engine's norm writes FP8 directly, but in a watched layer the norm writes BF16, "
     "which is then quantized; see [observing.md](observing.md)"
 )
 _ESM_SMALL = (
@@ -323,9 +323,9 @@ CLIENTS = (
         stands_in=_ESM_CHECKPOINT,
         said=("peft", "transformers"),
         fails=(
-            "the script asks for a branch of PEFT that no index has; the wrapper of the released PEFT 0.21.2 lacks the "
-            "attribute `name`, for which the attention of Transformer Engine 2.20.2 asks its layers "
-            "(multi_head_attention.py:562); `peft/accelerate` stands for the script"
+            "the script needs a branch of PEFT that no index has; the wrapper of the released PEFT 0.21.2 lacks the "
+            "attribute `name`, which the attention of Transformer Engine 2.20.2 reads from its layers "
+            "(multi_head_attention.py:562); `peft/accelerate` replaces the script"
         ),
     ),
     Client(

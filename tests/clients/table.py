@@ -14,9 +14,9 @@ from tests.clients.trial import RAN, Trial
 
 BEGIN, END = "<!-- clients: begin -->", "<!-- clients: end -->"
 TITLES = (
-    "Versions, and what stood in for what the network would have brought:",
-    "Why losses and GEMMs of a row differ:",
-    "Why a row does not run, with the debugger or without:",
+    "Versions, and the stand-ins for downloads:",
+    "Why the losses and GEMMs of a row differ:",
+    "Why a client does not run, with the debugger or without:",
 )
 HEAD = ("client", "what trains", "runs", "losses and parameters", "GEMMs", "statistics", "fp8_analysis")
 
