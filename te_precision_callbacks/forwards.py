@@ -12,7 +12,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 NO_BACKWARD = -1
-"""``torch._C._current_graph_task_id()`` outside of a backward pass."""
+"""``torch._C._current_graph_task_id()`` outside a backward pass."""
 
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -21,7 +21,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 def outside_of_dynamo(function: FunctionT) -> FunctionT:
     """Keeps a function out of a compiled model, which calls it between two graphs.
 
-    Dynamo cannot import features, which were executed by path; and what a hook notes is not for it to trace.
+    Dynamo cannot import features, which were executed by path; and it must not trace the notes of a hook.
     """
     return cast(FunctionT, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
@@ -40,9 +40,9 @@ class ForwardClassifier:
 
     Attributes:
         paused: set by a front door while it evaluates.
-        was_paused: whether it was set since this was set to False last.
+        was_paused: whether ``paused`` was set since ``was_paused`` was last set to False.
         kept: whether the session has ended and left the features that change precision: every forward is an evaluation.
-        eval_mode_counts: whether a module in eval mode is being evaluated. Not so where the front door says when it
+        eval_mode_counts: whether a module in eval mode counts as being evaluated. False if the front door says when it
             evaluates: a model may be trained in eval mode, or left in it by a validation that failed.
         abandoned: whether the loop that started the session has ended without stopping it, so forwards no longer belong
         to it.
@@ -62,7 +62,7 @@ class ForwardClassifier:
         self.was_paused = self._paused
 
     def end(self) -> None:
-        """Take every forward from here on as without a session."""
+        """Treat every forward from now on as without a session."""
         self.abandoned = _always
 
     @property
@@ -90,7 +90,7 @@ class ForwardClassifier:
             return ForwardKind.OBSERVED if reentrant else ForwardKind.SILENT
         if torch.is_grad_enabled():
             return ForwardKind.OBSERVED
-        # Without gradients, but inside of a Function's forward: a reentrant checkpoint, which recomputes it later.
+        # Without gradients, but inside a Function's forward: a reentrant checkpoint, which recomputes it later.
         return ForwardKind.SILENT if _innermost_autograd_frame() == "forward" else self._evaluation
 
 

@@ -131,8 +131,8 @@ class PrecisionDebugCallback(Callback):
             self._session.release()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the session, and without the methods of the model that a trainer hangs on a callback: both belong to
-        this process, and a trainer that spawns others pickles the callback."""
+        """Without the session, and without the methods of the model that a trainer attaches to a callback: both belong
+        to this process, and a trainer that spawns others pickles the callback."""
         kept = {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
         return {**kept, "_session": None, "_outcome": None}
 
@@ -205,11 +205,11 @@ class PrecisionDebugCallback(Callback):
             self._session.observing = False
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say where the features that changed precision in the fit do not act any more."""
+        """Warn if the features that changed precision in the fit no longer act."""
         self._tell_of_evaluation(trainer)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say where the features that changed precision in the fit do not act any more."""
+        """Warn if the features that changed precision in the fit no longer act."""
         self._tell_of_evaluation(trainer)
 
     def _tell_of_evaluation(self, trainer: Trainer) -> None:
@@ -261,7 +261,7 @@ class PrecisionDebugCallback(Callback):
 
 
 def _log_dir_of(trainer: Trainer) -> Path:
-    """The trainer's folder; a temporary one where it has none, so that nothing is written where the script was started.
+    """The trainer's folder; a temporary one if it has none, so that nothing is written where the script was started.
 
     It has none with ``fast_dev_run``, whose runs leave nothing behind, and without a logger and ``default_root_dir``.
     """

@@ -6,13 +6,13 @@ from collections.abc import Hashable
 
 
 class Notices:
-    """Remembers what has been said, of a run or of whatever has one of these."""
+    """Remembers the messages that have been logged, for one run or another owner."""
 
     def __init__(self) -> None:
         self._said: set[Hashable] = set()
 
     def first(self, what: Hashable) -> bool:
-        """Whether something has not been said yet; from now on it has."""
+        """Whether a message has not been logged yet; from now on it counts as logged."""
         first = what not in self._said
         self._said.add(what)
         return first

@@ -1,7 +1,7 @@
 """The engine and the recorder of a run, which measure and dump tensors for the features.
 
-nvidia-dlfw-inspect makes its features anew at each start and knows no run. The namespace API (``features/api.py``)
-holds the observation of the run and hands it to each feature: a session's, or that of plain nvidia-dlfw-inspect.
+nvidia-dlfw-inspect makes its features anew at each start, without knowledge of the run. The namespace API
+(``features/api.py``) holds the run's observation, a session's or that of plain nvidia-dlfw-inspect, for each feature.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Observation(abc.ABC):
     """The statistics and the dumps of a run.
 
     Attributes:
-        engine: measures what statistics features note.
-        recorder: writes what DumpTensors notes.
+        engine: measures the tensors that statistics features note.
+        recorder: writes the tensors that DumpTensors notes.
         reduce: whether a step reduces the statistics over ranks.
         optimizer_steps: how many optimizer steps this rank has done; negative where nobody counts them.
     """

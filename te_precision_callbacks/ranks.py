@@ -15,13 +15,13 @@ import torch.distributed as dist
 logger = logging.getLogger(__name__)
 
 WAITING = 60.0
-"""Seconds after which a rank says that it waits for the others."""
+"""Seconds after which a rank warns that it waits for the others."""
 
 Entry = TypeVar("Entry", bound=Hashable)
 
 
 def own_rank() -> int:
-    """The rank of this process; 0 where there is one process alone."""
+    """The rank of this process; 0 for a single process."""
     return dist.get_rank() if is_initialized() else 0
 
 
@@ -31,7 +31,7 @@ def world_size() -> int:
 
 
 def is_initialized() -> bool:
-    """Whether torch.distributed is there and in use."""
+    """Whether torch.distributed is available and in use."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -47,10 +47,10 @@ _FINISHED: deque[dist.Work] = deque(maxlen=16)
 def all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
     """Reduce a tensor over the group, in place; all ranks must call it alike.
 
-    Gloo's thread lets go of a tensor some time after the reduction has ended, and needs Python's lock for it. A
-    process group that goes away with a DistributedDataParallel module waits for that thread and holds the lock, so
-    that a script which ends just then never ends (seen in torch 2.13, whose own Python groups release the lock). The
-    thread does not need it as long as we hold the reduction's handle, which holds the tensor.
+    Gloo's thread releases a tensor some time after the reduction has ended, and needs Python's lock to do so. A process
+    group that is destroyed with a DistributedDataParallel module waits for that thread while it holds the lock, so a
+    script that ends at that moment hangs (seen in torch 2.13, whose own Python groups release the lock). The thread
+    does not need the lock as long as we hold the reduction's handle, which holds the tensor.
 
     Args:
         tensor: of any shape, on the group's :func:`message_device`.
@@ -67,12 +67,12 @@ def all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.Pr
 def pooled(own: Iterable[Entry], group: dist.ProcessGroup | None) -> list[Entry]:
     """The entries of all ranks, each once, in the same order everywhere; all ranks must call it alike.
 
-    Again and again, the lowest rank with an entry that was not sent yet sends all that it has of those. So every entry
-    travels once, and the number of messages grows with how many different lists there are (pipeline stages times
-    tensor-parallel shards), not with how many ranks.
+    Repeatedly, the lowest rank with entries that were not sent yet sends all of them. So every entry travels once, and
+    the number of messages grows with the number of different lists (pipeline stages times tensor-parallel shards), not
+    with the number of ranks.
 
     Args:
-        own: this rank's; they must survive pickling.
+        own: this rank's entries; they must survive pickling.
         group: the process group; None for all ranks.
     """
     missing = list(dict.fromkeys(own))
@@ -135,10 +135,10 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def waiting(purpose: str) -> Iterator[None]:
-    """Say it where the other ranks do not come, who may never do: without a word that is a hang.
+    """Warn if the other ranks do not arrive in time: they may never do, and without a warning that is a silent hang.
 
     Args:
-        purpose: what this rank waits for them for, and why they may not come.
+        purpose: why this rank waits for them, and why they may not arrive.
     """
 
     def say() -> None:
@@ -155,7 +155,7 @@ def waiting(purpose: str) -> Iterator[None]:
 
 
 def message_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group takes tensors, the same kind of device on all ranks: the GPU if NCCL takes part in it."""
+    """The device on which the group takes tensors, of the same kind on all ranks: the GPU if the group uses NCCL."""
     if "nccl" in dist.get_backend_config(group) and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -13,14 +13,14 @@ from te_precision_callbacks.numerics.layouts import has_scale
 
 @dataclass(frozen=True)
 class Watched:
-    """A tensor in the moment that a layer computes with it.
+    """A tensor at the moment when a layer computes with it.
 
     Attributes:
         layer, tensor: the layer's name and the tensor's: activation, weight, gradient, output, wgrad, dgrad.
         iteration: the debug iteration.
-        values: in high precision; None for a weight that exists in its quantized form only.
-        rowwise, columnwise: what the two GEMMs that read it get: quantized tensors, or plain ones.
-        quantizer: Transformer Engine's quantizer of the tensor, None where the recipe has none.
+        values: the tensor in high precision; None for a weight that exists in its quantized form only.
+        rowwise, columnwise: what the two GEMMs that read the tensor get: quantized tensors, or plain ones.
+        quantizer: Transformer Engine's quantizer of the tensor, None if the recipe has none.
         tp_group: the tensor-parallel group, None without tensor parallelism.
     """
 
@@ -34,6 +34,6 @@ class Watched:
     tp_group: dist.ProcessGroup | None = None
 
     def quantized(self, *, columnwise: bool = False) -> Any:
-        """The quantized tensor that the GEMM of a direction reads, else that of the other one; None without either."""
+        """The quantized tensor that the GEMM of a direction reads, else that of the other direction, else None."""
         both = (self.columnwise, self.rowwise) if columnwise else (self.rowwise, self.columnwise)
         return next((tensor for tensor in both if has_scale(tensor)), None)

@@ -24,7 +24,7 @@ _LAYERS_IN_WARNING = 5
 class _Unconverted(NamedTuple):
     why: str
     elements: int
-    """Of the weight."""
+    """Elements of the weight."""
 
 
 def warn_of_unconverted(accelerator: Accelerator, model: Model) -> dict[str, str]:
@@ -65,7 +65,7 @@ def unconverted_layers(model: Model) -> dict[str, str]:
     the parameter if that is not called ``weight``.
 
     In a container, Accelerate's ``convert_model`` stops at the first ``torch.nn.Linear`` whose weight has a dimension
-    that is no multiple of 16, and skips the modules after it. Read from Accelerate 1.10 to 1.15,
+    that is not a multiple of 16, and skips the modules after it. Read from Accelerate 1.10 to 1.15,
     ``utils/transformer_engine.py``. The other facts are read from the converted model.
 
     Args:
@@ -116,7 +116,7 @@ def _find(model: Model) -> dict[str, _Unconverted]:
 
 
 def _multiplied(module: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The module's own parameters that it multiplies its input by, in a class that is no Linear: name and shape."""
+    """The name and shape of the module's own parameters that multiply its input, if its class is not a Linear."""
     if _is_of_transformer_engine(module) or isinstance(module, _ConvNd):
         return
     if any("Embedding" in base.__name__ or "Norm" in base.__name__ for base in type(module).__mro__):

@@ -290,7 +290,7 @@ class PrecisionDebugger:
             )
 
     def _own_optimizers(self) -> list[Any]:
-        """The accelerator's that hold a parameter of the model: it keeps those of earlier models as well."""
+        """The accelerator's optimizers that hold a parameter of the model: it keeps those of earlier models as well."""
         own = {id(parameter) for _, root in roots_of(self._model) for parameter in root.parameters()}
         return [
             optimizer
@@ -309,7 +309,7 @@ class PrecisionDebugger:
 
 
 def _count(step: SupportsIndex) -> int:
-    """A step, also as an integer of numpy."""
+    """The step as an int; also accepts an integer of numpy."""
     try:
         count = -1 if isinstance(step, bool) else operator.index(step)
     except TypeError:
@@ -321,13 +321,13 @@ def _count(step: SupportsIndex) -> int:
 
 def scales_loss(accelerator: Accelerator) -> bool:
     """Whether DeepSpeed or Megatron-LM scales the loss for float16, with a scaler of its own: an inf in a gradient is
-    no error then, but a reason to scale it down. (torch's GradScaler is recognized where it scales.)"""
+    then not an error, but a reason to lower the scale. (torch's GradScaler is recognized when it scales.)"""
     of_others = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
     return of_others and accelerator.mixed_precision == "fp16"
 
 
 def _require_prepared(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Refuse a model of which no part was prepared: Accelerate would still replace its layers, or never sees them."""
+    """Refuse a model of which no part was prepared: Accelerate would replace its layers later, or never see them."""
     prepared = {id(module) for known in accelerator._models for module in known.modules()}
     if prepared.isdisjoint(map(id, model.modules())):
         other = "" if not accelerator._models else ", but another one"

@@ -30,7 +30,7 @@ class TrackerSink(LoggerSink):
         self._notices = Notices()
 
     def write(self, records: StepRecords) -> None:
-        """Log on the main process alone."""
+        """Log on the main process only."""
         if self._accelerator.is_main_process:
             super().write(records)
 
