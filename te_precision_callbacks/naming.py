@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from te_precision_callbacks.config.selection import LayerNames
 
 Model = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module]
-"""A model; or several, such as the chunks of one as a list, or a generator and a discriminator under their names."""
+"""A model; or several, such as a list of a model's chunks, or a mapping of a generator and a discriminator."""
 
 WRAPPER_CHILDREN = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"})
 """Attributes under which FSDP, torch.compile, torch's checkpoint wrapper and Lightning Fabric keep what they wrap."""
@@ -32,16 +32,16 @@ MODULE_WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpe
 """Classes that keep the module that they wrap under the ordinary name ``module``."""
 
 PEFT_WRAPPERS = {"PeftModel": "base_model", "PeftMixedModel": "base_model", "BaseTuner": "model"}
-"""Class of PEFT 0.21 -> the attribute under which it keeps the model that it wraps."""
+"""Class of PEFT 0.21 -> the attribute that holds the wrapped model."""
 
 _BASE_LAYER = "BaseTunerLayer", "base_layer"
-"""PEFT's class that adds adapters to a layer, and where it keeps that layer: ``tuners/tuners_utils.py`` 0.21."""
+"""PEFT's class that adds adapters to a layer, and the attribute with that layer: ``tuners/tuners_utils.py`` 0.21."""
 
 _MODULES_TO_SAVE = "ModulesToSaveWrapper", "modules_to_save"
-"""PEFT's class that trains a copy of a layer for each adapter, and where it keeps them: ``utils/other.py`` 0.21."""
+"""PEFT's class that trains a copy of a layer for each adapter, and the attribute with them: ``utils/other.py`` 0.21."""
 
 _DEFAULT_ADAPTER = "default"
-"""PEFT's name of an adapter that was given none."""
+"""PEFT's name of an adapter without a given name."""
 
 _OLD_SPELLINGS = (
     ("self_attention", "self_attn"),
@@ -49,10 +49,10 @@ _OLD_SPELLINGS = (
     ("layernorm_query", "layernorm_q"),
     ("layernorm_linear_query", "layernorm_linear_q"),
 )
-"""Module attributes of TE 2.20, and what TE's documentation calls them."""
+"""Module attributes of TE 2.20, and their names in TE's documentation."""
 
 _NUMBERED_EXPERTS = re.compile(r"\bexperts_\d+_\d+\b")
-"""What :attr:`Layer.by_number` calls the experts of a rank; a selector that knows no numbers means those of all."""
+"""The experts of a rank in :attr:`Layer.by_number`; a selector without numbers means the experts of all ranks."""
 
 _AUTOMATIC_NAME = re.compile(r"Layer_\d+(\.|\Z)")
 """TE's name for a module that was built without one: a process-wide count."""
@@ -60,25 +60,25 @@ _AUTOMATIC_NAME = re.compile(r"Layer_\d+(\.|\Z)")
 
 @dataclass(frozen=True)
 class Layer:
-    """What a config selects.
+    """The unit that a config selects.
 
     Attributes:
-        name: its name in logs, records and metric names.
-        aliases: other names that select it: the one that the script gave, the path without a LightningModule's own
-            attribute, the path with PEFT's parts, the other paths of a shared module, and the spellings of TE's
+        name: the name in logs, records and metric names.
+        aliases: other names that select the layer: the one that the script gave, the path without a LightningModule's
+            own attribute, the path with PEFT's parts, the other paths of a shared module, and the spellings of TE's
             documentation.
-        types: its class and TE base classes, as ``LayerNormLinear`` and ``layernorm_linear``.
+        types: the layer's class and TE base classes, as ``LayerNormLinear`` and ``layernorm_linear``.
         given: the whole name that the script gave, to the constructor or by ``infer_and_assign_layer_names``; empty
-            where it gave none.
+            if the script gave none.
         upstream: the name that nvidia-dlfw-inspect's ``infer_and_assign_layer_names`` gives for this model, and the
-            one for the model inside of its wrappers, where that is another.
-        by_number: the path with what tells apart where ranks have different layers at one path, as Megatron does. The
-            children of a ModuleList have their attribute ``layer_number``, from 0, in the place of their index: each
-            stage of a pipeline has its list from index 0 on. Experts have the first and the last of their layer's
-            ``local_expert_indices`` behind their name (``experts_2_3``): each rank of expert parallelism has its own.
-            What no number tells, a scope tells, which stands before the path.
-        scope: what the name begins with, to tell the layer from others at its path; see
-            :mod:`te_precision_callbacks.scopes`. Empty where nothing has to.
+            name for the model inside its wrappers, if that differs.
+        by_number: the path with numbers that distinguish layers if ranks have different layers at one path, as in
+            Megatron. Children of a ModuleList have their attribute ``layer_number``, from 0, instead of their index,
+            since each pipeline stage has its list from index 0 on. Experts have the first and the last of their layer's
+            ``local_expert_indices`` after their name (``experts_2_3``), since each rank of expert parallelism has its
+            own experts. If no number distinguishes a layer, a scope before the path does.
+        scope: the prefix of the name that distinguishes the layer from others at its path; see
+            :mod:`te_precision_callbacks.scopes`. Empty if none is needed.
     """
 
     name: str
@@ -97,7 +97,7 @@ class NamedModule:
     Attributes:
         module: the module; its attribute ``name`` is not changed here.
         name: the path in the module tree, without wrapper parts.
-        layers: one, or several for LayerNormMLP and GroupedLinear.
+        layers: one layer, or several for LayerNormMLP and GroupedLinear.
     """
 
     module: torch.nn.Module
@@ -117,19 +117,19 @@ def named_te_modules(
     """Find and name the Transformer Engine modules of a model, in the order of the module tree.
 
     The name is the path in the tree without the parts that wrappers add (DDP, FSDP, torch.compile, checkpoint
-    wrappers, PEFT); the first path, where a module is shared. The modules of a list of models get ``chunk0.``,
-    ``chunk1.`` and so on, those of a mapping its keys. A root that is a Transformer Engine module itself lends its
-    class: ``transformer_layer.layernorm_mlp``.
+    wrappers, PEFT); for a shared module, its first path. The modules of a list of models get ``chunk0.``, ``chunk1.``
+    and so on as prefix, those of a mapping its keys. If a root is itself a Transformer Engine module, its class is the
+    prefix: ``transformer_layer.layernorm_mlp``.
 
     Args:
         model: the model.
-        layer_names: ``"upstream"``: the names are those of :func:`upstream_names`; a count tells modules apart to which
-            it gives the same.
+        layer_names: ``"upstream"``: the names are those of :func:`upstream_names`; a count distinguishes modules with
+            the same name.
         by_number: with ``"path"``: the names are :attr:`Layer.by_number`.
-        scope: what the user says of this rank's layers, before the names.
+        scope: the user's scope for this rank's layers, a prefix of the names.
 
     Raises:
-        OptionError: ``scope`` is a function, and gives something else than a scope.
+        OptionError: ``scope`` is a function whose result is not a scope.
     """
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
@@ -168,18 +168,18 @@ def named_te_modules(
 
 
 def _untold(found: FoundScope, place: _Node) -> str:
-    """The scope of a module, without what numbers in its path tell."""
+    """The scope of a module, without the parts that numbers in its path already show."""
     parts = ("" if place.has_number else found.stage, "" if place.has_experts else found.experts)
     return ".".join(part for part in parts if part)
 
 
 class _Found(NamedTuple):
-    """A Transformer Engine module, and what its names are made of.
+    """A Transformer Engine module, and the parts of its names.
 
     Attributes:
-        name: without the scope.
-        scope: what stands before it.
-        untold: what stands before :attr:`Layer.by_number`.
+        name: the name without the scope.
+        scope: the prefix of the name.
+        untold: the prefix of :attr:`Layer.by_number`.
     """
 
     module: torch.nn.Module
@@ -195,16 +195,16 @@ class _Found(NamedTuple):
 def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
     """The name that nvidia-dlfw-inspect's ``infer_and_assign_layer_names(model)`` gives to each module, by its id.
 
-    Read from nvidia-dlfw-inspect 0.2.2, ``api.py``: the root is ``model``, also each of several; the children of a
-    ModuleList have their attribute ``layer_number`` in the place of their index; of the paths of a shared module the
-    last one counts. Scripts call it before DDP and its kin are put around the model, or after. So a second name is that
-    of the model without wrappers, where it differs. Where the script has called it itself, the name that it gave then
-    is the only one.
+    Read from nvidia-dlfw-inspect 0.2.2, ``api.py``: the root is ``model``, even if there are several; the children of a
+    ModuleList have their attribute ``layer_number`` instead of their index; the last path of a shared module counts.
+    Scripts call the function before or after they wrap the model in DDP and its kin. So a module may have a second
+    name, that in the model without wrappers, if it differs. If the script has called the function itself, the name from
+    that call is the only one.
     """
     roots = [root for _, root in named_roots(model) or ()]
     was_called = any(_has_upstreams_name(root) for root in roots)
     names: dict[int, tuple[str, ...]] = {}
-    # From the last child to the first: the path in which a module is met first is then the last one of all.
+    # From the last child to the first: the first path that reaches a module is then the last of its paths.
     stack = [(root, "model", "model") for root in roots]
     while stack:
         module, name, plain = stack.pop()
@@ -227,7 +227,7 @@ def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
 
 
 def _has_upstreams_name(root: torch.nn.Module) -> bool:
-    """Whether the script has called ``infer_and_assign_layer_names`` for a model, or for what its wrappers hold."""
+    """Whether the script has called ``infer_and_assign_layer_names`` for a model, or for the model in its wrappers."""
     while vars(root).get("name") != "model":
         inside = _inside(root, deep=False)
         if inside is root:
@@ -237,7 +237,7 @@ def _has_upstreams_name(root: torch.nn.Module) -> bool:
 
 
 def _inside(module: torch.nn.Module, *, deep: bool = True) -> torch.nn.Module:
-    """What DDP and its kin wrap; the module itself where it is none of them."""
+    """The module that DDP and its kin wrap; the module itself if it is not a wrapper."""
     for child_name, child in module.named_children():
         if _is_process_wrapper_part(module, child_name):
             return _inside(child) if deep else child
@@ -249,10 +249,10 @@ def _with_part(names: tuple[str, ...], part: str) -> tuple[str, ...]:
 
 
 def different_at_one_path(layers: Iterable[Layer]) -> dict[str, list[str]]:
-    """The names under which ranks have different layers, by stage of a pipeline or by expert; each with their numbers.
+    """The names under which ranks have different layers, by pipeline stage or by expert -> the names by number.
 
     Args:
-        layers: of all ranks, named by path.
+        layers: the layers of all ranks, named by path.
     """
     found: dict[str, dict[str, None]] = {}
     for layer in layers:
@@ -261,9 +261,9 @@ def different_at_one_path(layers: Iterable[Layer]) -> dict[str, list[str]]:
 
 
 def by_given_name(layers: Iterable[Layer]) -> dict[str, list[str]]:
-    """The names that were given to layers, each with the names here of those that have it.
+    """The names that scripts gave to layers -> the names here of the layers with that name.
 
-    One that means another layer, whose name here it is, is left out.
+    A given name that is another layer's name here is left out.
     """
     by_name = {layer.name: layer for layer in layers}
     found: dict[str, list[str]] = {}
@@ -274,11 +274,11 @@ def by_given_name(layers: Iterable[Layer]) -> dict[str, list[str]]:
 
 
 class ModuleTree:
-    """Which modules are the children of which, to see cheaply whether it still is so.
+    """The tree of a model's modules, to detect changes cheaply.
 
     Args:
-        model: all below it is looked at, wrappers too.
-        parameters: whether a parameter that is replaced, and a module that is compiled, are a change too.
+        model: the model; all modules below count, including wrappers.
+        parameters: whether replacing a parameter, or compiling a module, counts as a change too.
     """
 
     def __init__(self, model: Model, *, parameters: bool = False) -> None:
@@ -291,7 +291,7 @@ class ModuleTree:
         ]
 
     def changed(self) -> bool:
-        """Whether a module was added, replaced, moved or taken out since."""
+        """Whether a module was added, replaced, moved or removed since."""
         return any(now != before for now, before in self._children) or any(
             tuple(map(id, attributes["_parameters"].values())) != parameters
             or attributes.get("_compiled_call_impl") is not compiled
@@ -300,9 +300,9 @@ class ModuleTree:
 
 
 def named_roots(model: object) -> list[tuple[str, torch.nn.Module]] | None:
-    """A model, or several, each with what the names in it begin with: nothing, ``chunk0`` and so on, or its key.
+    """A model, or several, each with the prefix of its names: nothing, ``chunk0`` and so on, or its key.
 
-    None where it is not a :data:`Model`.
+    None if ``model`` is not a :data:`Model`.
     """
     if isinstance(model, torch.nn.Module):
         return [("", model)]
@@ -317,7 +317,7 @@ def named_roots(model: object) -> list[tuple[str, torch.nn.Module]] | None:
 
 
 def _unique(path: str, scope: str, taken: set[str]) -> str:
-    """``path``, with a count where leaving wrapper parts out has made two paths of a scope one."""
+    """``path``, with a count if it equals another path of the scope because wrapper parts are left out."""
     name, count = path, 1
     while _joined(scope, name) in taken:
         count += 1
@@ -335,9 +335,9 @@ def module_paths(
     """Each module below ``root`` once, parents first, with its path without wrapper parts.
 
     Args:
-        root: the model; where wrappers are around it, what they wrap comes first.
-        prefix: what the paths begin with. A root of Transformer Engine adds its class.
-        opaque: says of a module that nothing below it is wanted.
+        root: the model; if it is wrapped, the wrapped model comes first.
+        prefix: the beginning of the paths. A root of Transformer Engine adds its class.
+        opaque: whether the modules below a module are left out.
     """
     for place in _places(root, prefix, opaque=opaque):
         yield place.path, place.module
@@ -347,11 +347,11 @@ class _Node(NamedTuple):
     """A module in the tree.
 
     Attributes:
-        path: without wrapper parts.
-        full_path: with PEFT's parts.
+        path: the path without wrapper parts.
+        full_path: the path with PEFT's parts.
         by_number: as :attr:`Layer.by_number`, without a scope.
-        module: what is there.
-        has_number, has_experts: whether numbers in ``by_number`` tell of which stage it is, and which experts.
+        module: the module at this path.
+        has_number, has_experts: whether numbers in ``by_number`` show the module's stage, and its experts.
     """
 
     path: str
@@ -373,15 +373,15 @@ def _places(
     """As :func:`module_paths`, with the other paths of each module.
 
     Args:
-        root, prefix, opaque: as there.
-        others: takes, for each further path of a module, its first path and that one.
+        root, prefix, opaque: as in :func:`module_paths`.
+        others: receives, for each further path of a module, its first path and that further path.
         through_adapters: whether a layer to which PEFT adds adapters, or of which it trains a copy, has the path of
-            what PEFT has put in its place.
+            PEFT's replacement.
     """
     seen: dict[int, str] = {}
     root, full_prefix = _unwrapped(root, opaque, prefix)
     if any(base.__module__.startswith("transformer_engine.") for base in type(root).__mro__):
-        # fully_shard puts a class of torch before the module's own.
+        # fully_shard derives a class of torch's from the module's own class.
         own = next(base for base in type(root).__mro__ if not base.__module__.startswith("torch."))
         prefix, full_prefix = (_joined(path, snake_case(own.__name__)) for path in (prefix, full_prefix))
     stack = [_Node(prefix, full_prefix, prefix, root)]
@@ -420,13 +420,13 @@ def _places(
 
 
 def _layer_number(module: torch.nn.Module, child: torch.nn.Module) -> str:
-    """The number of a child of a list in the whole model; empty where it has none. Read from Megatron Core 0.16."""
+    """The number of a list's child in the whole model; empty if it has none. Read from Megatron Core 0.16."""
     number = getattr(_inside(child), "layer_number", None) if isinstance(module, torch.nn.ModuleList) else None
     return str(number - 1) if isinstance(number, int) and number > 0 else ""
 
 
 def _expert_numbers(module: torch.nn.Module, child_name: str) -> str:
-    """Experts with the first and the last of their numbers; empty of another child. Read from Megatron Core 0.16."""
+    """Experts with the first and the last of their numbers; empty for another child. Read from Megatron Core 0.16."""
     experts = getattr(module, "local_expert_indices", None) if child_name == "experts" else None
     return f"{child_name}_{experts[0]}_{experts[-1]}" if experts else ""
 
@@ -436,8 +436,8 @@ def _joined(path: str, name: str) -> str:
 
 
 def _children(module: torch.nn.Module, through_adapters: bool) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The children of a module and their names; of PEFT's copies of a layer the copies themselves."""
-    for child_name, child in module._modules.items():  # named_children() leaves a second path out
+    """The children of a module and their names; for PEFT's copies of a layer, the copies themselves."""
+    for child_name, child in module._modules.items():  # named_children() leaves out a second path
         if child is None:
             continue
         if through_adapters and child_name == _MODULES_TO_SAVE[1] and _is_peft(module, _MODULES_TO_SAVE[0]):
@@ -447,7 +447,7 @@ def _children(module: torch.nn.Module, through_adapters: bool) -> Iterator[tuple
 
 
 def is_adapted(parent: torch.nn.Module, child_name: str) -> bool:
-    """Whether a child is the layer in whose place PEFT has put its parent."""
+    """Whether a child is the layer that PEFT has replaced by its parent."""
     if child_name == _BASE_LAYER[1]:
         return _is_peft(parent, _BASE_LAYER[0])
     return child_name == f"{_MODULES_TO_SAVE[1]}.{_DEFAULT_ADAPTER}" and _is_peft(parent, _MODULES_TO_SAVE[0])
@@ -458,14 +458,14 @@ def _is_peft(module: torch.nn.Module, class_name: str) -> bool:
 
 
 def is_wrapper(module: torch.nn.Module) -> bool:
-    """Whether a module stands for another one that it wraps (DDP, FSDP, torch.compile, a checkpoint wrapper, PEFT)."""
+    """Whether a module wraps another one and replaces it (DDP, FSDP, torch.compile, a checkpoint wrapper, PEFT)."""
     return any(is_wrapper_part(module, child_name) for child_name, _ in module.named_children())
 
 
 def _unwrapped(
     module: torch.nn.Module, opaque: Callable[[torch.nn.Module], bool], full_prefix: str
 ) -> tuple[torch.nn.Module, str]:
-    """What the wrappers around a module hold, and its path with PEFT's parts."""
+    """The module inside the wrappers, and its path with PEFT's parts."""
     for child_name, child in module.named_children():
         if is_wrapper_part(module, child_name) and not opaque(module):
             kept = _joined(full_prefix, child_name) if _is_peft_part(module, child_name) else full_prefix
@@ -474,7 +474,7 @@ def _unwrapped(
 
 
 def is_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
-    """Whether a module wraps the child of this name, which then has no name of its own."""
+    """Whether a module wraps the child of this name, which then adds no part to paths."""
     return _is_process_wrapper_part(parent, child_name) or _is_peft_part(parent, child_name)
 
 
@@ -491,7 +491,7 @@ def _is_peft_part(parent: torch.nn.Module, child_name: str) -> bool:
 
 
 def _gemm_parts(module: torch.nn.Module) -> tuple[str, ...] | None:
-    """What TE appends to the module's name for each of its GEMM sets; None for a module without observable GEMMs.
+    """TE's suffixes of a module's name for each of its GEMM sets; None for a module without observable GEMMs.
 
     Read from ``_get_debug_quantizers`` of TE 2.20.2's module/{linear,layernorm_linear,layernorm_mlp,grouped_linear}.py.
     """
@@ -526,7 +526,7 @@ def _layer(found: _Found, part: str, also: Sequence[str]) -> Layer:
         ]
     whole = _joined(found.scope, name) + part
     if found.scope:
-        candidates = [name + part, *candidates]  # a selector that knows no scopes means the layers of all
+        candidates = [name + part, *candidates]  # a selector without a scope means the layers of all scopes
     aliases = tuple(alias for alias in dict.fromkeys(candidates) if alias != whole)
     return Layer(
         name=whole,

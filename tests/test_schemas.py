@@ -229,7 +229,7 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
             "LogTensorStats",
             LOGGED + "tensors_struct: [{tensor: weight}]",
             9,
-            "'tensors_struct' of N stands beside 'ten",
+            "'tensors_struct' of N is given together with 'ten",
         ),
         (
             "LogTensorStats",
@@ -244,7 +244,7 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
             5,
             r"N has neither 'gemms' nor 'gemms_struct'. Write for example gemms: \[fprop",
         ),
-        ("DisableQuantizationGEMM", "gemms: fprop\ngemms_struct: [{gemm: dgrad}]", 8, "'gemms_struct' of N stands bes"),
+        ("DisableQuantizationGEMM", "gemms: fprop\ngemms_struct: [{gemm: dgrad}]", 8, "'gemms_struct' of N is given"),
         (
             "PerTensorScaling",
             "gemms_struct:\n  - gemm: fprop",

@@ -1,6 +1,6 @@
-"""The keys that hold for a tensor, shared by features and the items of their lists.
+"""The keys for a tensor, shared by features and the items of their lists.
 
-A feature takes such a key for all its tensors, and an item of its lists for one tensor of it:
+A feature takes such a key for all its tensors, and an item of its lists for one tensor.
 :mod:`te_precision_callbacks.config.schemas` gives each feature its keys.
 """
 
@@ -32,7 +32,7 @@ _NOT_GIVEN: Any = None
 
 
 class Scheduled(Level):
-    """In which steps."""
+    """The schedule of a feature or item."""
 
     freq: StrictInt = Field(
         1,
@@ -57,7 +57,7 @@ class Scheduled(Level):
         """Check that the schedule has a step."""
         start, end = self.start_step or 0, self.end_step
         if not self.start_end_list and end is not None and -1 < end < start:
-            raise Misfit(nested.path("end_step"), f"is {end}, which is before 'start_step', {start}. -1 is no end.")
+            raise Misfit(nested.path("end_step"), f"is {end}, which is before 'start_step', {start}. -1 means no end.")
         if self.schedule.at(-1)[1] is None:
             raise Misfit(nested.path("freq"), f"leaves no step to act in: there are no {self.schedule}.")
         super().check_target(nested)
@@ -101,7 +101,7 @@ class Nvfp4Statistics(Level):
 
 
 class Dumped(Level):
-    """What is written of a tensor."""
+    """The parts of a tensor that are written, and when."""
 
     high_precision_tensor: StrictBool = Field(False, description="Write the tensor as it is before quantization.")
     quantized_tensor: StrictBool = Field(False, description="Write the quantized tensor, if there is one.")
@@ -130,7 +130,7 @@ class Dumped(Level):
 
 
 class DumpLimits(Level):
-    """How tensors are written, and how much of it, in a run."""
+    """The file format and the limits of a run's dumps."""
 
     file_format: Literal["safetensors", "torch"] = Field(
         _NOT_GIVEN,
@@ -201,13 +201,13 @@ class LoggedTensor(Scheduled, OneTensor[NameT], Generic[NameT]):
 
     @cached_property
     def requests(self) -> tuple[Request, ...]:
-        """The statistics, as they are asked of this tensor."""
+        """The requested statistics of this tensor."""
         return tuple(request.of(self.tensor) for request in self.stats)
 
     def requests_for(self, *, is_quantized: bool) -> tuple[Request, ...]:
-        """The statistics that are wanted of the tensor in a step.
+        """The requested statistics of the tensor in a step.
 
         Args:
-            is_quantized: whether it is quantized there.
+            is_quantized: whether the tensor is quantized in the step.
         """
         return self.requests

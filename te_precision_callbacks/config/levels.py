@@ -1,8 +1,8 @@
 """The levels of feature schemas.
 
-Each mapping in a feature's options, the options themselves and the items of its lists, is a :class:`Level`. What holds
-for a tensor of a GEMM, with the keys of all levels around it (:mod:`te_precision_callbacks.config.nesting`), is a
-:class:`Target`: the features get it with each call.
+Each mapping in a feature's options, the options themselves and the items of its lists, is a :class:`Level`. The options
+for a tensor of a GEMM, with the keys of all levels around it (:mod:`te_precision_callbacks.config.nesting`), are a
+:class:`Target`, which features get with each call.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ HeldT_co = TypeVar("HeldT_co", bound="Level", covariant=True)
 
 
 class Misfit(ValueError):
-    """Keys that do not fit together.
+    """Keys that contradict each other, or an incomplete choice.
 
     Args:
-        keys: the key to blame, from the model that raises.
-        text: what is wrong with it; continues a sentence that starts with the key.
+        keys: the path of the key at fault, from the model that raises.
+        text: the problem; continues a sentence that starts with the key.
     """
 
     def __init__(self, keys: KeyPath, text: str) -> None:
@@ -50,14 +50,14 @@ class Level(BaseModel):
 
     @property
     def nested(self) -> Nested:
-        """What is given, in this level and in the items of its lists."""
+        """The keys that are given, in this level and in the items of its lists."""
         return Nested.of(_given(self))
 
     def check_target(self, nested: Nested) -> None:
-        """Check what holds for one tensor of one GEMM.
+        """Check the options for one tensor of one GEMM.
 
         Args:
-            nested: where these values stand.
+            nested: the place of these values.
 
         Raises:
             Misfit: keys that do not fit together.
@@ -65,7 +65,7 @@ class Level(BaseModel):
 
     @classmethod
     def listed(cls, written: Mapping[str, Any]) -> dict[str, Any]:
-        """Options that were checked, as written, but for bare names, which are lists of one."""
+        """Options that were checked, as written, except that bare names are lists of one."""
         found = dict(written)
         for key, field in cls.model_fields.items():
             if is_list(field) and found.get(key) is not None:
@@ -84,13 +84,13 @@ def _given(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Target(Generic[HeldT_co]):
-    """What a feature acts on.
+    """A tensor and a GEMM on which a feature acts, with the options there.
 
     Attributes:
         tensor, gemm: None for all.
-        options: what holds there: an item of the feature's list of tensors or GEMMs, complete with what stands around
-            it, or the feature's options where it has no such list.
-        nested: where these values stand.
+        options: the options there: an item of the feature's list of tensors or GEMMs, completed by the keys around it,
+            or the feature's options if it has no such list.
+        nested: the place of these values.
     """
 
     tensor: str | None
@@ -103,8 +103,8 @@ def holding(targets: Iterable[Target[HeldT_co]], tensor: str | None, gemm: str |
     """The options that hold for a call, one for each target of its tensor.
 
     Args:
-        targets: of a feature.
-        tensor, gemm: of the call; None where it has none.
+        targets: the targets of a feature.
+        tensor, gemm: those of the call; None if it has none.
     """
     found = [
         target.options
@@ -132,7 +132,7 @@ class FeatureSchema(Level):
         return self
 
     def check(self) -> None:
-        """Check what more than one key decides.
+        """Check what depends on more than one key.
 
         Raises:
             Misfit: keys that do not fit together.
@@ -142,7 +142,7 @@ class FeatureSchema(Level):
 
     @property
     def targets(self) -> tuple[Target[Level], ...]:
-        """What the feature acts on, in the order in which it stands in the config; all, if nothing else is said.
+        """The targets of the feature, in the order of the config; one target for everything if the config chooses none.
 
         Raises:
             Misfit: no tensor or GEMM is chosen, or one twice.
@@ -150,13 +150,13 @@ class FeatureSchema(Level):
         return (Target(None, None, self, self.nested),)
 
     def effect(self) -> Effect:
-        """What the feature does to the GEMMs of a layer."""
+        """The effect of the feature on the GEMMs of a layer."""
         return Effect()
 
 
 def _refuse_both(level: Level, key: str) -> None:
     if getattr(level, key) and getattr(level, f"{key}_struct"):
-        raise Misfit((f"{key}_struct",), f"stands beside {key!r}; keep one of the two.")
+        raise Misfit((f"{key}_struct",), f"is given together with {key!r}; keep one of the two.")
 
 
 def _refuse_twice(found: Sequence[tuple[str, Nested]], what: str) -> None:
@@ -166,16 +166,16 @@ def _refuse_twice(found: Sequence[tuple[str, Nested]], what: str) -> None:
         if what in nested.levels[-1][1]:
             if name in seen:
                 raise Misfit(
-                    (*nested.here, what), f"is {name!r} a second time; put what is meant for it into one item."
+                    (*nested.here, what), f"is {name!r} a second time; put all keys for {name!r} into one item."
                 )
             seen.add(name)
 
 
 def _chosen(nested: Nested, what: Literal["tensor", "gemm"]) -> list[tuple[str, Nested]]:
-    """The tensors or GEMMs that a level chooses, each with what is given for it.
+    """The tensors or GEMMs that a level chooses, each with its keys.
 
     Raises:
-        Misfit: none.
+        Misfit: the level chooses none.
     """
     found = [(name, inner) for name, inner in nested.chosen(what) if name is not None]
     if not found:
@@ -185,7 +185,7 @@ def _chosen(nested: Nested, what: Literal["tensor", "gemm"]) -> list[tuple[str, 
 
 
 class TensorChoice(Level, Generic[NameT, TensorItemT]):
-    """Which tensors."""
+    """The choice of tensors."""
 
     tensors: ListOf[NameT] = Field(
         default_factory=list, description="Tensors that the feature acts on. One name needs no brackets."
@@ -209,7 +209,7 @@ class TensorChoice(Level, Generic[NameT, TensorItemT]):
 
 
 class GemmChoice(Level, Generic[GemmItemT]):
-    """Which GEMMs."""
+    """The choice of GEMMs."""
 
     gemms: ListOf[GemmName] = Field(
         default_factory=list, description="GEMMs that the feature acts on. One name needs no brackets."
@@ -226,10 +226,10 @@ class GemmChoice(Level, Generic[GemmItemT]):
 
     @cached_property
     def chosen_gemms(self) -> Mapping[str, Nested]:
-        """Each GEMM, with what is given for it.
+        """Each GEMM, with its keys.
 
         Raises:
-            Misfit: no GEMM at all, or one in two items.
+            Misfit: no GEMM is chosen, or one in two items.
         """
         found = _chosen(self.nested, "gemm")
         _refuse_twice(found, "gemm")
@@ -260,7 +260,7 @@ class ObservingFeature(TensorChoice[NameT, TensorItemT], FeatureSchema, Generic[
 class ModifyingFeature(
     TensorChoice[NameT, TensorItemT], GemmChoice[GemmItemT], FeatureSchema, Generic[NameT, TensorItemT, GemmItemT]
 ):
-    """A feature that puts another tensor in a tensor's place."""
+    """A feature that replaces tensors."""
 
     @cached_property
     def targets(self) -> tuple[Target[TensorItemT], ...]:
@@ -277,7 +277,7 @@ class ModifyingFeature(
         return tuple((gemm, tensor) for gemm, tensor in listed if tensor in TAKES_PART[gemm])
 
     def check(self) -> None:
-        """Check what holds for each tensor, and that some tensor is changed at all."""
+        """Check the options for each tensor, and that some tensor is changed at all."""
         for outer in self.chosen_gemms.values():
             _refuse_twice(_chosen(outer, "tensor"), "tensor")
         super().check()

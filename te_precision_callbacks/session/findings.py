@@ -44,10 +44,10 @@ class Findings:
 
 
 class Results:
-    """What a run has found, readable during the run and after it.
+    """The results of a run, readable during the run and after it.
 
     Args:
-        findings: of the run.
+        findings: the findings of the run.
     """
 
     def __init__(self, findings: Findings) -> None:

@@ -201,15 +201,15 @@ class InspectSession(Results):
         """
         global _last_started
         if self.running:
-            raise SessionError("This session is running already. Call stop() before start(), or make another one.")
+            raise SessionError("This session is running already. Call stop() before start(), or make a new session.")
         former = None if _last_started is None else _last_started()
         if former is not None:
             former.release()
         other = running_session()
         if other is not None:
             raise SessionError(
-                f"Another session is running, started at {other._findings.started_at}; in a process there is one at a"
-                " time. Stop that one first; where nothing refers to it any more, with"
+                f"Another session is running, started at {other._findings.started_at}, and a process can have only one"
+                " at a time. Stop the other session first; if no variable refers to it, call"
                 " te_precision_callbacks.session.running_session().stop()."
             )
         import_transformer_engine()
@@ -264,7 +264,7 @@ class InspectSession(Results):
         """
         run = self._running("step()")
         if not run.model.attached:
-            raise SessionError("step(): the session has no model. Call attach(model) first, or give it model=.")
+            raise SessionError("step(): the session has no model. Call attach(model) first, or pass model=.")
         return run.step(logging_step)
 
     def stop(self, error: BaseException | None = None, logging_step: int | None = None) -> None:
