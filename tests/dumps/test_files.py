@@ -791,11 +791,13 @@ def test_a_killed_process_leaves_whole_files(tmp_path: Path, file_format: str) -
             [executable(), "-c", WRITER, str(folder), file_format],
             cwd=REPOSITORY,
             env=os.environ | {"PYTHONPATH": "."},
+            stdout=subprocess.PIPE,
         )
         while process.poll() is None and sum(not name.startswith(".") for name in os.listdir(folder)) < after:
             time.sleep(0.001 * number)
         process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
+        process.communicate()  # until the forked process, too, has closed its output
+        assert process.returncode == -signal.SIGKILL
         listing = dumps.list(folder)
         assert listing.foreign == ()
         assert len(listing) >= after
