@@ -6,6 +6,7 @@ of rank 0 leaves the results of its session in a file that the callback knows by
 
 from __future__ import annotations
 
+import copy
 import logging
 import multiprocessing
 import os
@@ -39,8 +40,10 @@ class SessionOutcome(Results):
 
     @classmethod
     def of(cls, session: InspectSession) -> SessionOutcome:
-        """The outcome of a session."""
-        return cls(session._findings)
+        """The outcome of a session so far; it does not change when the session goes on."""
+        findings = copy.deepcopy(session._findings)
+        findings.iteration = session.iteration
+        return cls(findings)
 
 
 class Mailbox:

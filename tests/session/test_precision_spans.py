@@ -228,6 +228,17 @@ def test_a_look_between_forward_and_backward_changes_nothing(tmp_path: Path, rec
     assert looked.precision == alone.precision
 
 
+def test_an_outcome_of_a_running_session_stays_as_it_is(tmp_path: Path) -> None:
+    net = te.Linear(32, 64, params_dtype=BF16)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        train(session, net, CURRENT)
+        outcome = SessionOutcome.of(session)
+        before = (outcome.precision, outcome.last_statistics, outcome.worst_statistics)
+        train(session, net, BLOCK)
+    assert (outcome.precision, outcome.last_statistics, outcome.worst_statistics) == before
+    assert (outcome.iteration, session.iteration) == (1, 2)
+
+
 def test_an_outcome_of_another_process_tells_it_too(tmp_path: Path) -> None:
     session, _ = watched(tmp_path, off(2, 3), [CURRENT] * 4)
     outcome = pickle.loads(pickle.dumps(SessionOutcome.of(session)))
