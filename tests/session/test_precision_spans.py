@@ -185,30 +185,31 @@ def test_an_iteration_that_has_not_run_is_an_error(tmp_path: Path) -> None:
                 session.precision(at=at)
 
 
-def test_an_iteration_that_runs_again_counts_as_it_ran_last(tmp_path: Path) -> None:
-    """After a return to a checkpoint, those behind it have not run yet."""
+def returned_to_1(folder: Path, *again: Any) -> InspectSession:
+    """A run of two iterations in FP8 and two in BF16, which goes on from iteration 1 in other recipes."""
     net = te.Linear(32, 64, params_dtype=BF16)
-    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+    with InspectSession(statistics(), model=net, log_dir=folder) as session:
         for recipe in (CURRENT, CURRENT, None, None):
             train(session, net, recipe)
         session.iteration = 1
-        train(session, net, BLOCK)
-        train(session, net, BLOCK)
-        assert spans(session, "fprop") == [(0, 0, "FP8 E4M3 FP8 E4M3"), (1, None, "FP8 block E4M3 FP8 block E4M3")]
-        with pytest.raises(LookupError, match="0 to 2"):
-            session.precision(at=3)
+        for recipe in again:
+            train(session, net, recipe)
+    return session
+
+
+def test_an_iteration_that_runs_again_counts_as_it_ran_last(tmp_path: Path) -> None:
+    """After a return to a checkpoint, those behind it have not run yet."""
+    session = returned_to_1(tmp_path, BLOCK, BLOCK)
+    assert spans(session, "fprop") == [(0, 0, "FP8 E4M3 FP8 E4M3"), (1, None, "FP8 block E4M3 FP8 block E4M3")]
+    with pytest.raises(LookupError, match="0 to 2"):
+        session.precision(at=3)
 
 
 @pytest.mark.parametrize("again", [None, CURRENT], ids=["as at the end", "as before"])
 def test_an_iteration_that_runs_again_as_an_earlier_one_did(tmp_path: Path, again: Any) -> None:
-    net = te.Linear(32, 64, params_dtype=BF16)
-    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
-        for recipe in (CURRENT, CURRENT, None, None):
-            train(session, net, recipe)
-        session.iteration = 1
-        train(session, net, again)
-        fp8 = (0, None if again else 0, "FP8 E4M3 FP8 E4M3")
-        assert spans(session, "fprop") == ([fp8] if again else [fp8, (1, None, "BF16 BF16")])
+    session = returned_to_1(tmp_path, again)
+    fp8 = (0, None if again else 0, "FP8 E4M3 FP8 E4M3")
+    assert spans(session, "fprop") == ([fp8] if again else [fp8, (1, None, "BF16 BF16")])
 
 
 @pytest.mark.parametrize("recipes", [[CURRENT] * 5, [CURRENT, CURRENT, None, None, CURRENT]])
