@@ -153,7 +153,7 @@ def row_of(series: Series, value: float) -> Row:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """The facts about a layer that do not change during a run.
+    """A layer, and what the config does with it.
 
     Attributes:
         name: as in the records.
@@ -164,6 +164,8 @@ class LayerInfo:
             there is no such name, or if another layer has the same name.
         refused: why Transformer Engine's debug path refuses the layer, or some forwards of it. These are left as they
             are, unobserved. Empty if nothing is refused.
+        since: the first debug iteration in which all of this held.
+        until: the last one; None while it still holds.
     """
 
     name: str
@@ -172,6 +174,8 @@ class LayerInfo:
     features: Mapping[str, Mapping[str, Mapping[str, Any]]]
     given: str = ""
     refused: str = ""
+    since: int = 0
+    until: int | None = None
 
 
 @dataclass(frozen=True)

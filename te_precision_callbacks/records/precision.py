@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.records.spans import AnyIteration
 from te_precision_callbacks.vocabulary import GemmName
 
 FROZEN = "frozen weight"
 NO_INPUT_GRADIENT = "input needs no gradient"
 NO_GRADIENT = "neither input nor parameters need a gradient"
 NO_BACKWARD = "no backward has reached it"
+
+HIGH_PRECISION = "none"
+"""What is given as the recipe of a GEMM whose layer ran without one."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,9 @@ class GemmPrecision:
             on which a feature acts, since it can be seen only there.
         since: the first debug iteration in which this held; in ``session.precision`` the first one of the GEMM.
         until: the last debug iteration in which this held; None while it still holds.
+        recipe: the recipe under which the layer ran: one of ``fp8_delayed_scaling``, ``fp8_current_scaling``,
+            ``mxfp8``, ``fp8_block_scaling`` and ``nvfp4``, the class of a user's own recipe, or :data:`HIGH_PRECISION`
+            outside of FP8. If it changed during the run: all, joined by an arrow. Empty for a GEMM that has not run.
     """
 
     layer: str
@@ -39,39 +45,15 @@ class GemmPrecision:
     not_run: str = ""
     since: int = 0
     until: int | None = None
+    recipe: str = ""
 
 
-class IterationError(PrecisionDebugError, LookupError):
-    """The requested iteration has not run."""
-
-
-class Precision(tuple[GemmPrecision, ...]):
+class Precision(AnyIteration[GemmPrecision]):
     """The precision in which each GEMM of a run ran; calling the object gives the precision of one iteration.
 
     session.precision              # all formats that each GEMM had
     session.precision(at=120)      # those of iteration 120, with the span of iterations in which they held
+
+    Of an iteration these are all GEMMs that were known by then. A GEMM that did not run in the iteration has the reason
+    in ``not_run``. A layer that no forward reached in the iteration keeps its previous precision.
     """
-
-    _at: Callable[[int], Iterable[GemmPrecision]]
-
-    def __new__(cls, entries: Iterable[GemmPrecision], at: Callable[[int], Iterable[GemmPrecision]]) -> Precision:
-        made = super().__new__(cls, tuple(entries))
-        made._at = at
-        return made
-
-    def __getnewargs__(self) -> tuple[tuple[GemmPrecision, ...], Callable[[int], Iterable[GemmPrecision]]]:
-        return tuple(self), self._at
-
-    def __call__(self, *, at: int) -> tuple[GemmPrecision, ...]:
-        """Gives the precision of one debug iteration, for all GEMMs that were known by then.
-
-        A GEMM that did not run in the iteration has the reason in ``not_run``. A layer that no forward reached in the
-        iteration keeps its previous precision.
-
-        Args:
-            at: the debug iteration.
-
-        Raises:
-            IterationError: the iteration has not run under this session; a LookupError.
-        """
-        return tuple(self._at(at))

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from te_precision_callbacks.records.model import LayerInfo, Row
+from te_precision_callbacks.records.layers import LayerHistory, Layers
+from te_precision_callbacks.records.model import Row
 from te_precision_callbacks.records.precision import Precision
+from te_precision_callbacks.records.spans import Iterations
 from te_precision_callbacks.records.worst import RunStatistics, Worst
 from te_precision_callbacks.session.precision import PrecisionAudit
 from te_precision_callbacks.statistics.series import SeriesTable
@@ -21,7 +23,8 @@ class Findings:
         log_dir: the folder of the session's files.
         iteration: the current debug iteration; after the end, the first iteration that was not run.
         started_at: the place in the script that started the session; empty before the start.
-        layers: every layer of the model that can be observed, and what the config does with it.
+        iterations: those that have run.
+        layers: every layer of the model that can be observed, and what the config does with it, and did.
         unconverted: layers that a trainer left without Transformer Engine: name -> why.
         changes_precision: whether a feature in the config can change what a GEMM gets.
         audit: the precision in which each GEMM really ran.
@@ -32,14 +35,17 @@ class Findings:
     log_dir: Path
     iteration: int
     started_at: str = ""
-    layers: tuple[LayerInfo, ...] = ()
+    iterations: Iterations = field(default_factory=Iterations)
+    layers: LayerHistory = field(init=False)
     unconverted: Mapping[str, str] = field(default_factory=dict)
     changes_precision: bool = False
-    audit: PrecisionAudit = field(default_factory=PrecisionAudit)
+    audit: PrecisionAudit = field(init=False)
     series: SeriesTable = field(default_factory=SeriesTable)
     statistics: RunStatistics = field(init=False)
 
     def __post_init__(self) -> None:
+        self.layers = LayerHistory(self.iterations)
+        self.audit = PrecisionAudit(self.iterations)
         self.statistics = RunStatistics(self.series)
 
 
@@ -59,9 +65,10 @@ class Results:
         return self._findings.log_dir
 
     @property
-    def layers(self) -> tuple[LayerInfo, ...]:
-        """Every layer of the model that can be observed, and what the config does with it."""
-        return self._findings.layers
+    def layers(self) -> Layers:
+        """Every layer of the model that can be observed, and what the config does with it now.
+        ``session.layers(at=120)`` gives what it did in one iteration, and raises a LookupError if that has not run."""
+        return self._findings.layers.now
 
     @property
     def unconverted(self) -> Mapping[str, str]:

@@ -46,7 +46,9 @@ from te_precision_callbacks.session.precision import (
     gemms_left_out,
     of_fprop,
     quantizer_format,
+    recipe_in_force,
 )
+from te_precision_callbacks.session.precision_history import Format
 from te_precision_callbacks.session.refusals import (
     ONNX_EXPORT,
     DebugForward,
@@ -385,7 +387,7 @@ class ForwardHooks:
                 forward = of_fprop(formats)
                 self._audit.plan(forward, will_be_seen=True)
                 if not fprop_only:
-                    backward = {operand: text for operand, text in formats.items() if operand not in forward}
+                    backward = {operand: made for operand, made in formats.items() if operand not in forward}
                     self._audit.plan(backward, will_be_seen=not hidden)
         except Exception as error:
             self._failures.report("telling the precision of", str(module.name), error)
@@ -463,9 +465,9 @@ def _as_its_class(module: Any) -> bool:
     return bool(type(module).is_debug_iter(module))
 
 
-def _run(formats: Mapping[Operand, str], left_out: Mapping[Gemm, str]) -> dict[Operand, str]:
+def _run(formats: Mapping[Operand, Format], left_out: Mapping[Gemm, str]) -> dict[Operand, Format]:
     """Without the operands of GEMMs that are left out."""
-    return {operand: text for operand, text in formats.items() if Gemm(operand.layer, operand.gemm) not in left_out}
+    return {operand: made for operand, made in formats.items() if Gemm(operand.layer, operand.gemm) not in left_out}
 
 
 def _input_of(module: torch.nn.Module) -> Any:
@@ -536,7 +538,8 @@ def _session_quantizer(
             self._shown_first: DebugQuantizer | None = None
             self._module = current.module
             self._override = _backward_override(current.module)
-            self._planned: dict[Operand, str] = {}
+            self._recipe = recipe_in_force(current.module, fp8=current.module.fp8)
+            self._planned: dict[Operand, Format] = {}
             self._own_wgrad: torch.Tensor | None = None
             self._accumulates = False
             super().__init__(layer_name, tensor_name, *args, **keywords)
@@ -565,7 +568,7 @@ def _session_quantizer(
                     extra_cachable_args=(operand.gemm, operand.tensor, plan),
                 )
 
-        def planned_formats(self) -> Mapping[Operand, str]:
+        def planned_formats(self) -> Mapping[Operand, Format]:
             """The planned formats of the GEMMs' operands, not of their results."""
             if not self.output_tensor:
                 for operand, plan, columnwise in self._gemms():
@@ -574,7 +577,7 @@ def _session_quantizer(
                     else:
                         quantizer = self.parent_quantizer if plan == debug_quantization.STANDARD_QUANTIZE else None
                         text = quantizer_format(quantizer, self._high_precision, columnwise=columnwise)
-                    self._planned[operand] = text
+                    self._planned[operand] = Format(text, self._recipe)
             return self._planned
 
         def note_operand(self, tensor: Any, columnwise: bool) -> None:
@@ -585,7 +588,7 @@ def _session_quantizer(
                 operand, plan, _ = tuple(self._gemms())[columnwise]
                 text = format_of(tensor, columnwise=columnwise)
                 text += MODIFIED if plan == debug_quantization.API_CALL_MODIFY else ""
-                audit.see(operand, text, self._planned.get(operand))
+                audit.see(operand, Format(text, self._recipe), self._planned.get(operand))
             except Exception as error:
                 failures.report("telling the precision of", f"{self.layer_name} {self.tensor_name}", error)
 

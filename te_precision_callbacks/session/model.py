@@ -193,7 +193,8 @@ class ObservedModel:
     def _observe(self, layers: Sequence[Layer], plan: Plan, sections: Sequence[NamespacedFeatures]) -> None:
         """Name and watch this rank's modules; without a collective."""
         inspector = self._inspector
-        self._findings.layers = _layer_infos(layers, plan, self.given_names, self._refused)
+        infos = _layer_infos(layers, plan, self.given_names, self._refused)
+        self._findings.layers.put(inspector.iteration, infos)
         inspector.configure(plan.as_inspect_config(), self.config_source, sections)
         self._findings.changes_precision |= any(inspector.changes_precision(entry.features) for entry in plan.layers)
         self._engine.placements = placements(self.modules, self._options.process_group)
@@ -251,14 +252,14 @@ class ObservedModel:
     def note_refusal(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
         """Note a forward that is left as it is."""
         names = {layer.name for named in self.modules if named.module is module for layer in named.layers}
-        acting = [info.name for info in self._findings.layers if info.name in names and info.features]
+        acting = [info.name for info in self._findings.layers.now if info.name in names and info.features]
         self._refused.note(acting, refusal)
 
     def say_refused(self) -> None:
         """Warn of the layers that are left as they are since the last call."""
         if self._refused.say(self._inspector.log):
-            layers = self._findings.layers
-            self._findings.layers = tuple(replace(info, refused=self._refused.why(info.name)) for info in layers)
+            infos = [replace(info, refused=self._refused.why(info.name)) for info in self._findings.layers.now]
+            self._findings.layers.put(self._inspector.iteration, infos)
 
 
 def _warn_if_idle(section: Section, features: NamespacedFeatures) -> None:

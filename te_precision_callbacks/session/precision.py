@@ -24,7 +24,8 @@ import torch
 
 from te_precision_callbacks.numerics.layouts import fp8_format, gemm_operand
 from te_precision_callbacks.records.precision import FROZEN, NO_BACKWARD, NO_GRADIENT, NO_INPUT_GRADIENT, GemmPrecision
-from te_precision_callbacks.session.precision_history import GemmFact, PrecisionHistory
+from te_precision_callbacks.records.spans import Iterations
+from te_precision_callbacks.session.precision_history import Format, GemmFact, PrecisionHistory, joined
 from te_precision_callbacks.vocabulary import (
     GEMMS,
     HYBRID_QUANTIZER,
@@ -34,6 +35,7 @@ from te_precision_callbacks.vocabulary import (
     GemmName,
     class_names,
     name_of_format,
+    name_of_recipe,
 )
 
 MODIFIED = " (modified)"
@@ -72,18 +74,22 @@ class _Told(enum.Enum):
 class _Notes:
     """The notes on one layer in an iteration: the formats of its operands, and the GEMMs that were left out."""
 
-    told: dict[Operand, dict[str, _Told]] = field(default_factory=dict)
+    told: dict[Operand, dict[Format, _Told]] = field(default_factory=dict)
     left_out: dict[Gemm, str] = field(default_factory=dict)
 
 
 class PrecisionAudit:
-    """Collects the formats of GEMM operands. Holds a short text for each layer, GEMM and tensor, and no tensor."""
+    """Collects the formats of GEMM operands. Holds a short text for each layer, GEMM and tensor, and no tensor.
 
-    def __init__(self) -> None:
-        self._told: dict[Operand, dict[str, _Told]] = {}
+    Args:
+        iterations: gets those that have run.
+    """
+
+    def __init__(self, iterations: Iterations) -> None:
+        self._told: dict[Operand, dict[Format, _Told]] = {}
         self._left_out: dict[Gemm, str] = {}
         self._doubted: set[str] = set()
-        self._history = PrecisionHistory()
+        self._history = PrecisionHistory(iterations)
         self._iteration: int | None = None
         self._now: defaultdict[str, _Notes] = defaultdict(_Notes)
         self._in_history: dict[str, _Notes] = {}  # the notes of a layer that its last facts in the history come from
@@ -126,35 +132,35 @@ class PrecisionAudit:
                 self._in_history.pop(layer, None)
                 self._history.put(layer, self._iteration, *_facts(notes))
 
-    def holds(self, formats: Mapping[Operand, str]) -> bool:
+    def holds(self, formats: Mapping[Operand, Format]) -> bool:
         """Whether these formats are among those of the last iteration, but for those of GEMMs that are left out."""
-        for operand, text in formats.items():
+        for operand, made in formats.items():
             fact = self._history.now(operand.layer)[GEMMS.index(operand.gemm)]
-            if fact is None or not (_is_left_out(fact) or text in dict(fact.operands).get(operand.tensor, ())):
+            if fact is None or not (_is_left_out(fact) or made in dict(fact.operands).get(operand.tensor, ())):
                 return False
         return True
 
-    def of_gemms_that_run(self, formats: Mapping[Operand, str]) -> dict[Operand, str]:
+    def of_gemms_that_run(self, formats: Mapping[Operand, Format]) -> dict[Operand, Format]:
         """Without the operands of GEMMs that are left out in the last iteration."""
         return {
-            operand: text
-            for operand, text in formats.items()
+            operand: made
+            for operand, made in formats.items()
             if not _is_left_out(self._history.now(operand.layer)[GEMMS.index(operand.gemm)])
         }
 
-    def plan(self, formats: Mapping[Operand, str], *, will_be_seen: bool = False) -> None:
+    def plan(self, formats: Mapping[Operand, Format], *, will_be_seen: bool = False) -> None:
         """Note the formats that quantizers are going to make.
 
         Args:
             formats: of the operands of GEMMs that run.
             will_be_seen: whether :meth:`see` is called when the GEMMs run; if it is never called, they have not run.
         """
-        for operand, text in formats.items():
-            for texts in self._texts(operand):
+        for operand, made in formats.items():
+            for found in self._formats(operand):
                 if will_be_seen:
-                    texts.setdefault(text, _Told.AWAITED)
-                elif texts.get(text) is not _Told.SEEN:
-                    texts[text] = _Told.ASSUMED
+                    found.setdefault(made, _Told.AWAITED)
+                elif found.get(made) is not _Told.SEEN:
+                    found[made] = _Told.ASSUMED
 
     def leave_out(self, gemms: Mapping[Gemm, str]) -> None:
         """Note GEMMs that a forward and its backward do not run, and why."""
@@ -162,26 +168,26 @@ class PrecisionAudit:
         for gemm, reason in gemms.items():
             self._now[gemm.layer].left_out[gemm] = reason
 
-    def see(self, operand: Operand, text: str, planned: str | None = None) -> None:
+    def see(self, operand: Operand, handed: Format, planned: Format | None = None) -> None:
         """Note the format of a tensor that a GEMM takes; this replaces the planned format."""
-        for texts in self._texts(operand):
-            if planned not in (None, text) and texts.get(planned, _Told.SEEN) is not _Told.SEEN:
-                del texts[planned]
-            texts[text] = _Told.SEEN
+        for found in self._formats(operand):
+            if planned not in (None, handed) and found.get(planned, _Told.SEEN) is not _Told.SEEN:
+                del found[planned]
+            found[handed] = _Told.SEEN
 
-    def _texts(self, operand: Operand) -> tuple[dict[str, _Told], dict[str, _Told]]:
+    def _formats(self, operand: Operand) -> tuple[dict[Format, _Told], dict[Format, _Told]]:
         """The formats noted of an operand: in the run, and in this iteration."""
         return self._told.setdefault(operand, {}), self._now[operand.layer].told.setdefault(operand, {})
 
-    def tells(self, formats: Mapping[Operand, str]) -> bool:
+    def tells(self, formats: Mapping[Operand, Format]) -> bool:
         """Whether all of these formats are noted, seen or planned, except those of GEMMs that were left out."""
         return all(
-            text in self._told.get(operand, ()) or (gemm in self._left_out and not _has_run(_of_gemm(gemm, self._told)))
-            for operand, text in formats.items()
+            made in self._told.get(operand, ()) or (gemm in self._left_out and not _has_run(_of_gemm(gemm, self._told)))
+            for operand, made in formats.items()
             for gemm in [Gemm(operand.layer, operand.gemm)]
         )
 
-    def doubt(self, formats: Mapping[Operand, str], iteration: int) -> None:
+    def doubt(self, formats: Mapping[Operand, Format], iteration: int) -> None:
         """Note that the layers may have run in these formats in an iteration, which is over."""
         layers = {operand.layer for operand in formats}
         if not self.tells(formats):
@@ -190,7 +196,7 @@ class PrecisionAudit:
             self._in_history.pop(layer, None)
             self._history.doubt(layer, iteration)
 
-    def trust(self, formats: Mapping[Operand, str], iteration: int) -> None:
+    def trust(self, formats: Mapping[Operand, Format], iteration: int) -> None:
         """Take a doubt back, since the formats have been met in training: the iteration had what was met."""
         met = self.holds(formats)
         for layer in {operand.layer for operand in formats}:
@@ -207,23 +213,21 @@ class PrecisionAudit:
         for gemm in (Gemm(layer, name) for layer in layers for name in GEMMS):
             if gemm not in there:
                 continue
-            texts = _of_gemm(gemm, self._told)
-            if not _has_run(texts):
+            of_gemm = _of_gemm(gemm, self._told)
+            if not _has_run(of_gemm):
                 not_run = self._left_out.get(gemm, NO_BACKWARD)
                 yield GemmPrecision(*gemm, {}, seen=False, not_run=not_run, since=self._history.since(*gemm))
                 continue
-            operands: dict[str, str] = {
-                tensor: " -> ".join(_those_that_ran(found)) for tensor, found in texts.items() if found
-            }
-            seen = _is_seen(texts) and gemm.layer not in self._doubted
-            yield GemmPrecision(*gemm, operands, seen, since=self._history.since(*gemm))
+            operands, recipe = joined((tensor, _those_that_ran(found)) for tensor, found in of_gemm.items() if found)
+            seen = _is_seen(of_gemm) and gemm.layer not in self._doubted
+            yield GemmPrecision(*gemm, operands, seen, since=self._history.since(*gemm), recipe=recipe)
 
 
-_Texts = Mapping[str, Mapping[str, _Told]]
+_OfGemm = Mapping[str, Mapping[Format, _Told]]
 """Tensor -> format -> what the format is known by: of the two tensors of a GEMM."""
 
 
-def _of_gemm(gemm: Gemm, told: Mapping[Operand, Mapping[str, _Told]]) -> _Texts:
+def _of_gemm(gemm: Gemm, told: Mapping[Operand, Mapping[Format, _Told]]) -> _OfGemm:
     """What is told of the operands of a GEMM."""
     return {tensor: told.get(Operand(*gemm, tensor), {}) for tensor in OPERANDS[gemm.gemm]}
 
@@ -233,25 +237,25 @@ def _facts(notes: _Notes) -> tuple[dict[GemmName, GemmFact], list[GemmName]]:
     facts = {gemm.gemm: GemmFact((), reason) for gemm, reason in notes.left_out.items()}
     seen: list[GemmName] = []
     for gemm in dict.fromkeys(Gemm(operand.layer, operand.gemm) for operand in notes.told):
-        texts = _of_gemm(gemm, notes.told)
-        if _has_run(texts):
-            ran = tuple((tensor, tuple(_those_that_ran(found))) for tensor, found in texts.items() if found)
+        of_gemm = _of_gemm(gemm, notes.told)
+        if _has_run(of_gemm):
+            ran = tuple((tensor, tuple(_those_that_ran(found))) for tensor, found in of_gemm.items() if found)
             facts[gemm.gemm] = GemmFact(ran)
-            if _is_seen(texts):
+            if _is_seen(of_gemm):
                 seen.append(gemm.gemm)
         else:
             facts.setdefault(gemm.gemm, GemmFact((), NO_BACKWARD))
     return facts, seen
 
 
-def _has_run(texts: _Texts) -> bool:
+def _has_run(of_gemm: _OfGemm) -> bool:
     """Whether a GEMM has run: more is told of an operand than that its format is awaited."""
-    return any(told is not _Told.AWAITED for found in texts.values() for told in found.values())
+    return any(told is not _Told.AWAITED for found in of_gemm.values() for told in found.values())
 
 
-def _is_seen(texts: _Texts) -> bool:
+def _is_seen(of_gemm: _OfGemm) -> bool:
     """Whether every format of both operands is that of a tensor that was seen."""
-    return all(set(found.values()) == {_Told.SEEN} for found in texts.values())
+    return all(set(found.values()) == {_Told.SEEN} for found in of_gemm.values())
 
 
 def _is_left_out(fact: GemmFact | None) -> bool:
@@ -259,9 +263,9 @@ def _is_left_out(fact: GemmFact | None) -> bool:
     return fact is not None and fact.not_run not in ("", NO_BACKWARD)
 
 
-def _those_that_ran(texts: Mapping[str, _Told]) -> list[str]:
+def _those_that_ran(formats: Mapping[Format, _Told]) -> list[Format]:
     """The formats without those still awaited, unless there are no others."""
-    return [text for text, told in texts.items() if told is not _Told.AWAITED] or list(texts)
+    return [made for made, told in formats.items() if told is not _Told.AWAITED] or list(formats)
 
 
 def format_of(tensor: Any, *, columnwise: bool) -> str:
@@ -292,7 +296,7 @@ def quantizer_format(quantizer: Any, high_precision: torch.dtype | None, *, colu
     return _known(quantizer) or type(quantizer).__name__
 
 
-def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> dict[Operand, str]:
+def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> dict[Operand, Format]:
     """The formats in which a module's GEMMs run where no feature acts, by the state that its last forward has left.
 
     Args:
@@ -302,7 +306,8 @@ def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> d
     """
     forward, backward = module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]
     override = module.fp8_meta["recipe"].backward_override if fp8 else None
-    formats: dict[Operand, str] = {}
+    recipe = recipe_in_force(module, fp8=fp8)
+    formats: dict[Operand, Format] = {}
     for number, layer in enumerate(layers):
         # Of each set of GEMMs input, weight and output, and the gradients of output and input; as FP8FwdTensorIdx and
         # FP8BwdTensorIdx have it (pytorch/constants.py), and GroupedLinear's offsets.
@@ -313,15 +318,14 @@ def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> d
         for gemm, tensors in OPERANDS.items():
             for tensor in tensors:
                 quantizer = of_tensor.get(tensor) if override is None or gemm == "fprop" else None
-                formats[Operand(layer, gemm, tensor)] = quantizer_format(
-                    quantizer, module.activation_dtype, columnwise=ROWWISE[tensor] != gemm
-                )
+                text = quantizer_format(quantizer, module.activation_dtype, columnwise=ROWWISE[tensor] != gemm)
+                formats[Operand(layer, gemm, tensor)] = Format(text, recipe)
     return formats
 
 
-def of_fprop(formats: Mapping[Operand, str]) -> dict[Operand, str]:
+def of_fprop(formats: Mapping[Operand, Format]) -> dict[Operand, Format]:
     """The formats of the forward's GEMMs alone."""
-    return {operand: text for operand, text in formats.items() if operand.gemm == "fprop"}
+    return {operand: made for operand, made in formats.items() if operand.gemm == "fprop"}
 
 
 def gemms_left_out(module: torch.nn.Module, layers: Sequence[str], *, input_needs_gradient: bool) -> dict[Gemm, str]:
@@ -352,6 +356,13 @@ def _frozen(module: Any, layers: Sequence[str]) -> list[bool]:
     # A weight in several parameters is one to its GEMM; of GroupedLinear the first weight decides for all.
     names = getattr(module, "weight_names", ["weight0"])
     return [not any(getattr(module, name).requires_grad for name in names)] * len(layers)
+
+
+def recipe_in_force(module: Any, *, fp8: bool) -> str:
+    """The recipe of a module's last forward, as spelled in statistics' names, or the name of a user's own class; empty
+    in high precision."""
+    recipe = module.fp8_meta["recipe"] if fp8 else None
+    return "" if recipe is None else name_of_recipe(recipe) or type(recipe).__name__
 
 
 def dtype_name(dtype: torch.dtype) -> str:

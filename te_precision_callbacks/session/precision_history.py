@@ -11,17 +11,36 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from te_precision_callbacks.records.precision import GemmPrecision, IterationError
+from te_precision_callbacks.records.precision import HIGH_PRECISION, GemmPrecision
+from te_precision_callbacks.records.spans import Iterations
 from te_precision_callbacks.vocabulary import GEMMS, GemmName
 
 _DOUBT = 1 << len(GEMMS)
 
 
+class Format(NamedTuple):
+    """The format of a GEMM's operand, and the recipe under which its layer ran; no recipe in high precision."""
+
+    text: str
+    recipe: str = ""
+
+
 class GemmFact(NamedTuple):
     """The operands of a GEMM in an iteration: tensors and the formats of each, or why the GEMM did not run."""
 
-    operands: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    operands: tuple[tuple[str, tuple[Format, ...]], ...] = ()
     not_run: str = ""
+
+
+def joined(operands: Iterable[tuple[str, Iterable[Format]]]) -> tuple[dict[str, str], str]:
+    """The formats of each operand, and the recipes of all, each joined by an arrow in the order of their coming."""
+    all_formats = {tensor: tuple(formats) for tensor, formats in operands}
+    texts = {tensor: _arrow(made.text for made in formats) for tensor, formats in all_formats.items()}
+    return texts, _arrow(made.recipe or HIGH_PRECISION for formats in all_formats.values() for made in formats)
+
+
+def _arrow(texts: Iterable[str]) -> str:
+    return " -> ".join(dict.fromkeys(texts))
 
 
 LayerFacts = tuple[GemmFact | None, ...]
@@ -53,23 +72,18 @@ class _Entries:
 class PrecisionHistory:
     """The facts of all layers over a run's iterations."""
 
-    def __init__(self) -> None:
+    def __init__(self, iterations: Iterations) -> None:
+        self._iterations = iterations
         self._layers: dict[str, _Entries] = {}
         self._facts: list[LayerFacts] = []
         self._numbers: dict[LayerFacts, int] = {}
-        self._ran: list[list[int]] = []
 
     def ran(self, iteration: int) -> None:
-        """Note that an iteration has run. One that runs again, after a return to a checkpoint, counts as it ran last,
-        and those after it have not run."""
-        if self._ran and iteration < self._ran[-1][1]:
-            self._ran = [[first, min(last, iteration - 1)] for first, last in self._ran if first < iteration]
+        """Note that an iteration has run; what is known of later ones, which ran before a return to a checkpoint, is
+        dropped."""
+        if self._iterations.ran(iteration):
             for entries in self._layers.values():
                 entries.cut(iteration)
-        if self._ran and iteration - self._ran[-1][1] in (0, 1):
-            self._ran[-1][1] = iteration
-        else:
-            self._ran.append([iteration, iteration])
 
     def put(self, layer: str, iteration: int, facts: Mapping[GemmName, GemmFact], seen: Iterable[GemmName]) -> None:
         """Let facts of some of a layer's GEMMs hold from an iteration on; those of the others go on.
@@ -113,12 +127,7 @@ class PrecisionHistory:
         Raises:
             IterationError: it has not run.
         """
-        if not any(first <= iteration <= last for first, last in self._ran):
-            ran = ", ".join(f"{first} to {last}" if first < last else str(first) for first, last in self._ran)
-            raise IterationError(
-                f"precision(at={iteration!r}): that iteration has not run under this session."
-                f" {f'Those that have: {ran}.' if ran else 'None has run yet.'}"
-            )
+        self._iterations.require("precision", iteration)
         for layer, entries in self._layers.items():
             number = bisect_right(entries.since, iteration) - 1
             if number >= 0:
@@ -137,8 +146,8 @@ class PrecisionHistory:
             after += 1
         seen = any(bits >> column & 1 for bits in entries.seen[first:after]) and not entries.seen[number] & _DOUBT
         until = entries.since[after] - 1 if after < len(facts) else None
-        operands = {tensor: " -> ".join(formats) for tensor, formats in fact.operands}
-        yield GemmPrecision(layer, gemm, operands, seen, fact.not_run, entries.since[first], until)
+        operands, recipe = joined(fact.operands)
+        yield GemmPrecision(layer, gemm, operands, seen, fact.not_run, entries.since[first], until, recipe)
 
     def _number(self, before: LayerFacts, facts: Mapping[GemmName, GemmFact]) -> int:
         """The number of the facts of a layer, where some of them are new."""

@@ -15,6 +15,7 @@ import torch
 
 from te_precision_callbacks.forwards import ForwardClassifier
 from te_precision_callbacks.session.precision import Operand, PrecisionAudit, formats_of_fused_path, of_fprop
+from te_precision_callbacks.session.precision_history import Format
 
 
 class RestingLayers:
@@ -55,7 +56,7 @@ class RestingLayers:
         self._trained_in_fp8: dict[int, bool] = {}
         self._trainable: list[bool] = []
         self._suspicions: dict[int, _Suspicion] = {}
-        self._dropped: dict[int, list[Mapping[Operand, str]]] = {}
+        self._dropped: dict[int, list[Mapping[Operand, Format]]] = {}
 
     def note_training(self, module: torch.nn.Module) -> None:
         """Note that a module is asked in a forward of training."""
@@ -177,7 +178,7 @@ class _Suspicion:
     """Formats in which a module may have run in an iteration, and how many more steps the module is asked."""
 
     module: torch.nn.Module
-    formats: Mapping[Operand, str]
+    formats: Mapping[Operand, Format]
     iteration: int
     is_new: bool
     steps_left: int = 10

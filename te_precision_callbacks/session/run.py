@@ -146,6 +146,7 @@ class Run:
     def count_from(self, iteration: int) -> None:
         """Gather for another iteration from now on."""
         self.inspector.iteration = iteration
+        self._findings.layers.go_to(iteration)
         self._delivery.forget_logging_step()
         self.hooks.arm()
 
@@ -321,7 +322,7 @@ class Run:
             rank=own_rank(),
             world_size=world_size(),
             start_iteration=self.inspector.iteration,
-            layers=self._findings.layers,
+            layers=tuple(self._findings.layers.now),
             versions={name: importlib.metadata.version(name) for name in _VERSIONED},
             config=self.model.config_source,
         )

@@ -1,4 +1,4 @@
-"""``session.precision(at=...)``: the precision of one iteration, and the span of iterations in which it held."""
+"""``session.precision(at=...)`` and ``session.layers(at=...)``: the facts of one iteration, and how long they held."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling,
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.session.outcome import SessionOutcome
-from te_precision_callbacks.vocabulary import GEMMS
+from te_precision_callbacks.vocabulary import GEMMS, name_of_recipe
 from tests.conftest import feature, statistics
 from tests.session.gemm_spy import ROWS, Handed, Spy, wrong
 
@@ -24,6 +24,7 @@ NOTHING = statistics(layers=["nowhere"])
 Feature = type[Any]
 CURRENT, BLOCK = Float8CurrentScaling(), Float8BlockScaling()
 E4M3 = DelayedScaling(fp8_format=Format.E4M3)
+E4M3_CURRENT = Float8CurrentScaling(fp8_format=Format.E4M3)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Recipe type changed")
 
@@ -136,6 +137,22 @@ def test_it_is_what_the_gemms_of_each_iteration_were_handed(
     session, handed_in = watched(tmp_path, config, recipes, evaluated=evaluated)
     for step, handed in enumerate(handed_in):
         assert wrong(session.precision(at=step), handed) == [], step
+        recipe = "none" if recipes[step] is None else name_of_recipe(recipes[step])
+        assert {entry.recipe for entry in session.precision(at=step) if not entry.not_run} == {recipe}, step
+
+
+def test_a_recipe_is_told_where_the_formats_do_not_show_it(tmp_path: Path) -> None:
+    """Delayed and current scaling have the same format."""
+    for config in (NOTHING, statistics()):
+        session, _ = watched(tmp_path / str(config is NOTHING), config, [E4M3, E4M3, E4M3_CURRENT, E4M3_CURRENT])
+        for entry in session.precision:
+            assert set(entry.operands.values()) == {"FP8 E4M3"}
+            assert entry.recipe == "fp8_delayed_scaling -> fp8_current_scaling"
+            at = [session.precision(at=at)[GEMMS.index(entry.gemm)] for at in range(4)]
+            assert [(e.recipe, e.since, e.until) for e in at] == [
+                *[("fp8_delayed_scaling", 0, 1)] * 2,
+                *[("fp8_current_scaling", 2, None)] * 2,
+            ]
 
 
 def test_a_span_is_from_its_first_iteration_to_its_last(tmp_path: Path) -> None:
@@ -227,6 +244,52 @@ def test_a_look_between_forward_and_backward_changes_nothing(tmp_path: Path, rec
     for gemm in GEMMS:
         assert spans(looked, gemm) == spans(alone, gemm)
     assert looked.precision == alone.precision
+
+
+def layer_spans(session: InspectSession) -> list[list[tuple[str, int, int | None]]]:
+    """Of each iteration the layers' names with their spans."""
+    return [[(info.name, info.since, info.until) for info in session.layers(at=at)] for at in range(session.iteration)]
+
+
+def test_the_layers_of_an_iteration_of_a_model_that_changes(tmp_path: Path) -> None:
+    net = torch.nn.ModuleDict({"a": te.Linear(32, 32, params_dtype=BF16), "b": te.Linear(32, 32, params_dtype=BF16)})
+
+    def step(session: InspectSession) -> None:
+        train(session, torch.nn.Sequential(*net.values()), None)
+
+    config = {"s": feature("LogTensorStats", [".*"], tensors=["weight"], stats=["max"])}
+    config["s"]["layers"] = {"layer_name_regex_pattern": ".*"}
+    with InspectSession(config, model=net, log_dir=tmp_path) as session:
+        assert [info.name for info in session.layers] == ["a", "b"]
+        with pytest.raises(LookupError, match="None has run yet"):
+            session.layers(at=0)
+        step(session)
+        step(session)
+        net["c"] = te.Linear(32, 32, params_dtype=BF16)
+        del net["b"]
+        step(session)
+        step(session)
+        first, second = [("a", 0, None), ("b", 0, 2)], [("a", 0, None), ("c", 3, None)]
+        assert layer_spans(session) == [first] * 3 + [second]
+        assert [info.name for info in session.layers] == ["a", "c"]
+        assert all(info.sections == ("s",) for at in range(4) for info in session.layers(at=at))
+        session.iteration = 2  # a return to a checkpoint, with the model as it is
+        step(session)
+    assert layer_spans(session) == [[("a", 0, None), ("b", 0, 1)]] * 2 + [[("a", 0, None), ("c", 2, None)]]
+    outcome = pickle.loads(pickle.dumps(SessionOutcome.of(session)))
+    assert outcome.layers(at=2) == session.layers(at=2)
+    with pytest.raises(PrecisionDebugError, match=r"layers\(at=3\): that iteration has not run .* 0 to 2"):
+        session.layers(at=3)
+
+
+def test_the_layers_of_a_resumed_run_begin_with_it(tmp_path: Path) -> None:
+    net = te.Linear(32, 64, params_dtype=BF16)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        session.iteration = 500
+        train(session, net, None)
+    assert [(info.since, info.until) for info in session.layers(at=500)] == [(500, None)]
+    with pytest.raises(LookupError):
+        session.layers(at=0)
 
 
 def test_an_outcome_of_a_running_session_stays_as_it_is(tmp_path: Path) -> None:
