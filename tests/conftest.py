@@ -16,6 +16,7 @@ import torch
 from te_precision_callbacks import reference
 from te_precision_callbacks.records import RunInfo, StepRecords
 from te_precision_callbacks.session.uncaught import Uncaught
+from tests import forked  # noqa: F401  # it tells the workers in the environment where the processes are forked from
 from tests.quick import (  # noqa: F401  # pytest finds them here
     no_process_is_started,
     pytest_addoption,

@@ -20,7 +20,7 @@ def cases_of(script: str, *arguments: str) -> dict[str, dict[str, Any]]:
     """The JSON of a benchmark: name of a case -> its numbers."""
     # torch.compile does nothing here: compiling Transformer Engine's functions takes longer than all the rest.
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-    command = [executable(), str(BENCHMARKS / script), "--json", *arguments]
+    command = [executable(whole=True), str(BENCHMARKS / script), "--json", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return {case["case"]: case for case in json.loads(done.stdout)}

@@ -21,7 +21,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -31,24 +31,16 @@ from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.errors import FeatureError
 from te_precision_callbacks.forwards import ForwardClassifier, ForwardKind, outside_of_dynamo
 from te_precision_callbacks.naming import NamedModule
-from te_precision_callbacks.session.accumulation import OwnWgrad
 from te_precision_callbacks.session.delayed_scaling import DelayedScalingLayers
 from te_precision_callbacks.session.errors import SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.precision import (
-    MODIFIED,
-    UNKNOWN,
     Gemm,
-    Operand,
     PrecisionAudit,
-    format_of,
     formats_of_fused_path,
     gemms_left_out,
     of_fprop,
-    quantizer_format,
-    recipe_in_force,
 )
-from te_precision_callbacks.session.precision_history import Format
 from te_precision_callbacks.session.refusals import (
     ONNX_EXPORT,
     DebugForward,
@@ -57,7 +49,9 @@ from te_precision_callbacks.session.refusals import (
     refusal_of,
 )
 from te_precision_callbacks.session.resting import RestingLayers
+from te_precision_callbacks.session.tap import GemmTap
 from te_precision_callbacks.session.upstream import reset_schedule
+from te_precision_callbacks.vocabulary import GEMMS
 
 MOST_FORWARDS = 100
 """The number of training forwards of a module in one iteration at which the loop has probably forgotten to step."""
@@ -109,7 +103,7 @@ class ForwardHooks:
         self._waiting: dict[int, dict[int, torch.nn.Module]] = {}
         self._idle_in_evaluation: dict[int, int] = {}
         self._resting = RestingLayers(classify, audit, self._ask_again)
-        self._own_wgrad = OwnWgrad()
+        self._tap = GemmTap(classify, failures.report)
         self._saved: list[tuple[Any, str, Any]] = []
 
     def watch(self, modules: Sequence[NamedModule], refused: Iterable[int] = ()) -> None:
@@ -127,6 +121,7 @@ class ForwardHooks:
         self._idle_in_evaluation.clear()
         self._refused = set(refused).intersection(self._modules)
         self._resting.watch(self._modules, self._layers, self._refused)
+        self._tap.watch(self._layers, self._armed)
         for key in self._refused:
             self._leave_alone(self._modules[key])
         self.arm()
@@ -136,7 +131,7 @@ class ForwardHooks:
         self._waiting.clear()
         for module in self._modules.values():
             self._ask_again(module)
-        self._follow_accumulation()
+        self._listen()
 
     def begin(self, iteration: int) -> None:
         """Arm the modules on which a feature may act in an iteration; the others rest."""
@@ -157,10 +152,12 @@ class ForwardHooks:
         except Exception as error:
             self._failures.report("looking for changes of the precision of", f"iteration {ended}", error)
         self._classify.was_paused = False
-        self._follow_accumulation()
+        self._tap.begin_iteration()
+        self._listen()
 
-    def _follow_accumulation(self) -> None:
-        self._own_wgrad.follow(any(module.fuse_wgrad_accumulation for module in self._armed.values()))
+    def _listen(self) -> None:
+        """See the GEMMs of armed modules, while there are any."""
+        self._tap.listen(*((self._audit.look,) if self._armed and not self._classify.kept else ()))
 
     def _ask_again(self, module: torch.nn.Module) -> None:
         if id(module) not in self._refused:
@@ -205,7 +202,7 @@ class ForwardHooks:
             self._make_no_debug_features_active(module_class.no_debug_features_active),
         )
         self._install_for_refusals()
-        quantizer = _session_quantizer(debug_quantization, self._current, self._failures, self._audit)
+        quantizer = _session_quantizer(debug_quantization, self._current, self._failures)
         self._replace(debug_quantization, "DebugQuantizer", quantizer)
         for name in ("layernorm_linear", "layernorm_mlp", "linear", "grouped_linear"):
             module = sys.modules.get(f"transformer_engine.pytorch.module.{name}")
@@ -270,7 +267,7 @@ class ForwardHooks:
             module.__dict__.pop("is_debug_iter", None)
         self._armed.clear()
         self._waiting.clear()
-        self._own_wgrad.follow(False)
+        self._tap.listen()
 
     def _arm(self, module: torch.nn.Module) -> None:
         self._armed[id(module)] = module
@@ -367,28 +364,29 @@ class ForwardHooks:
         return no_debug_features_active
 
     def _note_plan(self, module: Any, quantizers: Iterable[Any], idle: bool, *, fprop_only: bool) -> None:
-        """Note the planned formats of the GEMMs of a forward, and of its backward if it has one."""
+        """Note the GEMMs that a forward, and its backward if it has one, is going to run."""
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
         try:
             self._audit.enter(TEDebugState.get_iteration())
-            self._resting.note_training(module)
+            self._resting.note_training(module, idle=idle)
             layers, left_out = self._layers[id(module)], dict[Gemm, str]()
             if not fprop_only:
                 left_out = gemms_left_out(module, layers, input_needs_gradient=self._current.input_needs_gradient)
                 self._audit.leave_out(left_out)
+            gemms = [Gemm(layer, gemm) for layer in layers for gemm in (GEMMS[:1] if fprop_only else GEMMS)]
+            self._audit.expect(gemm for gemm in gemms if gemm not in left_out)
             if idle:
                 formats = formats_of_fused_path(module, layers, fp8=module.fp8)
-                self._audit.plan(_run(of_fprop(formats) if fprop_only else formats, left_out))
+                formats = of_fprop(formats) if fprop_only else formats
+                self._audit.expect_unseen(
+                    {
+                        operand: made
+                        for operand, made in formats.items()
+                        if Gemm(operand.layer, operand.gemm) not in left_out
+                    }
+                )
                 return
-            hidden = _backward_override(module) is not None
-            for quantizer in quantizers:
-                formats = _run(quantizer.planned_formats(), left_out)
-                forward = of_fprop(formats)
-                self._audit.plan(forward, will_be_seen=True)
-                if not fprop_only:
-                    backward = {operand: made for operand, made in formats.items() if operand not in forward}
-                    self._audit.plan(backward, will_be_seen=not hidden)
         except Exception as error:
             self._failures.report("telling the precision of", str(module.name), error)
         without_effect = [quantizer for quantizer in quantizers if quantizer.is_left_out()]
@@ -465,11 +463,6 @@ def _as_its_class(module: Any) -> bool:
     return bool(type(module).is_debug_iter(module))
 
 
-def _run(formats: Mapping[Operand, Format], left_out: Mapping[Gemm, str]) -> dict[Operand, Format]:
-    """Without the operands of GEMMs that are left out."""
-    return {operand: made for operand, made in formats.items() if Gemm(operand.layer, operand.gemm) not in left_out}
-
-
 def _input_of(module: torch.nn.Module) -> Any:
     """The input of the forward that a module is running; None if unknown.
 
@@ -499,7 +492,6 @@ _OVERRIDDEN = (
     "process_enabled_api_call",
     "process_gemm_output",
     "quantize",
-    "wrap_quantized_tensor",
 )
 
 
@@ -512,20 +504,9 @@ def _require(owner: Any, *names: str) -> None:
         )
 
 
-def _session_quantizer(
-    debug_quantization: Any, current: threading.local, failures: ObservationFailures, audit: PrecisionAudit
-) -> type:
+def _session_quantizer(debug_quantization: Any, current: threading.local, failures: ObservationFailures) -> type:
     """Transformer Engine's DebugQuantizer, with the kind of the forward that it was built in."""
     import nvdlfw_inspect.api as debug_api
-
-    class DebugQuantizedTensor(debug_quantization.DebugQuantizedTensor):  # type: ignore[misc]
-        """Notes the data that the tensor gives to a GEMM."""
-
-        def get_tensor(self, transpose: bool) -> Any:
-            tensor = super().get_tensor(transpose)
-            if tensor is not None:
-                self.quantizer.note_operand(tensor, transpose)
-            return tensor
 
     class DebugQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
         """Observes if its forward is observed; a failure in observation does not reach training."""
@@ -538,59 +519,27 @@ def _session_quantizer(
             self._shown_first: DebugQuantizer | None = None
             self._module = current.module
             self._override = _backward_override(current.module)
-            self._recipe = recipe_in_force(current.module, fp8=current.module.fp8)
-            self._planned: dict[Operand, Format] = {}
             self._own_wgrad: torch.Tensor | None = None
             self._accumulates = False
             super().__init__(layer_name, tensor_name, *args, **keywords)
             if tensor_name == "dgrad":
                 self._pair_dgrads_of_mlp()
 
-        def _gemms(self) -> Iterable[tuple[Operand, str, bool]]:
-            """For each of the two GEMMs that read the tensor: the operand, the plan, and whether it reads columnwise
-            data."""
-            for gemm, plan, columnwise in (
-                (self.rowwise_gemm_name, self.rowwise_tensor_plan, False),
-                (self.columnwise_gemm_name, self.columnwise_tensor_plan, True),
-            ):
-                if self._override is not None and gemm != "fprop":
-                    plan = debug_quantization.HIGH_PRECISION
-                yield Operand(self.layer_name, gemm, self.tensor_name), plan, columnwise
-
         def log_messages_about_plans(self) -> None:
             """Log plans as upstream does, in observed forwards only, and each plan once, so that a change is logged."""
             if self.kind is not ForwardKind.OBSERVED:
                 return
-            for operand, plan, _ in self._gemms():
+            for gemm, plan in (
+                (self.rowwise_gemm_name, self.rowwise_tensor_plan),
+                (self.columnwise_gemm_name, self.columnwise_tensor_plan),
+            ):
+                if self._override is not None and gemm != "fprop":
+                    plan = debug_quantization.HIGH_PRECISION
                 debug_api.log_message(
-                    f"Tensor: {operand.tensor}, gemm {operand.gemm} - {plan}",
-                    layer_name=operand.layer,
-                    extra_cachable_args=(operand.gemm, operand.tensor, plan),
+                    f"Tensor: {self.tensor_name}, gemm {gemm} - {plan}",
+                    layer_name=self.layer_name,
+                    extra_cachable_args=(gemm, self.tensor_name, plan),
                 )
-
-        def planned_formats(self) -> Mapping[Operand, Format]:
-            """The planned formats of the GEMMs' operands, not of their results."""
-            if not self.output_tensor:
-                for operand, plan, columnwise in self._gemms():
-                    if plan == debug_quantization.API_CALL_MODIFY:
-                        text = UNKNOWN + MODIFIED
-                    else:
-                        quantizer = self.parent_quantizer if plan == debug_quantization.STANDARD_QUANTIZE else None
-                        text = quantizer_format(quantizer, self._high_precision, columnwise=columnwise)
-                    self._planned[operand] = Format(text, self._recipe)
-            return self._planned
-
-        def note_operand(self, tensor: Any, columnwise: bool) -> None:
-            """Note the operand of a GEMM."""
-            if self.kind is ForwardKind.EVALUATION or (self._override is not None and columnwise):
-                return
-            try:
-                operand, plan, _ = tuple(self._gemms())[columnwise]
-                text = format_of(tensor, columnwise=columnwise)
-                text += MODIFIED if plan == debug_quantization.API_CALL_MODIFY else ""
-                audit.see(operand, Format(text, self._recipe), self._planned.get(operand))
-            except Exception as error:
-                failures.report("telling the precision of", f"{self.layer_name} {self.tensor_name}", error)
 
         def is_left_out(self) -> bool:
             """Whether a feature would act in a backward in which Transformer Engine calls no features."""
@@ -693,8 +642,6 @@ def _session_quantizer(
         @outside_of_dynamo
         def quantize(self, tensor: Any, *, out: Any = None, dtype: torch.dtype | None = None) -> Any:
             result = super().quantize(tensor, out=out, dtype=dtype)
-            if isinstance(result, debug_quantization.DebugQuantizedTensor):
-                result.__class__ = DebugQuantizedTensor
             if out is None and dtype is None:
                 # Under torch's autocast the input may have another type than the GEMM's other operand. Upstream casts
                 # the input on its ordinary path, but not here.
@@ -702,11 +649,6 @@ def _session_quantizer(
                 result.rowwise_gemm_tensor = self._as_operand(rowwise)
                 same = columnwise is rowwise
                 result.columnwise_gemm_tensor = result.rowwise_gemm_tensor if same else self._as_operand(columnwise)
-            return result
-
-        def wrap_quantized_tensor(self, tensor: Any) -> Any:
-            result = super().wrap_quantized_tensor(tensor)
-            result.__class__ = DebugQuantizedTensor
             return result
 
         def _as_operand(self, tensor: Any) -> Any:

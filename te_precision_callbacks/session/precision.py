@@ -4,8 +4,8 @@
         print(entry.layer, entry.gemm, entry.operands)        # fc1 fprop {'activation': 'BF16', 'weight': 'BF16'}
 
 The log of nvidia-dlfw-inspect tells a plan ("Quantize", "High Precision", "modify_tensor()"). What counts is the type
-of the two tensors that the GEMM was handed: this is what is noted where a feature acts. A layer on which no feature
-acts runs Transformer Engine's fused path, where nothing is seen: for it, it is the format of that path's quantizers. A
+of the two tensors that the GEMM was handed, which the tap (``tap.py``) sees in the steps in which a layer is asked. For
+a step in which nothing of the session runs in a layer, it is the format of the quantizers that the layer then has. A
 GEMM that a backward leaves out, as the wgrad of a frozen weight, has no formats, but the reason in ``not_run``.
 
 The classes of storages and quantizers were read from Transformer Engine 2.20.2 (``pytorch/tensor``). A class that is
@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from te_precision_callbacks.forwards import ForwardKind
+from te_precision_callbacks.gemm_events import OUTSIDE, GemmEvent, GemmOperand
 from te_precision_callbacks.numerics.layouts import fp8_format, gemm_operand
 from te_precision_callbacks.records.precision import FROZEN, NO_BACKWARD, NO_GRADIENT, NO_INPUT_GRADIENT, GemmPrecision
 from te_precision_callbacks.records.spans import Iterations
@@ -41,10 +43,11 @@ from te_precision_callbacks.vocabulary import (
 MODIFIED = " (modified)"
 """What is added to the format of a tensor that a feature has made."""
 
-UNKNOWN = "unknown"
-"""The format of a tensor that a feature is going to make."""
-
 _HIGH_PRECISION = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16", torch.float64: "FP64"}
+
+
+_MODIFY = "modify_tensor()"
+"""The plan of the debug path for a tensor that a feature makes (``debug/pytorch/debug_quantization.py``)."""
 
 
 class Operand(NamedTuple):
@@ -66,15 +69,16 @@ class _Told(enum.Enum):
     """What a format of an operand is known by."""
 
     SEEN = "a GEMM was handed it"
-    ASSUMED = "the quantizers of a path on which nothing is seen make it"
-    AWAITED = "a GEMM is going to be handed it, where it can be seen"
+    ASSUMED = "the quantizers of a step in which nothing is seen make it"
 
 
 @dataclass
 class _Notes:
-    """The notes on one layer in an iteration: the formats of its operands, and the GEMMs that were left out."""
+    """The notes on one layer in an iteration: the formats of its operands, the GEMMs that are going to run, and those
+    that are left out."""
 
     told: dict[Operand, dict[Format, _Told]] = field(default_factory=dict)
+    expected: dict[Gemm, None] = field(default_factory=dict)
     left_out: dict[Gemm, str] = field(default_factory=dict)
 
 
@@ -87,7 +91,9 @@ class PrecisionAudit:
 
     def __init__(self, iterations: Iterations) -> None:
         self._told: dict[Operand, dict[Format, _Told]] = {}
+        self._expected: dict[Gemm, None] = {}
         self._left_out: dict[Gemm, str] = {}
+        self._unseen: dict[str, dict[Operand, Format]] = {}  # what the fused path makes, of layers asked in this step
         self._doubted: set[str] = set()
         self._history = PrecisionHistory(iterations)
         self._iteration: int | None = None
@@ -110,6 +116,10 @@ class PrecisionAudit:
         self._end()
 
     def _end(self) -> None:
+        for layer, formats in self._unseen.items():
+            if not self._now[layer].told:  # a compiled model runs its GEMMs where the tap does not know their layer
+                self.plan(formats)
+        self._unseen.clear()
         self._write()
         self._in_history.update(self._now)
         self._now.clear()
@@ -148,19 +158,21 @@ class PrecisionAudit:
             if not _is_left_out(self._history.now(operand.layer)[GEMMS.index(operand.gemm)])
         }
 
-    def plan(self, formats: Mapping[Operand, Format], *, will_be_seen: bool = False) -> None:
-        """Note the formats that quantizers are going to make.
-
-        Args:
-            formats: of the operands of GEMMs that run.
-            will_be_seen: whether :meth:`see` is called when the GEMMs run; if it is never called, they have not run.
-        """
+    def plan(self, formats: Mapping[Operand, Format]) -> None:
+        """Note the formats that quantizers make, of the operands of GEMMs that run unseen."""
         for operand, made in formats.items():
             for found in self._formats(operand):
-                if will_be_seen:
-                    found.setdefault(made, _Told.AWAITED)
-                elif found.get(made) is not _Told.SEEN:
-                    found[made] = _Told.ASSUMED
+                found.setdefault(made, _Told.ASSUMED)
+
+    def expect(self, gemms: Iterable[Gemm]) -> None:
+        """Note GEMMs that are going to be seen; those that are never seen have not run."""
+        for gemm in gemms:
+            self._expected[gemm] = self._now[gemm.layer].expected[gemm] = None
+
+    def expect_unseen(self, formats: Mapping[Operand, Format]) -> None:
+        """Note what the GEMMs of layers are handed if none of a layer is seen in this iteration."""
+        for operand, made in formats.items():
+            self._unseen.setdefault(operand.layer, {})[operand] = made
 
     def leave_out(self, gemms: Mapping[Gemm, str]) -> None:
         """Note GEMMs that a forward and its backward do not run, and why."""
@@ -168,12 +180,15 @@ class PrecisionAudit:
         for gemm, reason in gemms.items():
             self._now[gemm.layer].left_out[gemm] = reason
 
-    def see(self, operand: Operand, handed: Format, planned: Format | None = None) -> None:
-        """Note the format of a tensor that a GEMM takes; this replaces the planned format."""
-        for found in self._formats(operand):
-            if planned not in (None, handed) and found.get(planned, _Told.SEEN) is not _Told.SEEN:
-                del found[planned]
-            found[handed] = _Told.SEEN
+    def look(self, event: GemmEvent) -> None:
+        """Note the formats of what a GEMM was handed in training; a listener of the tap."""
+        if event.layer == OUTSIDE or event.kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
+            return
+        for operand in event.operands:
+            text = format_of(operand.data, columnwise=operand.columnwise)
+            text += MODIFIED if _is_modified(operand) else ""
+            for found in self._formats(Operand(event.layer, event.gemm, operand.tensor)):
+                found[Format(text, event.recipe)] = _Told.SEEN
 
     def _formats(self, operand: Operand) -> tuple[dict[Format, _Told], dict[Format, _Told]]:
         """The formats noted of an operand: in the run, and in this iteration."""
@@ -207,7 +222,7 @@ class PrecisionAudit:
 
     def __iter__(self) -> Iterator[GemmPrecision]:
         self._write()
-        known = [*(Gemm(operand.layer, operand.gemm) for operand in self._told), *self._left_out]
+        known = [*(Gemm(operand.layer, operand.gemm) for operand in self._told), *self._expected, *self._left_out]
         there = frozenset(known)
         layers = dict.fromkeys(gemm.layer for gemm in known)
         for gemm in (Gemm(layer, name) for layer in layers for name in GEMMS):
@@ -218,7 +233,7 @@ class PrecisionAudit:
                 not_run = self._left_out.get(gemm, NO_BACKWARD)
                 yield GemmPrecision(*gemm, {}, seen=False, not_run=not_run, since=self._history.since(*gemm))
                 continue
-            operands, recipe = joined((tensor, _those_that_ran(found)) for tensor, found in of_gemm.items() if found)
+            operands, recipe = joined((tensor, found) for tensor, found in of_gemm.items() if found)
             seen = _is_seen(of_gemm) and gemm.layer not in self._doubted
             yield GemmPrecision(*gemm, operands, seen, since=self._history.since(*gemm), recipe=recipe)
 
@@ -234,23 +249,20 @@ def _of_gemm(gemm: Gemm, told: Mapping[Operand, Mapping[Format, _Told]]) -> _OfG
 
 def _facts(notes: _Notes) -> tuple[dict[GemmName, GemmFact], list[GemmName]]:
     """The facts about a layer's GEMMs by what was noted in an iteration, and the GEMMs whose operands were all seen."""
-    facts = {gemm.gemm: GemmFact((), reason) for gemm, reason in notes.left_out.items()}
+    facts = {gemm.gemm: GemmFact((), NO_BACKWARD) for gemm in notes.expected}
+    facts |= {gemm.gemm: GemmFact((), reason) for gemm, reason in notes.left_out.items()}
     seen: list[GemmName] = []
     for gemm in dict.fromkeys(Gemm(operand.layer, operand.gemm) for operand in notes.told):
         of_gemm = _of_gemm(gemm, notes.told)
-        if _has_run(of_gemm):
-            ran = tuple((tensor, tuple(_those_that_ran(found))) for tensor, found in of_gemm.items() if found)
-            facts[gemm.gemm] = GemmFact(ran)
-            if _is_seen(of_gemm):
-                seen.append(gemm.gemm)
-        else:
-            facts.setdefault(gemm.gemm, GemmFact((), NO_BACKWARD))
+        facts[gemm.gemm] = GemmFact(tuple((tensor, tuple(found)) for tensor, found in of_gemm.items() if found))
+        if _is_seen(of_gemm):
+            seen.append(gemm.gemm)
     return facts, seen
 
 
 def _has_run(of_gemm: _OfGemm) -> bool:
-    """Whether a GEMM has run: more is told of an operand than that its format is awaited."""
-    return any(told is not _Told.AWAITED for found in of_gemm.values() for told in found.values())
+    """Whether a GEMM has run: formats of its operands are told."""
+    return any(of_gemm.values())
 
 
 def _is_seen(of_gemm: _OfGemm) -> bool:
@@ -263,9 +275,11 @@ def _is_left_out(fact: GemmFact | None) -> bool:
     return fact is not None and fact.not_run not in ("", NO_BACKWARD)
 
 
-def _those_that_ran(formats: Mapping[Format, _Told]) -> list[Format]:
-    """The formats without those still awaited, unless there are no others."""
-    return [made for made, told in formats.items() if told is not _Told.AWAITED] or list(formats)
+def _is_modified(operand: GemmOperand) -> bool:
+    """Whether a feature has made an operand."""
+    quantizer = getattr(operand.given, "quantizer", None)
+    plan = "columnwise_tensor_plan" if operand.columnwise else "rowwise_tensor_plan"
+    return hasattr(operand.given, "rowwise_gemm_tensor") and getattr(quantizer, plan, None) == _MODIFY
 
 
 def format_of(tensor: Any, *, columnwise: bool) -> str:
@@ -279,12 +293,12 @@ def format_of(tensor: Any, *, columnwise: bool) -> str:
     return _known(held) or _named(held)
 
 
-def quantizer_format(quantizer: Any, high_precision: torch.dtype | None, *, columnwise: bool) -> str:
+def quantizer_format(quantizer: Any, high_precision: torch.dtype, *, columnwise: bool) -> str:
     """The format that a quantizer makes.
 
     Args:
         quantizer: a quantizer of any class, or None.
-        high_precision: the format of a tensor that is not quantized; None if unknown.
+        high_precision: the format of a tensor that is not quantized.
         columnwise: whether the columnwise data are meant.
     """
     names = class_names(quantizer)
@@ -292,7 +306,7 @@ def quantizer_format(quantizer: Any, high_precision: torch.dtype | None, *, colu
         one = quantizer.columnwise_quantizer if columnwise else quantizer.rowwise_quantizer
         return quantizer_format(one, high_precision, columnwise=columnwise)
     if quantizer is None or IDENTITY_QUANTIZER in names:
-        return UNKNOWN if high_precision is None else dtype_name(high_precision)
+        return dtype_name(high_precision)
     return _known(quantizer) or type(quantizer).__name__
 
 
@@ -359,9 +373,12 @@ def _frozen(module: Any, layers: Sequence[str]) -> list[bool]:
 
 
 def recipe_in_force(module: Any, *, fp8: bool) -> str:
-    """The recipe of a module's last forward, as spelled in statistics' names, or the name of a user's own class; empty
-    in high precision."""
-    recipe = module.fp8_meta["recipe"] if fp8 else None
+    """The recipe of a module's last forward, as :func:`recipe_text`."""
+    return recipe_text(module.fp8_meta["recipe"] if fp8 else None)
+
+
+def recipe_text(recipe: Any) -> str:
+    """A recipe as spelled in statistics' names, or the class of a user's own; empty for None, high precision."""
     return "" if recipe is None else name_of_recipe(recipe) or type(recipe).__name__
 
 

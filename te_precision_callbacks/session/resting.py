@@ -54,13 +54,24 @@ class RestingLayers:
         self._last_state: dict[int, _State] = {}
         self._new: list[torch.nn.Module] = []
         self._trained_in_fp8: dict[int, bool] = {}
+        self._seen_in: dict[int, _State] = {}
         self._trainable: list[bool] = []
         self._suspicions: dict[int, _Suspicion] = {}
         self._dropped: dict[int, list[Mapping[Operand, Format]]] = {}
 
-    def note_training(self, module: torch.nn.Module) -> None:
-        """Note that a module is asked in a forward of training."""
+    def note_training(self, module: torch.nn.Module, *, idle: bool) -> None:
+        """Note that a module is asked in a forward of training.
+
+        Args:
+            module: the module.
+            idle: whether no feature acts in it, so that it runs as in a step in which it rests.
+        """
         self._trained_in_fp8[id(module)] = bool(module.fp8)
+        state = _state_of(module) if idle else None
+        if state is None:
+            self._seen_in.pop(id(module), None)
+        else:
+            self._seen_in[id(module)] = state
 
     def add(self, module: torch.nn.Module) -> None:
         """Note that a module rests from the next step on."""
@@ -103,6 +114,8 @@ class RestingLayers:
             return
         if state.fp8 == fp8:
             self._last_state[key] = state
+        if _is_in_state(module.__dict__, self._seen_in.get(key)):
+            return
         formats = formats_of_fused_path(module, self._layers[key], fp8=fp8)
         if not self._audit.holds(formats):
             self._audit.plan(self._audit.of_gemms_that_run(formats))

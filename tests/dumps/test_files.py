@@ -788,7 +788,7 @@ def test_a_killed_process_leaves_whole_files(tmp_path: Path, file_format: str) -
         folder = tmp_path / str(number)
         folder.mkdir()
         process = subprocess.Popen(
-            [executable(), "-c", WRITER, str(folder), file_format],
+            [executable(whole=True), "-c", WRITER, str(folder), file_format],
             cwd=REPOSITORY,
             env=os.environ | {"PYTHONPATH": "."},
             stdout=subprocess.PIPE,

@@ -5,14 +5,18 @@
 from __future__ import annotations
 
 import accelerate.commands.launch
+import einops
 import lightning.pytorch
 import nvdlfw_inspect.api
 import onnxscript
-import pydantic
+import pydantic.dataclasses
+import pydantic.type_adapter
+import pytest
 import rich.table
 import safetensors.torch
 import torch._dynamo
 import torch._inductor.compile_fx
+import torch.distributed._tensor
 import torch.distributed.checkpoint
 import torch.distributed.run
 import torch.utils.tensorboard

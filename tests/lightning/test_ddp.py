@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("ddp_script.py")
 def run(strategy: str, folder: Path, *arguments: str) -> Ended:
     if strategy == "ddp_fork":
         return Running(SCRIPT, [strategy, str(folder), *arguments]).end()
-    done = processes.run([executable(), str(SCRIPT), strategy, str(folder), *arguments])
+    done = processes.run([executable(whole=True), str(SCRIPT), strategy, str(folder), *arguments])
     return Ended(done.returncode, done.stdout, done.stderr)
 
 

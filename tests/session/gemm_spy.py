@@ -243,6 +243,8 @@ def case(
                 spy.training = True
             session.step()
         found = wrong(session.precision, spy.handed)
+        if autocast == ALWAYS:
+            found += [f"{entry}: not seen" for entry in session.precision if entry.operands and not entry.seen]
         if checkpoint == "reentrant, outside" and autocast == EARLIER:
             return found  # of a layer that rests, only the last forward of a step is known: docs/internals.md
         for step, handed in enumerate(spy.handed_in):

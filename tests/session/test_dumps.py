@@ -539,7 +539,7 @@ def test_a_disk_is_never_filled(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 def run_script(case: str, *arguments: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    command = [forked.executable(), str(SCRIPT), case, *arguments]
+    command = [forked.executable(whole=True), str(SCRIPT), case, *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

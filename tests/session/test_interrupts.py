@@ -167,7 +167,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize(("how", "status"), [("handled", 5), ("forked", -signal.SIGTERM)])
 def test_sigterm_keeps_what_was_gathered_and_a_fork_writes_nothing(tmp_path: Path, how: str, status: int) -> None:
-    command = [executable(), "-c", TERMINATED, how, str(tmp_path)]
+    command = [executable(whole=True), "-c", TERMINATED, how, str(tmp_path)]
     result = run([*command], cwd=Path(__file__).parents[2])
     assert result.returncode == status, result.stderr
     lines = logged_lines(tmp_path)

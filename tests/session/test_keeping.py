@@ -118,7 +118,7 @@ print("trained")
 
 
 def test_a_process_may_end_with_what_was_kept(tmp_path: Path) -> None:
-    command = [executable(), "-W", "error::ResourceWarning", "-c", AT_EXIT, str(tmp_path)]
+    command = [executable(whole=True), "-W", "error::ResourceWarning", "-c", AT_EXIT, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (result.returncode, result.stdout) == (0, "trained\n"), result.stderr
     assert "Traceback" not in result.stderr

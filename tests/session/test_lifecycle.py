@@ -310,7 +310,7 @@ for _ in range(2):
 
 def test_a_users_feature_class_works_in_a_fresh_process(tmp_path: Path) -> None:
     """Where importing its base class has registered Transformer Engine's API, and nothing has a logger yet."""
-    command = [executable(), "-c", FEATURE_CLASS, str(tmp_path)]
+    command = [executable(whole=True), "-c", FEATURE_CLASS, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.stdout.split("\n")[:2] == ["saw linear 0", "saw linear 0"], result.stderr
 

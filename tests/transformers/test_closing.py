@@ -254,7 +254,7 @@ trainer(
 
 def test_at_exit(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    command = [executable(), "-c", SCRIPT, str(tmp_path)]
+    command = [executable(whole=True), "-c", SCRIPT, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert result.returncode == 1
     assert "ValueError: a bad batch" in result.stderr

@@ -1,0 +1,434 @@
+"""Sees every GEMM where Transformer Engine's Python hands its operands to the extension.
+
+Read from Transformer Engine 2.20.2. While installed, these are replaced, and nothing else:
+
+- ``general_gemm`` and ``general_grouped_gemm`` (``pytorch/cpp_extensions/gemm.py``) under every name under which a
+  Python module has imported them: Transformer Engine's modules, ``te.ops``, and a user's own.
+- ``prepare_forward`` and ``end_forward`` of the modules, which each forward calls with the module, and ``forward`` and
+  ``backward`` of their autograd Functions. The layer of a forward is kept in the autograd context, since its backward
+  runs in another thread.
+- ``WeightGradStore.put``, for a wgrad that runs later than its backward.
+- ``fuser_forward`` and ``fuser_backward`` of the operations of ``te.ops`` that have GEMMs.
+
+Without a listener nothing is installed.
+
+With ``fuse_wgrad_accumulation=True`` the wgrad GEMM writes into the weight's ``main_grad``, and its result is the sum
+over all micro-batches so far. The product itself exists nowhere, and a difference of two sums is not exact. So if a
+feature is about to look at the product, the same GEMM runs once before, into a separate tensor of the type of
+``main_grad``, without any effect on training.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.forwards import ForwardKind, outside_of_dynamo
+from te_precision_callbacks.gemm_events import GEMM_OF_LAYOUT, OUTSIDE, SLOTS, GemmEvent, GemmOperand, Listener
+from te_precision_callbacks.session.precision import recipe_in_force, recipe_text
+from te_precision_callbacks.vocabulary import class_names
+
+Classify = Callable[[torch.nn.Module], ForwardKind]
+
+
+class _Forward:
+    """A forward of a module, with its backward.
+
+    Attributes:
+        layers: the names of the module's layers; empty for a module that nobody listens to.
+        kind: the kind of the forward.
+        recipe: its recipe.
+    """
+
+    __slots__ = ("_half", "_halves", "kind", "layers", "recipe")
+
+    def __init__(self, layers: Sequence[str], kind: ForwardKind, recipe: str, *, halves: bool) -> None:
+        self.layers = layers
+        self.kind = kind
+        self.recipe = recipe
+        self._halves = halves
+        self._half = 0
+
+    def begin_forward(self) -> None:
+        self._half = -1
+
+    def begin_backward(self) -> None:
+        self._half = 2
+
+    def layer_of(self, gemm: str, expert: int | None) -> str:
+        """The layer whose GEMM runs next.
+
+        LayerNormMLP has two: its forward, also a recomputed one, runs fc1 before fc2, and its backward fc2 before fc1,
+        each dgrad before the wgrad of the same half.
+        """
+        if expert is not None:
+            return self.layers[expert]
+        if not self._halves:
+            return self.layers[0]
+        if gemm == "fprop":
+            self._half = 0 if self._half in (-1, 2) else 1
+            return self.layers[self._half]
+        if gemm == "dgrad":
+            self._half = 1 if self._half in (-1, 0, 2) else 0
+        return self.layers[self._half]
+
+
+_UNHEARD = _Forward((), ForwardKind.UNTOUCHED, "", halves=False)
+"""That of all modules that nobody listens to."""
+
+
+class _Current(threading.local):
+    """What runs in a thread.
+
+    Attributes:
+        entered: the forward of a module that is being run; None outside of them.
+        running: the forward or backward of an autograd Function that runs; None outside of them.
+        inside: whether a GEMM runs, which may call another one.
+    """
+
+    entered: _Forward | None = None
+    running: _Forward | None = None
+    inside: bool = False
+
+
+class GemmTap:
+    """Calls listeners behind each GEMM.
+
+    Args:
+        classify: decides the kind of a forward.
+        report: receives failures of listeners.
+    """
+
+    def __init__(self, classify: Classify, report: Callable[[str, str, Exception], None]) -> None:
+        self._classify = classify
+        self._report = report
+        self._listeners: tuple[Listener, ...] = ()
+        self._layers: Mapping[int, Sequence[str]] = {}
+        self._heard: Mapping[int, Any] = {}
+        self._current = _Current()
+        self._orders = itertools.count()
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+
+    @property
+    def installed(self) -> bool:
+        """Whether anything of Transformer Engine is replaced."""
+        return bool(self._replaced)
+
+    def watch(self, layers: Mapping[int, Sequence[str]], heard: Mapping[int, Any]) -> None:
+        """Set the modules whose GEMMs have a layer.
+
+        Args:
+            layers: id of a module -> the names of its layers.
+            heard: the ids of those modules of which there are events; may change from step to step.
+        """
+        self._layers, self._heard = layers, heard
+
+    def begin_iteration(self) -> None:
+        """Count the GEMMs from 0 again."""
+        self._orders = itertools.count()
+
+    def listen(self, *listeners: Listener) -> None:
+        """Have these called, and no others; without any, Transformer Engine is as it was."""
+        self._listeners = listeners
+        if listeners and not self._replaced:
+            self._install()
+        elif not listeners and self._replaced:
+            self._remove()
+
+    # ------------------------------------------------------------------ what is replaced
+
+    def _install(self) -> None:
+        from transformer_engine.pytorch.cpp_extensions import gemm
+        from transformer_engine.pytorch.module import _common, base
+
+        self._current = _Current()
+        for name, around in (
+            ("general_gemm", self._around_gemm),
+            ("general_grouped_gemm", self._around_grouped),
+        ):
+            upstream, wrapped = getattr(gemm, name), dict[int, Any]()
+            for module in list(sys.modules.values()):
+                found = getattr(module, "__dict__", {}).get(name)
+                # Transformer Engine's modules may have one of the user's own.
+                if found is upstream or (callable(found) and _is_of_transformer_engine(module)):
+                    self._replace(module, name, wrapped.setdefault(id(found), around(found)))
+        module_class = base.TransformerEngineBaseModule
+        for name, around in (("prepare_forward", self._around_prepare), ("end_forward", self._around_end)):
+            self._replace(module_class, name, around(getattr(module_class, name)))
+        for function in _functions():
+            self._replace(function, "forward", staticmethod(self._around_forward(function.forward)))
+            self._replace(function, "backward", staticmethod(self._around_backward(function.backward)))
+        store = _common.WeightGradStore
+        self._replace(store, "put", self._around_put(store.put))
+        arounds = {"fuser_forward": self._around_fuser_forward, "fuser_backward": self._around_fuser_backward}
+        for operation, name, method in _methods_of_operations(tuple(arounds)):
+            self._replace(operation, name, arounds[name](method))
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        own = vars(owner).get(name)
+        self._replaced.append((owner, name, own, value))
+        setattr(owner, name, value)
+
+    def _remove(self) -> None:
+        while self._replaced:
+            owner, name, own, value = self._replaced.pop()
+            if vars(owner).get(name) is not value:
+                continue  # somebody has put theirs around ours, which goes on to call what it stood for
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+        self._current = _Current()
+
+    # ------------------------------------------------------------------ which layer runs
+
+    def _around_prepare(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        @outside_of_dynamo
+        def prepare_forward(module: Any, *arguments: Any, **keywords: Any) -> Any:
+            result = upstream(module, *arguments, **keywords)
+            self._current.entered = self._entered(module) if id(module) in self._heard else _UNHEARD
+            return result
+
+        return prepare_forward
+
+    def _entered(self, module: Any) -> _Forward:
+        halves = "LayerNormMLP" in class_names(module)
+        recipe = recipe_in_force(module, fp8=module.fp8)
+        return _Forward(self._layers[id(module)], self._classify(module), recipe, halves=halves)
+
+    def _around_end(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        @outside_of_dynamo
+        def end_forward(module: Any) -> Any:
+            self._current.entered = None
+            return upstream(module)
+
+        return end_forward
+
+    @contextmanager
+    def _runs(self, forward: _Forward | None) -> Iterator[None]:
+        current = self._current
+        before, current.running = current.running, forward
+        try:
+            yield
+        finally:
+            current.running = before
+
+    def _around_forward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            entered = self._current.entered or _UNHEARD
+            entered.begin_forward()
+            if ctx is not None:
+                ctx.te_precision_forward = entered
+            with self._runs(entered):
+                return upstream(ctx, *arguments)
+
+        return forward
+
+    def _around_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        def backward(ctx: Any, *arguments: Any) -> Any:
+            entered = getattr(ctx, "te_precision_forward", _UNHEARD)
+            entered.begin_backward()
+            with self._runs(entered):
+                return upstream(ctx, *arguments)
+
+        return backward
+
+    def _around_put(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        def put(store: Any, tensors: Any, function: Callable[..., Any]) -> Any:
+            running = self._current.running
+            half = None if running is None else running._half
+
+            @functools.wraps(function)
+            def later(*arguments: Any) -> Any:
+                if running is not None and half is not None:
+                    running._half = half
+                with self._runs(running):
+                    return function(*arguments)
+
+            return upstream(store, tensors, later)
+
+        return put
+
+    def _around_fuser_forward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        def fuser_forward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
+            forward = self._of_operation(operation)
+            for context in contexts:
+                context.te_precision_forward = forward
+            with self._runs(forward):
+                return upstream(operation, contexts, *arguments, **keywords)
+
+        return fuser_forward
+
+    def _around_fuser_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        def fuser_backward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
+            with self._runs(getattr(contexts[0], "te_precision_forward", _UNHEARD)):
+                return upstream(operation, contexts, *arguments, **keywords)
+
+        return fuser_backward
+
+    def _of_operation(self, operation: Any) -> _Forward:
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        basic = [operation, *getattr(operation, "basic_ops", ())]
+        linear = next((one for one in basic if id(one) in self._layers), None)
+        if linear is None:
+            return _UNHEARD
+        in_force = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
+        recipe = recipe_text(in_force)
+        return _Forward(self._layers[id(linear)], self._classify(linear), recipe, halves=False)
+
+    # ------------------------------------------------------------------ the GEMMs
+
+    def _around_gemm(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        def general_gemm(*operands: Any, **keywords: Any) -> Any:
+            take = getattr(keywords.get("quantization_params"), "take_own_wgrad", None)
+            if take is not None and keywords.get("accumulate"):
+                alone = {"accumulate": False, "out": None, "bias": None, "quantization_params": None}
+                take(lambda: upstream(*operands, **{**keywords, **alone})[0])
+            current = self._current
+            forward = current.running or current.entered
+            if current.inside or forward is _UNHEARD or not self._listeners:
+                return upstream(*operands, **keywords)
+            with _inside(current):
+                result = upstream(*operands, **keywords)
+            self._emit(forward, _GEMM, operands, keywords, lambda taken: [(taken["A"], taken["B"], result[0])])
+            return result
+
+        return general_gemm
+
+    def _around_grouped(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        def general_grouped_gemm(*operands: Any, **keywords: Any) -> Any:
+            current = self._current
+            forward = current.running or current.entered
+            if current.inside or forward is _UNHEARD or not self._listeners:
+                return upstream(*operands, **keywords)
+            with _inside(current):
+                result = upstream(*operands, **keywords)
+            self._emit(forward, _GROUPED_GEMM, operands, keywords, _of_experts, grouped=True)
+            return result
+
+        return general_grouped_gemm
+
+    def _emit(
+        self,
+        forward: _Forward | None,
+        names: Sequence[str],
+        operands: Sequence[Any],
+        keywords: Mapping[str, Any],
+        gemms: Callable[[Mapping[str, Any]], Iterable[tuple[Any, Any, Any]]],
+        *,
+        grouped: bool = False,
+    ) -> None:
+        """Tell the listeners of the GEMMs of a call: A, B and result of each."""
+        try:
+            arguments = {"layout": "TN", **dict(zip(names, operands, strict=False)), **keywords}
+            layout = arguments["layout"]
+            gemm = GEMM_OF_LAYOUT[layout]
+            tensors = SLOTS[gemm]
+            for number, (a, b, out) in enumerate(gemms(arguments)):
+                expert = number if grouped else None
+                event = GemmEvent(
+                    OUTSIDE if forward is None else forward.layer_of(gemm, expert),
+                    gemm,
+                    expert,
+                    GemmOperand(tensors[0], a, columnwise=layout[0] != "T"),
+                    GemmOperand(tensors[1], b, columnwise=layout[1] == "T"),
+                    out,
+                    next(self._orders),
+                    ForwardKind.UNTOUCHED if forward is None else forward.kind,
+                    "" if forward is None else forward.recipe,
+                    arguments,
+                )
+                for listener in self._listeners:
+                    listener(event)
+        except Exception as error:
+            of_layer = OUTSIDE if forward is None else forward.layers[0]
+            self._report("looking at the GEMMs of", of_layer, error)
+
+
+_GEMM = (
+    "A",
+    "B",
+    "out_dtype",
+    "quantization_params",
+    "gelu",
+    "gelu_in",
+    "alpha",
+    "beta",
+    "accumulate",
+    "layout",
+    "out",
+)
+_GROUPED_GEMM = (
+    "A",
+    "B",
+    "out",
+    "quantization_params",
+    "out_dtype",
+    "layout",
+    "m_splits",
+    "gelu",
+    "grad",
+    "accumulate",
+)
+"""The first parameters of ``general_gemm`` and ``general_grouped_gemm``."""
+
+
+@contextmanager
+def _inside(current: _Current) -> Iterator[None]:
+    current.inside = True
+    try:
+        yield
+    finally:
+        current.inside = False
+
+
+def _of_experts(taken: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """A, B and result of each expert's GEMM."""
+    outs = taken["out"]
+    if taken.get("single_output"):
+        whole, rows = outs[0], taken["m_splits"]
+        plain = isinstance(whole, torch.Tensor) and type(whole) in (torch.Tensor, torch.nn.Parameter)
+        outs = torch.split(whole, list(rows)) if plain else [None] * len(taken["A"])
+    return zip(taken["A"], taken["B"], outs, strict=True)
+
+
+def _is_of_transformer_engine(module: Any) -> bool:
+    return str(getattr(module, "__name__", "")).startswith("transformer_engine.")
+
+
+def _functions() -> tuple[Any, ...]:
+    """The autograd Functions of the modules."""
+    from transformer_engine.pytorch.module import grouped_linear, layernorm_linear, layernorm_mlp, linear
+
+    return linear._Linear, layernorm_linear._LayerNormLinear, layernorm_mlp._LayerNormMLP, grouped_linear._GroupedLinear
+
+
+def _methods_of_operations(names: Sequence[str]) -> list[tuple[Any, str, Any]]:
+    """The methods of ``te.ops`` that may run a GEMM: class, name and method."""
+    from transformer_engine.pytorch.ops.basic import BasicLinear, GroupedLinear
+    from transformer_engine.pytorch.ops.op import FusedOperation
+
+    def below(parent: Any) -> list[Any]:
+        return [found for child in parent.__subclasses__() for found in (child, *below(child))]
+
+    basic = [BasicLinear, GroupedLinear]
+    derived = [kind for parent in (*basic, FusedOperation) for kind in below(parent)]
+    own = [(kind, name) for kind in derived for name in names if name in vars(kind)]
+    return [(kind, name, getattr(kind, name)) for kind, name in [*itertools.product(basic, names), *own]]
