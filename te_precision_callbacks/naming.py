@@ -167,6 +167,35 @@ def named_te_modules(
     return tuple(named)
 
 
+class NamedOperation(NamedTuple):
+    """An operation of ``te.ops`` with GEMMs, and the names of its layers."""
+
+    module: torch.nn.Module
+    layers: tuple[str, ...]
+
+
+def named_operations(model: Model, *, by_number: bool = False, scope: Scope = "") -> list[NamedOperation]:
+    """Find and name the operations of ``te.ops`` in a model that have GEMMs.
+
+    The name is the path of a ``BasicLinear``, or of the ``te.ops.Linear`` that it is a part of; of a ``GroupedLinear``
+    each group is a layer, ``.gemm_0`` and so on, as :func:`named_te_modules` has it.
+    """
+    found = []
+    for prefix, root in named_roots(model) or ():
+        for place in _places(root, prefix, through_adapters=True):
+            kind = type(place.module)
+            if kind.__module__.startswith("transformer_engine.pytorch.ops.") and kind.__name__ in _GEMM_OPERATIONS:
+                path = (place.by_number if by_number else place.path).removesuffix(".basic_ops.0")
+                name = _joined(scope_of(scope, place.path), path)
+                groups = getattr(place.module, "num_groups", None)
+                layers = (name,) if groups is None else tuple(f"{name}.gemm_{n}" for n in range(groups))
+                found.append(NamedOperation(place.module, layers))
+    return found
+
+
+_GEMM_OPERATIONS = ("BasicLinear", "GroupedLinear")
+
+
 def _untold(found: FoundScope, place: _Node) -> str:
     """The scope of a module, without the parts that numbers in its path already show."""
     parts = ("" if place.has_number else found.stage, "" if place.has_experts else found.experts)

@@ -164,6 +164,9 @@ class LayerInfo:
             there is no such name, or if another layer has the same name.
         refused: why Transformer Engine's debug path refuses the layer, or some forwards of it. These are left as they
             are, unobserved. Empty if nothing is refused.
+        exec_fwd: the place of its first forward among the first forwards of all layers of this rank, from 0; None if it
+            has not run, or only where nobody looked at it.
+        exec_bwd: the same of its backward.
         since: the first debug iteration in which all of this held.
         until: the last one; None while it still holds.
     """
@@ -174,6 +177,8 @@ class LayerInfo:
     features: Mapping[str, Mapping[str, Mapping[str, Any]]]
     given: str = ""
     refused: str = ""
+    exec_fwd: int | None = None
+    exec_bwd: int | None = None
     since: int = 0
     until: int | None = None
 

@@ -30,7 +30,7 @@ import torch
 from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.errors import FeatureError
 from te_precision_callbacks.forwards import ForwardClassifier, ForwardKind, outside_of_dynamo
-from te_precision_callbacks.naming import NamedModule
+from te_precision_callbacks.naming import NamedModule, NamedOperation
 from te_precision_callbacks.session.delayed_scaling import DelayedScalingLayers
 from te_precision_callbacks.session.errors import SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
@@ -49,7 +49,7 @@ from te_precision_callbacks.session.refusals import (
     refusal_of,
 )
 from te_precision_callbacks.session.resting import RestingLayers
-from te_precision_callbacks.session.tap import GemmTap
+from te_precision_callbacks.session.tap import ExecutionOrder, GemmTap
 from te_precision_callbacks.session.upstream import reset_schedule
 from te_precision_callbacks.vocabulary import GEMMS
 
@@ -81,6 +81,7 @@ class ForwardHooks:
             module and the reason.
         unwatched: the modules that are not watched, and ran a forward with gradients in training.
         delayed_scaling: the layers that have run delayed scaling without a scale.
+        order: in which order layers run.
     """
 
     def __init__(self, classify: ForwardClassifier, failures: ObservationFailures, audit: PrecisionAudit) -> None:
@@ -104,14 +105,21 @@ class ForwardHooks:
         self._idle_in_evaluation: dict[int, int] = {}
         self._resting = RestingLayers(classify, audit, self._ask_again)
         self._tap = GemmTap(classify, failures.report)
+        self.order = ExecutionOrder()
         self._saved: list[tuple[Any, str, Any]] = []
 
-    def watch(self, modules: Sequence[NamedModule], refused: Iterable[int] = ()) -> None:
+    def watch(
+        self,
+        modules: Sequence[NamedModule],
+        refused: Iterable[int] = (),
+        operations: Sequence[NamedOperation] = (),
+    ) -> None:
         """Set the modules that the session acts on; any other module runs as without a session.
 
         Args:
             modules: the modules.
             refused: the ids of modules that must not take the debug path.
+            operations: the operations of ``te.ops`` with GEMMs.
         """
         self._release()
         self.unwatched.clear()
@@ -121,7 +129,7 @@ class ForwardHooks:
         self._idle_in_evaluation.clear()
         self._refused = set(refused).intersection(self._modules)
         self._resting.watch(self._modules, self._layers, self._refused)
-        self._tap.watch(self._layers, self._armed)
+        self._tap.watch(self._layers, self._armed, operations)
         for key in self._refused:
             self._leave_alone(self._modules[key])
         self.arm()
@@ -157,7 +165,8 @@ class ForwardHooks:
 
     def _listen(self) -> None:
         """See the GEMMs of armed modules, while there are any."""
-        self._tap.listen(*((self._audit.look,) if self._armed and not self._classify.kept else ()))
+        needed = (self._armed or self._tap.has_new_operations) and not self._classify.kept
+        self._tap.listen(*((self.order, self._audit.look) if needed else ()))
 
     def _ask_again(self, module: torch.nn.Module) -> None:
         if id(module) not in self._refused:

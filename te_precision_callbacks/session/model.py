@@ -18,8 +18,10 @@ from te_precision_callbacks.naming import (
     Model,
     ModuleTree,
     NamedModule,
+    NamedOperation,
     by_given_name,
     different_at_one_path,
+    named_operations,
     named_roots,
     named_te_modules,
 )
@@ -82,6 +84,7 @@ class ObservedModel:
         self._notices = notices
         self._refused = RefusedLayers(strict=options.strict)
         self._by_number = False
+        self._operations: Sequence[NamedOperation] = ()
         self._model: Model = ()
         self._tree: ModuleTree | None = None
         self._layers_of_all: tuple[Layer, ...] = ()
@@ -132,7 +135,9 @@ class ObservedModel:
             raise SessionError(f"The model must be a torch.nn.Module, or a list or mapping of them, not {model!r}.")
         self._inspector.forget_names()
         names = self._options.layer_names or "path"
-        self.modules = named_te_modules(model, names, by_number=self._by_number, scope=self._options.scope)
+        scope = self._options.scope
+        self.modules = named_te_modules(model, names, by_number=self._by_number, scope=scope)
+        self._operations = named_operations(model, by_number=self._by_number, scope=scope)
         layers = [layer for module in self.modules for layer in module.layers]
         self.layer_names = frozenset(layer.name for layer in layers)
         return layers
@@ -194,6 +199,7 @@ class ObservedModel:
         """Name and watch this rank's modules; without a collective."""
         inspector = self._inspector
         infos = _layer_infos(layers, plan, self.given_names, self._refused)
+        self._hooks.order.grown = True
         self._findings.layers.put(inspector.iteration, infos)
         inspector.configure(plan.as_inspect_config(), self.config_source, sections)
         self._findings.changes_precision |= any(inspector.changes_precision(entry.features) for entry in plan.layers)
@@ -201,7 +207,7 @@ class ObservedModel:
         for module in self.modules:
             inspector.name_module(module.module, module.name)
             inspector.log(f"Assigned layer name: {module.name}")
-        self._hooks.watch(self.modules, self._refused.modules)
+        self._hooks.watch(self.modules, self._refused.modules, self._operations)
         self.say_refused()
 
     # ------------------------------------------------------------------ what changes in it
@@ -232,6 +238,18 @@ class ObservedModel:
                 " dict. model= also takes several models.",
                 ", ".join(sorted(f"{type(module).__name__} {module.name!r}" for module in self._hooks.unwatched)),
             )
+
+    def note_order(self) -> None:
+        """Note in which order layers ran for the first time, if any has since the last call."""
+        order = self._hooks.order
+        if order.grown:
+            order.grown = False
+            forward, backward = order.forward, order.backward
+            infos = [
+                replace(info, exec_fwd=forward.get(info.name), exec_bwd=backward.get(info.name))
+                for info in self._findings.layers.now
+            ]
+            self._findings.layers.put(self._inspector.iteration, infos)
 
     def _say_changed(self, before: dict[int, str]) -> None:
         now = {id(module.module): module.name for module in self.modules}

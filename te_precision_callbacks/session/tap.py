@@ -25,13 +25,13 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from te_precision_callbacks.forwards import ForwardKind, outside_of_dynamo
 from te_precision_callbacks.gemm_events import GEMM_OF_LAYOUT, OUTSIDE, SLOTS, GemmEvent, GemmOperand, Listener
+from te_precision_callbacks.naming import NamedOperation
 from te_precision_callbacks.session.precision import recipe_in_force, recipe_text
 from te_precision_callbacks.vocabulary import class_names
 
@@ -104,6 +104,10 @@ class GemmTap:
     Args:
         classify: decides the kind of a forward.
         report: receives failures of listeners.
+
+    Attributes:
+        has_new_operations: whether operations of ``te.ops`` have been given, or run in another recipe, since the last
+            iteration: in the other modules the session notices that by itself.
     """
 
     def __init__(self, classify: Classify, report: Callable[[str, str, Exception], None]) -> None:
@@ -112,6 +116,9 @@ class GemmTap:
         self._listeners: tuple[Listener, ...] = ()
         self._layers: Mapping[int, Sequence[str]] = {}
         self._heard: Mapping[int, Any] = {}
+        self._operations: dict[int, NamedOperation] = {}
+        self._recipes: list[Any] = []
+        self.has_new_operations = False
         self._current = _Current()
         self._orders = itertools.count()
         self._replaced: list[tuple[Any, str, Any, Any]] = []
@@ -121,18 +128,34 @@ class GemmTap:
         """Whether anything of Transformer Engine is replaced."""
         return bool(self._replaced)
 
-    def watch(self, layers: Mapping[int, Sequence[str]], heard: Mapping[int, Any]) -> None:
+    def watch(
+        self,
+        layers: Mapping[int, Sequence[str]],
+        heard: Mapping[int, Any],
+        operations: Iterable[NamedOperation],
+    ) -> None:
         """Set the modules whose GEMMs have a layer.
 
         Args:
             layers: id of a module -> the names of its layers.
             heard: the ids of those modules of which there are events; may change from step to step.
+            operations: those of ``te.ops`` with GEMMs; there are events of all of them.
         """
         self._layers, self._heard = layers, heard
+        self._operations = {id(operation.module): operation for operation in operations}
+        self._recipes = self._recipes_of_operations()
+        self.has_new_operations = bool(self._operations)
 
     def begin_iteration(self) -> None:
-        """Count the GEMMs from 0 again."""
+        """Count the GEMMs from 0 again, and look whether operations have run in another recipe than before."""
         self._orders = itertools.count()
+        before, self._recipes = self._recipes, self._recipes_of_operations()
+        self.has_new_operations = before != self._recipes
+
+    def _recipes_of_operations(self) -> list[Any]:
+        """The recipes that the last forwards of operations have left; None for high precision."""
+        metas: list[Any] = [operation.module.__dict__["_fp8_metas"] for operation in self._operations.values()]
+        return [None if meta is None or meta["forward"] is None else meta["forward"].get("recipe") for meta in metas]
 
     def listen(self, *listeners: Listener) -> None:
         """Have these called, and no others; without any, Transformer Engine is as it was."""
@@ -213,12 +236,12 @@ class GemmTap:
 
         return end_forward
 
-    @contextmanager
-    def _runs(self, forward: _Forward | None) -> Iterator[None]:
+    def _run(self, forward: _Forward | None, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """Call a function as a part of a forward, or of its backward."""
         current = self._current
         before, current.running = current.running, forward
         try:
-            yield
+            return function(*arguments, **keywords)
         finally:
             current.running = before
 
@@ -229,8 +252,7 @@ class GemmTap:
             entered.begin_forward()
             if ctx is not None:
                 ctx.te_precision_forward = entered
-            with self._runs(entered):
-                return upstream(ctx, *arguments)
+            return self._run(entered, upstream, ctx, *arguments)
 
         return forward
 
@@ -239,8 +261,7 @@ class GemmTap:
         def backward(ctx: Any, *arguments: Any) -> Any:
             entered = getattr(ctx, "te_precision_forward", _UNHEARD)
             entered.begin_backward()
-            with self._runs(entered):
-                return upstream(ctx, *arguments)
+            return self._run(entered, upstream, ctx, *arguments)
 
         return backward
 
@@ -254,8 +275,7 @@ class GemmTap:
             def later(*arguments: Any) -> Any:
                 if running is not None and half is not None:
                     running._half = half
-                with self._runs(running):
-                    return function(*arguments)
+                return self._run(running, function, *arguments)
 
             return upstream(store, tensors, later)
 
@@ -267,16 +287,15 @@ class GemmTap:
             forward = self._of_operation(operation)
             for context in contexts:
                 context.te_precision_forward = forward
-            with self._runs(forward):
-                return upstream(operation, contexts, *arguments, **keywords)
+            return self._run(forward, upstream, operation, contexts, *arguments, **keywords)
 
         return fuser_forward
 
     def _around_fuser_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
         def fuser_backward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
-            with self._runs(getattr(contexts[0], "te_precision_forward", _UNHEARD)):
-                return upstream(operation, contexts, *arguments, **keywords)
+            forward = getattr(contexts[0], "te_precision_forward", _UNHEARD)
+            return self._run(forward, upstream, operation, contexts, *arguments, **keywords)
 
         return fuser_backward
 
@@ -284,12 +303,12 @@ class GemmTap:
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
         basic = [operation, *getattr(operation, "basic_ops", ())]
-        linear = next((one for one in basic if id(one) in self._layers), None)
+        linear = next((one for one in basic if id(one) in self._operations), None)
         if linear is None:
             return _UNHEARD
         in_force = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
         recipe = recipe_text(in_force)
-        return _Forward(self._layers[id(linear)], self._classify(linear), recipe, halves=False)
+        return _Forward(self._operations[id(linear)].layers, self._classify(linear), recipe, halves=False)
 
     # ------------------------------------------------------------------ the GEMMs
 
@@ -304,8 +323,7 @@ class GemmTap:
             forward = current.running or current.entered
             if current.inside or forward is _UNHEARD or not self._listeners:
                 return upstream(*operands, **keywords)
-            with _inside(current):
-                result = upstream(*operands, **keywords)
+            result = _call_inside(current, upstream, operands, keywords)
             self._emit(forward, _GEMM, operands, keywords, lambda taken: [(taken["A"], taken["B"], result[0])])
             return result
 
@@ -318,8 +336,7 @@ class GemmTap:
             forward = current.running or current.entered
             if current.inside or forward is _UNHEARD or not self._listeners:
                 return upstream(*operands, **keywords)
-            with _inside(current):
-                result = upstream(*operands, **keywords)
+            result = _call_inside(current, upstream, operands, keywords)
             self._emit(forward, _GROUPED_GEMM, operands, keywords, _of_experts, grouped=True)
             return result
 
@@ -362,6 +379,28 @@ class GemmTap:
             self._report("looking at the GEMMs of", of_layer, error)
 
 
+class ExecutionOrder:
+    """A listener that notes the order in which layers run.
+
+    Attributes:
+        forward: layer -> the place of its first forward among those of all layers.
+        backward: layer -> the place of its first backward.
+        grown: whether layers have come since it was set to False.
+    """
+
+    def __init__(self) -> None:
+        self.forward: dict[str, int] = {}
+        self.backward: dict[str, int] = {}
+        self.grown = False
+
+    def __call__(self, event: GemmEvent) -> None:
+        """Note a GEMM of training."""
+        places = self.forward if event.gemm == "fprop" else self.backward
+        if event.layer not in places and event.kind in (ForwardKind.OBSERVED, ForwardKind.SILENT):
+            places[event.layer] = len(places)
+            self.grown = True
+
+
 _GEMM = (
     "A",
     "B",
@@ -390,11 +429,12 @@ _GROUPED_GEMM = (
 """The first parameters of ``general_gemm`` and ``general_grouped_gemm``."""
 
 
-@contextmanager
-def _inside(current: _Current) -> Iterator[None]:
+def _call_inside(
+    current: _Current, function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
+) -> Any:
     current.inside = True
     try:
-        yield
+        return function(*arguments, **keywords)
     finally:
         current.inside = False
 

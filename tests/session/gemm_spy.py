@@ -243,7 +243,7 @@ def case(
                 spy.training = True
             session.step()
         found = wrong(session.precision, spy.handed)
-        if autocast == ALWAYS:
+        if autocast == ALWAYS and not evaluate:
             found += [f"{entry}: not seen" for entry in session.precision if entry.operands and not entry.seen]
         if checkpoint == "reentrant, outside" and autocast == EARLIER:
             return found  # of a layer that rests, only the last forward of a step is known: docs/internals.md

@@ -73,7 +73,7 @@ def test_layers_without_features(tmp_path: Path) -> None:
             session.step()
         with calls() as counted:
             run(other)
-        assert not counted
+        assert {name.partition(".")[0] for name in counted} <= {"GemmTap", "_Forward"}, "the GEMMs of layer 0 are seen"
         with calls() as counted:
             run(watched)
         assert counted["TransformerEngineAPI.route_api"] or counted["route_api"], "what is counted can be seen"
