@@ -9,6 +9,7 @@ Transformer Engine frees operands right after a GEMM and reuses their memory: a 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -88,9 +89,9 @@ class GemmEvent:
         """Both operands."""
         return self.a, self.b
 
-    @property
+    @functools.cached_property
     def call(self) -> GemmCall:
-        """The facts of the call."""
+        """The facts of the call, to be read in the listener first."""
         taken = self.arguments
         rows, columns = (_matrix(operand.data) for operand in self.operands)
         layout = taken["layout"]

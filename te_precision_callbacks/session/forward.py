@@ -164,7 +164,10 @@ class ForwardHooks:
         self._listen()
 
     def _listen(self) -> None:
-        """See the GEMMs of armed modules, while there are any."""
+        """See the GEMMs of armed modules in the iteration that begins, while there are any."""
+        from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+        self._audit.enter(TEDebugState.get_iteration())
         needed = (self._armed or self._tap.has_new_operations) and not self._classify.kept
         self._tap.listen(*((self.order, self._audit.look) if needed else ()))
 
@@ -374,10 +377,7 @@ class ForwardHooks:
 
     def _note_plan(self, module: Any, quantizers: Iterable[Any], idle: bool, *, fprop_only: bool) -> None:
         """Note the GEMMs that a forward, and its backward if it has one, is going to run."""
-        from transformer_engine.debug.pytorch.debug_state import TEDebugState
-
         try:
-            self._audit.enter(TEDebugState.get_iteration())
             self._resting.note_training(module, idle=idle)
             layers, left_out = self._layers[id(module)], dict[Gemm, str]()
             if not fprop_only:

@@ -8,7 +8,8 @@ Read from Transformer Engine 2.20.2. While installed, these are replaced, and no
   ``backward`` of their autograd Functions. The layer of a forward is kept in the autograd context, since its backward
   runs in another thread.
 - ``WeightGradStore.put``, for a wgrad that runs later than its backward.
-- ``fuser_forward`` and ``fuser_backward`` of the operations of ``te.ops`` that have GEMMs.
+- ``OperationFuser.__call__``, and ``fuser_forward`` and ``fuser_backward`` of the operations of ``te.ops`` that have
+  GEMMs.
 
 Without a listener nothing is installed.
 
@@ -91,11 +92,14 @@ class _Current(threading.local):
         entered: the forward of a module that is being run; None outside of them.
         running: the forward or backward of an autograd Function that runs; None outside of them.
         inside: whether a GEMM runs, which may call another one.
+        kind: the kind of the forward of operations that is being run. They run in an autograd Function, where nothing
+            tells training from evaluation any more.
     """
 
     entered: _Forward | None = None
     running: _Forward | None = None
     inside: bool = False
+    kind: ForwardKind = ForwardKind.UNTOUCHED
 
 
 class GemmTap:
@@ -170,6 +174,7 @@ class GemmTap:
     def _install(self) -> None:
         from transformer_engine.pytorch.cpp_extensions import gemm
         from transformer_engine.pytorch.module import _common, base
+        from transformer_engine.pytorch.ops import fuser
 
         self._current = _Current()
         for name, around in (
@@ -190,6 +195,7 @@ class GemmTap:
             self._replace(function, "backward", staticmethod(self._around_backward(function.backward)))
         store = _common.WeightGradStore
         self._replace(store, "put", self._around_put(store.put))
+        self._replace(fuser.OperationFuser, "__call__", self._around_fuser(fuser.OperationFuser.__call__))
         arounds = {"fuser_forward": self._around_fuser_forward, "fuser_backward": self._around_fuser_backward}
         for operation, name, method in _methods_of_operations(tuple(arounds)):
             self._replace(operation, name, arounds[name](method))
@@ -281,6 +287,14 @@ class GemmTap:
 
         return put
 
+    def _around_fuser(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        def call(fuser: Any, *arguments: Any, **keywords: Any) -> Any:
+            self._current.kind = self._classify(fuser._basic_ops[0])
+            return upstream(fuser, *arguments, **keywords)
+
+        return call
+
     def _around_fuser_forward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
         def fuser_forward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -308,7 +322,7 @@ class GemmTap:
             return _UNHEARD
         in_force = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
         recipe = recipe_text(in_force)
-        return _Forward(self._operations[id(linear)].layers, self._classify(linear), recipe, halves=False)
+        return _Forward(self._operations[id(linear)].layers, self._current.kind, recipe, halves=False)
 
     # ------------------------------------------------------------------ the GEMMs
 
