@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from te_precision_callbacks.forwards import ForwardKind
 from te_precision_callbacks.numerics.layouts import gemm_operand
 from te_precision_callbacks.vocabulary import GemmName, OperandName
@@ -40,11 +42,15 @@ class GemmOperand(NamedTuple):
         given: what Transformer Engine's Python handed over: a plain or quantized tensor of any class, or the wrapper of
             its debug path.
         columnwise: whether the GEMM reads columnwise data.
+        high: the tensor before its quantization, where the path has it and a listener has asked for it.
+        first: whether no GEMM of the same forward, or of its backward, has read the tensor before.
     """
 
     tensor: OperandName
     given: Any
     columnwise: bool
+    high: torch.Tensor | None = None
+    first: bool = True
 
     @property
     def data(self) -> Any:

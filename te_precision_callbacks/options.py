@@ -34,6 +34,10 @@ StatisticsLogRanks = Literal["rank0", "all", "off"]
 """The ranks that write statistics that are reduced over ranks into their statistics log."""
 
 
+Observe = Literal["debug", "fused", "auto"]
+"""The path that layers take while features look at their tensors."""
+
+
 class SessionKeywords(TypedDict, total=False):
     """The keywords of :class:`SessionOptions`, for the signatures of the front doors."""
 
@@ -50,6 +54,7 @@ class SessionKeywords(TypedDict, total=False):
     prefix: str
     log_filter: LogFilter
     debug: DebugValue
+    observe: Observe
     precision_features_in_eval: bool
     keep_precision: bool
     allow_unmatched: bool
@@ -83,6 +88,10 @@ class SessionOptions:
         log_filter: the metrics that go to the trainer's loggers; see :mod:`te_precision_callbacks.records.metrics`.
         debug: ``"activation_overflow"`` stops where an activation or a gradient becomes inf or nan; ``"te_precision"``
             is accepted, and changes nothing. See :mod:`te_precision_callbacks.debug_options`.
+        observe: the path that layers take while features look at their tensors. ``"debug"``: Transformer Engine's debug
+            path, which is unfused, and rounds some tensors otherwise. ``"fused"``: the layers' own path, on which
+            training is the same to the last bit; a feature that needs a tensor which that path never has is refused.
+            ``"auto"``: the own path for all layers whose features allow it. See docs/observing.md.
         precision_features_in_eval: whether features that change precision act in evaluation as they do in training.
         keep_precision: whether features that change precision go on acting on the model after a normal end, as they do
             in evaluation, until ``release()``, the next session, or the end of the process.
@@ -105,6 +114,7 @@ class SessionOptions:
     prefix: str = "te"
     log_filter: LogFilter = None
     debug: tuple[str, ...] = ()
+    observe: Observe = "debug"
     precision_features_in_eval: bool = True
     keep_precision: bool = False
     allow_unmatched: bool = False
@@ -139,6 +149,9 @@ class SessionOptions:
         if statistics_log not in get_args(StatisticsLogRanks):
             known_ranks = ", ".join(map(repr, get_args(StatisticsLogRanks)))
             raise OptionError(f"statistics_log= must be one of {known_ranks}, not {statistics_log!r}.")
+        observe = keywords.get("observe", "debug")
+        if observe not in get_args(Observe):
+            raise OptionError(f"observe= must be one of {', '.join(map(repr, get_args(Observe)))}, not {observe!r}.")
         layer_names = keywords.get("layer_names")
         if layer_names is not None and layer_names not in get_args(LayerNames):
             known_names = ", ".join(map(repr, get_args(LayerNames)))

@@ -21,7 +21,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -34,6 +34,7 @@ from te_precision_callbacks.naming import NamedModule, NamedOperation
 from te_precision_callbacks.session.delayed_scaling import DelayedScalingLayers
 from te_precision_callbacks.session.errors import SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
+from te_precision_callbacks.session.fused import FusedObservation
 from te_precision_callbacks.session.precision import (
     Gemm,
     PrecisionAudit,
@@ -105,6 +106,9 @@ class ForwardHooks:
         self._idle_in_evaluation: dict[int, int] = {}
         self._resting = RestingLayers(classify, audit, self._ask_again)
         self._tap = GemmTap(classify, failures.report)
+        self._tap.on_entered = self._enter_fused
+        self._fused: frozenset[int] = frozenset()
+        self._fused_observation = FusedObservation(failures.report)
         self.order = ExecutionOrder()
         self._saved: list[tuple[Any, str, Any]] = []
 
@@ -113,6 +117,7 @@ class ForwardHooks:
         modules: Sequence[NamedModule],
         refused: Iterable[int] = (),
         operations: Sequence[NamedOperation] = (),
+        fused: Collection[int] = (),
     ) -> None:
         """Set the modules that the session acts on; any other module runs as without a session.
 
@@ -120,6 +125,7 @@ class ForwardHooks:
             modules: the modules.
             refused: the ids of modules that must not take the debug path.
             operations: the operations of ``te.ops`` with GEMMs.
+            fused: the ids of modules that are observed on their fused path.
         """
         self._release()
         self.unwatched.clear()
@@ -130,6 +136,8 @@ class ForwardHooks:
         self._refused = set(refused).intersection(self._modules)
         self._resting.watch(self._modules, self._layers, self._refused)
         self._tap.watch(self._layers, self._armed, operations)
+        self._fused = frozenset(fused)
+        self._fused_observation.watch([named for named in modules if id(named.module) in self._fused])
         for key in self._refused:
             self._leave_alone(self._modules[key])
         self.arm()
@@ -169,7 +177,31 @@ class ForwardHooks:
 
         self._audit.enter(TEDebugState.get_iteration())
         needed = (self._armed or self._tap.has_new_operations) and not self._classify.kept
-        self._tap.listen(*((self.order, self._audit.look) if needed else ()))
+        listeners = (self.order, self._audit.look, self._fused_observation)
+        self._tap.listen(*(listeners if needed else ()))
+
+    def _enter_fused(self, module: torch.nn.Module, kind: ForwardKind) -> bool:
+        """Ask the features of a module that is observed on its fused path, in its forward.
+
+        Returns:
+            Whether they look at anything.
+        """
+        from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+        if id(module) not in self._fused or kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
+            return False
+        iteration = TEDebugState.get_iteration()
+        self._note_plan(module, (), idle=True, fprop_only=kind is ForwardKind.SILENT)
+        if kind is ForwardKind.SILENT:
+            return False
+        layers = self._layers[id(module)]
+        module.__dict__["next_iter_when_debug_should_be_run"] = self._fused_observation.ask(layers, iteration)
+        if not self._fused_observation.wants(layers):
+            return False
+        self._look_at_scales(module, iteration)
+        if self._current.has_quantized_input and self._fused_observation.looks_at_activation(layers):
+            self._report_quantized_input(module)
+        return True
 
     def _ask_again(self, module: torch.nn.Module) -> None:
         if id(module) not in self._refused:
@@ -333,6 +365,8 @@ class ForwardHooks:
             count = self._forwards[id(module)] = self._forwards.get(id(module), 0) + 1
             if count == MOST_FORWARDS:
                 self.on_many_forwards(module)
+        if id(module) in self._fused:
+            return False
         if self._classify.kept:
             return True  # the iteration no longer changes, and an idle feature may have become active in it
         if kind is ForwardKind.EVALUATION:
@@ -364,8 +398,8 @@ class ForwardHooks:
                     self._note_plan(module, quantizers, idle, fprop_only=kind is ForwardKind.SILENT)
                     if not idle:
                         self._look_at_scales(module, TEDebugState.get_iteration())
-                    if not idle and forward.has_quantized_input:
-                        self._report_quantized_input(module, quantizers)
+                    if not idle and forward.has_quantized_input and _acts_on_activation(quantizers):
+                        self._report_quantized_input(module)
                 return idle
             # Evaluation must not change the schedule of training: it asks separately, once per iteration.
             idle = not any_feature_enabled(quantizers)
@@ -408,16 +442,15 @@ class ForwardHooks:
         except Exception as error:
             self._failures.report("looking at the scales of", str(module.name), error)
 
-    def _report_quantized_input(self, module: Any, quantizers: Sequence[Any]) -> None:
-        if any(quantizer.any_feature_enabled() for quantizer in quantizers if quantizer.tensor_name == "activation"):
-            self._failures.report(
-                "What features do with activation",
-                f"of {module.name}",
-                QuantizationError(
-                    "its input is already quantized, by a layer with fp8_output or by FP8 attention, so Transformer"
-                    " Engine does not quantize it, and calls no feature for it"
-                ),
-            )
+    def _report_quantized_input(self, module: Any) -> None:
+        self._failures.report(
+            "What features do with activation",
+            f"of {module.name}",
+            QuantizationError(
+                "its input is already quantized, by a layer with fp8_output or by FP8 attention, so Transformer"
+                " Engine does not quantize it, and calls no feature for it"
+            ),
+        )
 
     def _report_left_out(self, module: Any, quantizers: Sequence[Any]) -> None:
         tensors = ", ".join(dict.fromkeys(quantizer.tensor_name for quantizer in quantizers))
@@ -462,6 +495,10 @@ def _forget_cached_weights(module: Any, quantizers: Sequence[Any]) -> None:
             # With an fsdp_group Transformer Engine reads attributes that such a weight does not have.
             if made.iteration != now.iteration or made.kind is not now.kind or module.fsdp_group is not None:
                 del workspaces[name]
+
+
+def _acts_on_activation(quantizers: Iterable[Any]) -> bool:
+    return any(quantizer.any_feature_enabled() for quantizer in quantizers if quantizer.tensor_name == "activation")
 
 
 def _never(module: Any) -> bool:

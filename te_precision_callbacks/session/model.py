@@ -33,6 +33,7 @@ from te_precision_callbacks.session.errors import ObservationError, SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.findings import Findings
 from te_precision_callbacks.session.forward import ForwardHooks
+from te_precision_callbacks.session.fused import choose
 from te_precision_callbacks.session.parallel import Ranks, placements
 from te_precision_callbacks.session.refusals import DebugRefusal, RefusedLayers
 from te_precision_callbacks.session.upstream import Inspector
@@ -85,6 +86,8 @@ class ObservedModel:
         self._refused = RefusedLayers(strict=options.strict)
         self._by_number = False
         self._operations: Sequence[NamedOperation] = ()
+        self._fused: frozenset[int] = frozenset()
+        self._not_fused: Mapping[str, str] = {}
         self._model: Model = ()
         self._tree: ModuleTree | None = None
         self._layers_of_all: tuple[Layer, ...] = ()
@@ -172,7 +175,9 @@ class ObservedModel:
         sections = [resolve_features(section, registered) for section in config.enabled_sections]
         own = tuple(planned[layer] for layer in layers if layer in planned)
         effects = {section.name: tuple(section.effects.values()) for section in config.enabled_sections}
-        return self._refused.leave(replace(plan, layers=own), model, self.modules, effects), sections
+        own_plan = self._refused.leave(replace(plan, layers=own), model, self.modules, effects)
+        self._fused, self._not_fused = choose(self._options.observe, self.modules, own_plan)
+        return own_plan, sections
 
     def _take_names(self, layers: Sequence[Layer], plan: Plan) -> None:
         """Collect the names that the script gave to layers on all ranks, and warn of ambiguous names."""
@@ -207,8 +212,20 @@ class ObservedModel:
         for module in self.modules:
             inspector.name_module(module.module, module.name)
             inspector.log(f"Assigned layer name: {module.name}")
-        self._hooks.watch(self.modules, self._refused.modules, self._operations)
+        self._hooks.watch(self.modules, self._refused.modules, self._operations, self._fused)
         self.say_refused()
+        if self._options.observe == "auto" and own_rank() == 0 and self._notices.first("observe"):
+            self._say_paths()
+
+    def _say_paths(self) -> None:
+        """Tell how many modules are observed on their own path, and why the others are not."""
+        debug = len(self._not_fused)
+        logger.info(
+            'observe="auto": %d of %d modules with features are observed on their own fused path.%s',
+            len(self._fused),
+            len(self._fused) + debug,
+            "" if not debug else " The others take Transformer Engine's debug path: " + _reasons(self._not_fused),
+        )
 
     # ------------------------------------------------------------------ what changes in it
 
@@ -278,6 +295,17 @@ class ObservedModel:
         if self._refused.say(self._inspector.log):
             infos = [replace(info, refused=self._refused.why(info.name)) for info in self._findings.layers.now]
             self._findings.layers.put(self._inspector.iteration, infos)
+
+
+def _reasons(why: Mapping[str, str]) -> str:
+    """Why modules are not observed on their fused path, each reason once."""
+    of_reason: dict[str, list[str]] = {}
+    for name, reason in why.items():
+        of_reason.setdefault(reason.partition(": ")[2] or reason, []).append(name)
+    return "; ".join(
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
+        for reason, names in of_reason.items()
+    )
 
 
 def _warn_if_idle(section: Section, features: NamespacedFeatures) -> None:

@@ -33,10 +33,14 @@ import torch
 from te_precision_callbacks.forwards import ForwardKind, outside_of_dynamo
 from te_precision_callbacks.gemm_events import GEMM_OF_LAYOUT, OUTSIDE, SLOTS, GemmEvent, GemmOperand, Listener
 from te_precision_callbacks.naming import NamedOperation
+from te_precision_callbacks.numerics.layouts import is_quantized
 from te_precision_callbacks.session.precision import recipe_in_force, recipe_text
-from te_precision_callbacks.vocabulary import class_names
+from te_precision_callbacks.vocabulary import OperandName, class_names
 
 Classify = Callable[[torch.nn.Module], ForwardKind]
+
+_Sources = Callable[[Sequence[Any]], dict[tuple[int, str], Any]]
+"""The arguments of a Function's forward -> the tensors among them that are quantized in it."""
 
 
 class _Forward:
@@ -46,16 +50,20 @@ class _Forward:
         layers: the names of the module's layers; empty for a module that nobody listens to.
         kind: the kind of the forward.
         recipe: its recipe.
+        high: (number of the layer, tensor) -> the tensor before its quantization, of the forward or backward that runs;
+            None where nobody wants them.
     """
 
-    __slots__ = ("_half", "_halves", "kind", "layers", "recipe")
+    __slots__ = ("_half", "_halves", "_read", "high", "kind", "layers", "recipe")
 
     def __init__(self, layers: Sequence[str], kind: ForwardKind, recipe: str, *, halves: bool) -> None:
         self.layers = layers
         self.kind = kind
         self.recipe = recipe
+        self.high: dict[tuple[int, str], Any] | None = None
         self._halves = halves
         self._half = 0
+        self._read: set[tuple[int, str]] = set()
 
     def begin_forward(self) -> None:
         self._half = -1
@@ -63,26 +71,34 @@ class _Forward:
     def begin_backward(self) -> None:
         self._half = 2
 
-    def layer_of(self, gemm: str, expert: int | None) -> str:
-        """The layer whose GEMM runs next.
+    def operand(self, number: int, tensor: OperandName, given: Any, *, columnwise: bool) -> GemmOperand:
+        """An operand of a GEMM of one of the layers."""
+        key = number, tensor
+        first = key not in self._read
+        self._read.add(key)
+        high = None if self.high is None else self.high.get(key)
+        return GemmOperand(tensor, given, columnwise, high, first)
+
+    def number_of(self, gemm: str, expert: int | None) -> int:
+        """The number of the layer whose GEMM runs next.
 
         LayerNormMLP has two: its forward, also a recomputed one, runs fc1 before fc2, and its backward fc2 before fc1,
         each dgrad before the wgrad of the same half.
         """
-        if expert is not None:
-            return self.layers[expert]
-        if not self._halves:
-            return self.layers[0]
+        if expert is not None or not self._halves:
+            return expert or 0
         if gemm == "fprop":
             self._half = 0 if self._half in (-1, 2) else 1
-            return self.layers[self._half]
-        if gemm == "dgrad":
+        elif gemm == "dgrad":
             self._half = 1 if self._half in (-1, 0, 2) else 0
-        return self.layers[self._half]
+        return self._half
 
 
 _UNHEARD = _Forward((), ForwardKind.UNTOUCHED, "", halves=False)
 """That of all modules that nobody listens to."""
+
+_OUTSIDE = _Forward((OUTSIDE,), ForwardKind.UNTOUCHED, "", halves=False)
+"""That of GEMMs that no layer runs."""
 
 
 class _Current(threading.local):
@@ -112,6 +128,8 @@ class GemmTap:
     Attributes:
         has_new_operations: whether operations of ``te.ops`` have been given, or run in another recipe, since the last
             iteration: in the other modules the session notices that by itself.
+        on_entered: called in each forward of a module of which there are events, behind its preparation, with the
+            module and the kind of the forward; returns whether listeners want the tensors before their quantization.
     """
 
     def __init__(self, classify: Classify, report: Callable[[str, str, Exception], None]) -> None:
@@ -123,6 +141,7 @@ class GemmTap:
         self._operations: dict[int, NamedOperation] = {}
         self._recipes: list[Any] = []
         self.has_new_operations = False
+        self.on_entered: Callable[[torch.nn.Module, ForwardKind], bool] | None = None
         self._current = _Current()
         self._orders = itertools.count()
         self._replaced: list[tuple[Any, str, Any, Any]] = []
@@ -190,8 +209,8 @@ class GemmTap:
         module_class = base.TransformerEngineBaseModule
         for name, around in (("prepare_forward", self._around_prepare), ("end_forward", self._around_end)):
             self._replace(module_class, name, around(getattr(module_class, name)))
-        for function in _functions():
-            self._replace(function, "forward", staticmethod(self._around_forward(function.forward)))
+        for function, high in _functions():
+            self._replace(function, "forward", staticmethod(self._around_forward(function.forward, high)))
             self._replace(function, "backward", staticmethod(self._around_backward(function.backward)))
         store = _common.WeightGradStore
         self._replace(store, "put", self._around_put(store.put))
@@ -223,7 +242,10 @@ class GemmTap:
         @outside_of_dynamo
         def prepare_forward(module: Any, *arguments: Any, **keywords: Any) -> Any:
             result = upstream(module, *arguments, **keywords)
-            self._current.entered = self._entered(module) if id(module) in self._heard else _UNHEARD
+            entered = self._entered(module) if id(module) in self._heard else _UNHEARD
+            self._current.entered = entered
+            if entered is not _UNHEARD and self.on_entered is not None and self.on_entered(module, entered.kind):
+                entered.high = {}
             return result
 
         return prepare_forward
@@ -251,14 +273,20 @@ class GemmTap:
         finally:
             current.running = before
 
-    def _around_forward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def _around_forward(self, upstream: Callable[..., Any], high: _Sources) -> Callable[..., Any]:
         @functools.wraps(upstream)
         def forward(ctx: Any, *arguments: Any) -> Any:
             entered = self._current.entered or _UNHEARD
             entered.begin_forward()
             if ctx is not None:
                 ctx.te_precision_forward = entered
-            return self._run(entered, upstream, ctx, *arguments)
+            if entered.high is None:
+                return self._run(entered, upstream, ctx, *arguments)
+            entered.high = high(arguments)
+            try:
+                return self._run(entered, upstream, ctx, *arguments)
+            finally:
+                entered.high = {}
 
         return forward
 
@@ -267,7 +295,13 @@ class GemmTap:
         def backward(ctx: Any, *arguments: Any) -> Any:
             entered = getattr(ctx, "te_precision_forward", _UNHEARD)
             entered.begin_backward()
-            return self._run(entered, upstream, ctx, *arguments)
+            if entered.high is None:
+                return self._run(entered, upstream, ctx, *arguments)
+            entered.high = _gradients(ctx, arguments[0], entered)
+            try:
+                return self._run(entered, upstream, ctx, *arguments)
+            finally:
+                entered.high = {}
 
         return backward
 
@@ -372,18 +406,20 @@ class GemmTap:
             layout = arguments["layout"]
             gemm = GEMM_OF_LAYOUT[layout]
             tensors = SLOTS[gemm]
-            for number, (a, b, out) in enumerate(gemms(arguments)):
-                expert = number if grouped else None
+            of_forward = _OUTSIDE if forward is None else forward
+            for place, (a, b, out) in enumerate(gemms(arguments)):
+                expert = place if grouped and forward is not None else None
+                number = of_forward.number_of(gemm, expert)
                 event = GemmEvent(
-                    OUTSIDE if forward is None else forward.layer_of(gemm, expert),
+                    of_forward.layers[number],
                     gemm,
                     expert,
-                    GemmOperand(tensors[0], a, columnwise=layout[0] != "T"),
-                    GemmOperand(tensors[1], b, columnwise=layout[1] == "T"),
+                    of_forward.operand(number, tensors[0], a, columnwise=layout[0] != "T"),
+                    of_forward.operand(number, tensors[1], b, columnwise=layout[1] == "T"),
                     out,
                     next(self._orders),
-                    ForwardKind.UNTOUCHED if forward is None else forward.kind,
-                    "" if forward is None else forward.recipe,
+                    of_forward.kind,
+                    of_forward.recipe,
                     arguments,
                 )
                 for listener in self._listeners:
@@ -467,11 +503,46 @@ def _is_of_transformer_engine(module: Any) -> bool:
     return str(getattr(module, "__name__", "")).startswith("transformer_engine.")
 
 
-def _functions() -> tuple[Any, ...]:
-    """The autograd Functions of the modules."""
+def _functions() -> tuple[tuple[Any, _Sources], ...]:
+    """The autograd Functions of the modules, and where their forwards have the tensors before quantization."""
     from transformer_engine.pytorch.module import grouped_linear, layernorm_linear, layernorm_mlp, linear
 
-    return linear._Linear, layernorm_linear._LayerNormLinear, layernorm_mlp._LayerNormMLP, grouped_linear._GroupedLinear
+    return (
+        (linear._Linear, lambda given: _plain({(0, "weight"): given[0], (0, "activation"): given[1]})),
+        (layernorm_linear._LayerNormLinear, lambda given: _plain({(0, "weight"): given[3]})),
+        (layernorm_mlp._LayerNormMLP, lambda given: _plain({(0, "weight"): given[3], (1, "weight"): given[6]})),
+        (grouped_linear._GroupedLinear, _sources_of_experts),
+    )
+
+
+def _sources_of_experts(given: Sequence[Any]) -> dict[tuple[int, str], Any]:
+    activation, splits, weights = given[0], _rows(given[1]), given[5:]
+    rows = torch.split(activation.reshape(-1, activation.shape[-1]), splits)
+    found = {(expert, "activation"): part for expert, part in enumerate(rows)}
+    return _plain(found | {(expert, "weight"): weights[expert] for expert in range(len(splits))})
+
+
+def _rows(splits: Any) -> list[int]:
+    """The rows of each expert."""
+    return [int(rows) for rows in (splits.tolist() if isinstance(splits, torch.Tensor) else splits)]
+
+
+def _gradients(ctx: Any, gradient: Any, forward: _Forward) -> dict[tuple[int, str], Any]:
+    """The gradient of a module's output, before its quantization."""
+    if not isinstance(gradient, torch.Tensor):
+        return {}
+    matrix = gradient.reshape(-1, gradient.shape[-1])
+    splits = getattr(ctx, "m_splits", None)
+    if splits is None:
+        return _plain({(len(forward.layers) - 1, "gradient"): matrix})
+    return _plain({(expert, "gradient"): part for expert, part in enumerate(torch.split(matrix, _rows(splits)))})
+
+
+def _plain(found: dict[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
+    """Without what is quantized already."""
+    return {
+        key: tensor for key, tensor in found.items() if isinstance(tensor, torch.Tensor) and not is_quantized(tensor)
+    }
 
 
 def _methods_of_operations(names: Sequence[str]) -> list[tuple[Any, str, Any]]:

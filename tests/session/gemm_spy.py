@@ -197,6 +197,13 @@ AUTOCAST: dict[str, Callable[[int], bool]] = {
 }
 
 
+def can_run(module: str, recipe: str, feature: str, *varied: Any) -> bool:
+    """LayerNormMLP refuses a backward in another precision, and PerTensorScaling all but delayed scaling."""
+    overrides = recipe.endswith(("high_precision", "dequantized"))
+    has_mlp = module in ("LayerNormMLP", "TransformerLayer")
+    return not (overrides and has_mlp) and (feature != "PerTensorScaling" or (recipe == "delayed" and not varied))
+
+
 def case(
     module: str,
     recipe: str,

@@ -23,17 +23,11 @@ from tests.session.gemm_spy import (
     HOPPER,
     LATER,
     MODULES,
+    can_run,
     case,
 )
 
 CHANGES = [name for name in AUTOCAST if name != ALWAYS]
-
-
-def can_run(module: str, recipe: str, feature: str, *varied: Any) -> bool:
-    """LayerNormMLP refuses a backward in another precision, and PerTensorScaling all but delayed scaling."""
-    overrides = recipe.endswith(("high_precision", "dequantized"))
-    has_mlp = module in ("LayerNormMLP", "TransformerLayer")
-    return not (overrides and has_mlp) and (feature != "PerTensorScaling" or (recipe == "delayed" and not varied))
 
 
 def cases(recipes: list[str]) -> dict[str, list[tuple[Any, ...]]]:

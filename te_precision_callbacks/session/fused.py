@@ -1,0 +1,239 @@
+"""Observation of layers on Transformer Engine's own fused path.
+
+Transformer Engine calls features on its debug path only, which is unfused and rounds some tensors otherwise. With
+``observe="fused"`` or ``"auto"`` a layer takes its own path, and the features that only look at tensors get what the
+layer's GEMMs are handed (``tap.py``): the quantized operands, and the high-precision tensors that the path has anyway.
+Training is the same to the last bit.
+
+Some high-precision tensors never exist there: a norm or an activation function writes its result in the format of the
+GEMM. :data:`HIGH_PRECISION_ON_FUSED_PATH` is the list of those that do exist. Read from Transformer Engine 2.20.2
+(``pytorch/module``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.config.checking import ReadOptions
+from te_precision_callbacks.config.effects import NAMESPACE
+from te_precision_callbacks.config.keys import Dumped, LoggedTensor
+from te_precision_callbacks.config.levels import ObservingFeature
+from te_precision_callbacks.config.planning import LayerPlan, Plan
+from te_precision_callbacks.config.problems import ConfigError
+from te_precision_callbacks.forwards import ForwardKind
+from te_precision_callbacks.gemm_events import GemmEvent
+from te_precision_callbacks.naming import NamedModule
+from te_precision_callbacks.numerics.layouts import is_quantized
+from te_precision_callbacks.options import Observe
+from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
+from te_precision_callbacks.statistics.table import Of
+from te_precision_callbacks.vocabulary import RESULT, TENSORS, class_names
+
+logger = logging.getLogger(__name__)
+
+_ALL = frozenset(TENSORS)
+HIGH_PRECISION_ON_FUSED_PATH: Mapping[str, tuple[frozenset[str], ...]] = {
+    "Linear": (_ALL,),
+    "GroupedLinear": (_ALL,),
+    "LayerNormLinear": (_ALL - {"activation"},),
+    "LayerNormMLP": (
+        frozenset({"weight", "wgrad", "dgrad"}),
+        frozenset({"weight", "gradient", "output", "wgrad"}),
+    ),
+}
+"""Class of a module -> for each of its layers the tensors that its fused path has in high precision.
+
+LayerNormMLP may fuse the activation function, and its derivative, into the GEMMs of both layers.
+"""
+
+_OF_QUANTIZED_DATA = frozenset({Of.SCALES, Of.SCALE_BINS, Of.SCALE_LIMITS})
+"""Statistics that need the quantized tensor alone."""
+
+_OVERLAPPING = ("ub_overlap_ag", "ub_overlap_rs", "ub_bulk_dgrad", "ub_bulk_wgrad")
+
+
+def why_not_fused(named: NamedModule, planned: Mapping[str, LayerPlan]) -> str:
+    """Why a module cannot be observed on its fused path by the features of its layers; empty if it can.
+
+    Args:
+        named: the module.
+        planned: layer -> its features, for the layers that have any.
+    """
+    module: Any = named.module
+    if getattr(module, "sequence_parallel", False) and getattr(module, "tp_size", 1) > 1:
+        return "with sequence parallelism its GEMMs get gathered tensors, and not those of this rank"
+    if any(value for name, value in vars(module).items() if name.startswith(_OVERLAPPING)):
+        return "communication overlaps with its GEMMs"
+    if getattr(module, "use_grouped_tensor", False):
+        return "its experts' tensors are one grouped tensor"
+    parts = _parts(module)
+    if parts is None:
+        return f"nothing is known of the path of a {type(module).__name__}"
+    for number, layer in enumerate(named.layers):
+        entry = planned.get(layer.name)
+        if entry is None:
+            continue
+        has = parts[min(number, len(parts) - 1)]
+        for name, options in entry.features.get(NAMESPACE, {}).items():
+            if options.get("enabled", False):
+                reason = _why_not(name, options, has, module)
+                if reason:
+                    return f"{layer.name}: {reason}"
+    return ""
+
+
+def _parts(module: Any) -> tuple[frozenset[str], ...] | None:
+    return next((parts for name in class_names(module) if (parts := HIGH_PRECISION_ON_FUSED_PATH.get(name))), None)
+
+
+def _why_not(name: str, options: Any, has: frozenset[str], module: Any) -> str:
+    schema = options.schema if isinstance(options, ReadOptions) else None
+    if schema is None:
+        return f"Transformer Engine calls {name}, a feature of your own, on its debug path only"
+    if not isinstance(schema, ObservingFeature):
+        return f"{name} changes precision, which Transformer Engine does on its debug path only"
+    for target in schema.targets:
+        tensor, item = str(target.tensor), target.options
+        if tensor == "wgrad" and getattr(module, "fuse_wgrad_accumulation", False):
+            return f"{name}: with fuse_wgrad_accumulation=True its wgrad exists in a sum only"
+        if tensor in has:
+            continue
+        if isinstance(item, Dumped) and item.high_precision_tensor:
+            return f"{name}: {_never(tensor, module)}"
+        if isinstance(item, LoggedTensor):
+            needing = [request.label for request in item.requests if _needs_high_precision(request)]
+            if needing:
+                return f"{name}: {_never(tensor, module)}, which {needing[0]!r} needs"
+    return ""
+
+
+def _never(tensor: str, module: Any) -> str:
+    return f"the fused path of {type(module).__name__} never has its {tensor} in high precision"
+
+
+def _needs_high_precision(request: Request) -> bool:
+    return request.recipe != OWN_RECIPE or request.statistic.of not in _OF_QUANTIZED_DATA
+
+
+def choose(observe: Observe, modules: Sequence[NamedModule], plan: Plan) -> tuple[frozenset[int], dict[str, str]]:
+    """The ids of the modules that are observed on their fused path, and of the others with features: name -> why not.
+
+    Raises:
+        ConfigError: with ``"fused"``, if a module with features cannot be observed so.
+    """
+    if observe == "debug":
+        return frozenset(), {}
+    planned = {entry.layer.name: entry for entry in plan.layers}
+    watched = [named for named in modules if any(layer.name in planned for layer in named.layers)]
+    why = {id(named.module): why_not_fused(named, planned) for named in watched}
+    refused = {named.name: why[id(named.module)] for named in watched if why[id(named.module)]}
+    if observe == "fused" and refused:
+        name, reason = next(iter(refused.items()))
+        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        raise ConfigError(
+            f'observe="fused": {name}{more} cannot be observed on its fused path. {reason}. observe="auto" takes'
+            " Transformer Engine's debug path for such layers."
+        )
+    return frozenset(key for key, reason in why.items() if not reason), refused
+
+
+class FusedObservation:
+    """A listener of the tap that calls the features of layers on their fused path.
+
+    Args:
+        report: receives failures.
+    """
+
+    def __init__(self, report: Callable[[str, str, Exception], None]) -> None:
+        self._report = report
+        self._modules: dict[str, Any] = {}
+        self._due: dict[str, tuple[int, frozenset[str], int | None]] = {}
+
+    def watch(self, modules: Sequence[NamedModule]) -> None:
+        """Set the modules, of which some are observed on their fused path."""
+        self._modules = {layer.name: named.module for named in modules for layer in named.layers}
+        self._due.clear()
+
+    def ask(self, layers: Sequence[str], iteration: int) -> int | None:
+        """Ask the features of a module's layers what they look at in an iteration.
+
+        Returns:
+            The next iteration in which one of them is to be asked again; None: never.
+        """
+        for layer in layers:
+            if self._due.get(layer, (None,))[0] != iteration:
+                self._due[layer] = (iteration, *self._answers(layer, iteration))
+        upcoming = [self._due[layer][2] for layer in layers]
+        return min((at for at in upcoming if at is not None), default=None)
+
+    def _answers(self, layer: str, iteration: int) -> tuple[frozenset[str], int | None]:
+        due, upcoming = [], list[int]()
+        for tensor in TENSORS:
+            try:
+                wanted, again = _namespace().inspect_tensor_enabled(
+                    layer_name=layer, tensor_name=tensor, iteration=iteration
+                )
+            except Exception as error:
+                self._report("asking what to observe of", f"{layer} {tensor}", error)
+                wanted, again = False, iteration + 1
+            due += [tensor] if wanted else []
+            upcoming += [] if again is None else [again]
+        return frozenset(due), min(upcoming, default=None)
+
+    def wants(self, layers: Sequence[str]) -> bool:
+        """Whether anything is looked at in the iteration that was asked for last."""
+        return any(self._due[layer][1] for layer in layers if layer in self._due)
+
+    def looks_at_activation(self, layers: Sequence[str]) -> bool:
+        """Whether the first layer's activation is looked at in the iteration that was asked for last."""
+        return "activation" in self._due[layers[0]][1]
+
+    def __call__(self, event: GemmEvent) -> None:
+        """Call the features that look at a tensor of a GEMM."""
+        asked = self._due.get(event.layer)
+        if asked is None or not asked[1] or event.kind is not ForwardKind.OBSERVED:
+            return
+        for tensor, given in _tensors(event, asked[1]):
+            try:
+                self._inspect(event.layer, tensor, asked[0], given)
+            except Exception as error:
+                self._report("observing", f"{event.layer} {tensor}", error)
+
+    def _inspect(self, layer: str, tensor: str, iteration: int, given: Mapping[str, Any]) -> None:
+        module = self._modules[layer]
+        _namespace().inspect_tensor(
+            layer_name=layer,
+            tensor_name=tensor,
+            iteration=iteration,
+            tp_group=getattr(module, "tp_group", None),
+            tp_size=getattr(module, "tp_size", 1),
+            **given,
+        )
+
+
+def _tensors(event: GemmEvent, due: frozenset[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The tensors of a GEMM that are looked at: each operand in the first GEMM that reads it, and the result."""
+    for operand in event.operands:
+        if operand.first and operand.tensor in due:
+            yield (
+                operand.tensor,
+                {
+                    "tensor": operand.high,
+                    "rowwise_quantized_tensor": operand.given,
+                    "columnwise_quantized_tensor": operand.given,
+                    "quantizer": getattr(operand.given, "_quantizer", None),
+                },
+            )
+    result = RESULT[event.gemm]
+    if result in due and isinstance(event.out, torch.Tensor) and not is_quantized(event.out):
+        yield result, {"tensor": event.out}
+
+
+def _namespace() -> Any:
+    import nvdlfw_inspect.api as debug_api
+
+    return debug_api.transformer_engine
