@@ -6,6 +6,8 @@ The model of examples/byte_lm.py trains in FP8, with all of its Transformer Engi
 watched in every step. What is counted:
   none       the step without debugging.
   ours       the step in an InspectSession, from the forward to the end of session.step().
+  fused      the step in an InspectSession with observe="fused", with the statistics of the tensors that exist on the
+             fused path: without the results of norms and activation functions, which are written in FP8 alone.
   te         the step with the same YAML under plain nvidia-dlfw-inspect and Transformer Engine's feature folder, to the
              end of debug_api.step(); its torch.compile on or off, whichever is faster (te_mode). Both write their
              statistics to a file.
@@ -49,10 +51,13 @@ from measuring import (
 )
 
 from te_precision_callbacks import reference
+from te_precision_callbacks.options import Observe
 
 TENSORS = ["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
 QUANTIZED_TENSORS = TENSORS[:3]
 QUIET = ("nothing due", "layers without features")
+FUSED = {"fused, tensor statistics": False, "fused, tensor and FP8 statistics": True}
+"""The cases on the fused path, and whether they have FP8 statistics."""
 COLUMNS = (
     "case",
     "none_ms",
@@ -80,15 +85,31 @@ Run = Callable[[], AbstractContextManager[EndOfStep]]
 
 def config(*, fp8: bool = False, **schedule: int) -> Config:
     """The statistics of all tensors of all layers."""
-    features: Config = {"LogTensorStats": {"tensors": TENSORS, "stats": list(TENSOR_STATISTICS)}}
+    return {"statistics": _section(".*", TENSORS, fp8=fp8, **schedule)}
+
+
+def fused_config(*, fp8: bool = False) -> Config:
+    """The statistics of the tensors of all layers that exist on the fused path."""
+    from te_precision_callbacks.session.fused import HIGH_PRECISION_ON_FUSED_PATH
+
+    of_class = HIGH_PRECISION_ON_FUSED_PATH
+    has = {
+        "layernorm_qkv": of_class["LayerNormLinear"][0],
+        "proj": of_class["Linear"][0],
+        **dict(zip(("fc1", "fc2"), of_class["LayerNormMLP"], strict=True)),
+    }
+    return {layer: _section(f"{layer}$", sorted(tensors), fp8=fp8) for layer, tensors in has.items()}
+
+
+def _section(layers: str, tensors: list[str], *, fp8: bool, **schedule: int) -> Config:
+    features: Config = {"LogTensorStats": {"tensors": tensors, "stats": list(TENSOR_STATISTICS)}}
     if fp8:
-        features["LogFp8TensorStats"] = {"tensors": QUANTIZED_TENSORS, "stats": [*FP8_STATISTICS, "overflows%"]}
+        operands = [tensor for tensor in tensors if tensor in QUANTIZED_TENSORS]
+        features["LogFp8TensorStats"] = {"tensors": operands, "stats": [*FP8_STATISTICS, "overflows%"]}
     return {
-        "statistics": {
-            "enabled": True,
-            "layers": {"layer_name_regex_pattern": ".*"},
-            "transformer_engine": {name: {"enabled": True, **keys, **schedule} for name, keys in features.items()},
-        }
+        "enabled": True,
+        "layers": {"layer_name_regex_pattern": layers},
+        "transformer_engine": {name: {"enabled": True, **keys, **schedule} for name, keys in features.items()},
     }
 
 
@@ -148,11 +169,14 @@ def without() -> Iterator[EndOfStep]:
 
 
 @contextlib.contextmanager
-def with_ours(model: torch.nn.Module, path: Path) -> Iterator[EndOfStep]:
+def with_ours(model: torch.nn.Module, path: Path, observe: Observe = "debug") -> Iterator[EndOfStep]:
     """A session of this project."""
     from te_precision_callbacks.session import InspectSession
 
-    with tempfile.TemporaryDirectory() as log_dir, InspectSession(path, model=model, log_dir=log_dir) as session:
+    with (
+        tempfile.TemporaryDirectory() as log_dir,
+        InspectSession(path, model=model, log_dir=log_dir, observe=observe) as session,
+    ):
         yield session.step
 
 
@@ -194,12 +218,12 @@ def _features(debug_api: Any) -> list[Any]:
     return [api, *api.namespace_features.values()]
 
 
-def watched_elements(training: Training, folder: Path) -> int:
+def watched_elements(training: Training, counting: Config, folder: Path) -> int:
     """The elements of the tensors that are watched in a step, counted by a statistic of this project."""
     from te_precision_callbacks.session import InspectSession
 
-    counting = config()
-    counting["statistics"]["transformer_engine"]["LogTensorStats"]["stats"] = ["numel"]
+    for section in counting.values():
+        section["transformer_engine"]["LogTensorStats"]["stats"] = ["numel"]
     with InspectSession(counting, model=training.model, log_dir=folder) as session:
         training.step(lambda: None)
         records = session.step()
@@ -255,9 +279,11 @@ def _compared(key: str, times: dict[str, Fastest], elements: int) -> dict[str, A
     }
 
 
-def _alone(name: str, ours: Fastest) -> dict[str, Any]:
+def _alone(name: str, ours: Fastest, elements: int = 0) -> dict[str, Any]:
     """A case of ours beside none."""
+    per_element = {"watched_elements": elements, "ours_ns_per_element": 1e6 * ours.added / elements} if elements else {}
     return {
+        **per_element,
         "case": name,
         "none_ms": ours.none,
         "ours_ms": ours.step,
@@ -284,11 +310,17 @@ def run_all(training: Training, steps: int, folder: Path) -> list[dict[str, Any]
         runs[key if key in QUIET else f"ours, {key}"] = functools.partial(with_ours, model, path)
         for mode in () if key in QUIET else MODES:
             runs[f"te, {key}, {mode}"] = functools.partial(with_upstream, model, path, mode)
-    elements = watched_elements(training, folder)
-    progress(f"{elements:,} elements of watched tensors a step")
+    for key, fp8 in FUSED.items():
+        path = folder / f"{key.replace(' ', '_')}.yaml"
+        path.write_text(yaml.safe_dump(fused_config(fp8=fp8)))
+        runs[key] = functools.partial(with_ours, model, path, "fused")
+    elements = watched_elements(training, config(), folder)
+    on_fused_path = watched_elements(training, fused_config(), folder)
+    progress(f"{elements:,} elements of watched tensors a step, {on_fused_path:,} on the fused path")
     times = measure(training, runs, steps)
     return [
         *(_compared(key, times, elements) for key in configs if key not in QUIET),
+        *(_alone(key, times[key], on_fused_path) for key in FUSED),
         *(_alone(key, times[key]) for key in QUIET),
     ]
 

@@ -48,6 +48,8 @@ def test_step() -> None:
     assert list(cases) == [
         "tensor statistics",
         "tensor and FP8 statistics",
+        "fused, tensor statistics",
+        "fused, tensor and FP8 statistics",
         "nothing due",
         "layers without features",
     ]

@@ -277,3 +277,30 @@ def test_dumps_are_those_of_the_debug_path(tmp_path: Path) -> None:
         assert ours.keys() == dump.tensors.keys()
         for key, tensor in dump.tensors.items():
             assert torch.equal(tensor.view(torch.uint8), ours[key].view(torch.uint8)), f"{name} {key}"
+
+
+def test_the_page_has_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "observing.md").read_text()
+    rows = [
+        (kind if len(parts) == 1 else f"{kind}, fc{number + 1}", part)
+        for kind, parts in HIGH_PRECISION_ON_FUSED_PATH.items()
+        for number, part in enumerate(parts)
+    ]
+    lines = [f"| {name} | {', '.join(tensor for tensor in EVERY if tensor in part)} |" for name, part in rows]
+    assert all(f"\n{line}\n" in page for line in lines)
+    table = page.split("| layer | tensors before quantization |")[1].partition("\n\n")[0]
+    assert len(table.strip().splitlines()) == len(lines) + 1
+
+
+@pytest.mark.parametrize("module", HIGH_PRECISION_ON_FUSED_PATH)
+def test_what_is_not_in_the_table_is_refused_tensor_by_tensor(module: str, tmp_path: Path) -> None:
+    net = MODULES[module][0]()
+    for layer, tensors in tensors_of(module).items():
+        for tensor in EVERY:
+            config = logging_of({layer: [tensor]}, ["max"], "LogTensorStats")
+            session = InspectSession(config, model=net, log_dir=tmp_path, observe="fused")
+            if tensor in tensors:
+                session.start().stop()
+            else:
+                with pytest.raises(ConfigError, match=f"never has its {tensor} in high precision, which 'max' needs"):
+                    session.start()
