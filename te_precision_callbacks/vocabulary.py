@@ -95,7 +95,13 @@ def class_names(thing: Any) -> tuple[str, ...]:
     Transformer Engine's classes are recognised by these names, so a user's subclass counts as its parent, and
     Transformer Engine is not imported.
     """
-    return tuple([base.__name__ for base in type(thing).__mro__])
+    kind: type = type(thing)
+    return _names_of_class(kind)
+
+
+@functools.cache
+def _names_of_class(kind: type) -> tuple[str, ...]:
+    return tuple(base.__name__ for base in kind.__mro__)
 
 
 def recipe_of(quantizer: Any) -> str | None:
@@ -106,7 +112,7 @@ def recipe_of(quantizer: Any) -> str | None:
 
 @functools.cache
 def _recipe_of_class(quantizer: type) -> str | None:
-    names = (base.__name__ for base in quantizer.__mro__)
+    names = _names_of_class(quantizer)
     return next((QUANTIZERS[name].recipe for name in names if name in QUANTIZERS), None)
 
 
@@ -115,7 +121,13 @@ def name_of_format(thing: Any) -> str | None:
 
     The name is that of :class:`QuantizerClass`; None for any other class.
     """
-    return next((_FORMATS[name] for name in class_names(thing) if name in _FORMATS), None)
+    kind: type = type(thing)
+    return _format_of_class(kind)
+
+
+@functools.cache
+def _format_of_class(kind: type) -> str | None:
+    return next((_FORMATS[name] for name in _names_of_class(kind) if name in _FORMATS), None)
 
 
 def name_of_recipe(recipe: Any) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 import os
@@ -40,6 +41,11 @@ from te_precision_callbacks.session.upstream import Inspector
 logger = logging.getLogger(__name__)
 
 _VERSIONED = ("torch", "transformer_engine", "nvdlfw_inspect", "te-precision-callbacks")
+
+
+@functools.cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    return tuple((name, importlib.metadata.version(name)) for name in _VERSIONED)
 
 
 @dataclass
@@ -324,7 +330,7 @@ class Run:
             world_size=world_size(),
             start_iteration=self.inspector.iteration,
             layers=tuple(self._findings.layers.now),
-            versions={name: importlib.metadata.version(name) for name in _VERSIONED},
+            versions=dict(_versions()),
             config=self.model.config_source,
         )
 

@@ -145,6 +145,8 @@ class GemmTap:
         self._current = _Current()
         self._orders = itertools.count()
         self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._callers: list[tuple[Any, str]] = []
+        self._modules = 0  # so many there were when the callers were found
 
     @property
     def installed(self) -> bool:
@@ -196,16 +198,11 @@ class GemmTap:
         from transformer_engine.pytorch.ops import fuser
 
         self._current = _Current()
-        for name, around in (
-            ("general_gemm", self._around_gemm),
-            ("general_grouped_gemm", self._around_grouped),
-        ):
-            upstream, wrapped = getattr(gemm, name), dict[int, Any]()
-            for module in list(sys.modules.values()):
-                found = getattr(module, "__dict__", {}).get(name)
-                # Transformer Engine's modules may have one of the user's own.
-                if found is upstream or (callable(found) and _is_of_transformer_engine(module)):
-                    self._replace(module, name, wrapped.setdefault(id(found), around(found)))
+        around_functions = {"general_gemm": self._around_gemm, "general_grouped_gemm": self._around_grouped}
+        wrapped: dict[int, Any] = {}
+        for module, name in self._find_callers(gemm, tuple(around_functions)):
+            found = getattr(module, name)
+            self._replace(module, name, wrapped.setdefault(id(found), around_functions[name](found)))
         module_class = base.TransformerEngineBaseModule
         for name, around in (("prepare_forward", self._around_prepare), ("end_forward", self._around_end)):
             self._replace(module_class, name, around(getattr(module_class, name)))
@@ -218,6 +215,20 @@ class GemmTap:
         arounds = {"fuser_forward": self._around_fuser_forward, "fuser_backward": self._around_fuser_backward}
         for operation, name, method in _methods_of_operations(tuple(arounds)):
             self._replace(operation, name, arounds[name](method))
+
+    def _find_callers(self, gemm: Any, names: Sequence[str]) -> list[tuple[Any, str]]:
+        """The Python modules that have imported a function of ``cpp_extensions/gemm.py``, and under which name."""
+        if len(sys.modules) != self._modules:
+            self._modules = len(sys.modules)
+            self._callers = [
+                (module, name)
+                for module in list(sys.modules.values())
+                for name in names
+                if (found := getattr(module, "__dict__", {}).get(name)) is not None
+                # Transformer Engine's modules may have one of the user's own.
+                if found is getattr(gemm, name) or (callable(found) and _is_of_transformer_engine(module))
+            ]
+        return self._callers
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         own = vars(owner).get(name)
