@@ -75,9 +75,16 @@ def config_for(module: str, *, quantized: bool) -> dict[str, Any]:
 
 
 def run(
-    module: str, recipe: str, steps: int = 2, *, observe: str | None, folder: Path | None = None, config: Any = None
+    module: str,
+    recipe: str,
+    steps: int,
+    *,
+    observe: str | None,
+    micro_batches: int = 1,
+    folder: Path | None = None,
+    config: Any = None,
 ) -> tuple[list[Any], list[Any]]:
-    """A training of two micro-batches a step. Its outputs, gradients and weights, and the session's records."""
+    """A training. Its outputs, gradients and weights, and the session's records."""
     stand_for((10, 0) if recipe in BLACKWELL else (9, 0))
     torch.manual_seed(0)
     FP8GlobalStateManager.reset()
@@ -91,7 +98,7 @@ def run(
         session.start()
     try:
         for _ in range(steps):
-            for _ in range(2):
+            for _ in range(micro_batches):
                 shape = (ROWS, 2, 32) if module == "TransformerLayer" else (ROWS, 32)
                 x = torch.randn(shape, dtype=BF16, requires_grad=True)
                 with te.autocast(enabled=made is not None, recipe=made):
@@ -133,11 +140,11 @@ def test_statistics_are_those_of_the_debug_path(module: str, recipe: str, tmp_pa
     overrides = recipe.endswith(("high_precision", "dequantized"))
     quantized = RECIPES[recipe]() is not None
     config = config_for(module, quantized=quantized)
-    _, fused = run(module, recipe, observe="fused", folder=tmp_path / "fused", config=config)
+    _, fused = run(module, recipe, 2, observe="fused", micro_batches=2, folder=tmp_path / "fused", config=config)
     if overrides:  # of the backward the debug path sees nothing
         has = {end: ["activation", "weight", "output"] for end in tensors_of(module)}
         config = logging_of(has, OF_TENSOR, "LogTensorStats")
-    _, debug = run(module, recipe, observe="debug", folder=tmp_path / "debug", config=config)
+    _, debug = run(module, recipe, 2, observe="debug", micro_batches=2, folder=tmp_path / "debug", config=config)
     assert len(fused) == len(debug) == 2
     for ours, theirs in zip(fused, debug, strict=True):
         found = {row[:4]: row.value for row in ours}
@@ -267,7 +274,7 @@ def test_dumps_are_those_of_the_debug_path(tmp_path: Path) -> None:
     }
     found: dict[str, Any] = {}
     for observe in ("debug", "fused"):
-        run("Linear", "current", 1, observe=observe, folder=tmp_path / observe, config=config)
+        run("Linear", "current", 1, observe=observe, micro_batches=2, folder=tmp_path / observe, config=config)
         paths = sorted((tmp_path / observe).rglob("*.safetensors"))
         found[observe] = {path.name: load(path) for path in paths}
     assert found["debug"].keys() == found["fused"].keys()
