@@ -15,7 +15,6 @@ import fcntl
 import io
 import itertools
 import logging
-import math
 import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -33,7 +32,7 @@ STATISTICS_FOLDER = "nvdlfw_inspect_statistics_logs"
 
 logger = logging.getLogger(__name__)
 
-_LINE = "{time} - INFO - {name} \t\t\t\t iteration={iteration:06d} \t\t\t\t value={value}{mark}\n"
+_TAB = " \t\t\t\t "
 _LOCAL_MARK = " \t\t\t\t rank={rank}"
 
 
@@ -111,7 +110,8 @@ def _now() -> str:
 
 def format_value(value: float) -> str:
     """The shortest decimal that reads back as the same float64, without an exponent, since tools expect none."""
-    return format(Decimal(repr(value)), "f") if math.isfinite(value) else f"{value}"
+    text = repr(value)
+    return format(Decimal(text), "f") if "e" in text else text
 
 
 class StatisticsLog:
@@ -150,18 +150,10 @@ class StatisticsLog:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = claim(self._path)
-        names, time = self._names_in(records.table), _now()
-        mark = self._mark if records.local else ""
-        text = "".join(
-            _LINE.format(
-                time=time,
-                name=names[number],
-                iteration=records.iteration,
-                value=format_value(value),
-                mark=mark,
-            )
-            for number, value in written
-        )
+        names = self._names_in(records.table)
+        before, between = f"{_now()} - INFO - ", f"{_TAB}iteration={records.iteration:06d}{_TAB}value="
+        after = f"{self._mark if records.local else ''}\n"
+        text = "".join(f"{before}{names[number]}{between}{format_value(value)}{after}" for number, value in written)
         if records is self._begun:  # Ctrl-C came when it was written
             self._file.seek(self._position)
             self._file.truncate()

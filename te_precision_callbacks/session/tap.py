@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,8 @@ from te_precision_callbacks.naming import NamedOperation
 from te_precision_callbacks.numerics.layouts import is_quantized
 from te_precision_callbacks.session.precision import recipe_in_force, recipe_text
 from te_precision_callbacks.vocabulary import OperandName, class_names
+
+logger = logging.getLogger(__name__)
 
 Classify = Callable[[torch.nn.Module], ForwardKind]
 
@@ -146,6 +149,7 @@ class GemmTap:
         self._orders = itertools.count()
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._callers: list[tuple[Any, str]] = []
+        self._said_foreign = False
         self._modules = 0  # so many there were when the callers were found
 
     @property
@@ -228,7 +232,23 @@ class GemmTap:
                 # Transformer Engine's modules may have one of the user's own.
                 if found is getattr(gemm, name) or (callable(found) and _is_of_transformer_engine(module))
             ]
+            self._say_foreign(gemm)
         return self._callers
+
+    def _say_foreign(self, gemm: Any) -> None:
+        """Say once which functions of the user's own stand in the place of Transformer Engine's."""
+        theirs = [
+            f"{module.__name__}.{name}"
+            for module, name in self._callers
+            if getattr(module, name) is not getattr(gemm, name)
+        ]
+        if theirs and not self._said_foreign:
+            self._said_foreign = True
+            logger.info(
+                "%s is not Transformer Engine's own function. It is kept: the session looks at what Transformer Engine"
+                " hands to it, and then calls it.",
+                " and ".join(theirs),
+            )
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         own = vars(owner).get(name)

@@ -150,10 +150,17 @@ def scopes(folder: Path, code: str) -> None:
             assert [layer.name for layer in session.layers] == names
 
 
+def observing(folder: Path, code: str) -> None:
+    Path("config.yaml").write_text(str(statistics(tensors=["activation", "gradient"])))
+    found = run(code)
+    assert {row.tensor for row in found["records"]} == {"activation", "gradient"}
+
+
 PYTHON: dict[str, Callable[..., None]] = {
     "README.md": readme,
     "docs/activation-overflow.md": activation_overflow,
     "docs/lightning.md": lightning_page,
+    "docs/observing.md": observing,
     "docs/reference-backend.md": reference_backend,
     "docs/statistics.md": scopes,
 }

@@ -22,6 +22,7 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 from te_precision_callbacks import ranks
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import feature, statistics
+from tests.session.taps import assert_alike, layers_of, spied, tapped
 
 CASES = ("world", "all", "own group", "no reduction", "one fails")
 
@@ -31,6 +32,7 @@ def main(rank: int, folder: Path) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2, timeout=timedelta(seconds=20)
     )
+    events(rank, folder / "events")
     start_late(rank, folder / "late")
     stages(rank, folder / "stages")
     scopes(rank, folder)
@@ -56,6 +58,27 @@ def run(case: str, rank: int, folder: Path, keywords: dict[str, Any]) -> None:
             if case == "no reduction" and rank == 1:
                 continue  # a collective of rank 0 would wait for this rank
             session.step()
+
+
+def events(rank: int, folder: Path) -> None:
+    """Events of GEMMs with tensor and sequence parallelism, and of experts that are split over ranks."""
+    group = torch.distributed.new_group([0, 1])
+    split: dict[str, Any] = {"tp_group": group, "tp_size": 2, "sequence_parallel": True, "params_dtype": torch.bfloat16}
+    net = torch.nn.Sequential(
+        te.LayerNormLinear(32, 64, parallel_mode="column", **split),
+        te.Linear(64, 32, parallel_mode="row", **split),
+        te.LayerNormMLP(32, 64, set_parallel_mode=True, **split),
+    )
+    experts = te.GroupedLinear(2, 32, 64, params_dtype=torch.bfloat16)
+    whole = torch.nn.ModuleDict({"dense": net, "experts": experts})
+    with spied() as calls, tapped(whole) as found:
+        x = torch.randn(16, 2, 32, dtype=torch.bfloat16, requires_grad=True)
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling(), amax_reduction_group=group):
+            out = experts(net(x).reshape(-1, 32), [16 * (rank + 1), 32 - 16 * (rank + 1)])
+        out.float().sum().backward()
+    assert_alike(found, calls)
+    folder.mkdir(exist_ok=True)
+    (folder / f"{rank}.txt").write_text("\n".join(layers_of(found)))
 
 
 class Stage(torch.nn.Module):

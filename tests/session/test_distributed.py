@@ -42,6 +42,19 @@ def test_reduction(two: Path, case: str, expected: list[dict[int, float] | None]
         assert not set().union(*marked_lines(two / case, rank).values()), "nothing is out of the ordinary"
 
 
+def test_events_of_gemms_with_split_layers_and_experts(two: Path) -> None:
+    """Each operand is what the extension was handed, which the ranks have asserted, in layers of their own."""
+    dense = ("dense.0", "dense.1", "dense.2.fc1", "dense.2.fc2")
+    experts = ("experts.gemm_0", "experts.gemm_1")
+    backward = [f"{layer} {gemm}" for layer in reversed(dense) for gemm in ("dgrad", "wgrad")]
+    for rank in range(2):
+        assert (two / "events" / f"{rank}.txt").read_text().splitlines() == [
+            *(f"{layer} fprop" for layer in (*dense, *experts)),
+            *(f"{layer} {gemm}" for gemm in ("dgrad", "wgrad") for layer in experts),
+            *backward,
+        ]
+
+
 def test_layers_of_a_pipeline_and_experts_are_not_mixed(two: Path) -> None:
     """Both ranks have them at one path; what each is in the whole model say attributes that Megatron has."""
     lines = logged_lines(two / "stages", 0)

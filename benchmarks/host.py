@@ -1,0 +1,115 @@
+"""What watching costs the host, part by part: for 6 to 60,000 tensors of a step, with six statistics each.
+
+    python benchmarks/host.py [--json] [--tensors 6 600 60000] [--repeats 3]
+
+The tensors have 16 x 16 elements, so that next to nothing is the arithmetic of large tensors; on a CPU the kernels of
+small tensors are some thirty calls of torch, which `measure` counts too.
+  note        microseconds a tensor: the statistics of a tensor are asked for.
+  measure     microseconds a tensor: it is read, and the columns are added to the slots of the step.
+  flush       microseconds a number: the slots become numbers.
+  records     microseconds a number: the records of the step, and the worst value of each series.
+  log         microseconds a number: the statistics log, to the end of its write.
+  metrics     microseconds a number: the selection of metrics, under their names, as all loggers get them.
+  tensorboard microseconds a number: TensorBoard's writer, as a trainer calls it.
+Of several steps the fastest, behind one that interns series and makes names.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import TENSOR_STATISTICS, arguments, machine, progress, report
+
+from te_precision_callbacks import reference
+
+COLUMNS = ("tensors", "note_us", "measure_us", "flush_us", "records_us", "log_us", "metrics_us", "tensorboard_us")
+SIDE = 16
+
+
+def case_of(tensors: int, repeats: int, folder: Path) -> dict[str, Any]:
+    """The cost of each part, with so many tensors."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    from te_precision_callbacks.engine.engine import StatisticsEngine
+    from te_precision_callbacks.records import MetricSelection, RunInfo, StatisticsLog, StepRecords
+    from te_precision_callbacks.records.worst import RunStatistics
+    from te_precision_callbacks.statistics.names import tensor_request
+    from te_precision_callbacks.watched import Watched
+
+    engine = StatisticsEngine()
+    worst, log, select = RunStatistics(engine.series), StatisticsLog(), MetricSelection()
+    log.start(RunInfo(folder, 0, 1, 0, (), {}, ""))
+    writer = SummaryWriter(str(folder / "board"))
+    requests = [tensor_request(name) for name in TENSOR_STATISTICS]
+    values = torch.randn(SIDE, SIDE, dtype=torch.bfloat16)
+    best: dict[str, float] = {}
+
+    def timed(part: str, count: int, function: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = function()
+        best[part] = min(best.get(part, float("inf")), 1e6 * (time.perf_counter() - start) / count)
+        return result
+
+    for iteration in range(1 + repeats):
+        if iteration == 1:
+            best.clear()
+        spent = {"note_us": 0.0, "measure_us": 0.0}
+        for number in range(tensors):
+            watched = Watched(f"layers.{number // 3}.fc1", ("activation", "weight", "gradient")[number % 3], 0, values)
+            start = time.perf_counter()
+            engine.note(watched, requests)
+            middle = time.perf_counter()
+            engine.measure()
+            spent["note_us"] += middle - start
+            spent["measure_us"] += time.perf_counter() - middle
+        for part, seconds in spent.items():
+            best[part] = min(best.get(part, float("inf")), 1e6 * seconds / tensors)
+        numbers = tensors * len(requests)
+        measured = timed("flush_us", numbers, lambda: engine.flush(reduce=False))
+
+        def make(iteration: int = iteration, measured: Any = measured) -> StepRecords:
+            records = StepRecords(
+                iteration, iteration, measured.table, measured.series, array("d", measured.values.tobytes())
+            )
+            worst.add(records)
+            return records
+
+        records = timed("records_us", numbers, make)
+        timed("log_us", numbers, functools.partial(log.write, records))
+        metrics = timed("metrics_us", numbers, functools.partial(select, records))
+
+        def board(iteration: int = iteration, metrics: Any = metrics) -> None:
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, iteration)
+
+        timed("tensorboard_us", numbers, board)
+    log.close(None)
+    writer.close()
+    return {"tensors": tensors, "numbers": numbers, **best}
+
+
+def main(given: list[str] | None = None) -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--tensors", type=int, nargs="+", default=[6, 60, 600, 6_000, 60_000], help="watched in a step")
+    parser.add_argument("--repeats", type=int, default=3, help="timed steps (default: 3)")
+    options = parser.parse_args(given)
+    reference.install_where_needed()
+    described = machine(torch.device("cpu"))
+    progress(described) if options.json else print(described, end="\n\n")
+    cases = []
+    for tensors in options.tensors:
+        with tempfile.TemporaryDirectory() as folder:
+            cases.append({**case_of(tensors, options.repeats, Path(folder)), "machine": described})
+        progress(f"{tensors} tensors")
+    report(cases, COLUMNS, "Microseconds: note and measure a tensor, the others a number.", as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()
