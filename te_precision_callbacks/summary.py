@@ -102,7 +102,7 @@ def precision_table(session: InspectSession | SessionOutcome) -> Table:
     for layer, gemms in by_layer.items():
         table.add_row(_name(layer), *(_operands(gemms.get(gemm)) for gemm in GEMMS))
     if not all(entry.seen or entry.not_run for entry in precision):
-        table.caption = "A layer that no feature acts on runs Transformer Engine's own path: its quantizers' formats."
+        table.caption = "Where a change of precision was not seen, the formats are those of the layer's quantizers."
         table.caption_justify = "left"
     return table
 

@@ -11,8 +11,10 @@ nor the registry of features.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -138,17 +140,18 @@ class StatisticsEngine:
         self._readings: WeakKeyDictionary[Rows, _Reading] = WeakKeyDictionary()
         self._slots = Segments()
         self._reduction = Reduction()
-        self._noted: tuple[Watched, list[Request]] | None = None
+        self._noted: tuple[Watched, list[Sequence[Request]]] | None = None
+        self._plans: dict[tuple[tuple[int, ...], str | None], _Plan] = {}
         self._weights_seen: set[SegmentKey] = set()
         self.notices = Notices()
 
     def note(self, watched: Watched, requests: Sequence[Request]) -> None:
         """Note statistics to compute of a tensor; :meth:`measure` computes all notes of the tensor in one pass."""
         if self._noted is not None and self._noted[0].values is watched.values:
-            self._noted[1].extend(requests)
+            self._noted[1].append(requests)
         else:
             self.measure()
-            self._noted = (watched, list(requests))
+            self._noted = (watched, [requests])
 
     def measure(self) -> None:
         """Measure what was noted."""
@@ -159,12 +162,21 @@ class StatisticsEngine:
             with torch.inference_mode(False), torch.no_grad():
                 self._measure(watched, requests)
 
-    def _measure(self, watched: Watched, requests: Sequence[Request]) -> None:
+    def _measure(self, watched: Watched, asked: Sequence[Sequence[Request]]) -> None:
         measuring = _Measuring(self, watched)
-        wanted: dict[_Kind, list[Request]] = {}
-        for request in map(measuring.resolved, requests):
-            wanted.setdefault(_Kind.of_request(request), []).append(request)
-        measuring.run(wanted)
+        measuring.run(self._plan(asked, measuring.unquantized_as))
+
+    def _plan(self, asked: Sequence[Sequence[Request]], unquantized_as: str | None) -> _Wanted:
+        """What must be measured. Features ask with the same tuples in each step, so it is found once for each."""
+        key = tuple(map(id, asked)), unquantized_as
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = _Plan(asked, _wanted(asked, unquantized_as))
+            if all(type(requests) is tuple for requests in asked):
+                if len(self._plans) >= _MOST_PLANS:
+                    self._plans.clear()
+                self._plans[key] = plan
+        return plan.wanted
 
     def flush(self, *, reduce: bool, group: dist.ProcessGroup | None = None, stamp: Stamp = NO_STAMP) -> Measured:
         """The statistics since the last flush, and a fresh start: :meth:`collect` and :meth:`forget`."""
@@ -302,13 +314,41 @@ class _Kind(NamedTuple):
     @property
     def name(self) -> str:
         """The same on every rank."""
-        parts = [self.of.name]
-        if self.form is not None:
-            parts += [self.form.recipe or "OWN", "columnwise" if self.form.columnwise else "rowwise"]
-            parts += [] if self.form.e5m2 is None else [ELEMENT_FORMATS[self.form.e5m2]]
-        if self.blocks is not None:
-            parts += [str(self.blocks.size), str(self.blocks.dims), str(self.blocks.both)]
-        return " ".join(parts)
+        return _name_of(self)
+
+
+@functools.cache
+def _name_of(kind: _Kind) -> str:
+    parts = [kind.of.name]
+    if kind.form is not None:
+        parts += [kind.form.recipe or "OWN", "columnwise" if kind.form.columnwise else "rowwise"]
+        parts += [] if kind.form.e5m2 is None else [ELEMENT_FORMATS[kind.form.e5m2]]
+    if kind.blocks is not None:
+        parts += [str(kind.blocks.size), str(kind.blocks.dims), str(kind.blocks.both)]
+    return " ".join(parts)
+
+
+_Wanted = Mapping[_Kind, Sequence[Request]]
+"""What must be measured of a tensor, and the statistics that follow from each."""
+
+_MOST_PLANS = 256
+
+
+class _Plan(NamedTuple):
+    """What must be measured for the statistics that were asked for, which are kept, so that nothing else has their
+    id."""
+
+    asked: Sequence[Sequence[Request]]
+    wanted: _Wanted
+
+
+def _wanted(asked: Iterable[Iterable[Request]], unquantized_as: str | None) -> _Wanted:
+    wanted: dict[_Kind, list[Request]] = {}
+    for request in itertools.chain.from_iterable(asked):
+        of_layer = unquantized_as is not None and request.recipe == OWN_RECIPE
+        resolved = request.under(str(unquantized_as)) if of_layer else request
+        wanted.setdefault(_Kind.of_request(resolved), []).append(resolved)
+    return wanted
 
 
 _MOMENTS = _Kind(Of.TENSOR)
@@ -343,15 +383,17 @@ class _Measuring:
         self._shard: int | None = None
         if watched.tensor == _WEIGHT:
             self._shard = _rank_in(watched.tp_group) if placement is None else placement.shard
-        self._wanted: Mapping[_Kind, Sequence[Request]] = {}
+        self._wanted: dict[_Kind, Sequence[Request]] = {}
 
-    def resolved(self, request: Request) -> Request:
-        """The request; if the layer runs no recipe, for the recipe of its quantizer, else for current scaling."""
-        if request.recipe != OWN_RECIPE or self._quantized is not None or self._unknown_quantizer is not None:
-            return request
-        return request.under(self._recipe if self._recipe in RECIPES else "fp8_current_scaling")
+    @property
+    def unquantized_as(self) -> str | None:
+        """The recipe that a statistic of the layer's own recipe is of if the layer runs none: that of its quantizer,
+        else current scaling. None if the tensor is quantized, or nobody knows how."""
+        if self._quantized is not None or self._unknown_quantizer is not None:
+            return None
+        return self._recipe if self._recipe in RECIPES else "fp8_current_scaling"
 
-    def run(self, wanted: Mapping[_Kind, Sequence[Request]]) -> None:
+    def run(self, wanted: _Wanted) -> None:
         """Measure the kinds that are wanted, and merge the results into the slots."""
         slots, seen = self._engine._slots, self._engine._weights_seen
         self._wanted = {}

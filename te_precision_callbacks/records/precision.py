@@ -29,8 +29,8 @@ class GemmPrecision:
         seen: whether all of these formats were seen on tensors when they were handed to the GEMM, and no other format
             is suspected. False: some are the formats of the quantizers.
         not_run: why the GEMM has not run in training so far, one of :data:`FROZEN`, :data:`NO_INPUT_GRADIENT`,
-            :data:`NO_GRADIENT` and :data:`NO_BACKWARD`; empty if it has run. NO_BACKWARD is reported only for layers
-            on which a feature acts, since it can be seen only there.
+            :data:`NO_GRADIENT` and :data:`NO_BACKWARD`; empty if it has run. NO_BACKWARD is reported of the steps in
+            which the layer is asked, since it can be seen only there.
         since: the first debug iteration in which this held; in ``session.precision`` the first one of the GEMM.
         until: the last debug iteration in which this held; None while it still holds.
         recipe: the recipe under which the layer ran: one of ``fp8_delayed_scaling``, ``fp8_current_scaling``,

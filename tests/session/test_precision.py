@@ -233,7 +233,7 @@ def test_a_gemm_that_a_backward_leaves_out_is_told_as_not_run(tmp_path: Path, la
     shown = " ".join(console.export_text().split())
     assert "not run: input" in shown
     assert "not run: frozen" in shown
-    assert "own path" not in shown, "what was not run makes nothing unseen"
+    assert "was not seen" not in shown, "what was not run makes nothing unseen"
     assert all(entry.seen or entry.not_run for entry in session.precision)
 
 
