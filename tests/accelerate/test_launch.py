@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the script in two processes; the launcher starts torchrun with this option, whatever the device is."""
     options = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
-    command = [executable(), "-m", "accelerate.commands.launch", *options.split(), "--main_process_port", "0"]
+    command = [executable(whole=True), "-m", "accelerate.commands.launch", *options.split(), "--main_process_port", "0"]
     command += [str(Path(__file__).with_name("launch_script.py")), str(folder), *arguments]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +17,8 @@ Matrix = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
 
 
-class Format(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Format:
     """A format by its definition: its numbers from 0 on, whose places are their codes."""
 
     table: npt.NDArray[np.float64]
@@ -32,18 +35,26 @@ class Format(NamedTuple):
     def largest(self) -> np.float32:
         return np.float32(self.table[-1])
 
+    @cached_property
+    def middles(self) -> npt.NDArray[np.float64]:
+        """Between each two numbers; behind the last there is none."""
+        return np.append((self.table[1:] + self.table[:-1]) / 2, NAN)
+
+    @cached_property
+    def of_code(self) -> Matrix:
+        """The number of each code."""
+        gap = np.zeros(self.sign - len(self.table))
+        return np.concatenate([self.table, gap, -self.table]).astype(np.float32)
+
     def codes(self, x: Matrix) -> Codes:
         """Of the nearest numbers: of two at the same distance the one with the even code."""
-        middles = (self.table[1:] + self.table[:-1]) / 2
         magnitude = np.abs(x.astype(np.float64))
-        code = np.searchsorted(middles, magnitude)  # of the lower number, where it lies in the middle of two
-        tie = np.append(middles, NAN)[code] == magnitude
+        code = np.searchsorted(self.middles[:-1], magnitude)  # of the lower number, where it lies between two
+        tie = self.middles[code] == magnitude
         return (code + (tie & (code % 2 == 1)) + self.sign * np.signbit(x)).astype(np.uint8)
 
     def numbers(self, codes: Codes) -> Matrix:
-        return np.concatenate([self.table, np.zeros(self.sign - len(self.table)), -self.table])[codes].astype(
-            np.float32
-        )
+        return self.of_code[codes]
 
 
 FP8 = {False: Format.of(4, 3, 448), True: Format.of(5, 2, 57344)}  # e5m2?

@@ -39,6 +39,6 @@ print(json.dumps(found))
 
 
 def test_a_process_group_can_go_away_right_after_a_reduction(tmp_path: Path) -> None:
-    done = run([executable(), "-W", "ignore", "-c", SCRIPT, str(tmp_path)])
+    done = run([executable(whole=True), "-W", "ignore", "-c", SCRIPT, str(tmp_path)])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [1.0] * 200

@@ -19,7 +19,7 @@ EXAMPLES = REPOSITORY / "examples"
 def test_the_example_trains_in_fp8_under_accelerate_launch(tmp_path: Path) -> None:
     """The setting of the launcher reaches the Trainer: FP8 on layers that Accelerate has converted."""
     command = [
-        *(executable(), "-m", "accelerate.commands.launch"),
+        *(executable(whole=True), "-m", "accelerate.commands.launch"),
         *("--config_file", str(EXAMPLES / "hf_trainer_fp8_launch.yaml"), str(EXAMPLES / "hf_trainer_fp8.py")),
         *("--debug", "te_precision", "activation_overflow"),
         *("--te_precision_config", str(EXAMPLES / "hf_trainer_fp8.yaml")),

@@ -44,7 +44,7 @@ def test_two_ranks_have_one_set_of_statistics(tmp_path: Path) -> None:
 
 def test_a_rank_that_raises_ends_both_under_torchrun(tmp_path: Path) -> None:
     """With the stock Trainer. A rank that waits for the other gives up after half a minute."""
-    torchrun = [executable(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [executable(whole=True), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     result = run([*torchrun, str(SCRIPT), str(tmp_path), "unmodified", "1"])
     assert result.returncode != 0
     assert "rank 1 has a bad batch" in result.stderr
