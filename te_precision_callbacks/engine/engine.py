@@ -232,6 +232,23 @@ def _log_failure_once() -> OnFailure:
     return log
 
 
+class _Picked(Mapping[str, npt.NDArray[np.float64]]):
+    """Rows of a table's columns, of which a statistic reads a few, and a histogram has hundreds."""
+
+    def __init__(self, columns: Mapping[str, npt.NDArray[np.float64]], rows: npt.NDArray[np.intp]) -> None:
+        self._columns = columns
+        self._rows = rows
+
+    def __getitem__(self, name: str) -> npt.NDArray[np.float64]:
+        return self._columns[name][self._rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+
 class _Reading:
     """How to compute the numbers of a table's rows: made once for all steps in which the same statistics are due.
 
@@ -266,7 +283,7 @@ class _Reading:
         found = np.empty(len(self.series))
         for statistic, rows, places in self._formulas:
             if statistic.value is not None:
-                found[places] = statistic.value({name: column[rows] for name, column in table.columns.items()})
+                found[places] = statistic.value(_Picked(table.columns, rows))
         return found
 
     def histograms(self, table: Table) -> Iterator[tuple[int, tuple[float, ...]]]:

@@ -53,6 +53,11 @@ OF_BLOCKS = frozenset({Of.SCALE_BINS, Of.SCALE_LIMITS, Of.LOSSES, Of.RANGES, Of.
 """Sources that exist only for recipes with a scale for each block."""
 
 
+@functools.cache
+def _names_of_bins(number: int) -> tuple[str, ...]:
+    return tuple(f"bin_{index}" for index in range(number))
+
+
 @dataclass(frozen=True)
 class Bins:
     """The bins of a histogram, over powers of two.
@@ -73,7 +78,7 @@ class Bins:
     @property
     def columns(self) -> tuple[str, ...]:
         """The names of the columns that hold the counts."""
-        return tuple(f"bin_{index}" for index in range(self.number))
+        return _names_of_bins(self.number)
 
     @property
     def edges(self) -> Values:
