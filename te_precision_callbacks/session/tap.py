@@ -35,6 +35,7 @@ from te_precision_callbacks.forwards import ForwardKind, outside_of_dynamo
 from te_precision_callbacks.gemm_events import GEMM_OF_LAYOUT, OUTSIDE, SLOTS, GemmEvent, GemmOperand, Listener
 from te_precision_callbacks.naming import NamedOperation
 from te_precision_callbacks.numerics.layouts import is_quantized
+from te_precision_callbacks.session.errors import ObservationError
 from te_precision_callbacks.session.precision import recipe_in_force, recipe_text
 from te_precision_callbacks.vocabulary import OperandName, class_names
 
@@ -273,18 +274,32 @@ class GemmTap:
         @outside_of_dynamo
         def prepare_forward(module: Any, *arguments: Any, **keywords: Any) -> Any:
             result = upstream(module, *arguments, **keywords)
-            entered = self._entered(module) if id(module) in self._heard else _UNHEARD
-            self._current.entered = entered
-            if entered is not _UNHEARD and self.on_entered is not None and self.on_entered(module, entered.kind):
-                entered.high = {}
+            self._current.entered = self._entered(module) if id(module) in self._heard else _UNHEARD
             return result
 
         return prepare_forward
 
     def _entered(self, module: Any) -> _Forward:
-        halves = "LayerNormMLP" in class_names(module)
-        recipe = recipe_in_force(module, fp8=module.fp8)
-        return _Forward(self._layers[id(module)], self._classify(module), recipe, halves=halves)
+        try:
+            halves = "LayerNormMLP" in class_names(module)
+            recipe = recipe_in_force(module, fp8=module.fp8)
+            entered = _Forward(self._layers[id(module)], self._classify(module), recipe, halves=halves)
+            if self.on_entered is not None and self.on_entered(module, entered.kind):
+                entered.high = {}
+        except ObservationError:
+            raise
+        except Exception as error:
+            self._report("looking at the forward of", str(getattr(module, "name", "a module")), error)
+            return _UNHEARD
+        return entered
+
+    def _sources(self, forward: _Forward, find: Callable[[], dict[tuple[int, str], Any]]) -> dict[tuple[int, str], Any]:
+        """The tensors of a forward or backward before their quantization."""
+        try:
+            return find()
+        except Exception as error:
+            self._report("finding the tensors of", forward.layers[0], error)
+            return {}
 
     def _around_end(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
@@ -313,7 +328,7 @@ class GemmTap:
                 ctx.te_precision_forward = entered
             if entered.high is None:
                 return self._run(entered, upstream, ctx, *arguments)
-            entered.high = high(arguments)
+            entered.high = self._sources(entered, lambda: high(arguments))
             try:
                 return self._run(entered, upstream, ctx, *arguments)
             finally:
@@ -328,7 +343,7 @@ class GemmTap:
             entered.begin_backward()
             if entered.high is None:
                 return self._run(entered, upstream, ctx, *arguments)
-            entered.high = _gradients(ctx, arguments[0], entered)
+            entered.high = self._sources(entered, lambda: _gradients(ctx, arguments[0], entered))
             try:
                 return self._run(entered, upstream, ctx, *arguments)
             finally:
@@ -455,6 +470,8 @@ class GemmTap:
                 )
                 for listener in self._listeners:
                     listener(event)
+        except ObservationError:  # reported already, and to be raised
+            raise
         except Exception as error:
             of_layer = OUTSIDE if forward is None else forward.layers[0]
             self._report("looking at the GEMMs of", of_layer, error)

@@ -20,7 +20,8 @@ from transformer_engine.pytorch.module import linear as linear_module
 
 from te_precision_callbacks.forwards import ForwardKind
 from te_precision_callbacks.gemm_events import OUTSIDE, GemmEvent
-from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session import InspectSession, ObservationError
+from te_precision_callbacks.session import tap as tap_module
 from te_precision_callbacks.session.tap import ExecutionOrder, GemmTap
 from tests.conftest import feature, statistics
 from tests.session.gemm_spy import CHECKPOINTS, HOPPER, INSIDE, MODULES, RECIPES, ROWS, can_run
@@ -271,6 +272,29 @@ def test_a_listener_that_raises_is_reported_and_training_goes_on() -> None:
     finally:
         tap.listen()
     assert reported == ["linear fprop", "linear dgrad", "linear wgrad"]
+
+
+@pytest.mark.parametrize("what", ["recipe_in_force", "_gradients"])
+def test_what_goes_wrong_in_the_tap_is_reported_and_training_goes_on(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ValueError("not as in 2.20")
+
+    monkeypatch.setattr(tap_module, what, fails)
+    net = te.Linear(32, 64, params_dtype=BF16)
+    for strict in (False, True):
+        with InspectSession(
+            statistics(tensors=["gradient"]), model=net, log_dir=tmp_path / str(strict), observe="fused", strict=strict
+        ) as session:
+            if strict:
+                with pytest.raises(ObservationError, match=r"not as in 2\.20"):
+                    train(net, None)
+                continue
+            for _ in range(2):
+                train(net, None)
+                session.step()
+            assert sum("not as in 2.20" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_the_order_of_execution_is_that_of_the_first_step(tmp_path: Path) -> None:
