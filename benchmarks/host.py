@@ -1,4 +1,4 @@
-"""What watching costs the host, part by part: for 6 to 60,000 tensors of a step, with six statistics each.
+"""What watching costs the host, part by part: for 6 to 60,000 tensors of a step, with eight statistics each.
 
     python benchmarks/host.py [--json] [--tensors 6 600 60000] [--repeats 3]
 

@@ -16,14 +16,14 @@ from tests.forked import executable
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
-def cases_of(script: str, *arguments: str) -> dict[str, dict[str, Any]]:
+def cases_of(script: str, *arguments: str, names: str = "case") -> dict[Any, dict[str, Any]]:
     """The JSON of a benchmark: name of a case -> its numbers."""
     # torch.compile does nothing here: compiling Transformer Engine's functions takes longer than all the rest.
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     command = [executable(whole=True), str(BENCHMARKS / script), "--json", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return {case["case"]: case for case in json.loads(done.stdout)}
+    return {case[names]: case for case in json.loads(done.stdout)}
 
 
 def test_stats() -> None:
@@ -73,6 +73,16 @@ def test_step() -> None:
         assert case["watched_elements"] == elements
         assert case["te_ns_per_element"] == pytest.approx(1e6 * case["te_added_ms"] / elements)
         assert case["ours_ns_per_element"] == pytest.approx(1e6 * case["ours_added_ms"] / elements)
+
+
+def test_host() -> None:
+    cases = cases_of("host.py", "--tensors", "3", "30", "--repeats", "1", names="tensors")
+    assert list(cases) == [3, 30]
+    for case in cases.values():
+        parts = [key for key in case if key.endswith("_us")]
+        assert len(parts) == 7
+        assert all(case[part] > 0 for part in parts)
+        assert case["numbers"] == case["tensors"] * 8
 
 
 def test_dumps() -> None:
