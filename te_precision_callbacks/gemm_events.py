@@ -26,13 +26,6 @@ OUTSIDE = "outside"
 GEMM_OF_LAYOUT: Mapping[str, GemmName] = {"TN": "fprop", "NN": "dgrad", "NT": "wgrad"}
 """The GEMM by the layout that Transformer Engine asks for: whether each operand is transposed, as BLAS has it."""
 
-SLOTS: Mapping[GemmName, tuple[OperandName, OperandName]] = {
-    "fprop": ("weight", "activation"),
-    "dgrad": ("weight", "gradient"),
-    "wgrad": ("activation", "gradient"),
-}
-"""The tensors that are the operands A and B of each GEMM."""
-
 
 class GemmOperand(NamedTuple):
     """One of the two operands of a GEMM.
@@ -53,11 +46,16 @@ class GemmOperand(NamedTuple):
     first: bool = True
 
     @property
+    def on_debug_path(self) -> bool:
+        """Whether it is the wrapper of Transformer Engine's debug path."""
+        return hasattr(self.given, "rowwise_gemm_tensor")
+
+    @property
     def data(self) -> Any:
         """What the extension reads, with its scales: a plain tensor, or a quantized tensor or storage. None if there is
         no data of that direction."""
         given = self.given
-        if hasattr(given, "rowwise_gemm_tensor"):  # the wrapper of Transformer Engine's debug path
+        if self.on_debug_path:
             given = given.columnwise_gemm_tensor if self.columnwise else given.rowwise_gemm_tensor
         return gemm_operand(given, columnwise=self.columnwise)
 
@@ -117,7 +115,7 @@ class GemmEvent:
             split_accumulator=bool(taken.get("use_split_accumulator", False)),
             output_quantizer=_own_quantizer(taken.get("quantization_params")),
             userbuffers=taken.get("ub") is not None,
-            debug_path=any(hasattr(operand.given, "rowwise_gemm_tensor") for operand in self.operands),
+            debug_path=any(operand.on_debug_path for operand in self.operands),
         )
 
 

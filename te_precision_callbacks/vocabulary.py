@@ -21,7 +21,7 @@ OPERANDS: Mapping[GemmName, tuple[OperandName, OperandName]] = {
     "dgrad": ("gradient", "weight"),
     "wgrad": ("gradient", "activation"),
 }
-"""The two tensors that each GEMM multiplies."""
+"""The two tensors that each GEMM multiplies: the operands B and A of Transformer Engine's GEMMs."""
 
 RESULT: Mapping[GemmName, TensorName] = {"fprop": "output", "dgrad": "dgrad", "wgrad": "wgrad"}
 """The tensor that each GEMM makes."""

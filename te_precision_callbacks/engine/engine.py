@@ -50,7 +50,7 @@ from te_precision_callbacks.numerics.layouts import fp8_format
 from te_precision_callbacks.numerics.recipes import RECIPES, Settings
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Blocks, Request, UnknownStatisticError, no_blocks
 from te_precision_callbacks.statistics.series import Measured, SeriesTable
-from te_precision_callbacks.statistics.table import EXPONENTS, OF_BLOCKS, RANGES, SCALES, STATISTICS, Of
+from te_precision_callbacks.statistics.table import EXPONENTS, OF_BLOCKS, OF_SCALES, RANGES, SCALES, STATISTICS, Of
 from te_precision_callbacks.vocabulary import ELEMENT_FORMATS, IDENTITY_QUANTIZER, recipe_of
 from te_precision_callbacks.watched import Watched
 
@@ -371,9 +371,6 @@ def _wanted(asked: Iterable[Iterable[Request]], unquantized_as: str | None) -> _
 _MOMENTS = _Kind(Of.TENSOR)
 _EXPONENTS = _Kind(Of.EXPONENTS)
 
-_OF_SCALES = frozenset({Of.SCALES, Of.SCALE_BINS, Of.SCALE_LIMITS})
-"""What can be measured of a tensor that exists in its quantized form only."""
-
 
 class _Measuring:
     """The measurement of one tensor.
@@ -483,7 +480,7 @@ class _Measuring:
         its_recipe = form.recipe or recipe_of(self._quantizer(form.columnwise)) or ""
         refused: dict[str, set[Of]] = {}
         if self._watched.values is None:
-            refused["the tensor exists in its quantized form only"] = wanted - (_OF_SCALES if found else set())
+            refused["the tensor exists in its quantized form only"] = wanted - (OF_SCALES if found else set())
         if isinstance(found, PerTensor) or (found is None and its_recipe == "fp8_current_scaling"):
             refused[no_blocks(its_recipe or "the layer's quantizer")] = wanted & OF_BLOCKS
         wanted = wanted.difference(*refused.values())

@@ -12,9 +12,8 @@ GEMM. :data:`HIGH_PRECISION_ON_FUSED_PATH` is the list of those that do exist. R
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,10 +29,8 @@ from te_precision_callbacks.naming import NamedModule
 from te_precision_callbacks.numerics.layouts import is_quantized
 from te_precision_callbacks.options import Observe
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
-from te_precision_callbacks.statistics.table import Of
+from te_precision_callbacks.statistics.table import OF_SCALES
 from te_precision_callbacks.vocabulary import RESULT, TENSORS, class_names
-
-logger = logging.getLogger(__name__)
 
 _ALL = frozenset(TENSORS)
 HIGH_PRECISION_ON_FUSED_PATH: Mapping[str, tuple[frozenset[str], ...]] = {
@@ -50,14 +47,26 @@ HIGH_PRECISION_ON_FUSED_PATH: Mapping[str, tuple[frozenset[str], ...]] = {
 LayerNormMLP may fuse the activation function, and its derivative, into the GEMMs of both layers.
 """
 
-_OF_QUANTIZED_DATA = frozenset({Of.SCALES, Of.SCALE_BINS, Of.SCALE_LIMITS})
-"""Statistics that need the quantized tensor alone."""
-
 _OVERLAPPING = ("ub_overlap_ag", "ub_overlap_rs", "ub_bulk_dgrad", "ub_bulk_wgrad")
 
 
-def why_not_fused(named: NamedModule, planned: Mapping[str, LayerPlan]) -> str:
-    """Why a module cannot be observed on its fused path by the features of its layers; empty if it can.
+class NotFused(NamedTuple):
+    """Why a module cannot be observed on its fused path.
+
+    Attributes:
+        reason: the reason.
+        layer: the layer that it is about; empty if it is about the whole module.
+    """
+
+    reason: str
+    layer: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.layer}: {self.reason}" if self.layer else self.reason
+
+
+def why_not_fused(named: NamedModule, planned: Mapping[str, LayerPlan]) -> NotFused | None:
+    """Why a module cannot be observed on its fused path by the features of its layers; None if it can.
 
     Args:
         named: the module.
@@ -65,14 +74,14 @@ def why_not_fused(named: NamedModule, planned: Mapping[str, LayerPlan]) -> str:
     """
     module: Any = named.module
     if getattr(module, "sequence_parallel", False) and getattr(module, "tp_size", 1) > 1:
-        return "with sequence parallelism its GEMMs get gathered tensors, and not those of this rank"
+        return NotFused("with sequence parallelism its GEMMs get gathered tensors, and not those of this rank")
     if any(value for name, value in vars(module).items() if name.startswith(_OVERLAPPING)):
-        return "communication overlaps with its GEMMs"
+        return NotFused("communication overlaps with its GEMMs")
     if getattr(module, "use_grouped_tensor", False):
-        return "its experts' tensors are one grouped tensor"
+        return NotFused("its experts' tensors are one grouped tensor")
     parts = _parts(module)
     if parts is None:
-        return f"nothing is known of the path of a {type(module).__name__}"
+        return NotFused(f"nothing is known of the path of a {type(module).__name__}")
     for number, layer in enumerate(named.layers):
         entry = planned.get(layer.name)
         if entry is None:
@@ -82,8 +91,8 @@ def why_not_fused(named: NamedModule, planned: Mapping[str, LayerPlan]) -> str:
             if options.get("enabled", False):
                 reason = _why_not(name, options, has, module)
                 if reason:
-                    return f"{layer.name}: {reason}"
-    return ""
+                    return NotFused(reason, layer.name)
+    return None
 
 
 def _parts(module: Any) -> tuple[frozenset[str], ...] | None:
@@ -116,10 +125,10 @@ def _never(tensor: str, module: Any) -> str:
 
 
 def _needs_high_precision(request: Request) -> bool:
-    return request.recipe != OWN_RECIPE or request.statistic.of not in _OF_QUANTIZED_DATA
+    return request.recipe != OWN_RECIPE or request.statistic.of not in OF_SCALES
 
 
-def choose(observe: Observe, modules: Sequence[NamedModule], plan: Plan) -> tuple[frozenset[int], dict[str, str]]:
+def choose(observe: Observe, modules: Sequence[NamedModule], plan: Plan) -> tuple[frozenset[int], dict[str, NotFused]]:
     """The ids of the modules that are observed on their fused path, and of the others with features: name -> why not.
 
     Raises:
@@ -129,8 +138,8 @@ def choose(observe: Observe, modules: Sequence[NamedModule], plan: Plan) -> tupl
         return frozenset(), {}
     planned = {entry.layer.name: entry for entry in plan.layers}
     watched = [named for named in modules if any(layer.name in planned for layer in named.layers)]
-    why = {id(named.module): why_not_fused(named, planned) for named in watched}
-    refused = {named.name: why[id(named.module)] for named in watched if why[id(named.module)]}
+    why = [(named, why_not_fused(named, planned)) for named in watched]
+    refused = {named.name: reason for named, reason in why if reason is not None}
     if observe == "fused" and refused:
         name, reason = next(iter(refused.items()))
         more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
@@ -138,7 +147,7 @@ def choose(observe: Observe, modules: Sequence[NamedModule], plan: Plan) -> tupl
             f'observe="fused": {name}{more} cannot be observed on its fused path. {reason}. observe="auto" takes'
             " Transformer Engine's debug path for such layers."
         )
-    return frozenset(key for key, reason in why.items() if not reason), refused
+    return frozenset(id(named.module) for named, reason in why if reason is None), refused
 
 
 class FusedObservation:

@@ -33,7 +33,7 @@ from te_precision_callbacks.session.errors import ObservationError, SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.findings import Findings
 from te_precision_callbacks.session.forward import ForwardHooks
-from te_precision_callbacks.session.fused import choose
+from te_precision_callbacks.session.fused import NotFused, choose
 from te_precision_callbacks.session.parallel import Ranks, placements
 from te_precision_callbacks.session.refusals import DebugRefusal, RefusedLayers
 from te_precision_callbacks.session.upstream import Inspector
@@ -87,7 +87,7 @@ class ObservedModel:
         self._by_number = False
         self._operations: Sequence[NamedOperation] = ()
         self._fused: frozenset[int] = frozenset()
-        self._not_fused: Mapping[str, str] = {}
+        self._not_fused: Mapping[str, NotFused] = {}
         self._model: Model = ()
         self._tree: ModuleTree | None = None
         self._layers_of_all: tuple[Layer, ...] = ()
@@ -297,11 +297,11 @@ class ObservedModel:
             self._findings.layers.put(self._inspector.iteration, infos)
 
 
-def _reasons(why: Mapping[str, str]) -> str:
+def _reasons(why: Mapping[str, NotFused]) -> str:
     """Why modules are not observed on their fused path, each reason once."""
     of_reason: dict[str, list[str]] = {}
-    for name, reason in why.items():
-        of_reason.setdefault(reason.partition(": ")[2] or reason, []).append(name)
+    for name, not_fused in why.items():
+        of_reason.setdefault(not_fused.reason, []).append(name)
     return "; ".join(
         f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
         for reason, names in of_reason.items()

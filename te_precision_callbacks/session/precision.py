@@ -46,10 +46,6 @@ MODIFIED = " (modified)"
 _HIGH_PRECISION = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16", torch.float64: "FP64"}
 
 
-_MODIFY = "modify_tensor()"
-"""The plan of the debug path for a tensor that a feature makes (``debug/pytorch/debug_quantization.py``)."""
-
-
 class Operand(NamedTuple):
     """One of the two tensors of a GEMM."""
 
@@ -277,9 +273,13 @@ def _is_left_out(fact: GemmFact | None) -> bool:
 
 def _is_modified(operand: GemmOperand) -> bool:
     """Whether a feature has made an operand."""
-    quantizer = getattr(operand.given, "quantizer", None)
-    plan = "columnwise_tensor_plan" if operand.columnwise else "rowwise_tensor_plan"
-    return hasattr(operand.given, "rowwise_gemm_tensor") and getattr(quantizer, plan, None) == _MODIFY
+    if not operand.on_debug_path:
+        return False
+    from transformer_engine.debug.pytorch.debug_quantization import API_CALL_MODIFY
+
+    quantizer = operand.given.quantizer
+    plan = quantizer.columnwise_tensor_plan if operand.columnwise else quantizer.rowwise_tensor_plan
+    return bool(plan == API_CALL_MODIFY)
 
 
 def format_of(tensor: Any, *, columnwise: bool) -> str:

@@ -26,18 +26,18 @@ import itertools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from te_precision_callbacks.forwards import ForwardKind, outside_of_dynamo
-from te_precision_callbacks.gemm_events import GEMM_OF_LAYOUT, OUTSIDE, SLOTS, GemmEvent, GemmOperand, Listener
+from te_precision_callbacks.gemm_events import GEMM_OF_LAYOUT, OUTSIDE, GemmEvent, GemmOperand, Listener
 from te_precision_callbacks.naming import NamedOperation
 from te_precision_callbacks.numerics.layouts import is_quantized
 from te_precision_callbacks.session.errors import ObservationError
 from te_precision_callbacks.session.precision import recipe_in_force, recipe_text
-from te_precision_callbacks.vocabulary import OperandName, class_names
+from te_precision_callbacks.vocabulary import OPERANDS, OperandName, class_names
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,8 @@ Classify = Callable[[torch.nn.Module], ForwardKind]
 
 _Sources = Callable[[Sequence[Any]], dict[tuple[int, str], Any]]
 """The arguments of a Function's forward -> the tensors among them that are quantized in it."""
+
+_Gemms = Callable[[Mapping[str, Any], Any], Iterable[tuple[Any, Any, Any]]]
 
 
 class _Forward:
@@ -407,61 +409,77 @@ class GemmTap:
     # ------------------------------------------------------------------ the GEMMs
 
     def _around_gemm(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        return self._around(self._with_own_wgrad(upstream), _GEMM, _of_one)
+
+    @staticmethod
+    def _with_own_wgrad(upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """``general_gemm``, beside which a quantizer that needs it gets the wgrad of a micro-batch alone."""
+
         @functools.wraps(upstream)
         def general_gemm(*operands: Any, **keywords: Any) -> Any:
             take = getattr(keywords.get("quantization_params"), "take_own_wgrad", None)
             if take is not None and keywords.get("accumulate"):
                 alone = {"accumulate": False, "out": None, "bias": None, "quantization_params": None}
                 take(lambda: upstream(*operands, **{**keywords, **alone})[0])
-            current = self._current
-            forward = current.running or current.entered
-            if current.inside or forward is _UNHEARD or not self._listeners:
-                return upstream(*operands, **keywords)
-            result = _call_inside(current, upstream, operands, keywords)
-            self._emit(forward, _GEMM, operands, keywords, lambda taken: [(taken["A"], taken["B"], result[0])])
-            return result
+            return upstream(*operands, **keywords)
 
         return general_gemm
 
     def _around_grouped(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        return self._around(upstream, _GROUPED_GEMM, _of_experts, grouped=True)
+
+    def _around(
+        self, upstream: Callable[..., Any], names: Sequence[str], gemms: _Gemms, *, grouped: bool = False
+    ) -> Callable[..., Any]:
+        """A function of GEMMs that tells the listeners of them.
+
+        Args:
+            upstream: the function.
+            names: its first parameters.
+            gemms: its arguments and its result -> A, B and result of each GEMM.
+            grouped: whether each GEMM is that of an expert.
+        """
+
         @functools.wraps(upstream)
-        def general_grouped_gemm(*operands: Any, **keywords: Any) -> Any:
+        def tapped(*operands: Any, **keywords: Any) -> Any:
             current = self._current
             forward = current.running or current.entered
             if current.inside or forward is _UNHEARD or not self._listeners:
                 return upstream(*operands, **keywords)
-            result = _call_inside(current, upstream, operands, keywords)
-            self._emit(forward, _GROUPED_GEMM, operands, keywords, _of_experts, grouped=True)
+            current.inside = True
+            try:
+                result = upstream(*operands, **keywords)
+            finally:
+                current.inside = False
+            arguments = {"layout": "TN", **dict(zip(names, operands, strict=False)), **keywords}
+            self._emit(forward, arguments, lambda: gemms(arguments, result), grouped=grouped)
             return result
 
-        return general_grouped_gemm
+        return tapped
 
     def _emit(
         self,
         forward: _Forward | None,
-        names: Sequence[str],
-        operands: Sequence[Any],
-        keywords: Mapping[str, Any],
-        gemms: Callable[[Mapping[str, Any]], Iterable[tuple[Any, Any, Any]]],
+        arguments: Mapping[str, Any],
+        gemms: Callable[[], Iterable[tuple[Any, Any, Any]]],
         *,
-        grouped: bool = False,
+        grouped: bool,
     ) -> None:
         """Tell the listeners of the GEMMs of a call: A, B and result of each."""
         try:
-            arguments = {"layout": "TN", **dict(zip(names, operands, strict=False)), **keywords}
             layout = arguments["layout"]
             gemm = GEMM_OF_LAYOUT[layout]
-            tensors = SLOTS[gemm]
+            tensor_b, tensor_a = OPERANDS[gemm]
             of_forward = _OUTSIDE if forward is None else forward
-            for place, (a, b, out) in enumerate(gemms(arguments)):
+            for place, (a, b, out) in enumerate(gemms()):
                 expert = place if grouped and forward is not None else None
                 number = of_forward.number_of(gemm, expert)
                 event = GemmEvent(
                     of_forward.layers[number],
                     gemm,
                     expert,
-                    of_forward.operand(number, tensors[0], a, columnwise=layout[0] != "T"),
-                    of_forward.operand(number, tensors[1], b, columnwise=layout[1] == "T"),
+                    of_forward.operand(number, tensor_a, a, columnwise=layout[0] != "T"),
+                    of_forward.operand(number, tensor_b, b, columnwise=layout[1] == "T"),
                     out,
                     next(self._orders),
                     of_forward.kind,
@@ -527,17 +545,12 @@ _GROUPED_GEMM = (
 """The first parameters of ``general_gemm`` and ``general_grouped_gemm``."""
 
 
-def _call_inside(
-    current: _Current, function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
-) -> Any:
-    current.inside = True
-    try:
-        return function(*arguments, **keywords)
-    finally:
-        current.inside = False
+def _of_one(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
+    """A, B and result of a GEMM."""
+    return [(taken["A"], taken["B"], result[0])]
 
 
-def _of_experts(taken: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
+def _of_experts(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
     """A, B and result of each expert's GEMM."""
     outs = taken["out"]
     if taken.get("single_output"):

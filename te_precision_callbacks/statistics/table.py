@@ -52,6 +52,9 @@ class Worse(Enum):
 OF_BLOCKS = frozenset({Of.SCALE_BINS, Of.SCALE_LIMITS, Of.LOSSES, Of.RANGES, Of.RANGE_BINS})
 """Sources that exist only for recipes with a scale for each block."""
 
+OF_SCALES = frozenset({Of.SCALES, Of.SCALE_BINS, Of.SCALE_LIMITS})
+"""Sources that a tensor has that exists in its quantized form only."""
+
 
 @functools.cache
 def _names_of_bins(number: int) -> tuple[str, ...]:

@@ -54,6 +54,34 @@ def format_of(tensor: Any) -> str:
     return PLAIN[tensor.dtype]
 
 
+GEMM_OF = {(True, False): "fprop", (False, False): "dgrad", (False, True): "wgrad"}
+"""Whether each operand is transposed -> the GEMM."""
+
+
+@contextmanager
+def at_the_entries(note: Callable[[Any, bool, Any, bool, Any], None]) -> Iterator[None]:
+    """Calls ``note`` behind each GEMM of the extension, with A, B, whether each is transposed, and the result; of
+    grouped GEMMs None."""
+    one, grouped = tex.generic_gemm, tex.te_general_grouped_gemm
+
+    def generic_gemm(a: Any, transa: bool, b: Any, transb: bool, *more: Any, **keywords: Any) -> Any:
+        result = one(a, transa, b, transb, *more, **keywords)
+        note(a, transa, b, transb, result[0])
+        return result
+
+    def te_general_grouped_gemm(a: Any, transa: bool, b: Any, transb: bool, *more: Any) -> Any:
+        result = grouped(a, transa, b, transb, *more)
+        for first, second in zip(a, b, strict=True):
+            note(first, transa, second, transb, None)
+        return result
+
+    tex.generic_gemm, tex.te_general_grouped_gemm = generic_gemm, te_general_grouped_gemm
+    try:
+        yield
+    finally:
+        tex.generic_gemm, tex.te_general_grouped_gemm = one, grouped
+
+
 class Spy:
     """Notes the operands of GEMMs.
 
@@ -75,7 +103,7 @@ class Spy:
     def note(self, a: Any, transa: bool, b: Any, transb: bool) -> None:
         if not self.training:
             return
-        gemm = {(True, False): "fprop", (False, False): "dgrad", (False, True): "wgrad"}[transa, transb]
+        gemm = GEMM_OF[transa, transb]
         first, second = (torch.Size(tensor.size()) for tensor in (a, b))
         rows, shape = second[:-1].numel(), (first[0], first[1])
         if gemm == "wgrad":
@@ -87,22 +115,8 @@ class Spy:
 
     @contextmanager
     def watching(self) -> Iterator[Spy]:
-        one, grouped = tex.generic_gemm, tex.te_general_grouped_gemm
-
-        def generic_gemm(a: Any, transa: bool, b: Any, transb: bool, *args: Any, **keywords: Any) -> Any:
-            self.note(a, transa, b, transb)
-            return one(a, transa, b, transb, *args, **keywords)
-
-        def te_general_grouped_gemm(a: Any, transa: bool, b: Any, transb: bool, *args: Any) -> Any:
-            for first, second in zip(a, b, strict=True):
-                self.note(first, transa, second, transb)
-            return grouped(a, transa, b, transb, *args)
-
-        tex.generic_gemm, tex.te_general_grouped_gemm = generic_gemm, te_general_grouped_gemm
-        try:
+        with at_the_entries(lambda a, transa, b, transb, result: self.note(a, transa, b, transb)):
             yield self
-        finally:
-            tex.generic_gemm, tex.te_general_grouped_gemm = one, grouped
 
 
 class Grouped(torch.nn.Module):

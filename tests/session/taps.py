@@ -7,49 +7,31 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import transformer_engine_torch as tex
 
 from te_precision_callbacks.forwards import ForwardKind
 from te_precision_callbacks.gemm_events import GemmEvent
 from te_precision_callbacks.naming import named_operations, named_te_modules
 from te_precision_callbacks.session.tap import GemmTap
-
-GEMM_OF = {(True, False): "fprop", (False, False): "dgrad", (False, True): "wgrad"}
+from tests.session.gemm_spy import GEMM_OF, at_the_entries
 
 
 class Call:
     """A GEMM as the extension was asked for it."""
 
-    def __init__(self, a: Any, transa: bool, b: Any, transb: bool, out: Any, more: tuple[Any, ...]) -> None:
+    def __init__(self, a: Any, transa: bool, b: Any, transb: bool, out: Any) -> None:
         self.a, self.b, self.gemm, self.out = a, b, GEMM_OF[transa, transb], out
         first, second = (torch.Size(tensor.size()) for tensor in (a, b))
         rows = (first[:-1].numel(), first[-1]), (second[:-1].numel(), second[-1])
         self.m, self.k = rows[0] if transa else rows[0][::-1]
         self.n = rows[1][1] if transb else rows[1][0]
-        self.more = more
 
 
 @contextmanager
 def spied() -> Iterator[list[Call]]:
     """What the entries of the extension are handed, in their order."""
     calls: list[Call] = []
-    one, grouped = tex.generic_gemm, tex.te_general_grouped_gemm
-
-    def generic_gemm(a: Any, transa: bool, b: Any, transb: bool, *more: Any, **keywords: Any) -> Any:
-        result = one(a, transa, b, transb, *more, **keywords)
-        calls.append(Call(a, transa, b, transb, result[0], more))
-        return result
-
-    def te_general_grouped_gemm(a: Any, transa: bool, b: Any, transb: bool, *more: Any) -> Any:
-        result = grouped(a, transa, b, transb, *more)
-        calls.extend(Call(*pair[:1], transa, *pair[1:], transb, None, more) for pair in zip(a, b, strict=True))
-        return result
-
-    tex.generic_gemm, tex.te_general_grouped_gemm = generic_gemm, te_general_grouped_gemm
-    try:
+    with at_the_entries(lambda *handed: calls.append(Call(*handed))):
         yield calls
-    finally:
-        tex.generic_gemm, tex.te_general_grouped_gemm = one, grouped
 
 
 @contextmanager
