@@ -43,8 +43,9 @@ types: install
 
 lint: style types
 
-# One thread a process, and none that spins: the workers take all processors. No pool of processes compiles beside them.
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1 \
+# One thread a process, and none that spins: the workers take all processors. No pool of processes compiles beside them, and
+# torch does not try by compiling which of the processor's vector instructions the compiler knows.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1 \
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 tests: install

@@ -8,26 +8,42 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from te_precision_callbacks import reference
-from te_precision_callbacks.records import RunInfo, StepRecords
-from te_precision_callbacks.session.uncaught import Uncaught
-from tests import forked  # noqa: F401  # it tells the workers in the environment where the processes are forked from
+from tests import (
+    forked,  # noqa: F401  # it tells the workers in the environment where the processes are forked from
+    quick,
+)
 from tests.quick import (  # noqa: F401  # pytest finds them here
     no_process_is_started,
     pytest_addoption,
     pytest_collection_modifyitems,
-    pytest_configure,
 )
 
-if not torch.cuda.is_available():
-    reference.install()
+if TYPE_CHECKING:
+    import torch
 
-torch.set_num_threads(1)
+    from te_precision_callbacks.records import RunInfo, StepRecords
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Also where the tests run; who only hands them to workers imports no torch, and is done with it at once."""
+    quick.pytest_configure(config)
+    if config.getoption("dist", "no") == "no":
+        prepare()
+
+
+def prepare() -> None:
+    """Where there is no GPU, the reference backend is installed; torch computes in one thread."""
+    import torch
+
+    from te_precision_callbacks import reference
+
+    if not torch.cuda.is_available():
+        reference.install()
+    torch.set_num_threads(1)
 
 
 def pytest_collection_finish() -> None:
@@ -89,6 +105,8 @@ def global_state() -> dict[str, Any]:
     from transformer_engine.debug.pytorch.debug_state import TEDebugState
     from transformer_engine.pytorch import Linear, cpu_offload
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+    from te_precision_callbacks.session.uncaught import Uncaught
 
     return {
         "manager": debug_api.DEBUG_MANAGER,

@@ -1,10 +1,12 @@
 """What is imported beside the libraries where a process need not begin without Transformer Engine and this project."""
 
-# ruff: noqa: F401, I001  # imported to be there; the reference backend before Transformer Engine
+# ruff: noqa: E402, F401, I001  # imported to be there; the reference backend before Transformer Engine
 
 from __future__ import annotations
 
-import tests.conftest  # it installs the reference backend
+from tests.conftest import prepare
+
+prepare()
 
 import te_precision_callbacks.accelerate
 import te_precision_callbacks.lightning

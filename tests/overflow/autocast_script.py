@@ -14,9 +14,13 @@ import transformers
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState
 
-import tests.conftest  # noqa: F401  # it installs the reference backend, before the models need it
+from te_precision_callbacks import reference
 from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow
 from te_precision_callbacks.transformers import Trainer, TrainingArguments
+
+if not torch.cuda.is_available():
+    reference.install()
+
 from tests.transformers.models import Tokens, arguments
 
 BAD_BATCH = 2

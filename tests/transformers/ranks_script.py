@@ -8,8 +8,13 @@ from pathlib import Path
 import torch
 import transformers
 
+from te_precision_callbacks import reference
 from te_precision_callbacks.transformers import PrecisionDebugTrainerCallback, Trainer
-from tests.conftest import statistics  # it installs the reference backend, before the models need it
+
+if not torch.cuda.is_available():
+    reference.install()
+
+from tests.conftest import statistics
 from tests.transformers.models import Net, arguments, trainer
 
 
