@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,8 +10,7 @@ import torch.distributed as dist
 from te_precision_callbacks.numerics.layouts import has_scale
 
 
-@dataclass(frozen=True)
-class Watched:
+class Watched(NamedTuple):
     """A tensor at the moment when a layer computes with it.
 
     Attributes:

@@ -11,10 +11,12 @@ nor the registry of features.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -132,7 +134,7 @@ class StatisticsEngine:
     """
 
     def __init__(self, series: SeriesTable | None = None, on_failure: OnFailure | None = None) -> None:
-        self.placements: Mapping[str, Placement] = {}
+        self._placements: Mapping[str, Placement] = {}
         self.on_failure = _log_failure_once() if on_failure is None else on_failure
         self.has_news = False
         self.iteration = 0
@@ -142,8 +144,18 @@ class StatisticsEngine:
         self._reduction = Reduction()
         self._noted: tuple[Watched, list[Sequence[Request]]] | None = None
         self._plans: dict[tuple[tuple[int, ...], str | None], _Plan] = {}
+        self._moved = 0
         self._weights_seen: set[SegmentKey] = set()
         self.notices = Notices()
+
+    @property
+    def placements(self) -> Mapping[str, Placement]:
+        return self._placements
+
+    @placements.setter
+    def placements(self, placements: Mapping[str, Placement]) -> None:
+        self._placements = placements
+        self._plans.clear()
 
     def note(self, watched: Watched, requests: Sequence[Request]) -> None:
         """Note statistics to compute of a tensor; :meth:`measure` computes all notes of the tensor in one pass."""
@@ -158,25 +170,27 @@ class StatisticsEngine:
         if self._noted is not None:
             (watched, requests), self._noted = self._noted, None
             self.has_news, self.iteration = True, watched.iteration
-            # Not in inference mode, in which a validation may run: tensors made there cannot be changed later.
-            with torch.inference_mode(False), torch.no_grad():
+            with _ready():
                 self._measure(watched, requests)
 
     def _measure(self, watched: Watched, asked: Sequence[Sequence[Request]]) -> None:
         measuring = _Measuring(self, watched)
         measuring.run(self._plan(asked, measuring.unquantized_as))
 
-    def _plan(self, asked: Sequence[Sequence[Request]], unquantized_as: str | None) -> _Wanted:
+    def _plan(self, asked: Sequence[Sequence[Request]], unquantized_as: str | None) -> _Plan:
         """What must be measured. Features ask with the same tuples in each step, so it is found once for each."""
+        if self._moved != self._slots.moved:
+            self._moved = self._slots.moved
+            self._plans.clear()
         key = tuple(map(id, asked)), unquantized_as
         plan = self._plans.get(key)
         if plan is None:
-            plan = _Plan(asked, _wanted(asked, unquantized_as))
+            plan = _Plan(asked, _wanted(asked, unquantized_as), {})
             if all(type(requests) is tuple for requests in asked):
                 if len(self._plans) >= _MOST_PLANS:
                     self._plans.clear()
                 self._plans[key] = plan
-        return plan.wanted
+        return plan
 
     def flush(self, *, reduce: bool, group: dist.ProcessGroup | None = None, stamp: Stamp = NO_STAMP) -> Measured:
         """The statistics since the last flush, and a fresh start: :meth:`collect` and :meth:`forget`."""
@@ -198,7 +212,7 @@ class StatisticsEngine:
         """
         if reduce and self._reduction.group is not group:
             self._reduction = Reduction(group)
-        with torch.inference_mode(False), torch.no_grad():
+        with _ready():
             tables = self._reduction.collect(self._slots, reduce=reduce, stamp=stamp)
         readings = [(self._reading(table.rows), table) for table in tables]
         return Measured(
@@ -216,10 +230,25 @@ class StatisticsEngine:
 
     def forget(self) -> None:
         """Discard what was collected, which the caller has taken, and begin afresh."""
-        with torch.inference_mode(False), torch.no_grad():
+        with _ready():
             self._slots.reset()
         self.has_news = False
         self._weights_seen.clear()
+
+
+_IS_READY = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _made_ready() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _ready() -> AbstractContextManager[None]:
+    """No gradients, as inside of autograd Functions anyway; and not in inference mode, in which a validation may run:
+    tensors made there cannot be changed later."""
+    return _made_ready() if torch.is_grad_enabled() or torch.is_inference_mode_enabled() else _IS_READY
 
 
 def _log_failure_once() -> OnFailure:
@@ -352,11 +381,18 @@ _MOST_PLANS = 256
 
 
 class _Plan(NamedTuple):
-    """What must be measured for the statistics that were asked for, which are kept, so that nothing else has their
-    id."""
+    """What must be measured for the statistics that were asked for, and where it goes.
+
+    Attributes:
+        asked: the statistics, which are kept, so that nothing else has their id.
+        wanted: what must be measured.
+        segments: layer, tensor, shard and device -> the segment of each kind. They hold until a segment moves to
+            another device, or layers are placed otherwise.
+    """
 
     asked: Sequence[Sequence[Request]]
     wanted: _Wanted
+    segments: dict[tuple[str, str, int | None, torch.device], dict[_Kind, Segment]]
 
 
 def _wanted(asked: Iterable[Iterable[Request]], unquantized_as: str | None) -> _Wanted:
@@ -398,6 +434,7 @@ class _Measuring:
         if watched.tensor == _WEIGHT:
             self._shard = _rank_in(watched.tp_group) if placement is None else placement.shard
         self._wanted: dict[_Kind, Sequence[Request]] = {}
+        self._segments: dict[_Kind, Segment] = {}
 
     @property
     def unquantized_as(self) -> str | None:
@@ -407,11 +444,12 @@ class _Measuring:
             return None
         return self._recipe if self._recipe in RECIPES else "fp8_current_scaling"
 
-    def run(self, wanted: _Wanted) -> None:
+    def run(self, plan: _Plan) -> None:
         """Measure the kinds that are wanted, and merge the results into the slots."""
         slots, seen = self._engine._slots, self._engine._weights_seen
-        self._wanted = {}
-        for kind, requests in wanted.items():
+        place = self._watched.layer, self._watched.tensor, self._shard, self._values.device
+        self._segments = plan.segments.setdefault(place, {})
+        for kind, requests in plan.wanted.items():
             segment = self._segment(kind)
             if segment.key in seen or not self._values.numel():
                 slots.ask(segment, requests)
@@ -431,7 +469,8 @@ class _Measuring:
         if self._watched.values is None:
             codes = None  # there is nothing to compare them with
         compared = amax = None
-        if _MOMENTS in self._wanted or _EXPONENTS in self._wanted or codes is not None or None in held.values():
+        simulated = None in held.values()
+        if _MOMENTS in self._wanted or _EXPONENTS in self._wanted or codes is not None or simulated:
             sums, maxima = kernels.measure(
                 self._values,
                 None if codes is None else codes.codes,
@@ -439,11 +478,13 @@ class _Measuring:
                 e5m2=codes is not None and codes.e5m2,
                 histogram=_EXPONENTS in self._wanted,
             )
-            amax = maxima[:2].amax()
+            amax = maxima[:2].amax() if simulated else None
             middle = len(MOMENT_SUMS) + (0 if codes is None else len(COMPARISON_SUMS))
-            compared = sums[len(MOMENT_SUMS) : middle]
-            self._merge(_MOMENTS, (sums[: len(MOMENT_SUMS)], maxima))
-            self._merge(_EXPONENTS, (sums[middle:], None))
+            compared = None if codes is None else sums[len(MOMENT_SUMS) : middle]
+            if _MOMENTS in self._wanted:
+                self._merge(_MOMENTS, (sums[: len(MOMENT_SUMS)], maxima))
+            if _EXPONENTS in self._wanted:
+                self._merge(_EXPONENTS, (sums[middle:], None))
         for kind in self._wanted:
             if kind.blocks is not None:
                 self._merge(kind, (None, largest_range(self._values, kind.blocks)))
@@ -530,12 +571,16 @@ class _Measuring:
         return self._watched.quantizer if recipe_of(its) is None else its
 
     def _segment(self, kind: _Kind) -> Segment:
-        key = SegmentKey(self._watched.layer, self._watched.tensor, kind.name, self._shard)
-        return self._engine._slots.segment(key, *_COLUMNS[kind.of], self._values.device, contributes=self._contributes)
+        found = self._segments.get(kind)
+        if found is None:
+            key = SegmentKey(self._watched.layer, self._watched.tensor, kind.name, self._shard)
+            device = self._values.device
+            found = self._engine._slots.segment(key, *_COLUMNS[kind.of], device, contributes=self._contributes)
+            if found.device == device:  # else it moves in the next step
+                self._segments[kind] = found
+        return found
 
     def _merge(self, kind: _Kind, columns: SumsAndMaxima) -> None:
-        if kind not in self._wanted:
-            return
         segment = self._segment(kind)
         self._engine._slots.merge(segment, *columns)
         self._engine._slots.ask(segment, self._wanted[kind])

@@ -7,7 +7,7 @@ nothing is copied to the host before the end of the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -46,6 +46,8 @@ class Segment:
         outputs: the labels of all statistics that were ever asked for, in the order of asking.
         due: the labels that were asked for since the last flush.
         measured: whether anything was merged into the segment since the last flush.
+        asked: what was asked for last since the last flush; None: nothing.
+        parts: the range of each vector, and the version of the vectors in which it is that.
     """
 
     key: SegmentKey
@@ -58,6 +60,8 @@ class Segment:
     outputs: dict[str, None] = field(default_factory=dict)
     due: set[str] = field(default_factory=set)
     measured: bool = False
+    asked: Sequence[Request] | None = None
+    parts: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
 
 class _Vector:
@@ -100,10 +104,12 @@ class Segments:
     Attributes:
         segments: by name, in the order of their first use.
         version: grows with each new segment, each new output of a segment, and each change of who contributes.
+        moved: grows with each segment that moves to another device.
     """
 
     segments: dict[SegmentKey, Segment] = field(default_factory=dict)
     version: int = 0
+    moved: int = 0
     _devices: dict[torch.device, _Device] = field(default_factory=dict)
 
     def segment(
@@ -127,6 +133,7 @@ class Segments:
             )
             if moved is not None:  # the layer was moved to another device: what was asked for stays
                 found.outputs, found.due = moved.outputs, moved.due
+                self.moved += 1
             self.segments[key] = found
             self.version += 1
         elif found.contributes != contributes:
@@ -134,8 +141,11 @@ class Segments:
             self.version += 1
         return found
 
-    def ask(self, segment: Segment, requests: Iterable[Request]) -> None:
+    def ask(self, segment: Segment, requests: Sequence[Request]) -> None:
         """Note that statistics of a segment are wanted at the next flush."""
+        if segment.asked is requests:
+            return
+        segment.asked = requests
         for request in requests:
             if request.label not in segment.outputs:
                 segment.outputs[request.label] = None
@@ -144,13 +154,19 @@ class Segments:
 
     def merge(self, segment: Segment, sums: torch.Tensor | None, maxima: torch.Tensor | None) -> None:
         """Add a measurement to a segment. Tensors on another device are moved to the segment's."""
-        on = self._devices[segment.device]
         segment.measured = True
+        if segment.parts is None or segment.parts[0] != self.version:
+            on = self._devices[segment.device]
+            segment.parts = (
+                self.version,
+                on.sums.part(segment.sum_start, len(segment.sums)),
+                on.maxima.part(segment.maximum_start, len(segment.maxima)),
+            )
+        _, kept_sums, kept_maxima = segment.parts
         if sums is not None:
-            on.sums.part(segment.sum_start, len(segment.sums)).add_(sums.to(segment.device))
+            kept_sums.add_(sums.to(segment.device))
         if maxima is not None:
-            kept = on.maxima.part(segment.maximum_start, len(segment.maxima))
-            torch.maximum(kept, maxima.to(segment.device), out=kept)
+            torch.maximum(kept_maxima, maxima.to(segment.device), out=kept_maxima)
 
     def vectors(self) -> Iterator[tuple[torch.device, torch.Tensor, torch.Tensor]]:
         """Device, sums and maxima of each device."""
@@ -164,4 +180,5 @@ class Segments:
             on.maxima.reset()
         for segment in self.segments.values():
             segment.due.clear()
+            segment.asked = None
             segment.measured = False

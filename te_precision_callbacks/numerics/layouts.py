@@ -159,6 +159,8 @@ def fp8_format(thing: Any) -> FloatFormat:
 
 def has_scale(tensor: Any) -> bool:
     """Whether this is one of Transformer Engine's quantized tensors, even of an unknown format."""
+    if tensor is None or type(tensor) is torch.Tensor:  # the most frequent, of which asking for attributes is slow
+        return False
     return hasattr(tensor, "_scale_inv") or hasattr(tensor, "_rowwise_scale_inv")
 
 
@@ -172,6 +174,8 @@ def gemm_operand(tensor: Any, *, columnwise: bool) -> Any:
         tensor: a tensor of any class, or None.
         columnwise: which of its data the GEMM reads.
     """
+    if tensor is None or type(tensor) is torch.Tensor:
+        return tensor
     if hasattr(tensor, "_rowwise_storage"):
         part = tensor._columnwise_storage if columnwise else tensor._rowwise_storage
         return gemm_operand(part, columnwise=columnwise)

@@ -43,10 +43,12 @@ from te_precision_callbacks.session.precision import (
     of_fprop,
 )
 from te_precision_callbacks.session.refusals import (
+    CUDA_GRAPH,
     ONNX_EXPORT,
     DebugForward,
     DebugRefusal,
     has_quantized_input,
+    is_capturing,
     refusal_of,
 )
 from te_precision_callbacks.session.resting import RestingLayers
@@ -272,7 +274,8 @@ class ForwardHooks:
 
         @functools.wraps(upstream)
         def onnx_forward(module: Any, *arguments: Any, **keywords: Any) -> Any:
-            self._tell(module, ONNX_EXPORT)
+            if id(module) not in self._fused:
+                self._tell(module, ONNX_EXPORT)
             enabled, TEDebugState.debug_enabled = TEDebugState.debug_enabled, False
             try:
                 return upstream(module, *arguments, **keywords)
@@ -320,6 +323,7 @@ class ForwardHooks:
     def _leave_alone(self, module: torch.nn.Module) -> None:
         """Let a module run as in a process without debugging."""
         self._refused.add(id(module))
+        self._fused -= {id(module)}
         self._armed.pop(id(module), None)
         module.__dict__["is_debug_iter"] = _OfOneModule(_never, module)
 
@@ -366,6 +370,9 @@ class ForwardHooks:
             if count == MOST_FORWARDS:
                 self.on_many_forwards(module)
         if id(module) in self._fused:
+            if is_capturing():
+                self._leave_alone(module)
+                self._tell(module, CUDA_GRAPH)
             return False
         if self._classify.kept:
             return True  # the iteration no longer changes, and an idle feature may have become active in it

@@ -15,14 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.keys import Dumped, LoggedTensor
 from te_precision_callbacks.config.levels import ObservingFeature
 from te_precision_callbacks.config.planning import LayerPlan, Plan
 from te_precision_callbacks.config.problems import ConfigError
+from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.forwards import ForwardKind
 from te_precision_callbacks.gemm_events import GemmEvent
 from te_precision_callbacks.naming import NamedModule
@@ -77,7 +76,8 @@ def why_not_fused(named: NamedModule, planned: Mapping[str, LayerPlan]) -> NotFu
         return NotFused("with sequence parallelism its GEMMs get gathered tensors, and not those of this rank")
     if any(value for name, value in vars(module).items() if name.startswith(_OVERLAPPING)):
         return NotFused("communication overlaps with its GEMMs")
-    if getattr(module, "use_grouped_tensor", False):
+    grouped = ("use_grouped_tensor", "single_grouped_weight", "single_grouped_bias")
+    if any(getattr(module, name, False) for name in grouped):
         return NotFused("its experts' tensors are one grouped tensor")
     parts = _parts(module)
     if parts is None:
@@ -161,6 +161,7 @@ class FusedObservation:
         self._report = report
         self._modules: dict[str, Any] = {}
         self._due: dict[str, tuple[int, frozenset[str], int | None]] = {}
+        self._inspect_tensor: Callable[..., object] = _no_session
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
         """Set the modules, of which some are observed on their fused path."""
@@ -173,6 +174,7 @@ class FusedObservation:
         Returns:
             The next iteration in which one of them is to be asked again; None: never.
         """
+        self._inspect_tensor = _namespace().inspect_tensor
         for layer in layers:
             if self._due.get(layer, (None,))[0] != iteration:
                 self._due[layer] = (iteration, *self._answers(layer, iteration))
@@ -208,13 +210,18 @@ class FusedObservation:
             return
         for tensor, given in _tensors(event, asked[1]):
             try:
+                if is_quantized(given["tensor"]):
+                    raise QuantizationError(
+                        "its GEMM writes it quantized (fp8_output, fp8_grad or FP8 attention), so it never exists in"
+                        " high precision"
+                    )
                 self._inspect(event.layer, tensor, asked[0], given)
             except Exception as error:
                 self._report("observing", f"{event.layer} {tensor}", error)
 
     def _inspect(self, layer: str, tensor: str, iteration: int, given: Mapping[str, Any]) -> None:
         module = self._modules[layer]
-        _namespace().inspect_tensor(
+        self._inspect_tensor(
             layer_name=layer,
             tensor_name=tensor,
             iteration=iteration,
@@ -238,8 +245,12 @@ def _tensors(event: GemmEvent, due: frozenset[str]) -> Iterator[tuple[str, Mappi
                 },
             )
     result = RESULT[event.gemm]
-    if result in due and isinstance(event.out, torch.Tensor) and not is_quantized(event.out):
+    if result in due and event.out is not None:
         yield result, {"tensor": event.out}
+
+
+def _no_session(**keywords: Any) -> None:
+    """What is called before features are asked what they look at: nothing is looked at."""
 
 
 def _namespace() -> Any:

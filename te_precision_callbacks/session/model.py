@@ -175,8 +175,13 @@ class ObservedModel:
         sections = [resolve_features(section, registered) for section in config.enabled_sections]
         own = tuple(planned[layer] for layer in layers if layer in planned)
         effects = {section.name: tuple(section.effects.values()) for section in config.enabled_sections}
-        own_plan = self._refused.leave(replace(plan, layers=own), model, self.modules, effects)
-        self._fused, self._not_fused = choose(self._options.observe, self.modules, own_plan)
+        own_plan = replace(plan, layers=own)
+        fused, not_fused = choose(self._options.observe, self.modules, own_plan)
+        own_plan = self._refused.leave(own_plan, model, self.modules, effects, fused)
+        refused = self._refused.modules
+        left = {named.name for named in self.modules if id(named.module) in refused}
+        self._fused = fused.difference(refused)
+        self._not_fused = {name: why for name, why in not_fused.items() if name not in left}
         return own_plan, sections
 
     def _take_names(self, layers: Sequence[Layer], plan: Plan) -> None:

@@ -159,6 +159,11 @@ def _offloads(forward: DebugForward) -> bool:
 
 
 def _is_captured(forward: DebugForward) -> bool:
+    return is_capturing()
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     return bool(FP8GlobalStateManager.fp8_graph_capturing())
@@ -261,7 +266,12 @@ class RefusedLayers:
         self._notices = Notices()
 
     def leave(
-        self, plan: Plan, model: Model, modules: Sequence[NamedModule], effects: Mapping[str, Collection[Effect]]
+        self,
+        plan: Plan,
+        model: Model,
+        modules: Sequence[NamedModule],
+        effects: Mapping[str, Collection[Effect]],
+        fused: Collection[int] = (),
     ) -> Plan:
         """Apply the table before a step: the plan without the layers that are left as they are.
 
@@ -270,6 +280,7 @@ class RefusedLayers:
             model: the model.
             modules: its modules.
             effects: section -> effects of its features on GEMMs.
+            fused: the ids of modules that stay on their own path, where only a CUDA graph is in the way.
 
         Raises:
             ObservationError: with ``strict=True``, if there is such a layer.
@@ -281,7 +292,8 @@ class RefusedLayers:
         for named in modules:
             module = named.module
             refusal = CUDA_GRAPH if id(module) in graphed else None
-            refusal = next((row for row in REFUSALS if row.of_module and row.of_module(module)), refusal)
+            if id(module) not in fused:
+                refusal = next((row for row in REFUSALS if row.of_module and row.of_module(module)), refusal)
             if refusal is not None:
                 of_modules[id(module)] = refusal
             for layer in named.layers:

@@ -39,6 +39,8 @@ class Of(Enum):
     BLOCKS = "blocks of the tensor"
     EXPONENTS = "the exponents of the tensor"
 
+    __hash__ = object.__hash__  # Enum's own is a function in Python, and this is hashed for each watched tensor
+
 
 class Worse(Enum):
     """The direction in which a statistic gets worse, as in the table of docs/statistics.md."""

@@ -211,26 +211,33 @@ def test_transformer_engine_refuses_it(name: str, tmp_path: Path, monkeypatch: p
         case.step(net)
 
 
+def trained(case: Case, net: Any, end_step: Callable[[], object]) -> list[torch.Tensor]:
+    """What two steps of a case give: outputs, then gradients."""
+    found = []
+    for step in range(2):
+        torch.manual_seed(step)
+        found.append(case.step(net).detach())
+        end_step()
+    return [*found, *(weight.grad for weight in net.parameters() if weight.grad is not None)]
+
+
+def alone_and_again(case: Case) -> tuple[list[torch.Tensor], Any]:
+    """What a case gives without a session, and its model as it was before."""
+    torch.manual_seed(0)
+    alone = trained(case, case.make(), lambda: None)
+    FP8GlobalStateManager.reset()
+    torch.manual_seed(0)
+    return alone, case.make()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_left_as_it_is(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, keeper: Keeper) -> None:
     case, row = CASES[name], row_of(name)
 
-    def run(net: Any, end_step: Callable[[], object]) -> list[torch.Tensor]:
-        found = []
-        for step in range(2):
-            torch.manual_seed(step)
-            found.append(case.step(net).detach())
-            end_step()
-        return [*found, *(weight.grad for weight in net.parameters() if weight.grad is not None)]
-
-    torch.manual_seed(0)
-    alone = run(case.make(), lambda: None)
-    FP8GlobalStateManager.reset()
-    torch.manual_seed(0)
-    net = case.make()
+    alone, net = alone_and_again(case)
     with InspectSession(config(case.features), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
         said_before = warnings_of(caplog)
-        observed = run(net, session.step)
+        observed = trained(case, net, session.step)
     assert len(alone) == len(observed) > 2
     for without, under in zip(alone, observed, strict=True):
         assert torch.equal(without, under)
@@ -249,6 +256,40 @@ def test_it_is_left_as_it_is(name: str, tmp_path: Path, caplog: pytest.LogCaptur
     if name != "autocast with calibrating=True":
         told = {entry.gemm: entry.operands["weight"] for entry in session.precision if "weight" in entry.operands}
         assert told["fprop"] == "FP8 E4M3", "the precision of a layer that is left as it is, is told all the same"
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.features is STATISTICS])
+def test_the_fused_path_takes_it(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, keeper: Keeper) -> None:
+    """Except in a CUDA graph, whose replay runs no Python on any path."""
+    case = CASES[name]
+
+    alone, net = alone_and_again(case)
+    sections = config(case.features)
+    with InspectSession(sections, model=net, log_dir=tmp_path, sinks=[keeper], observe="fused") as session:
+        observed = trained(case, net, session.step)
+    for without, under in zip(alone, observed, strict=True):
+        assert torch.equal(without, under)
+    refused = name == "CUDA graph"
+    (info,) = (info for info in session.layers if info.name == "second")
+    assert info.refused == (str(CUDA_GRAPH) if refused else "")
+    assert len(warnings_of(caplog)) == refused
+    if not refused:
+        assert list(keeper.values("max", layer="second")) == [0, 1]
+
+
+@pytest.mark.parametrize(("tensor", "keyword"), [("output", "fp8_output"), ("dgrad", "fp8_grad")])
+def test_a_result_that_exists_quantized_only(
+    tensor: str, keyword: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, keeper: Keeper
+) -> None:
+    net = linear()
+    features = {"LogTensorStats": {"enabled": True, "tensors": [tensor, "weight"], "stats": ["max"]}}
+    with InspectSession(config(features), model=net, log_dir=tmp_path, sinks=[keeper], observe="fused") as session:
+        train(net, **{keyword: True})
+        session.step()
+    (text,) = warnings_of(caplog)
+    assert f"second {tensor}" in text
+    assert "its GEMM writes it quantized" in text
+    assert list(keeper.values("max", tensor="weight")) == [0]
 
 
 @pytest.mark.parametrize("name", CASES)

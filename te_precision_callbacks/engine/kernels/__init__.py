@@ -54,8 +54,10 @@ def measure(
         sums: float64, 1-D: MOMENT_SUMS, then COMPARISON_SUMS with codes, then EXPONENT_BINS counts with histogram.
         maxima: float64, 1-D: MAXIMA.
     """
-    with torch.no_grad():
-        return _pass_for(values)(values.detach(), codes, scale_inv, e5m2=e5m2, histogram=histogram)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return measure(values, codes, scale_inv, e5m2=e5m2, histogram=histogram)
+    return _pass_for(values)(values.detach(), codes, scale_inv, e5m2=e5m2, histogram=histogram)
 
 
 def _pass_for(values: torch.Tensor) -> Pass:
