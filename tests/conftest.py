@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
@@ -12,10 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import (
-    forked,  # noqa: F401  # it tells the workers in the environment where the processes are forked from
-    quick,
-)
+from tests import forked, quick
 from tests.quick import (  # noqa: F401  # pytest finds them here
     no_process_is_started,
     pytest_addoption,
@@ -29,21 +27,17 @@ if TYPE_CHECKING:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Also where the tests run; who only hands them to workers imports no torch, and is done with it at once."""
+    """Also where the tests run; who only hands them to workers imports no torch, and has them forked from one process
+    that has imported all."""
     quick.pytest_configure(config)
     if config.getoption("dist", "no") == "no":
+        sys.executable = sys.orig_argv[0]  # also in a forked worker
+        multiprocessing.set_executable(sys.executable)
+        from tests.preparing import prepare
+
         prepare()
-
-
-def prepare() -> None:
-    """Where there is no GPU, the reference backend is installed; torch computes in one thread."""
-    import torch
-
-    from te_precision_callbacks import reference
-
-    if not torch.cuda.is_available():
-        reference.install()
-    torch.set_num_threads(1)
+    elif not config.getoption("quick"):
+        config.option.tx = [f"{spec}//python={forked.executable(whole=True)}" for spec in config.option.tx]
 
 
 def pytest_collection_finish() -> None:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from tests.conftest import prepare
+from tests.preparing import prepare
 
 prepare()
 
