@@ -357,13 +357,18 @@ class GemmTap:
         @functools.wraps(upstream)
         def put(store: Any, tensors: Any, function: Callable[..., Any]) -> Any:
             running = self._current.running
-            half = None if running is None else running._half
+            if running is None:
+                return upstream(store, tensors, function)
+            half, high = running._half, running.high
 
             @functools.wraps(function)
             def later(*arguments: Any) -> Any:
-                if running is not None and half is not None:
-                    running._half = half
-                return self._run(running, function, *arguments)
+                running._half = half
+                running.high, before = high, running.high
+                try:
+                    return self._run(running, function, *arguments)
+                finally:
+                    running.high = before
 
             return upstream(store, tensors, later)
 

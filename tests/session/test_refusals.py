@@ -277,6 +277,23 @@ def test_the_fused_path_takes_it(name: str, tmp_path: Path, caplog: pytest.LogCa
         assert list(keeper.values("max", layer="second")) == [0, 1]
 
 
+def test_a_delayed_wgrad_that_alone_reads_the_gradient(tmp_path: Path, keeper: Keeper) -> None:
+    """The first layer of a model has no dgrad."""
+    net = te.Linear(32, 32, delay_wgrad_compute=True)
+    sections = config({"LogTensorStats": {"enabled": True, "tensors": ["gradient", "wgrad"], "stats": ["max"]}})
+    model = Net(torch.nn.Identity(), net)
+    x, gradient = torch.randn(32, 32), torch.randn(32, 32)
+    with InspectSession(sections, model=model, log_dir=tmp_path, sinks=[keeper], observe="fused") as session:
+        with te.autocast(enabled=True):
+            out = model(x)
+        out.backward(gradient)
+        net.backward_dw()
+        session.step()
+    assert keeper.values("max", tensor="gradient") == {0: gradient.max().item()}
+    assert net.weight.grad is not None
+    assert keeper.values("max", tensor="wgrad") == {0: net.weight.grad.max().item()}
+
+
 @pytest.mark.parametrize(("tensor", "keyword"), [("output", "fp8_output"), ("dgrad", "fp8_grad")])
 def test_a_result_that_exists_quantized_only(
     tensor: str, keyword: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, keeper: Keeper
