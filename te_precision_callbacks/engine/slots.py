@@ -163,10 +163,12 @@ class Segments:
                 on.maxima.part(segment.maximum_start, len(segment.maxima)),
             )
         _, kept_sums, kept_maxima = segment.parts
+        # Asking where a tensor is costs less than a call of torch that has nothing to do.
         if sums is not None:
-            kept_sums.add_(sums.to(segment.device))
+            kept_sums.add_(sums if sums.device == segment.device else sums.to(segment.device))
         if maxima is not None:
-            torch.maximum(kept_maxima, maxima.to(segment.device), out=kept_maxima)
+            maxima = maxima if maxima.device == segment.device else maxima.to(segment.device)
+            torch.maximum(kept_maxima, maxima, out=kept_maxima)
 
     def vectors(self) -> Iterator[tuple[torch.device, torch.Tensor, torch.Tensor]]:
         """Device, sums and maxima of each device."""

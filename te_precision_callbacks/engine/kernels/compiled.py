@@ -104,18 +104,19 @@ def measure(
     row = math.gcd(flat.numel(), _ROW)
     row = row if row >= _SHORTEST_ROW else min(_ROW, flat.numel())
     main = flat.numel() - flat.numel() % row
-    values_in_pieces = pieces(flat[:main].view(-1, row))
-    if flat_codes is None or scale_inv is None:
-        found = [run(_moments, piece) for piece in values_in_pieces]
-    else:
-        function, scale = _moments_and_comparison(e5m2), scale_inv.reshape(())
-        both = zip(values_in_pieces, pieces(flat_codes[:main].view(-1, row)), strict=True)
-        found = [run(function, piece, piece_codes, scale) for piece, piece_codes in both]
+    function, matrices, scales = _moments, [flat[:main].view(-1, row)], list[torch.Tensor]()
+    if flat_codes is not None and scale_inv is not None:
+        function, scales = _moments_and_comparison(e5m2), [scale_inv.reshape(())]
+        matrices.append(flat_codes[:main].view(-1, row))
+    in_pieces = zip(*map(pieces, matrices), strict=True) if main > _PIECE else [matrices]
+    found = [run(function, *parts, *scales) for parts in in_pieces]
     if main < flat.numel():
         rest = None if flat_codes is None else flat_codes[main:]
         found.append(eager.measure(flat[main:], rest, scale_inv, e5m2=e5m2))
-    sums = torch.stack([sums for sums, _ in found]).sum(0)
-    maxima = torch.stack([maxima for _, maxima in found]).amax(0)
+    sums, maxima = found[0]
+    if len(found) > 1:
+        sums = torch.stack([sums for sums, _ in found]).sum(0)
+        maxima = torch.stack([maxima for _, maxima in found]).amax(0)
     return torch.cat([sums, _histogram(flat)]) if histogram else sums, maxima
 
 
@@ -174,6 +175,8 @@ def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:
         try:
             if kernel is None:
                 kernel = _kernels[function, dtypes] = _compiled(function)
+            if not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")) and torch.is_autocast_cache_enabled():
+                return kernel(rows, *others)
             # torch compiles again if a mode that it guards on differs, so the modes are fixed here.
             with torch.no_grad(), torch.autocast("cpu", enabled=False, cache_enabled=True):
                 return kernel(rows, *others)
