@@ -12,8 +12,8 @@ watched in every step. What is counted:
              end of debug_api.step(); its torch.compile on or off, whichever is faster (te_mode). Both write their
              statistics to a file.
   *_added_ms what that is above the step without: one process and one model, in blocks of steps after a warm-up, each
-             beside a block of `none`. The fastest step of all blocks less the fastest of the blocks of `none` beside
-             them: other programs only ever make a step slower.
+             between two blocks of `none`. The median, over all blocks, of a step less the mean of the two beside it, so
+             that a machine that becomes slower or faster changes little.
   *_ns_per_element  what was added, over the elements of the watched high-precision tensors of a step.
 Two cases have nothing to compute: a session in which nothing is due in these steps, and one without any feature.
 """
@@ -25,12 +25,12 @@ import contextlib
 import functools
 import importlib.util
 import logging
-import math
+import statistics
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ _BLOCK = 2
 """Timed steps of a block, after one that warms up."""
 
 _PAIRS = 4
-"""Pairs of blocks in a round where next to nothing is added."""
+"""Blocks in a round of the ways to run that take about as long as none."""
 
 _EXAMPLE = Path(__file__).parent.parent / "examples" / "byte_lm.py"
 
@@ -234,32 +234,48 @@ def watched_elements(training: Training, counting: Config, folder: Path) -> int:
 
 
 @dataclass
-class Fastest:
-    """The fastest step of a way to run, and of the blocks of none beside it, in milliseconds."""
+class Blocks:
+    """The blocks of a way to run.
 
-    step: float = math.inf
-    none: float = math.inf
+    Attributes:
+        pairs: a step of each, and a step without debugging beside it, in milliseconds.
+    """
+
+    pairs: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def none(self) -> float:
+        """A step without debugging."""
+        return statistics.median(none for _, none in self.pairs)
 
     @property
     def added(self) -> float:
-        return self.step - self.none
+        """What is added to a step."""
+        return statistics.median(step - none for step, none in self.pairs)
+
+    @property
+    def step(self) -> float:
+        """A step."""
+        return self.none + self.added
 
 
-def measure(training: Training, runs: dict[str, Run], steps: int) -> dict[str, Fastest]:
-    """Run all ways in alternating blocks, until each has had its steps."""
-    found = {name: Fastest() for name in runs}
+def measure(training: Training, runs: dict[str, Run], steps: int) -> dict[str, Blocks]:
+    """Run all ways in alternating blocks, until each has had its steps; what takes little time, in more of them."""
+    found = {name: Blocks() for name in runs}
     rounds = max(1, -(-steps // _BLOCK))
+    before = training.block(without)
     for number in range(1, rounds + 1):
         for name, run in runs.items():
             one = found[name]
-            for _ in range(_PAIRS if name in QUIET else 1):
-                one.none = min(one.none, training.block(without))
-                one.step = min(one.step, training.block(run))
+            for _ in range(1 if name.startswith("te,") else _PAIRS):
+                step, after = training.block(run), training.block(without)
+                one.pairs.append((step, (before + after) / 2))
+                before = after
             progress(f"round {number} of {rounds}, {name}: {one.step:.0f} ms a step, none {one.none:.0f} ms")
     return found
 
 
-def _compared(key: str, times: dict[str, Fastest], elements: int) -> dict[str, Any]:
+def _compared(key: str, times: dict[str, Blocks], elements: int) -> dict[str, Any]:
     """A case with both sides."""
     ours = times[f"ours, {key}"]
     by_mode = {mode: times[f"te, {key}, {mode}"] for mode in MODES}
@@ -279,7 +295,7 @@ def _compared(key: str, times: dict[str, Fastest], elements: int) -> dict[str, A
     }
 
 
-def _alone(name: str, ours: Fastest, elements: int = 0) -> dict[str, Any]:
+def _alone(name: str, ours: Blocks, elements: int = 0) -> dict[str, Any]:
     """A case of ours beside none."""
     per_element = {"watched_elements": elements, "ours_ns_per_element": 1e6 * ours.added / elements} if elements else {}
     return {
@@ -371,8 +387,8 @@ def of_training(
 def main(given: list[str] | None = None) -> None:
     cases, as_json = of_training(given, __doc__, run_all, layers=4, steps=8)
     notes = (
-        f"{cases[0]['watched_elements']:,} elements of watched tensors a step. Added: the fastest step less the fastest"
-        " without debugging,\nin alternating blocks. te: the faster of its two modes."
+        f"{cases[0]['watched_elements']:,} elements of watched tensors a step. Added: the median of steps less those"
+        " without debugging\nbefore and after them. te: the faster of its two modes."
     )
     report(cases, COLUMNS, notes, as_json=as_json)
 
