@@ -30,9 +30,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Also where the tests run; who only hands them to workers imports no torch, and has them forked from one process
     that has imported all."""
     quick.pytest_configure(config)
-    if config.getoption("dist", "no") == "no":
-        sys.executable = sys.orig_argv[0]  # also in a forked worker
+    if hasattr(config, "workerinput"):  # forked, so these are a program that forks
+        sys.executable = sys.orig_argv[0]
         multiprocessing.set_executable(sys.executable)
+    if config.getoption("dist", "no") == "no":
         from tests.preparing import prepare
 
         prepare()
