@@ -144,7 +144,6 @@ class StatisticsEngine:
         self._reduction = Reduction()
         self._noted: tuple[Watched, list[Sequence[Request]]] | None = None
         self._plans: dict[tuple[tuple[int, ...], str | None], _Plan] = {}
-        self._moved = 0
         self._weights_seen: set[SegmentKey] = set()
         self.notices = Notices()
 
@@ -179,9 +178,6 @@ class StatisticsEngine:
 
     def _plan(self, asked: Sequence[Sequence[Request]], unquantized_as: str | None) -> _Plan:
         """What must be measured. Features ask with the same tuples in each step, so it is found once for each."""
-        if self._moved != self._slots.moved:
-            self._moved = self._slots.moved
-            self._plans.clear()
         key = tuple(map(id, asked)), unquantized_as
         plan = self._plans.get(key)
         if plan is None:
@@ -386,13 +382,12 @@ class _Plan(NamedTuple):
     Attributes:
         asked: the statistics, which are kept, so that nothing else has their id.
         wanted: what must be measured.
-        segments: layer, tensor, shard and device -> the segment of each kind. They hold until a segment moves to
-            another device, or layers are placed otherwise.
+        segments: layer, tensor and shard -> the segment of each kind. They hold until layers are placed otherwise.
     """
 
     asked: Sequence[Sequence[Request]]
     wanted: _Wanted
-    segments: dict[tuple[str, str, int | None, torch.device], dict[_Kind, Segment]]
+    segments: dict[tuple[str, str, int | None], dict[_Kind, Segment]]
 
 
 def _wanted(asked: Iterable[Iterable[Request]], unquantized_as: str | None) -> _Wanted:
@@ -447,8 +442,7 @@ class _Measuring:
     def run(self, plan: _Plan) -> None:
         """Measure the kinds that are wanted, and merge the results into the slots."""
         slots, seen = self._engine._slots, self._engine._weights_seen
-        place = self._watched.layer, self._watched.tensor, self._shard, self._values.device
-        self._segments = plan.segments.setdefault(place, {})
+        self._segments = plan.segments.setdefault((self._watched.layer, self._watched.tensor, self._shard), {})
         for kind, requests in plan.wanted.items():
             segment = self._segment(kind)
             if segment.key in seen or not self._values.numel():
@@ -571,13 +565,11 @@ class _Measuring:
         return self._watched.quantizer if recipe_of(its) is None else its
 
     def _segment(self, kind: _Kind) -> Segment:
-        found = self._segments.get(kind)
-        if found is None:
+        found, device = self._segments.get(kind), self._values.device
+        if found is None or found.device != device:
             key = SegmentKey(self._watched.layer, self._watched.tensor, kind.name, self._shard)
-            device = self._values.device
             found = self._engine._slots.segment(key, *_COLUMNS[kind.of], device, contributes=self._contributes)
-            if found.device == device:  # else it moves in the next step
-                self._segments[kind] = found
+            self._segments[kind] = found
         return found
 
     def _merge(self, kind: _Kind, columns: SumsAndMaxima) -> None:

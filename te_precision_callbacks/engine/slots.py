@@ -104,12 +104,10 @@ class Segments:
     Attributes:
         segments: by name, in the order of their first use.
         version: grows with each new segment, each new output of a segment, and each change of who contributes.
-        moved: grows with each segment that moves to another device.
     """
 
     segments: dict[SegmentKey, Segment] = field(default_factory=dict)
     version: int = 0
-    moved: int = 0
     _devices: dict[torch.device, _Device] = field(default_factory=dict)
 
     def segment(
@@ -127,14 +125,13 @@ class Segments:
             on = self._devices.get(device)
             if on is None:
                 on = self._devices[device] = _Device(_Vector(device, 0.0), _Vector(device, NOTHING))
-            moved = found
-            found = Segment(
-                key, sums, maxima, device, on.sums.reserve(len(sums)), on.maxima.reserve(len(maxima)), contributes
-            )
-            if moved is not None:  # the layer was moved to another device: what was asked for stays
-                found.outputs, found.due = moved.outputs, moved.due
-                self.moved += 1
-            self.segments[key] = found
+            sum_start, maximum_start = on.sums.reserve(len(sums)), on.maxima.reserve(len(maxima))
+            if found is None:
+                found = Segment(key, sums, maxima, device, sum_start, maximum_start, contributes)
+                self.segments[key] = found
+            else:  # the layer was moved to another device: what was asked for stays
+                found.device, found.sum_start, found.maximum_start = device, sum_start, maximum_start
+                found.contributes = contributes
             self.version += 1
         elif found.contributes != contributes:
             found.contributes = contributes

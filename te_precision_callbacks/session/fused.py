@@ -161,7 +161,7 @@ class FusedObservation:
         self._report = report
         self._modules: dict[str, Any] = {}
         self._due: dict[str, tuple[int, frozenset[str], int | None]] = {}
-        self._inspect_tensor: Callable[..., object] = _no_session
+        self._namespace: Any = None
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
         """Set the modules, of which some are observed on their fused path."""
@@ -174,7 +174,9 @@ class FusedObservation:
         Returns:
             The next iteration in which one of them is to be asked again; None: never.
         """
-        self._inspect_tensor = _namespace().inspect_tensor
+        import nvdlfw_inspect.api as debug_api
+
+        self._namespace = debug_api.transformer_engine
         for layer in layers:
             if self._due.get(layer, (None,))[0] != iteration:
                 self._due[layer] = (iteration, *self._answers(layer, iteration))
@@ -185,7 +187,7 @@ class FusedObservation:
         due, upcoming = [], list[int]()
         for tensor in TENSORS:
             try:
-                wanted, again = _namespace().inspect_tensor_enabled(
+                wanted, again = self._namespace.inspect_tensor_enabled(
                     layer_name=layer, tensor_name=tensor, iteration=iteration
                 )
             except Exception as error:
@@ -210,7 +212,7 @@ class FusedObservation:
             return
         for tensor, given in _tensors(event, asked[1]):
             try:
-                if is_quantized(given["tensor"]):
+                if tensor == RESULT[event.gemm] and is_quantized(event.out):
                     raise QuantizationError(
                         "its GEMM writes it quantized (fp8_output, fp8_grad or FP8 attention), so it never exists in"
                         " high precision"
@@ -221,7 +223,7 @@ class FusedObservation:
 
     def _inspect(self, layer: str, tensor: str, iteration: int, given: Mapping[str, Any]) -> None:
         module = self._modules[layer]
-        self._inspect_tensor(
+        self._namespace.inspect_tensor(
             layer_name=layer,
             tensor_name=tensor,
             iteration=iteration,
@@ -247,13 +249,3 @@ def _tensors(event: GemmEvent, due: frozenset[str]) -> Iterator[tuple[str, Mappi
     result = RESULT[event.gemm]
     if result in due and event.out is not None:
         yield result, {"tensor": event.out}
-
-
-def _no_session(**keywords: Any) -> None:
-    """What is called before features are asked what they look at: nothing is looked at."""
-
-
-def _namespace() -> Any:
-    import nvdlfw_inspect.api as debug_api
-
-    return debug_api.transformer_engine

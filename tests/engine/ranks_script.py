@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 
 import te_precision_callbacks
-from te_precision_callbacks import reference
+from tests.preparing import prepare
 
-if not torch.cuda.is_available():
-    reference.install()  # before anything imports Transformer Engine
+prepare()  # before anything imports Transformer Engine
 
 import transformer_engine.pytorch as te
 from torch.nn.functional import gelu
@@ -707,7 +706,6 @@ def a_rank_leaves(folder: Path) -> dict[str, Any]:
 
 
 def main(rank: int, world: int, folder: Path) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder / 'rendezvous'}",

@@ -14,12 +14,11 @@ import transformers
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState
 
-from te_precision_callbacks import reference
 from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow
 from te_precision_callbacks.transformers import Trainer, TrainingArguments
+from tests.preparing import prepare
 
-if not torch.cuda.is_available():
-    reference.install()
+prepare()  # before the models need the reference backend
 
 from tests.transformers.models import Tokens, arguments
 
@@ -105,7 +104,6 @@ def with_accelerate(folder: Path, precision: str, rank: int, case: dict[str, Any
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     ended: dict[str, Any] = {}
     for front in (with_trainer, with_accelerate):

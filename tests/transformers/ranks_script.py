@@ -8,18 +8,16 @@ from pathlib import Path
 import torch
 import transformers
 
-from te_precision_callbacks import reference
 from te_precision_callbacks.transformers import PrecisionDebugTrainerCallback, Trainer
+from tests.preparing import prepare
 
-if not torch.cuda.is_available():
-    reference.install()
+prepare()  # before the models need the reference backend
 
 from tests.conftest import statistics
 from tests.transformers.models import Net, arguments, trainer
 
 
 def main(folder: Path, what: str, failing_rank: int | None) -> None:
-    torch.set_num_threads(1)
     args = arguments(folder, report_to="tensorboard", ddp_backend="gloo", ddp_timeout=30, gradient_accumulation_steps=2)
     rank = args.process_index
     model = Net()
