@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -40,18 +40,20 @@ class Weight:
         module: the path of its module.
         name: its name in that module.
         trains: whether it needs a gradient.
+        owner: that module.
     """
 
     module: str
     name: str
     trains: bool
+    owner: torch.nn.Module | None = field(default=None, compare=False, repr=False)
 
 
 class Weights:
     """The parameters of a model by their memory; also those that several modules keep in one storage."""
 
     def __init__(self) -> None:
-        self._of_place: dict[tuple[int, int], Weight] = {}
+        self._of_place: dict[tuple[int, int], list[Weight]] = {}
         self._of_storage: dict[int, list[Weight]] = {}
         self._copies = Marks[Weight]()
 
@@ -63,35 +65,37 @@ class Weights:
             for name, parameter in module._parameters.items():
                 place = None if parameter is None else _place(parameter)
                 if parameter is not None and place is not None:
-                    weight = Weight(path, name, parameter.requires_grad)
-                    if place not in self._of_place:
-                        self._of_storage.setdefault(place[0], []).append(weight)
-                    self._of_place.setdefault(place, weight)
+                    self._of_place.setdefault(place, []).append(Weight(path, name, parameter.requires_grad, module))
+        for place, weights in self._of_place.items():
+            weights.sort(key=lambda weight: isinstance(weight.owner, torch.nn.Embedding))
+            self._of_storage.setdefault(place[0], []).append(weights[0])
 
-    def find(self, tensor: torch.Tensor, inside: tuple[str, torch.nn.Module] | None) -> Weight | None:
+    def find(
+        self, tensor: torch.Tensor, inside: tuple[str, torch.nn.Module] | None = None, *, embedding: bool = False
+    ) -> Weight | None:
         """The parameter that a tensor is, or is a view or a cast copy of.
 
         Args:
             tensor: the tensor.
             inside: the path of the module that runs, and the module: of a parameter that several modules have, its own
                 is meant.
+            embedding: else whether that of an embedding is meant, which multiplies nothing.
         """
         place = _place(tensor)
         if place is None:
             return None
-        if inside is not None:
-            for name, parameter in inside[1]._parameters.items():
-                if parameter is not None and _place(parameter) == place:
-                    return Weight(inside[0], name, parameter.requires_grad)
-        found = self._of_place.get(place)
-        if found is None:
-            alone = self._of_storage.get(place[0], ())
-            found = alone[0] if len(alone) == 1 else self._copies.get(tensor)
-        return found
+        path, module = inside or ("", None)
+        for name, parameter in () if module is None else module._parameters.items():
+            if parameter is not None and _place(parameter) == place:
+                return Weight(path, name, parameter.requires_grad, module)
+        owners = self._of_place.get(place) or self._of_storage.get(place[0], ())
+        if place in self._of_place or len(owners) == 1:
+            return owners[-1 if embedding else 0]
+        return self._copies.get(tensor)
 
     def follow(self, source: torch.Tensor, copy: torch.Tensor) -> None:
         """Note that a tensor is a cast copy of another one, which may be a parameter."""
-        weight = self.find(source, None)
+        weight = self.find(source)
         if weight is not None:
             self._copies.put(copy, weight)
 

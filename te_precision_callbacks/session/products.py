@@ -278,14 +278,15 @@ class ModelProducts:
         self, operator: str, product: MatrixProduct, inside: tuple[str, torch.nn.Module] | None
     ) -> _Seen | None:
         """A product of the forward, with its place; None outside of the model."""
-        weight = self._weights.find(product.b, inside) or self._weights.find(product.a, inside)
+        looks_up = product.role == "lookup"
+        weight = self._weights.find(product.b, inside, embedding=looks_up) or self._weights.find(product.a, inside)
         if weight is None and inside is not None and isinstance(inside[1], _WITH_WEIGHT):
             weight = Weight(inside[0], "weight", True)  # computed from parameters, as by a parametrization
         formats = dtype_name(product.a.dtype), dtype_name(product.b.dtype)
         sizes = product.n, product.m, product.k, product.batch
         if weight is not None:
             layer = weight.module if weight.name == "weight" else f"{weight.module}.{weight.name}"
-            role: Role = "lookup" if product.role == "lookup" else "fprop"
+            role: Role = "lookup" if looks_up else "fprop"
             own = inside is not None and inside[0] == weight.module and isinstance(inside[1], _WITH_WEIGHT)
             family: Family = "lookup" if role == "lookup" else "torch" if own else "functional"
             return _Seen(layer, family, role, formats, sizes, _kind(inside), weight)
@@ -316,24 +317,27 @@ class ModelProducts:
     def _role_in_backward(self, product: MatrixProduct, of: _Seen) -> Role:
         """Whether a product of the backward multiplies the gradient by the weight, or by the activation."""
         for operand in (product.a, product.b):
-            weight = self._weights.find(operand, None)
+            weight = self._weights.find(operand)
             if weight is not None and weight.module == getattr(of.weight, "module", None):
                 return "dgrad"
         rows, columns, *_ = of.sizes
         return "dgrad" if product.k == columns and product.k != rows else "wgrad"
 
     def _of_compiled(self, product: MatrixProduct) -> _Seen | None:
-        """The product of the forward for one of a compiled backward: with the same weight, or the same activation."""
-        for operand in (product.a, product.b):
-            weight = self._weights.find(operand, None)
-            if weight is not None:
-                return next((seen for seen in reversed(self._seen) if seen.weight == weight), None)
-        for operand in (product.a, product.b):
-            for seen in self._activations.get(operand) or ():
-                if sorted((product.n, product.m)) == sorted(seen.sizes[1:3]) and not any(
-                    other.of is seen and other.role == "wgrad" for other in self._seen
-                ):
-                    return seen
+        """The product of the forward for one of a compiled backward: that with the same weight, or the same activation;
+        else one of these sizes, which all take part in its gradients, that has not got them yet."""
+        operands = product.a, product.b
+        for weight in filter(None, map(self._weights.find, operands)):
+            return next((seen for seen in reversed(self._seen) if seen.weight == weight), None)
+        of_activation = [seen for operand in operands for seen in self._activations.get(operand) or ()]
+        for seen in (*of_activation, *self._seen):
+            alike = (
+                seen.of is None and sorted(seen.sizes[:3]) == sorted(product[2:5]) and seen.sizes[3] == product.batch
+            )
+            if alike and sum(other.of is seen and other.role != "dgrad" for other in self._seen) < 1 + (
+                not seen.weight
+            ):
+                return seen
         return None
 
     def _innermost_module(self) -> tuple[str, torch.nn.Module] | None:
