@@ -88,7 +88,7 @@ class Weights:
         for name, parameter in () if module is None else module._parameters.items():
             if parameter is not None and _place(parameter) == place:
                 return Weight(path, name, parameter.requires_grad, module)
-        owners = self._of_place.get(place) or self._of_storage.get(place[0], ())
+        owners = self._of_place.get(place) or self._of_storage.get(place[0], [])
         if place in self._of_place or len(owners) == 1:
             return owners[-1 if embedding else 0]
         return self._copies.get(tensor)

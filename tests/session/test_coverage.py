@@ -486,12 +486,6 @@ REASONS: dict[str, tuple[Any, Any, Reason, str]] = {
         "FakeQuant in the config mapping (section 'fake')",
     ),
     "no autocast": (None, None, Reason.NO_AUTOCAST, "runs outside of te.autocast"),
-    "the recipe": (
-        CURRENT(backward_override="high_precision"),
-        None,
-        Reason.BACKWARD_OVERRIDE,
-        "backward_override='high_precision'",
-    ),
 }  # fmt: skip
 
 
@@ -506,6 +500,24 @@ def test_why_a_gemm_is_not_in_low_precision(case: str, tmp_path: Path) -> None:
         product for product in coverage if product.layer == "layers.0.self_attention.proj" and product.gemm == "dgrad"
     ]
     assert (dgrad.precision, dgrad.reason, dgrad.reason_ref) == ("fp32", reason, ref)
+
+
+def test_a_recipe_with_a_backward_in_high_precision(tmp_path: Path) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = te.Linear(WIDTH, INNER)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with te.autocast(enabled=True, recipe=CURRENT(backward_override="high_precision")):
+                result: torch.Tensor = self.fc(x)
+                return result
+
+    config = {"watched": feature("LogTensorStats", ["fc"], tensors=["activation"], stats=["max"])}
+    coverage = trained(Case(Net, lambda: torch.ones(TOKENS, WIDTH, requires_grad=True), {}), tmp_path, config=config)
+    told = {product.gemm: (product.precision, product.reason, product.reason_ref) for product in coverage}
+    override = ("fp32", Reason.BACKWARD_OVERRIDE, "backward_override='high_precision'")
+    assert told == {"fprop": ("fp8", None, ""), "dgrad": override, "wgrad": override}
 
 
 def test_the_precision_of_any_iteration(tmp_path: Path) -> None:
