@@ -17,7 +17,7 @@ _UNITS = {
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 
 SIZE_PATTERN = r"^\s*(?!0+(?:\.0*)?(?!\.?\d))\d+(?:\.\d+)?\s*(?:(?:[kKmMgGtT][iI]?)?[bB])?\s*$"
-"""The texts that are sizes, for JSON Schema. It also has some of less than one byte or more than a file system counts."""
+"""The texts that are sizes, for JSON Schema; also some below one byte, and some beyond what a file system can count."""
 
 _NEARLY_A_SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([a-zA-Z]*)")
 

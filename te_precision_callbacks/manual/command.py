@@ -36,7 +36,9 @@ def features_command(
     ] = False,
     own: Annotated[
         list[str] | None,
-        typer.Option(help="The name of a feature of your own, which the JSON Schema then knows. Once for each."),
+        typer.Option(
+            metavar="NAME", help="The name of a feature of your own, which the JSON Schema then knows. Once for each."
+        ),
     ] = None,
 ) -> None:
     """List the features that a config may name, or explain one: its keys, where it acts, an example."""
@@ -56,7 +58,9 @@ def features_command(
     elif name is None:
         _list_features(found)
     else:
-        for feature in found:
+        for number, feature in enumerate(found):
+            if number:
+                typer.echo()
             _explain_feature(feature)
 
 
@@ -105,10 +109,10 @@ def _explain_feature(feature: Feature) -> None:
     for key in feature.keys:
         typer.echo()
         terminal.show_text(f"{key.name}: {key.values}", _INDENT, hanging=_INDENT)
-        default = (
-            key.default_in_words if key.required or not key.default_in_words else f"default {key.default_in_words}"
-        )
-        terminal.show_text("; ".join(filter(None, (f"in: {key.places}", default))), 2 * _INDENT)
+        facts = [f"in: {key.places}"]
+        if key.required or key.default is not None:
+            facts.append("must be given" if key.required else f"default: {key.default}")
+        terminal.show_text("; ".join(facts), 2 * _INDENT)
         terminal.show_text(key.meaning, 2 * _INDENT)
     if feature.example:
         typer.echo(f"\nExample\n\n{feature.example}")

@@ -54,11 +54,6 @@ class Key:
         """The levels at which the key may be given, in words."""
         return ", ".join(dict.fromkeys(f"items of `{path[-1]}`" if path else "feature" for path in self.where))
 
-    @property
-    def default_in_words(self) -> str:
-        """The value without the key; empty if there is none."""
-        return "must be given" if self.required else "" if self.default is None else str(self.default)
-
 
 @dataclass(frozen=True)
 class Feature:

@@ -3,13 +3,15 @@
     schema = config_schema()                       # draft 2020-12, as data for json.dumps
     schema = config_schema(own=["ClipOutliers"])   # a user's own feature is known too, with any keys
 
-It refuses nothing that :func:`te_precision_callbacks.config.load_config` accepts. What one key alone does not show only
-``load_config`` finds: schedules without a step, tensors that take no part in a GEMM, a tensor without statistics,
-features that exclude each other, regular expressions that are none.
+It refuses nothing that :func:`te_precision_callbacks.config.load_config` accepts, with the same ``features=``. Only
+``load_config`` finds what one key alone does not show (schedules without a step, tensors that take no part in a GEMM, a
+tensor without statistics, features that exclude each other), ranges that end before they start, and regular expressions
+that are none.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
@@ -125,7 +127,7 @@ def _named(names: Iterable[str], options: Callable[[str], JsonSchema]) -> JsonSc
     known = list(names)
     return {
         "properties": {name: options(name) for name in known},
-        "patternProperties": {f"^(?!{name}$){_in_any_case(name)}$": options(name) for name in known},
+        "patternProperties": {f"^(?!{re.escape(name)}$){_in_any_case(name)}$": options(name) for name in known},
         "additionalProperties": False,
     }
 
@@ -140,7 +142,7 @@ def _unchecked(name: str) -> JsonSchema:
 
 
 def _in_any_case(name: str) -> str:
-    return "".join(f"[{letter.upper()}{letter.lower()}]" if letter.isalpha() else letter for letter in name)
+    return re.sub("[a-zA-Z]", lambda letter: f"[{letter[0].upper()}{letter[0].lower()}]", re.escape(name))
 
 
 def _feature(model: type[FeatureSchema]) -> JsonSchema:
@@ -154,17 +156,16 @@ def _mapping(model: type[BaseModel]) -> JsonSchema:
     for key, field in fields.items():
         item, default = item_of(field), default_of(field)
         takes = shape(field, None if item is None else _ref(item.__name__))
-        properties[key] = {
-            "description": field.description,
-            **takes,
-            **({} if default is None else {"default": default}),
-        }
+        properties[key] = {"description": field.description, **takes}
+        if default is not None:
+            properties[key]["default"] = default
+    choices = [_choice(model, key) for key in _CHOSEN_BY if key in fields]
     return {
         "type": "object",
         "required": [key for key, field in fields.items() if field.is_required()],
         "properties": properties,
         "additionalProperties": False,
-        "allOf": [_choice(model, key) for key in _CHOSEN_BY if key in fields],
+        **({"allOf": choices} if choices else {}),
     }
 
 

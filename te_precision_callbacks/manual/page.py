@@ -9,13 +9,16 @@ import textwrap
 
 from te_precision_callbacks.config.schemas import FEATURES
 from te_precision_callbacks.config.selection import SELECTORS
-from te_precision_callbacks.manual.features import Feature
+from te_precision_callbacks.manual.features import Feature, Key
+
+
+def _default(key: Key) -> str:
+    return "must be given" if key.required else "" if key.default is None else str(key.default)
 
 
 def _section(feature: Feature) -> str:
     rows = "\n".join(
-        f"| `{key.name}` | {key.places} | {key.values} | {key.default_in_words} | {key.meaning} |"
-        for key in feature.keys
+        f"| `{key.name}` | {key.places} | {key.values} | {_default(key)} | {key.meaning} |" for key in feature.keys
     )
     head = "| key | where | takes | default | meaning |\n|---|---|---|---|---|"
     purpose = " ".join(feature.paragraphs)

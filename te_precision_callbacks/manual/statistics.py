@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,10 +186,15 @@ def _explained(name: str, request: Request) -> Explained:
 def _takes(model: type[FeatureSchema], entry: Any) -> bool:
     """Whether a feature takes an entry of its ``stats``."""
     try:
-        TypeAdapter(model.model_fields["stats"].rebuild_annotation()).validate_python([entry])
+        _stats_of(model).validate_python([entry])
     except ValidationError:
         return False
     return True
+
+
+@functools.cache
+def _stats_of(model: type[FeatureSchema]) -> TypeAdapter[Any]:
+    return TypeAdapter(model.model_fields["stats"].rebuild_annotation())
 
 
 def _direction(request: Request) -> str | None:
