@@ -1,0 +1,100 @@
+"""Prints tables, text and JSON: what the commands of ``te-precision`` share.
+
+    rows = table("layer", "tensor")
+    rows.add_row(cell("fc1"), cell("activation"))
+    show(rows)                        # fitted to a terminal; in a file or pipe every line stays whole
+    show_json({"rows": []})
+
+Colour and bold are for terminals only. Text from files and configs is shown as text, not as markup, and without control
+characters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+import textwrap
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+"""The option of a command that can print JSON."""
+
+_WHOLE_LINES = 500
+"""The width of a table in a file or pipe."""
+
+_WIDEST_TEXT = 120
+
+
+def table(*columns: str) -> Table:
+    """An empty table whose cells are folded where they do not fit."""
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    for column in columns:
+        made.add_column(column, overflow="fold")
+    return made
+
+
+def show(what: Table | str) -> None:
+    """Print a table, or a line with rich's markup."""
+    console = Console(highlight=False, soft_wrap=not isinstance(what, Table))
+    if isinstance(what, Table) and not console.is_terminal:
+        console = Console(highlight=False, width=_WHOLE_LINES)
+    console.print(what)
+
+
+def show_text(text: str, indent: int = 0, hanging: int = 0) -> None:
+    """Print a paragraph, wrapped to the terminal; to 80 columns in a file or pipe, unless COLUMNS says otherwise.
+
+    Args:
+        text: the paragraph, without markup.
+        indent: the number of spaces before each line.
+        hanging: the number of further spaces before each line but the first.
+    """
+    width = min(shutil.get_terminal_size().columns, _WIDEST_TEXT)
+    first = " " * indent
+    typer.echo(
+        textwrap.fill(
+            visible(text),
+            max(width - 1, 40),
+            initial_indent=first,
+            subsequent_indent=first + " " * hanging,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    )
+
+
+def show_json(what: Any) -> None:
+    """Print a value as JSON: without dataclasses, and "nan", "inf" or "-inf" for a number that is not finite."""
+    typer.echo(json.dumps(plain(what), indent=2, allow_nan=False))
+
+
+def visible(text: str) -> str:
+    """The text without terminal controls: characters that cannot be printed become escapes."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def cell(what: object) -> str:
+    """Any text as a cell of a table or as a line, without rich's markup."""
+    return escape(visible(str(what)))
+
+
+def plain(value: Any) -> Any:
+    """A value for JSON: without dataclasses and tuples, and "nan", "inf" or "-inf" for a number that is not finite."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return plain(fields)
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
