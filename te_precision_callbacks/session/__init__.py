@@ -10,7 +10,10 @@ Usage::
 
 from __future__ import annotations
 
+from te_precision_callbacks.records.coverage import Coverage, Product, Reason
 from te_precision_callbacks.records.precision import GemmPrecision
+from te_precision_callbacks.records.state import StateRow
+from te_precision_callbacks.session.contract import PrecisionContractError
 from te_precision_callbacks.session.errors import (
     FeatureLoadError,
     ObservationError,
@@ -21,12 +24,17 @@ from te_precision_callbacks.session.outcome import SessionOutcome
 from te_precision_callbacks.session.session import InspectSession, running_session
 
 __all__ = [
+    "Coverage",
     "FeatureLoadError",
     "GemmPrecision",
     "InspectSession",
     "ObservationError",
+    "PrecisionContractError",
+    "Product",
+    "Reason",
     "SessionError",
     "SessionOutcome",
+    "StateRow",
     "TransformerEngineUnavailableError",
     "running_session",
 ]

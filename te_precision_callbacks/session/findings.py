@@ -52,6 +52,10 @@ class Findings:
         self.audit = PrecisionAudit(self.iterations)
         self.statistics = RunStatistics(self.series)
 
+    def coverage_at(self, iteration: int) -> Coverage:
+        """The matrix products of an iteration. Raises IterationError where it has not run."""
+        return self.coverage.at(iteration, self.audit.at(iteration), self.unconverted)
+
 
 class Results:
     """The results of a run, readable during the run and after it.
@@ -101,7 +105,7 @@ class Results:
         iteration = findings.iterations.last if at is None else at
         if iteration is None:
             return Coverage()
-        return findings.coverage.at(iteration, findings.audit.at(iteration), findings.unconverted)
+        return findings.coverage_at(iteration)
 
     @property
     def last_statistics(self) -> tuple[Row, ...]:

@@ -278,15 +278,24 @@ class ObservedModel:
             ]
             self._findings.layers.put(self._inspector.iteration, infos)
 
+    @property
+    def _module_names(self) -> dict[int, str]:
+        return module_names(self._model, by_number=self._by_number, scope=self._options.scope)
+
+    @property
+    def all_names(self) -> list[str]:
+        """The names of all modules of this rank and of their layers."""
+        return [*dict.fromkeys([*self._module_names.values(), *sorted(self.layer_names)])]
+
     def _count_products(self) -> None:
         """Count the matrix products of the next step."""
-        names = module_names(self._model, by_number=self._by_number, scope=self._options.scope)
-        self._hooks.count_products(self._model, names)
+        self._hooks.count_products(self._model, self._module_names)
 
     def note_products(self) -> None:
         """Note the matrix products of the step, if they were counted."""
-        products = self._hooks.products.end_step()
-        if products is not None:
+        found = self._hooks.products.end_step()
+        if found is not None:
+            products, state = found
             sections = {section.name: section for section in self._options.config.enabled_sections}
             overrides = {
                 layer.name: backward_override(named.module) or "" for named in self.modules for layer in named.layers
@@ -297,7 +306,7 @@ class ObservedModel:
                 )
                 for info in self._findings.layers.now
             }
-            self._findings.coverage.put(self._inspector.iteration, products, facts)
+            self._findings.coverage.put(self._inspector.iteration, products, facts, state)
 
     def _say_changed(self, before: dict[int, str]) -> None:
         now = {id(module.module): module.name for module in self.modules}

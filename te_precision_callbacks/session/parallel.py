@@ -125,6 +125,10 @@ class Ranks:
             " forward. With reduce=False no rank waits."
         )
 
+    def any(self, own: bool) -> bool:
+        """Whether something is true on any rank."""
+        return any(flag for (flag,) in by_rank([int(own)], self._group).values()) if self._several else own
+
     def pool(self, entries: Iterable[Entry]) -> list[Entry]:
         """The entries of all ranks, each once."""
         return pooled(entries, self._group) if self._several else list(entries)

@@ -127,6 +127,11 @@ class PrecisionAudit:
         self._in_history.update(self._now)
         self._now.clear()
 
+    @property
+    def changes(self) -> int:
+        """How often the precision of a layer has changed so far."""
+        return self._history.changes
+
     def at(self, iteration: int) -> Iterator[GemmPrecision]:
         """What is known of an iteration. Raises IterationError where it has not run."""
         self._write()

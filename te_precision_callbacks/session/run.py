@@ -24,6 +24,7 @@ from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.ranks import own_rank, world_size
 from te_precision_callbacks.records.model import RunInfo, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
+from te_precision_callbacks.session.contract import ContractKeeper
 from te_precision_callbacks.session.delivery import Delivery, Ending, SessionObservation
 from te_precision_callbacks.session.endings import ProcessEnds
 from te_precision_callbacks.session.errors import ObservationError
@@ -127,6 +128,7 @@ class Run:
         self._delivery = Delivery(inspector, self.model, findings, self._sinks, failures, self.hooks.delayed_scaling)
         self._delivery.reduces = self._ranks.several
         self.observation = SessionObservation(engine, recorder, self._delivery, reduce=options.reduce)
+        self._contract = None if options.require is None else ContractKeeper(options.require, options.on_broken)
         self.overflow = OverflowWatch(options, recorder, self._has_been_left)
         self.hooks.on_many_forwards = self._say_forgotten
         self.hooks.on_renamed = self._say_renamed
@@ -161,6 +163,9 @@ class Run:
         ranks = self._ranks
         self._delivery.reduces = ranks.several
         self.model.attach(model, ranks)
+        if self._contract is not None:
+            names = ranks.pool(self.model.all_names)
+            self._contract.check_layers(names)
         if ranks.several and self._optimizer_steps is None:
             self._optimizer_steps = self.observation.optimizer_steps = OptimizerSteps()
         self.overflow.attach(model)
@@ -209,10 +214,15 @@ class Run:
         self.hooks.begin(self.inspector.iteration)
         self.model.follow()
         try:
-            return self._delivery.hand_over(ending)
+            records = self._delivery.hand_over(ending)
         finally:
             self.overflow.tell_recorder()
             self.observation.recorder.end_step()
+        if self._contract is not None:
+            findings = self._findings
+            now = functools.partial(findings.coverage_at, ending.iteration)
+            self._contract.end_step(now, findings.audit.changes + findings.coverage.changes, self._ranks)
+        return records
 
     def stop(self, error: BaseException | None, logging_step: int | None, summarize: Callable[[], None]) -> None:
         """Write the statistics gathered since the last step, and undo all changes.
