@@ -14,6 +14,7 @@ from te_precision_callbacks.records.precision import GemmPrecision
 from te_precision_callbacks.session.errors import (
     FeatureLoadError,
     ObservationError,
+    ResumeAuditError,
     SessionError,
     TransformerEngineUnavailableError,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "GemmPrecision",
     "InspectSession",
     "ObservationError",
+    "ResumeAuditError",
     "SessionError",
     "SessionOutcome",
     "TransformerEngineUnavailableError",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from te_precision_callbacks.fingerprints.comparing import ResumeReport
 from te_precision_callbacks.records.layers import LayerHistory, Layers
 from te_precision_callbacks.records.model import Row
 from te_precision_callbacks.records.precision import Precision
@@ -30,6 +31,7 @@ class Findings:
         audit: the precision in which each GEMM really ran.
         series: the series of the numbers.
         statistics: the last and the worst numbers.
+        resume: the result of the audit of a resume; None without one.
     """
 
     log_dir: Path
@@ -42,6 +44,7 @@ class Findings:
     audit: PrecisionAudit = field(init=False)
     series: SeriesTable = field(default_factory=SeriesTable)
     statistics: RunStatistics = field(init=False)
+    resume: ResumeReport | None = None
 
     def __post_init__(self) -> None:
         self.layers = LayerHistory(self.iterations)
@@ -80,6 +83,12 @@ class Results:
         """The precision in which each GEMM has really run so far. ``session.precision(at=120)`` gives the precision of
         one iteration, and raises a LookupError if that has not run."""
         return Precision(self._findings.audit, self._findings.audit.at)
+
+    @property
+    def resume_report(self) -> ResumeReport | None:
+        """What differs from the checkpoint that the run was resumed from. None before the first step after a resume,
+        and for a checkpoint without a fingerprint."""
+        return self._findings.resume
 
     @property
     def last_statistics(self) -> tuple[Row, ...]:
