@@ -28,6 +28,9 @@ _WITH_STATE = frozenset({"amax_history_len", "qfactory"})
 """Fields of the recipes of Transformer Engine 2.20 that have, or may have, scales and histories."""
 
 
+_MISSING = "No scales and amax histories were restored: the first step runs with scales of 1"
+
+
 @dataclass(frozen=True)
 class Finding:
     """A difference between a checkpoint and what was restored from it.
@@ -66,6 +69,8 @@ class ResumeReport:
 
     def __str__(self) -> str:
         on = f" on rank {self.rank}" if self.rank else ""
+        if not self.findings:
+            return f"The run has begun{on} as the checkpoint of iteration {self.iteration} (run {self.run}) ended."
         head = f"The run differs{on} from the checkpoint that it was resumed from (iteration {self.iteration}, run"
         return "\n".join([f"{head} {self.run}):", *(f"- {finding}" for finding in self.findings)])
 
@@ -175,12 +180,12 @@ def _of_state(before: LayerFingerprint, now: LayerFingerprint, *, length_may_dif
         for what in _of_direction(old, new, length_may_differ=length_may_differ):
             of_direction.setdefault(what, []).append(direction)
     for what, directions in of_direction.items():
-        yield f"{what} ({' and '.join(directions)})"
+        yield what if what == _MISSING else f"{what} ({' and '.join(directions)})"
 
 
 def _of_direction(old: ScalingState, new: ScalingState | None, *, length_may_differ: bool) -> Iterator[str]:
     if new is None:
-        yield "No scales and amax histories were restored: the first step runs with scales of 1"
+        yield _MISSING
         return
     if new.has_unit_scales and not old.has_unit_scales:
         yield "The scales came back as 1"
