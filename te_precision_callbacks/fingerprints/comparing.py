@@ -39,11 +39,13 @@ class Finding:
         what: the difference.
         layers: the layers that have it, in the order of the model; empty if it concerns the run.
         all_layers: whether these are all layers that were compared.
+        of_rank: whether it is a difference of what this rank has restored; others follow from the code of all ranks.
     """
 
     what: str
     layers: tuple[str, ...] = ()
     all_layers: bool = False
+    of_rank: bool = False
 
     def __str__(self) -> str:
         if not self.layers:
@@ -74,23 +76,10 @@ class ResumeReport:
         head = f"The run differs{on} from the checkpoint that it was resumed from (iteration {self.iteration}, run"
         return "\n".join([f"{head} {self.run}):", *(f"- {finding}" for finding in self.findings)])
 
-    def of_this_rank_alone(self, saved: Mapping[int, Fingerprint]) -> ResumeReport:
-        """Without what rank 0 reports as well: differences of the run, and of layers that rank 0 has as a replica."""
-        own, first = saved.get(self.rank), saved.get(0)
-        if self.rank == 0 or first is None:
-            return self
-        of_first = {(layer.scope, layer.name): (layer, first.recipe_of(layer)) for layer in first.layers}
-        replicas = {
-            layer.name
-            for layer in (own or first).layers
-            if of_first.get((layer.scope, layer.name)) == (layer, (own or first).recipe_of(layer))
-        }
-        kept = []
-        for finding in self.findings:
-            layers = tuple(name for name in finding.layers if name not in replicas)
-            if layers:
-                kept.append(Finding(finding.what, layers, finding.all_layers and layers == finding.layers))
-        return ResumeReport(self.iteration, self.run, self.rank, tuple(kept))
+    def for_log(self) -> ResumeReport:
+        """The part that this rank logs: rank 0 logs what is the same on all ranks."""
+        findings = self.findings if self.rank == 0 else tuple(each for each in self.findings if each.of_rank)
+        return ResumeReport(self.iteration, self.run, self.rank, findings)
 
 
 def compare(saved: Mapping[int, Fingerprint], now: Fingerprint) -> ResumeReport:
@@ -105,7 +94,7 @@ def compare(saved: Mapping[int, Fingerprint], now: Fingerprint) -> ResumeReport:
     """
     first = saved.get(now.rank) or saved[min(saved)]
     layers = merged(saved.values())
-    found: dict[str, list[str]] = {}
+    found: dict[tuple[str, bool], list[str]] = {}
     compared = 0
     for layer in now.layers:
         of_rank = layers.get((layer.scope, layer.name), {})
@@ -116,9 +105,12 @@ def compare(saved: Mapping[int, Fingerprint], now: Fingerprint) -> ResumeReport:
         fingerprint, before = of_rank[rank]
         recipes = fingerprint.recipe_of(before), now.recipe_of(layer)
         same_place = rank == now.rank and fingerprint.world_size == now.world_size
-        for what in _differences(before, layer, recipes, same_place=same_place):
-            found.setdefault(what, []).append(layer.name)
-    findings = [Finding(what, tuple(names), len(names) == compared) for what, names in found.items()]
+        for difference in _differences(before, layer, recipes, same_place=same_place):
+            found.setdefault(difference, []).append(layer.name)
+    findings = [
+        Finding(what, tuple(names), all_layers=len(names) == compared, of_rank=of_rank)
+        for (what, of_rank), names in found.items()
+    ]
     return ResumeReport(first.iteration, first.run, now.rank, (*findings, *_of_run(first, now)))
 
 
@@ -136,21 +128,25 @@ def _of_run(before: Fingerprint, now: Fingerprint) -> Iterator[Finding]:
 
 def _differences(
     before: LayerFingerprint, now: LayerFingerprint, recipes: tuple[Recipe | None, Recipe | None], *, same_place: bool
-) -> Iterator[str]:
+) -> Iterator[tuple[str, bool]]:
+    """The differences of a layer, and whether each is one of what the rank has restored."""
     changed = _of_recipe(*recipes)
     if changed:
-        yield changed
+        yield changed, False
     if now.kept_format and now.kept_format != before.kept_format:
         yield (
             f"Transformer Engine keeps the checkpoint's fp8_format {now.kept_format}, although the recipe in the code"
-            " has another one"
+            " has another one",
+            False,
         )
     if recipes[1] is None or not _WITH_STATE.isdisjoint(recipes[1].fields):
-        yield from _of_state(before, now, length_may_differ="amax_history_len" in changed)
-    yield from _of_weights(before, now, same_place=same_place)
+        for what in _of_state(before, now, length_may_differ="amax_history_len" in changed):
+            yield what, True
+    for what in _of_weights(before, now, same_place=same_place):
+        yield what, True
     if before.overrides != now.overrides:
         texts = [", ".join(overrides) or "none" for overrides in (before.overrides, now.overrides)]
-        yield f"Other features that change precision: {texts[0]} -> {texts[1]}"
+        yield f"Other features that change precision: {texts[0]} -> {texts[1]}", False
 
 
 def _of_recipe(before: Recipe | None, now: Recipe | None) -> str:

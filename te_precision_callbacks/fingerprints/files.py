@@ -10,15 +10,12 @@ te_precision_fingerprint_rank-3.json   of rank 3
 from __future__ import annotations
 
 import os
-import re
 import uuid
 from pathlib import Path
 
 from te_precision_callbacks.fingerprints.model import Fingerprint, FingerprintError
 
 FILE_NAME = "te_precision_fingerprint.json"
-
-_OF_RANK = re.compile(r"te_precision_fingerprint(?:_rank-(\d+))?\.json")
 
 
 def file_name(rank: int) -> str:
@@ -43,7 +40,7 @@ def write(fingerprint: Fingerprint, folder: Path) -> None:
 
 
 def read(folder: Path, rank: int) -> dict[int, Fingerprint]:
-    """The fingerprints of a checkpoint that a rank is compared with: its own and rank 0's, or all if it has none.
+    """The fingerprints of a checkpoint that a rank is compared with: its own, or those of all ranks if it has none.
 
     Args:
         folder: the folder of the checkpoint.
@@ -56,9 +53,8 @@ def read(folder: Path, rank: int) -> dict[int, Fingerprint]:
         FingerprintError: a file cannot be read, is damaged, or of another version.
     """
     own = folder / file_name(rank)
-    paths = [folder / FILE_NAME, own] if own.exists() else sorted(folder.glob("te_precision_fingerprint*.json"))
     found = {}
-    for path in dict.fromkeys(path for path in paths if _OF_RANK.fullmatch(path.name) and path.exists()):
+    for path in [own] if own.exists() else sorted(folder.glob("te_precision_fingerprint*.json")):
         try:
             fingerprint = Fingerprint.from_text(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

@@ -229,7 +229,7 @@ class ResumeAudit:
             return
         if self._strict:
             raise ResumeAuditError(f"{report}\n{_REMEDY}")
-        own = report.of_this_rank_alone(saved)
+        own = report.for_log()
         if own.findings:
             logger.warning("%s\n%s", own, _REMEDY)
 

@@ -21,6 +21,7 @@ from te_precision_callbacks.fingerprints import FILE_NAME, Fingerprint, Fingerpr
 from te_precision_callbacks.session import InspectSession, ObservationError, ResumeAuditError
 from tests.capability import any_capability, stand_for
 from tests.conftest import feature, statistics
+from tests.forked import ranks
 
 VARIABLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 DELAYED = recipes.DelayedScaling(amax_history_len=4)
@@ -428,3 +429,62 @@ def test_without_layers_there_is_no_fingerprint(tmp_path: Path) -> None:
         assert session.state_dict() == {"iteration": 0}
         session.save_fingerprint(tmp_path)
     assert not (tmp_path / FILE_NAME).exists()
+
+
+# ---------------------------------------------------------------------- several ranks
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of two ranks that have run all cases."""
+    folder = tmp_path_factory.mktemp("two")
+    script = Path(__file__).with_name("resume_script.py")
+    for ended in ranks(script, [[str(rank), str(folder)] for rank in range(2)]):
+        assert ended.returncode == 0, ended.stderr
+    return folder
+
+
+def told(two: Path, case: str) -> list[tuple[list[str], str]]:
+    """Of each rank the findings, and what it has logged."""
+    texts = [(two / case / f"told-{rank}.txt").read_text().partition("logged:") for rank in range(2)]
+    return [(found.splitlines(), logged.strip()) for found, _, logged in texts]
+
+
+@pytest.mark.parametrize("case", ["delayed", "current", "quantized"])
+def test_a_good_resume_with_fsdp2_is_silent(two: Path, case: str) -> None:
+    assert told(two, case) == [([], ""), ([], "")]
+    saved = [read(two / case, rank)[rank] for rank in range(2)]
+    assert [fingerprint.rank for fingerprint in saved] == [0, 1]
+    assert all(layer.weights.sharded for fingerprint in saved for layer in fingerprint.layers)
+    hashes = [[layer.weights.hashes for layer in fingerprint.layers] for fingerprint in saved]
+    assert (hashes[0] != hashes[1]) == (case == "quantized"), "each rank has its own shards"
+
+
+def test_each_rank_tells_of_what_it_has_lost(two: Path) -> None:
+    for rank, (found, logged) in enumerate(told(two, "sharded without")):
+        assert found == [f"{MISSING}: all 2 layers."]
+        assert MISSING in logged
+        assert ("differs on rank 1 from" in logged) == (rank == 1)
+
+
+def test_a_state_that_only_the_first_rank_has_loaded(two: Path) -> None:
+    """DistributedDataParallel broadcasts the parameters, and no state of a recipe."""
+    first, second = told(two, "replicas")
+    assert first == ([], "")
+    assert second[0] == [f"{MISSING}: all 2 layers."]
+    assert "differs on rank 1 from" in second[1]
+
+
+def test_what_is_the_same_on_all_ranks_is_told_by_the_first(two: Path) -> None:
+    first, second = told(two, "another recipe")
+    assert first[0] == second[0] == ["Another recipe: DelayedScaling -> Float8CurrentScaling: all 2 layers."]
+    assert first[0][0] in first[1]
+    assert second[1] == ""
+
+
+def test_a_rank_without_a_fingerprint_of_its_own(two: Path) -> None:
+    """As with Lightning, whose checkpoints hold what rank 0 has."""
+    first, second = told(two, "rank 0's alone")
+    assert first == ([], "")
+    assert second[0] == ["Other scales than in the checkpoint (forward): 0."]
+    assert second[0][0] in second[1]
