@@ -97,7 +97,7 @@ class SessionOptions:
             in evaluation, until ``release()``, the next session, or the end of the process.
         allow_unmatched: a section that matches no layer warns instead of raising.
         strict: a failure in observation raises instead of being reported once, and so does a layer that Transformer
-            Engine's debug path refuses.
+            Engine's debug path refuses, and a difference that the audit of a resume finds (docs/resuming.md).
     """
 
     config: Config

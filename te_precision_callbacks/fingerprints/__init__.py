@@ -8,8 +8,8 @@ Usage::
 
 from __future__ import annotations
 
-from te_precision_callbacks.fingerprints.comparing import Finding, ResumeReport, compare
-from te_precision_callbacks.fingerprints.files import FILE_NAME, read, write
+from te_precision_callbacks.fingerprints.comparing import Finding, ResumeReport
+from te_precision_callbacks.fingerprints.files import FILE_NAME, read
 from te_precision_callbacks.fingerprints.model import Fingerprint, FingerprintError
 
-__all__ = ["FILE_NAME", "Finding", "Fingerprint", "FingerprintError", "ResumeReport", "compare", "read", "write"]
+__all__ = ["FILE_NAME", "Finding", "Fingerprint", "FingerprintError", "ResumeReport", "read"]

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from te_precision_callbacks.fingerprints import FILE_NAME, Fingerprint, Fingerpr
 from te_precision_callbacks.session import InspectSession, ObservationError, ResumeAuditError
 from tests.capability import any_capability, stand_for
 from tests.conftest import feature, statistics
+from tests.docs.pages import blocks
 from tests.forked import ranks
 
 VARIABLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
@@ -429,6 +431,42 @@ def test_without_layers_there_is_no_fingerprint(tmp_path: Path) -> None:
         assert session.state_dict() == {"iteration": 0}
         session.save_fingerprint(tmp_path)
     assert not (tmp_path / FILE_NAME).exists()
+
+
+# ---------------------------------------------------------------------- as docs/resuming.md has it
+
+
+def test_the_code_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two runs of it: the second one resumes. Then the report of the page, from a run."""
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks("docs/resuming.md", "python")
+    Path("config.yaml").write_text(json.dumps(statistics()))
+    loader = [torch.randn(32, 64, dtype=torch.bfloat16) for _ in range(3)]
+    for run in range(2):
+        model = net(DELAYED, quantized=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def one_step(batch: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> None:
+            with te.autocast(recipe=DELAYED):
+                model(batch).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        names = {"InspectSession": InspectSession, "Path": Path, "torch": torch, "loader": loader}
+        exec(code, names := {**names, "model": model, "train": one_step})
+        assert names["session"].iteration == 3 * (run + 1)
+    assert findings(names["session"].resume_report) == []
+
+    state = saved(tmp_path, DELAYED)
+    del state["model"]["0._extra_state"], state["model"]["1._extra_state"]
+    caplog.clear()
+    resumed(tmp_path, state, DELAYED)
+    shown = [text for text in blocks("docs/resuming.md", "text") if "differs from" in text]
+    run_id = r"run [0-9a-f]{12}"
+    (said,) = warned(caplog)
+    assert re.sub(run_id, "run", shown[0].strip()) == re.sub(run_id, "run", said.rpartition("\n")[0])
 
 
 # ---------------------------------------------------------------------- several ranks
