@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from te_precision_callbacks.fingerprints.model import (
     HIGH_PRECISION,
@@ -76,10 +76,11 @@ class ResumeReport:
         head = f"The run differs{on} from the checkpoint that it was resumed from (iteration {self.iteration}, run"
         return "\n".join([f"{head} {self.run}):", *(f"- {finding}" for finding in self.findings)])
 
-    def for_log(self) -> ResumeReport:
-        """The part that this rank logs: rank 0 logs what is the same on all ranks."""
-        findings = self.findings if self.rank == 0 else tuple(each for each in self.findings if each.of_rank)
-        return ResumeReport(self.iteration, self.run, self.rank, findings)
+
+def for_log(report: ResumeReport) -> ResumeReport:
+    """The part of a report that its rank logs: rank 0 logs what is the same on all ranks."""
+    findings = report.findings if report.rank == 0 else tuple(each for each in report.findings if each.of_rank)
+    return replace(report, findings=findings)
 
 
 def compare(saved: Mapping[int, Fingerprint], now: Fingerprint) -> ResumeReport:

@@ -10,9 +10,10 @@ _PIECE = 1 << 24
 def content_hash(*tensors: torch.Tensor) -> str:
     """The hash of the bytes of tensors: 16 hexadecimal digits.
 
-    It is the sum of the 64-bit words, each times an odd number that follows from its position, modulo 2^64: a change of
-    one word always changes the sum. Cryptographic hashes would need all weights on the host. For each tensor the host
-    waits once.
+    It is the sum of the 64-bit words w, each as ``w ^ (w >> 32)`` times an odd number that follows from its position,
+    modulo 2^64: a change of one word always changes the sum. (Without the shift, two words that change their highest
+    bits, the signs of two numbers, would cancel.) Cryptographic hashes would need all weights on the host. For each
+    tensor the host waits once.
 
     Args:
         tensors: plain tensors of any shape and dtype, on any device.
@@ -27,6 +28,7 @@ def content_hash(*tensors: torch.Tensor) -> str:
             words.view(torch.uint8)[: piece.numel()] = piece
             first = start // 4 + 1
             odd = torch.arange(first, first + 2 * words.numel(), 2, device=data.device)
+            words ^= (words >> 32) & 0xFFFFFFFF  # torch's shift of a negative number fills in ones
             found += (words * odd).sum()
         total = total * 0x9E3779B97F4A7C15 + int(found) + data.numel()
     return f"{total % 2**64:016x}"

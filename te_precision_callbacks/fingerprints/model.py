@@ -76,7 +76,7 @@ class Weights:
         kind: ``"quantized"`` by ``quantized_model_init``, or ``"high"`` precision.
         name: the class of quantized weights; the dtype of others.
         hashes: direction (``rowwise``, ``columnwise``) -> hash of codes and scales; empty in high precision.
-        sharded: whether the rank has only a part of them, as with FSDP2.
+        sharded: whether the rank has only a part of them, as with FSDP2 and tensor parallelism.
     """
 
     kind: Literal["high", "quantized"]

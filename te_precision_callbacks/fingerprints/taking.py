@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ def with_layers(
                     name=layer.name,
                     recipe=None,
                     kept_format="",
-                    weights=_weights(_weights_of(named.module, number)),
+                    weights=_weights(named.module, number),
                     forward=forward[number],
                     backward=backward[number],
                     overrides=overrides.get(layer.name, ()),
@@ -158,9 +158,10 @@ def _weights_of(module: Any, number: int) -> list[Any]:
     return [found for name in names if (found := getattr(module, name, None)) is not None]
 
 
-def _weights(weights: Sequence[Any]) -> Weights:
+def _weights(module: Any, number: int) -> Weights:
+    weights = _weights_of(module, number)
     local = [getattr(weight, "_local_tensor", weight) for weight in weights]  # a DTensor holds its shard (torch 2.13)
-    sharded = any(hasattr(weight, "_local_tensor") for weight in weights)
+    sharded = getattr(module, "tp_size", 1) > 1 or any(hasattr(weight, "_local_tensor") for weight in weights)
     quantized = [weight for weight in local if not _QUANTIZED.isdisjoint(class_names(weight))]
     if not quantized:
         return Weights("high", _joined(str(weight.dtype).partition(".")[2] for weight in local), {}, sharded)

@@ -21,7 +21,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from te_precision_callbacks.fingerprints.comparing import compare
+from te_precision_callbacks.fingerprints.comparing import compare, for_log
 from te_precision_callbacks.fingerprints.files import read, write
 from te_precision_callbacks.fingerprints.model import Fingerprint, FingerprintError
 from te_precision_callbacks.fingerprints.taking import with_layers, with_recipes
@@ -72,7 +72,7 @@ class ResumeAudit:
         self._strict = strict
         self._run = uuid.uuid4().hex[:12]
         self._left: list[tuple[weakref.ref[torch.nn.Module], str, tuple[Layer, ...]]] = []
-        self._config, self._overrides = model.config_hash, model.overrides
+        self._config, self._overrides = "", dict[str, tuple[str, ...]]()
         self._saved: Mapping[int, Fingerprint] = {}
         self._restored: Fingerprint | None = None
         self._handles: list[Any] = []
@@ -108,7 +108,7 @@ class ResumeAudit:
         """End a comparison that has not come to its end, and let the model go."""
         self._forget()
         if self._model is not None:
-            self._config, self._overrides = self._model.config_hash, self._model.overrides
+            self._config, self._overrides = self._model.config_hash, dict(self._model.overrides)
             self._left = [(weakref.ref(named.module), named.name, named.layers) for named in self._model.modules]
             self._model = None
 
@@ -173,7 +173,7 @@ class ResumeAudit:
         """Report at the end of a step, in a loop whose optimizer is not one of torch's."""
         if self._restored is not None:
             self._judge(self._restored)
-        if not self._saved:
+        if self._handles and not self._saved:
             self._forget()
 
     def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
@@ -229,7 +229,7 @@ class ResumeAudit:
             return
         if self._strict:
             raise ResumeAuditError(f"{report}\n{_REMEDY}")
-        own = report.for_log()
+        own = for_log(report)
         if own.findings:
             logger.warning("%s\n%s", own, _REMEDY)
 

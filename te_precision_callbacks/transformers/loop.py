@@ -7,6 +7,7 @@ then the folder, even if the caller gave True.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
@@ -33,7 +34,8 @@ def find_loop(handler: CallbackHandler, state: TrainerState) -> TrainingLoop | N
     for frame, owner in _methods():
         if isinstance(owner, Trainer) and owner.callback_handler is handler and frame.f_code.co_name == "train":
             resumed = frame.f_locals.get("resume_from_checkpoint")
-            return TrainingLoop(owner, frame.f_code, state, Path(resumed) if isinstance(resumed, str) else None)
+            checkpoint = Path(resumed) if isinstance(resumed, (str, os.PathLike)) else None
+            return TrainingLoop(owner, frame.f_code, state, checkpoint)
     return None
 
 
