@@ -123,7 +123,17 @@ FLOOR = (
     "fp8_state",
     "debug_values",
 )
-WITHOUT_SESSION = (*FLOOR, "observation", "records", "debug_utils", "dumps", "engine", "config", "summary")
+WITHOUT_SESSION = (
+    *FLOOR,
+    "observation",
+    "records",
+    "debug_utils",
+    "dumps",
+    "engine",
+    "config",
+    "summary",
+    "fingerprints",
+)
 
 
 @pytest.mark.parametrize("part", WITHOUT_SESSION)

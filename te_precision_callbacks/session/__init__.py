@@ -17,6 +17,7 @@ from te_precision_callbacks.session.contract import PrecisionContractError
 from te_precision_callbacks.session.errors import (
     FeatureLoadError,
     ObservationError,
+    ResumeAuditError,
     SessionError,
     TransformerEngineUnavailableError,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "PrecisionContractError",
     "Product",
     "Reason",
+    "ResumeAuditError",
     "SessionError",
     "SessionOutcome",
     "StateRow",

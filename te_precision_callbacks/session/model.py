@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from te_precision_callbacks.config.comparing import flat_config
+from te_precision_callbacks.config.comparing import config_hash, flat_config
 from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, Section, resolve_features
 from te_precision_callbacks.debug_values import ACTIVATION_OVERFLOW
@@ -63,6 +63,8 @@ class ObservedModel:
         layer_names: the names of the layers of these modules.
         attached: whether there is a model.
         given_names: layer -> the name that the script gave to it and to no other layer.
+        config_hash: of the config with its registered features; empty before the attach.
+        overrides: layer -> the features that can change the precision of its GEMMs, if it has any.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class ObservedModel:
         self.layer_names: frozenset[str] = frozenset()
         self.attached = False
         self.given_names: dict[str, str] = {}
+        self.config_hash = ""
+        self.overrides: Mapping[str, tuple[str, ...]] = {}
         self._options = options
         self._inspector = inspector
         self._hooks = hooks
@@ -120,6 +124,7 @@ class ObservedModel:
         plan, sections = ranks.together(lambda: self._plan(model, layers, layers_of_all))
         config = {"layer_names": repr(options.layer_names), **flat_config(options.config.enabled_sections, sections)}
         ranks.require_alike(config, inspector.iteration)
+        self.config_hash = config_hash(config)
         self._take_names(layers_of_all, plan)
         if not options.config.enabled_sections:
             logger.warning("The config (%s) has no enabled section, so nothing is done.", self.config_source)
@@ -216,7 +221,9 @@ class ObservedModel:
         self._hooks.order.grown = True
         self._findings.layers.put(inspector.iteration, infos)
         inspector.configure(plan.as_inspect_config(), self.config_source, sections)
-        self._findings.changes_precision |= any(inspector.changes_precision(entry.features) for entry in plan.layers)
+        overrides = {entry.layer.name: inspector.that_change_precision(entry.features) for entry in plan.layers}
+        self.overrides = {layer: features for layer, features in overrides.items() if features}
+        self._findings.changes_precision |= bool(self.overrides)
         self._engine.placements = placements(self.modules, self._options.process_group)
         for module in self.modules:
             inspector.name_module(module.module, module.name)
@@ -265,6 +272,11 @@ class ObservedModel:
                 " dict. model= also takes several models.",
                 ", ".join(sorted(f"{type(module).__name__} {module.name!r}" for module in self._hooks.unwatched)),
             )
+
+    def holds(self, *modules: torch.nn.Module | None) -> bool:
+        """Whether one of these is a module of the model, of Transformer Engine or not."""
+        asked = {id(module) for module in modules}
+        return any(id(module) in asked for _, root in named_roots(self._model) or () for module in root.modules())
 
     def note_order(self) -> None:
         """Note in which order layers ran for the first time, if any has since the last call."""

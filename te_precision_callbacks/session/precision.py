@@ -158,6 +158,13 @@ class PrecisionAudit:
                 return False
         return True
 
+    def trained_in_fp8(self, layer: str) -> bool | None:
+        """Whether a layer ran under a recipe when it last trained; None if it is not known to have trained."""
+        self._write()
+        fact = self._history.now(layer)[GEMMS.index("fprop")]
+        formats = [made for _, all_made in fact.operands for made in all_made] if fact is not None else []
+        return any(made.recipe for made in formats) if formats else None
+
     def of_gemms_that_run(self, formats: Mapping[Operand, Format]) -> dict[Operand, Format]:
         """Without the operands of GEMMs that are left out in the last iteration."""
         return {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import logging
 import os
 import sys
@@ -34,19 +32,13 @@ from te_precision_callbacks.session.forward import MOST_FORWARDS, ForwardHooks
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.overflow import OverflowWatch
 from te_precision_callbacks.session.parallel import OptimizerSteps, Ranks
+from te_precision_callbacks.session.resume_audit import ResumeAudit, versions
 from te_precision_callbacks.session.shapes import explain_shape
 from te_precision_callbacks.session.signals import Uninterrupted
 from te_precision_callbacks.session.sinks import Sinks
 from te_precision_callbacks.session.upstream import Inspector
 
 logger = logging.getLogger(__name__)
-
-_VERSIONED = ("torch", "transformer_engine", "nvdlfw_inspect", "te-precision-callbacks")
-
-
-@functools.cache
-def _versions() -> tuple[tuple[str, str], ...]:
-    return tuple((name, importlib.metadata.version(name)) for name in _VERSIONED)
 
 
 @dataclass
@@ -86,6 +78,7 @@ class Run:
         model: the layers and their plan.
         observation: the engine, and the recorder of dumps.
         overflow: activation overflow detection.
+        resume_audit: the fingerprints for checkpoints, and the audit of a resume.
     """
 
     def __init__(
@@ -124,6 +117,7 @@ class Run:
             detects_overflow=ACTIVATION_OVERFLOW in options.debug,
         )
         self.model = ObservedModel(options, inspector, self.hooks, engine, findings, failures, notices)
+        self.resume_audit = ResumeAudit(self.model, findings, failures, strict=options.strict)
         self._sinks = Sinks([*self._statistics_logs(), *sinks, *options.sinks], self._describe, failures)
         self._delivery = Delivery(inspector, self.model, findings, self._sinks, failures, self.hooks.delayed_scaling)
         self._delivery.reduces = self._ranks.several
@@ -187,6 +181,7 @@ class Run:
             return None
         if delivery.ending is not None:
             delivery.hand_over(delivery.ending)
+        self.resume_audit.end_step()
         iteration = inspector.iteration
         if logging_step is None:
             logging_step = iteration + self._loop.counts_from
@@ -256,6 +251,7 @@ class Run:
                 then.callback(self._ends.forget_exceptions)
             if self._optimizer_steps is not None:
                 then.callback(self._optimizer_steps.remove)
+            then.callback(self.resume_audit.end)
             self._findings.iteration = self._delivery.completed
             self.live, self.kept = False, keeps
 
@@ -341,7 +337,7 @@ class Run:
             world_size=world_size(),
             start_iteration=self.inspector.iteration,
             layers=tuple(self._findings.layers.now),
-            versions=dict(_versions()),
+            versions=dict(versions()),
             config=self.model.config_source,
         )
 
