@@ -9,12 +9,18 @@ Usage::
 S is the softmax of the scores and dP their gradient, as cuDNN names the tensors that it scales (``scale_s``,
 ``amax_dP``).
 
-- Specified: products, factors and amaxes are, node by node, those of the graph that Transformer Engine hands to cuDNN,
-  from cudnn-frontend 1.23 (``node/scaled_dot_product_flash_attention.h``, ``node/softmax.h``, ``node/sdpa_fp8_bwd.h``,
-  ``node/matmul_fp8.h``).
-- Assumed, since cuDNN's kernels are not published: a kernel computes what its graph says, a cast to FP8 saturates, and
-  a query without a visible key gives 0. A kernel that goes through the keys in blocks may round S before it divides by
-  the sum, and sums in another order.
+Specified: products, factors, scales and amaxes are those of the graph that Transformer Engine hands to cuDNN, node by
+node, from cudnn-frontend 1.23 (``node/scaled_dot_product_flash_attention.h``, ``node/softmax.h``,
+``node/sdpa_fp8_bwd.h``, ``node/matmul_fp8.h``).
+
+Assumed, since cuDNN's kernels are not published:
+
+- The forward rounds S before it divides by the sum of the exponentials, as kernels do that go through the keys in
+  blocks, and the amax of S is that of the exponentials, 1. The graph says after the division. With the first scale of
+  delayed scaling, 1, that makes all of S 0 in a sequence of 2048 tokens, and fails Transformer Engine's own
+  ``test_custom_mha_fp8_vs_f16`` (``tests/pytorch/attention/test_attention.py``), which this order passes. The backward
+  has the sums already and rounds as its graph says.
+- A cast to FP8 saturates. A query without a visible key gives 0. The order of sums is torch's.
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ from te_precision_callbacks.reference.extension.attention_heads import Heads
 
 @dataclass(frozen=True)
 class Rounding:
-    """How S, or dP, becomes an operand of the products that follow.
+    """How S, or dP, becomes an operand of the next product.
 
     Attributes:
         round: float32 to float32.
@@ -53,7 +59,7 @@ class Attended:
         output: float32, [batch, heads, query tokens, head size].
         stats: float32, [batch, heads, query tokens, 1]: the logarithm of the sum of the exponentials of each query's
             scores; -inf for a query without a visible key.
-        amax_s: float32, [1]: the largest element of S.
+        amax_s: float32, [1]: the largest element of S before the division by the sums.
     """
 
     output: torch.Tensor
@@ -110,10 +116,9 @@ def attend(q: Heads, k: Heads, v: Heads, attn_scale: float, visible: torch.Tenso
     largest = torch.where(largest.isneginf(), 0.0, largest)
     exponentials = torch.exp(scores - largest)
     sums = exponentials.sum(dim=-1, keepdim=True)
-    s = exponentials / torch.where(sums == 0.0, 1.0, sums)
-    operand = rounding_of_s.operand(s)
-    output = operand.numbers @ _for_each_query_head(v, q) * operand.factor * v.factor
-    return Attended(output, largest + torch.log(sums), amax_of(s))
+    operand = rounding_of_s.operand(exponentials)
+    output = operand.numbers @ _for_each_query_head(v, q) / torch.where(sums == 0.0, 1.0, sums)
+    return Attended(output * operand.factor * v.factor, largest + torch.log(sums), amax_of(exponentials))
 
 
 def attend_backward(

@@ -86,7 +86,7 @@ def _missing(params: Any) -> str | None:
     if params.scaling_mode not in (NVTEScalingMode.NVTE_DELAYED_TENSOR_SCALING, NVTEScalingMode.NVTE_MXFP8_1D_SCALING):
         return f"with the scaling {_name(NVTEScalingMode(params.scaling_mode))}"
     if params.return_max_logit:
-        return "in FP8 that returns the largest logit"
+        return "that returns the largest logit"
     if params.cuda_graph:
         return "in a CUDA graph"
     return missing_option(

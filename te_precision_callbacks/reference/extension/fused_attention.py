@@ -10,27 +10,25 @@ Usage::
 which role in cuDNN's graph. The graph, and what is assumed of cuDNN's kernels, are in
 :mod:`~te_precision_callbacks.reference.extension.attention_products`.
 
-================ ======================================= ======================================= =======================
-tensor           delayed scaling                         current scaling                         MXFP8
-================ ======================================= ======================================= =======================
-Q, K, V          FP8, one scale for all three            FP8, one scale for all three            MXFP8
-S                rounded to the type of Q, by the scale  as in delayed scaling                   not rounded
-                 of its quantizer, whose amax is raised
-O                FP8, by the scale of its quantizer,     of the nominal type                     of the nominal type
-                 whose amax is raised
-dO               FP8                                     FP8                                     MXFP8, and plain
-dP               rounded to the type of dO, by the scale as in delayed scaling                   not rounded
-                 of its quantizer, whose amax is raised
-dQ, dK, dV       FP8, by the scale of their quantizer,   of the nominal type                     of the nominal type
-                 whose amax is raised
-================ ======================================= ======================================= =======================
+============ ======================================== ========================= ======================================
+tensor       delayed scaling                          current scaling           MXFP8
+============ ======================================== ========================= ======================================
+Q, K, V      FP8, one scale for all three             FP8, one scale for all    MXFP8
+                                                      three
+S            rounded to the type of Q, by the scale   as in delayed scaling     rounded to the type of Q without a
+             of its quantizer, whose amax is raised                             scale; in the backward not rounded
+O            FP8, by the scale of its quantizer,      of the nominal type       of the nominal type
+             whose amax is raised
+dO           FP8                                      FP8                       MXFP8, and plain
+dP           rounded to the type of dO, by the scale  as in delayed scaling     not rounded
+             of its quantizer, whose amax is raised
+dQ, dK, dV   FP8, by the scale of their quantizer,    of the nominal type       of the nominal type
+             whose amax is raised
+============ ======================================== ========================= ======================================
 
-Transformer Engine gives S and dP quantizers of delayed scaling under current scaling too, and none under MXFP8. There
-the graph of the backward leaves them in float32; the graph of the forward casts S to FP8 without a scale, which a
-kernel cannot take literally, since S is far below 1 in long sequences. How it rounds is not published, so nothing is
-rounded here, as in Transformer Engine's own emulation (``pytorch/attention/dot_product_attention/backends.py:
-FP8EmulationFunc``). Amaxes are of float32 results before rounding. dQ, dK and dV share a quantizer: it is assumed that
-its amax becomes the largest of the three.
+Transformer Engine gives S and dP quantizers of delayed scaling under current scaling too, and none under MXFP8. Amaxes
+are of float32 results before rounding. dQ, dK and dV share a quantizer: it is assumed that its amax becomes the largest
+of the three.
 
 With ``NVTE_FP8_DPA_BWD=0`` the backward gets high-precision tensors, and S and dP are rounded to their type.
 """
@@ -124,7 +122,8 @@ def fused_attn_fwd(
         s_quantizer: of delayed scaling; None for MXFP8.
         o_quantizer: of delayed scaling for an FP8 output, otherwise of current scaling or MXFP8.
         rng_gen, rng_elts_per_thread: have no effect: nothing is drawn.
-        return_max_logit, cuda_graph: must be False.
+        return_max_logit: must be False.
+        cuda_graph: has no effect.
 
     Returns:
         O, in ``o_format``; the softmax statistics, float32, [batch, heads, padded query length, 1]; the state of the
@@ -139,11 +138,13 @@ def fused_attn_fwd(
     )
     if not is_quantized(Q):
         _refuse("fused_attn_fwd", "in high precision")
+    if return_max_logit:
+        _refuse("fused_attn_fwd", "that returns the largest logit")
     form = format_of(qkv_layout)
     q, k = read(Q, form), read(K, form)
     v = read(V, form, along_tokens=True)
     visible = _visible(attn_mask_type, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-    done = attend(q, k, v, attn_scale, visible, _rounding(s_quantizer, Q, cu_seqlens_q.device))
+    done = attend(q, k, v, attn_scale, visible, _rounding(s_quantizer, Q, cu_seqlens_q.device, in_forward=True))
     if s_quantizer is not None:
         raise_amax(s_quantizer, done.amax_s)
     output = from_heads(done.output, name_of(o_format)).contiguous()
@@ -255,8 +256,8 @@ def _gradients(values: Sequence[torch.Tensor], layout: int, dtype: torch.dtype, 
     return results
 
 
-def _rounding(quantizer: Any, like: Any, device: torch.device) -> Rounding:
-    """How S is rounded, to the type of Q, or dP, to that of dO; under MXFP8 they are not."""
+def _rounding(quantizer: Any, like: Any, device: torch.device, *, in_forward: bool = False) -> Rounding:
+    """How S is rounded, to the type of Q, or dP, to that of dO."""
     if scaling_mode(like) == layouts.PER_TENSOR:
         if recipe_of(quantizer) != "fp8_delayed_scaling":
             raise MissingFunctionError(
@@ -264,6 +265,8 @@ def _rounding(quantizer: Any, like: Any, device: torch.device) -> Rounding:
                 "of Transformer Engine's own recipes, which have quantizers of delayed scaling there."
             )
         return Rounding(fp8_format(like).round, quantizer.scale)
+    if in_forward:
+        return Rounding(fp8_format(like).round, torch.ones(1, device=device))
     dtype = torch.float32 if is_quantized(like) else like.dtype
     return Rounding(functools.partial(_to_type_and_back, dtype), torch.ones(1, device=device))
 
