@@ -637,6 +637,7 @@ def test_context_parallelism_is_missing_in_fp8_too(monkeypatch: pytest.MonkeyPat
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.slow
 def test_a_layer_trains_under_a_session(
     name: str, options: dict[str, Any], packed: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

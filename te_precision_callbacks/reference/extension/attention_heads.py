@@ -5,7 +5,7 @@ Usage::
     format_of(NVTE_QKV_Layout.NVTE_BS3HD)  # "bshd"
     q = read(query, "bshd")
     q.numbers, q.factor  # float32, [batch, heads, tokens, head size], and the factor that they lack
-    dq, dk, dv = unwritten_gradients(layout, q_shape, k_shape, v_shape, torch.bfloat16, device)
+    dq, dk, dv = unwritten_gradients(layout, [q_shape, k_shape, v_shape], torch.bfloat16, device)
 
 A format is the order of the dimensions b (batch), s (tokens), h (heads) and d (head size), as in the names of
 ``NVTE_QKV_Format``. ``pytorch/csrc/extensions/attention.cpp`` (packed gradients) and ``mxfp8_quantize_fast_path`` of
@@ -91,10 +91,7 @@ def read(tensor: Any, form: str, *, along_tokens: bool = False) -> Heads:
 
 
 def unwritten_gradients(
-    layout: int,
-    shapes: Sequence[Sequence[int]],
-    dtype: torch.dtype,
-    device: torch.device,
+    layout: int, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
 ) -> list[torch.Tensor]:
     """dQ, dK and dV, unwritten: views of one buffer where the layout packs them.
 

@@ -156,8 +156,8 @@ def attend_backward(
     operand = rounding_of_s.operand(s)
     dv = _over_query_heads(operand.numbers.mT @ do_for_dv.numbers, v) * operand.factor * do_for_dv.factor
 
-    ds = do.numbers @ _for_each_query_head(v, q).mT * do.factor * v.factor
-    dp = (ds - sums) * s * attn_scale
+    of_s = do.numbers @ _for_each_query_head(v, q).mT * do.factor * v.factor
+    dp = (of_s - sums) * s * attn_scale
     operand = rounding_of_dp.operand(dp)
     dq = operand.numbers @ _for_each_query_head(k_for_dq, q) * operand.factor * k_for_dq.factor
     dk = _over_query_heads(operand.numbers.mT @ q_for_dk.numbers, k) * operand.factor * q_for_dk.factor

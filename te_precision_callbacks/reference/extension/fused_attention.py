@@ -257,7 +257,14 @@ def _gradients(values: Sequence[torch.Tensor], layout: int, dtype: torch.dtype, 
 
 
 def _rounding(quantizer: Any, like: Any, device: torch.device, *, in_forward: bool = False) -> Rounding:
-    """How S is rounded, to the type of Q, or dP, to that of dO."""
+    """How S is rounded, to the type of Q, or dP, to that of dO.
+
+    Args:
+        quantizer: of S or dP.
+        like: Q or dO.
+        device: of the tensors.
+        in_forward: whether S is that of the forward, which is rounded under MXFP8 too.
+    """
     if scaling_mode(like) == layouts.PER_TENSOR:
         if recipe_of(quantizer) != "fp8_delayed_scaling":
             raise MissingFunctionError(
