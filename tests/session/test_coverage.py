@@ -24,6 +24,7 @@ from te_precision_callbacks.accelerate import unconverted_layers
 from te_precision_callbacks.records.coverage import Coverage, Reason
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.session.products import ModelProducts
+from tests.capability import any_capability, stand_for
 from tests.conftest import feature
 
 BATCH, LENGTH, WIDTH, INNER, HEADS, WORDS = 2, 16, 64, 128, 4, 96
@@ -643,3 +644,56 @@ def test_products_outside_of_any_layer_and_with_no_weight(tmp_path: Path) -> Non
         ("odd", "other", False): pairs,
         ("odd", "other", True): 2 * pairs,
     }
+
+
+FUSED = {
+    "delayed scaling": ((10, 0), recipes.DelayedScaling, "FP8"),
+    "current scaling": ((10, 0), recipes.Float8CurrentScaling, "FP8"),
+    "MXFP8": ((10, 0), recipes.MXFP8BlockScaling, "MXFP8"),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_attention_in_low_precision(name: str, tmp_path: Path) -> None:
+    """By Transformer Engine's fused attention, in the forward and in the backward."""
+    capability, recipe, word = FUSED[name]
+    length = 128  # a block of MXFP8
+    with any_capability():
+        stand_for(capability)
+        layer = te.MultiheadAttention(
+            WIDTH, HEADS, kv_channels=32, attention_dropout=0.0, params_dtype=torch.bfloat16, fuse_qkv_params=True
+        )
+        config = {"watched": feature("LogTensorStats", ["qkv"], tensors=["weight"], stats=["max"])}
+        with InspectSession(config, model=layer, log_dir=tmp_path, statistics_log="off") as session:
+            inputs = torch.ones(length, BATCH, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+            with te.autocast(enabled=True, recipe=recipe(fp8_dpa=True)):
+                out = layer(inputs, attn_mask_type="no_mask")
+            out.sum().backward()
+            session.step()
+    one = BATCH * HEADS * length * length * 32
+    coverage = [product for product in session.coverage() if product.family == "attention"]
+    assert {(product.gemm, product.backward): product.macs for product in coverage} == {
+        ("qk", False): one,
+        ("pv", False): one,
+        ("qk", True): 2 * one,
+        ("pv", True): 2 * one,
+    }
+    assert {product.layer for product in coverage} == {"multihead_attention.core_attention"}
+    assert all(text.startswith(word) for product in coverage for text in product.operands.values()), coverage
+    assert {product.reason for product in coverage} == {None}
+
+
+def test_attention_by_a_kernel_that_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is counted by the sizes of its input, as that of flash-attn, whose kernels call no operator of torch's."""
+    look = ModelProducts._look
+
+    def see_no_attention(self: ModelProducts, name: str, arguments: Any, result: Any) -> None:
+        if name not in ("bmm", "baddbmm"):
+            look(self, name, arguments, result)
+
+    monkeypatch.setattr(ModelProducts, "_look", see_no_attention)
+    coverage = trained(gpt(), tmp_path)
+    assert found(coverage) == GPT
+    [product] = [one for one in coverage if one.layer.startswith("layers.1") and one.gemm == "pv" and one.backward]
+    assert (product.precision, product.reason) == ("fp32", Reason.ATTENTION)
+    assert "counted by its sizes" in product.reason_ref
