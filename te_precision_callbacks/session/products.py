@@ -453,7 +453,7 @@ _COMPILED = "CompiledFunctionBackward"
 
 
 def _format_made_by(quantizer: Any, otherwise: str) -> str:
-    """The format that attention rounds a tensor of its own to; without a quantizer, as in MXFP8, that of its operand."""
+    """The format that attention rounds a tensor of its own to; without a quantizer, as in MXFP8, that of an operand."""
     return otherwise if quantizer is None else quantizer_format(quantizer, torch.float32, columnwise=False)
 
 

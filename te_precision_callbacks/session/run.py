@@ -236,10 +236,20 @@ class Run:
             then.callback(self._close_dumps, error, guard)
             then.callback(self._put_back, keeps=keeps)
             then.callback(self._write_summary, summarize)
+            then.callback(self._tell_coverage)
             then.callback(self._close_sinks, error, guard)
             if self.model.attached:
                 self.model.say_refused()
                 self._delivery.hand_over_remainder(logging_step, guard, counts_from=self._loop.counts_from)
+
+    def _tell_coverage(self) -> None:
+        """Tell in one line how much ran in low precision."""
+        findings = self._findings
+        if findings.iterations.last is not None and own_rank() == 0:
+            coverage = findings.coverage_at(findings.iterations.last)
+            if coverage:
+                logger.info("%s.", coverage)
+                self.inspector.log(str(coverage))
 
     def _put_back(self, *, keeps: bool) -> None:
         """Undo everything that the run changed in the process; with ``keeps``, all but the features that stay."""
