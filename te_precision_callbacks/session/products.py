@@ -12,6 +12,7 @@ which ``torch.compile`` compiles under the mode instead of leaving the code unco
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import sys
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from te_precision_callbacks.forwards import NO_BACKWARD, ForwardKind, innermost_autograd_frame
 from te_precision_callbacks.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
 from te_precision_callbacks.matrix_products import MatrixProduct, Role, is_product, products_of
-from te_precision_callbacks.naming import Model, named_roots
+from te_precision_callbacks.naming import SURROUNDS, Model, named_roots
 from te_precision_callbacks.records.coverage import Family, Product, ProductName, Reason
 from te_precision_callbacks.records.precision import FROZEN, NO_INPUT_GRADIENT
 from te_precision_callbacks.records.state import StateRow
@@ -177,9 +178,11 @@ class ModelProducts:
     def _surround_calls(self, root: Any) -> None:
         """Be active while a model is called; of Lightning's modules while they take a training step."""
         own = root._compiled_call_impl
-        self._replace(root, "_compiled_call_impl", self._around(root._call_impl if own is None else own))
+        around = _CallOfOneModule(self._around(root._call_impl if own is None else own))
+        setattr(around, SURROUNDS, own)
+        self._replace(root, "_compiled_call_impl", around)
         if "LightningModule" in class_names(root):
-            self._replace(root, "training_step", self._around(root.training_step))
+            self._replace(root, "training_step", _TrainingStepOfOneModule(self._around(root.training_step), root))
 
     def _around(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
@@ -413,6 +416,41 @@ class ModelProducts:
                     return found
             frame = frame.f_back
         return None
+
+
+class _CallOfOneModule:
+    """The ``_compiled_call_impl`` of a module; a copy of the module has none."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, call)
+        self._call = call
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._call(*arguments, **keywords)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+class _TrainingStepOfOneModule(_CallOfOneModule):
+    """The ``training_step`` of a module; a copy of the module has its class's."""
+
+    def __init__(self, call: Callable[..., Any], module: Any) -> None:
+        super().__init__(call)
+        self._module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return functools.partial(_training_step_of_its_class, copy.deepcopy(self._module, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (_training_step_of_its_class, self._module)
+
+
+def _training_step_of_its_class(module: Any, *arguments: Any, **keywords: Any) -> Any:
+    return type(module).training_step(module, *arguments, **keywords)
 
 
 class _SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -568,6 +569,31 @@ def test_a_session_that_is_stopped_before_a_step_leaves_torch_as_it_was(tmp_path
     assert torch.autograd._engine_run_backward is before  # type: ignore[attr-defined]
     assert "_compiled_call_impl" not in vars(model)
     assert str(session.coverage()) == "No matrix product has been seen."
+
+
+def test_copies_of_a_model_run_as_themselves(tmp_path: Path) -> None:
+    """A copy that is made before the first step's end, as of averaged weights."""
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = torch.nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x)
+
+        def training_step(self, x: torch.Tensor) -> torch.Tensor:
+            return self(x).sum()
+
+    model, x = Module(), torch.ones(TOKENS, WIDTH)
+    with InspectSession(None, model=model, log_dir=tmp_path, statistics_log="off"):
+        other = copy.deepcopy(model)
+        weights = torch.optim.swa_utils.AveragedModel(model)
+    assert torch.equal(weights(x), model(x))
+    torch.nn.init.zeros_(other.fc.weight)
+    torch.nn.init.zeros_(other.fc.bias)
+    assert other(x).abs().sum() == other.training_step(x) == 0
+    assert model.training_step(x) != 0
 
 
 def test_training_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
