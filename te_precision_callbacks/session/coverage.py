@@ -39,12 +39,13 @@ class CoverageHistory:
     """The matrix products of a run's model, and of those that followed it.
 
     Attributes:
-        changes: how often they were put.
+        of_other_ranks: the products of layers that other ranks alone have, as they ran there in their first step.
+        changes: how often this rank's were put.
     """
 
     def __init__(self) -> None:
         self._counted: list[_Counted] = []
-        self._others: tuple[Product, ...] = ()
+        self.of_other_ranks: tuple[Product, ...] = ()
         self.changes = 0
 
     def put(
@@ -60,13 +61,13 @@ class CoverageHistory:
         self._counted.append(_Counted(iteration, products, layers, state))
 
     def put_of_ranks(self, products: Iterable[Product]) -> None:
-        """Add the products of layers that other ranks alone have, as they ran there in their first step.
+        """Keep the products of layers that other ranks alone have.
 
         Args:
             products: those of all ranks.
         """
         own = {product.layer for counted in self._counted for product in counted.products}
-        self._others = tuple(product for product in products if product.layer not in own)
+        self.of_other_ranks = tuple(product for product in products if product.layer not in own)
 
     def at(self, iteration: int, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]) -> Coverage:
         """The products of an iteration.
@@ -77,11 +78,10 @@ class CoverageHistory:
             unconverted: layers that a trainer left without Transformer Engine, and why.
         """
         if not self._counted:
-            return Coverage(self._others)
+            return Coverage()
         number = max(0, bisect_right([counted.since for counted in self._counted], iteration) - 1)
         counted = self._counted[number]
-        own = _told(counted, list(precision), unconverted)
-        return Coverage((*own, *self._others), state=counted.state)
+        return Coverage(_told(counted, list(precision), unconverted), state=counted.state)
 
 
 def _told(counted: _Counted, precision: Sequence[GemmPrecision], unconverted: Mapping[str, str]) -> Iterator[Product]:

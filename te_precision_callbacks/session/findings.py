@@ -56,7 +56,7 @@ class Findings:
         self.statistics = RunStatistics(self.series)
 
     def coverage_at(self, iteration: int) -> Coverage:
-        """The matrix products of an iteration. Raises IterationError where it has not run."""
+        """This rank's matrix products of an iteration. Raises IterationError where it has not run."""
         return self.coverage.at(iteration, self.audit.at(iteration), self.unconverted)
 
 
@@ -109,7 +109,8 @@ class Results:
         iteration = findings.iterations.last if at is None else at
         if iteration is None:
             return Coverage()
-        return findings.coverage_at(iteration)
+        own = findings.coverage_at(iteration)
+        return Coverage((*own, *findings.coverage.of_other_ranks), state=own.state)
 
     @property
     def resume_report(self) -> ResumeReport | None:

@@ -28,7 +28,7 @@ from te_precision_callbacks.session.delivery import Delivery, Ending, SessionObs
 from te_precision_callbacks.session.endings import ProcessEnds
 from te_precision_callbacks.session.errors import ObservationError
 from te_precision_callbacks.session.failures import ObservationFailures
-from te_precision_callbacks.session.findings import Findings
+from te_precision_callbacks.session.findings import Findings, Results
 from te_precision_callbacks.session.forward import MOST_FORWARDS, ForwardHooks
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.overflow import OverflowWatch
@@ -251,7 +251,7 @@ class Run:
         """Tell in one line how much ran in low precision."""
         findings = self._findings
         if findings.iterations.last is not None and own_rank() == 0:
-            coverage = findings.coverage_at(findings.iterations.last)
+            coverage = Results(findings).coverage()
             if coverage:
                 logger.info("%s.", coverage)
                 self.inspector.log(str(coverage))

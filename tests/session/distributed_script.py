@@ -65,10 +65,8 @@ def coverage(rank: int, folder: Path) -> None:
 
 def contract(rank: int, folder: Path) -> None:
     """Rank 1 alone leaves FP8 in the third step, after both have held the contract in the second."""
-    net = te.Linear(32, 32)
-    with InspectSession(
-        statistics(), model=net, log_dir=folder, require={"share": {"fp8": 100}, "by_step": 2}
-    ) as session:
+    net, demanded = te.Linear(32, 32), {"share": {"fp8": 100}, "by_step": 2}
+    with InspectSession(statistics(), model=net, log_dir=folder, require=demanded, scope=f"pp{rank}") as session:
         try:
             for step in range(4):
                 with te.autocast(enabled=not (rank == 1 and step == 2), recipe=Float8CurrentScaling()):
