@@ -201,6 +201,9 @@ class Coverage(tuple[Product, ...]):
         return f" ({', '.join(apart)})" if apart else ""
 
 
+NOTHING = Coverage()
+"""That of a run without products."""
+
 _MOST_CAUSES = 3
 
 

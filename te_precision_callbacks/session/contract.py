@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
-from te_precision_callbacks.config.conditions import Share
 from te_precision_callbacks.config.contract import Contract, OnBroken
 from te_precision_callbacks.config.problems import ConfigError, suggestion
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.ranks import own_rank
-from te_precision_callbacks.records.coverage import LOW_PRECISION, PRECISIONS, Coverage, Product, Reason
+from te_precision_callbacks.records.coverage import NOTHING, PRECISIONS, Coverage, Product, Reason
+from te_precision_callbacks.records.state import StateRow
 from te_precision_callbacks.session.parallel import Ranks
 
 logger = logging.getLogger(__name__)
@@ -38,29 +38,12 @@ class PrecisionContractError(PrecisionDebugError, RuntimeError):
 
     Args:
         message: the full message.
-        coverage_line: how much runs in which precision, in one line.
+        coverage: the products that were judged, of all ranks.
     """
 
-    def __init__(self, message: str, coverage_line: str = "") -> None:
+    def __init__(self, message: str, coverage: Coverage = NOTHING) -> None:
         super().__init__(message)
-        self.coverage_line = coverage_line
-
-
-class _Ran(NamedTuple):
-    """A product as ranks tell it each other."""
-
-    layer: str
-    gemm: str
-    backward: bool
-    precision: str
-    macs: int
-    reason: Reason | None
-    why: str
-
-    @classmethod
-    def of(cls, product: Product) -> _Ran:
-        of = product
-        return cls(of.layer, of.gemm, of.backward, of.precision, of.macs, of.reason, of.why)
+        self.coverage = coverage
 
 
 class ContractKeeper:
@@ -111,47 +94,49 @@ class ContractKeeper:
             return
         if not ranks.any(self._judged != changes):
             return
-        self._judged, coverage = changes, coverage_now()
-        ran = ranks.pool(map(_Ran.of, coverage))
-        state = ranks.pool((row.subject, row.dtype) for row in coverage.state)
-        broken = [*self._broken_shares(ran), *self._broken_layers(ran), *self._broken_state(state)]
+        self._judged, own = changes, coverage_now()
+        coverage = Coverage(ranks.pool(own), state=tuple(ranks.pool(own.state)))
+        broken = [*self._broken_shares(coverage), *self._broken_layers(coverage), *self._broken_state(coverage.state)]
         if broken:
-            self._tell(broken, ran, str(coverage))
+            self._tell(broken, coverage)
 
-    def _tell(self, broken: Sequence[str], ran: Sequence[_Ran], line: str) -> None:
+    def _tell(self, broken: Sequence[str], coverage: Coverage) -> None:
         listed = "\n".join(f"- {text}" for text in broken)
         message = f"The run breaks its precision contract (require=), judged after step {self._steps}:\n{listed}"
-        offenders = _offenders(ran)
+        offenders = _offenders(coverage)
         if offenders:
             message += "\nThe largest products that are not in low precision:\n" + "\n".join(offenders)
         if self._on_broken == "raise":
-            raise PrecisionContractError(message, line)
+            raise PrecisionContractError(message, coverage)
         if own_rank() == 0 and message != self._said:
             logger.warning("%s", message)
         self._said = message
 
-    def _broken_shares(self, ran: Sequence[_Ran]) -> Iterable[str]:
+    def _broken_shares(self, coverage: Coverage) -> Iterable[str]:
         for share in self._contract.shares:
-            found = _share(share, ran)
+            backward = _HALVES.get(share.part)
+            gemm = share.part if share.part and backward is None else None
+            found = coverage.share(share.precision, gemm=gemm, backward=backward)
             if not share.holds(found):
-                has = "there are no such products" if found != found else f"it is {100 * found:.1f} %"
+                has = "there are no such products" if math.isnan(found) else f"it is {100 * found:.1f} %"
                 yield f"{share}: {has}."
 
-    def _broken_layers(self, ran: Sequence[_Ran]) -> Iterable[str]:
+    def _broken_layers(self, coverage: Coverage) -> Iterable[str]:
         for pattern, precision in self._contract.layers.items():
-            others = [one for one in ran if re.search(pattern, one.layer) and one.macs and not _is(one, precision)]
+            of_pattern = [product for product in coverage if product.macs and re.search(pattern, product.layer)]
+            others = [product for product in of_pattern if product.precision not in PRECISIONS[precision]]
             if others:
-                first = max(others, key=lambda one: one.macs)
+                first = max(others, key=lambda product: product.macs)
                 more = f", and {len(others) - 1} more GEMMs" if len(others) > 1 else ""
                 yield (
                     f"{pattern!r} must run in {precision}: {first.layer} {first.gemm} runs in {first.precision}"
                     f"{f' ({first.why})' if first.why else ''}{more}."
                 )
 
-    def _broken_state(self, state: Iterable[tuple[str, str]]) -> Iterable[str]:
-        kept: dict[str, list[str]] = {}
-        for subject, dtype in state:
-            kept.setdefault(subject, []).append(dtype)
+    def _broken_state(self, state: Iterable[StateRow]) -> Iterable[str]:
+        kept: dict[str, dict[str, None]] = {}
+        for row in state:
+            kept.setdefault(row.subject, {})[row.dtype] = None
         for subject, dtype in self._contract.state.items():
             others = [other for other in kept.get(subject, ()) if other != dtype]
             if others or subject not in kept:
@@ -159,33 +144,22 @@ class ContractKeeper:
                 yield f"{subject} must be {dtype}: {found}."
 
 
-def _is(one: _Ran, precision: str) -> bool:
-    return one.precision in PRECISIONS[precision]
+_HALVES = {"forward": False, "backward": True}
 
 
-def _share(share: Share, ran: Iterable[_Ran]) -> float:
-    parts = {"forward": False, "backward": True}
-    meant = [
-        one
-        for one in ran
-        if not share.part or (one.backward is parts[share.part] if share.part in parts else one.gemm == share.part)
-    ]
-    whole = sum(one.macs for one in meant)
-    return sum(one.macs for one in meant if _is(one, share.precision)) / whole if whole else float("nan")
-
-
-def _offenders(ran: Sequence[_Ran]) -> list[str]:
+def _offenders(coverage: Coverage) -> list[str]:
     """The layers with the most multiply-adds outside of low precision, each with its share, the reason and a remedy."""
-    whole = sum(one.macs for one in ran)
-    of_layer: dict[tuple[str, str, Reason | None, str], list[_Ran]] = {}
-    for one in ran:
-        if one.macs and one.precision not in LOW_PRECISION["quantized"]:
-            of_layer.setdefault((one.layer, one.precision, one.reason, one.why), []).append(one)
-    rows = sorted(of_layer.items(), key=lambda item: -sum(one.macs for one in item[1]))
+    whole = coverage.macs()
+    of_layer: dict[tuple[str, str, Reason | None, str], list[Product]] = {}
+    for product in coverage:
+        if product.macs and not product.is_low:
+            key = product.layer, product.precision, product.reason, product.why
+            of_layer.setdefault(key, []).append(product)
+    rows = sorted(of_layer.items(), key=lambda row: -sum(product.macs for product in row[1]))
     texts = []
     for (layer, precision, reason, why), products in rows[:_MOST_OFFENDERS]:
-        share = 100 * sum(one.macs for one in products) / whole
-        gemms = ", ".join(dict.fromkeys(one.gemm for one in products))
+        share = 100 * sum(product.macs for product in products) / whole
+        gemms = ", ".join(dict.fromkeys(product.gemm for product in products))
         text = f"- {layer} {gemms}: {share:.1f} % in {precision}"
         if reason is not None:
             text += f": {why}." + (f" To change that, {REMEDIES[reason]}." if reason in REMEDIES else "")

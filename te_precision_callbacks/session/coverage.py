@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from te_precision_callbacks.config.effects import Acting
-from te_precision_callbacks.records.coverage import Coverage, Product, ProductName, Reason
+from te_precision_callbacks.records.coverage import NOTHING, Coverage, Product, ProductName, Reason
 from te_precision_callbacks.records.precision import HIGH_PRECISION, GemmPrecision
 from te_precision_callbacks.records.state import StateRow
 
@@ -78,7 +78,7 @@ class CoverageHistory:
             unconverted: layers that a trainer left without Transformer Engine, and why.
         """
         if not self._counted:
-            return Coverage()
+            return NOTHING
         number = max(0, bisect_right([counted.since for counted in self._counted], iteration) - 1)
         counted = self._counted[number]
         return Coverage(_told(counted, list(precision), unconverted), state=counted.state)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from te_precision_callbacks.fingerprints.comparing import ResumeReport
-from te_precision_callbacks.records.coverage import Coverage
+from te_precision_callbacks.records.coverage import NOTHING, Coverage
 from te_precision_callbacks.records.layers import LayerHistory, Layers
 from te_precision_callbacks.records.model import Row
 from te_precision_callbacks.records.precision import Precision
@@ -108,7 +108,7 @@ class Results:
         findings = self._findings
         iteration = findings.iterations.last if at is None else at
         if iteration is None:
-            return Coverage()
+            return NOTHING
         own = findings.coverage_at(iteration)
         return Coverage((*own, *findings.coverage.of_other_ranks), state=own.state)
 

@@ -70,6 +70,8 @@ def test_one_that_holds(require: Any, tmp_path: Path) -> None:
 def test_a_broken_share_names_the_share_the_layers_and_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(PrecisionContractError) as caught:
         run(tmp_path, "fp8 >= 95%")
+    assert isinstance(caught.value.__cause__, PrecisionContractError)
+    assert caught.value.__cause__.coverage.share("fp8") == 0.5
     lines = str(caught.value).splitlines()
     assert lines[0] == "2: The run breaks its precision contract (require=), judged after step 3:"
     assert lines[1] == "- fp8 >= 95%: it is 50.0 %."
