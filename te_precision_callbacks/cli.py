@@ -5,6 +5,7 @@ Usage::
     te-precision run train.py --epochs 3
     te-precision run -m package.train --epochs 3
     te-precision dumps list logs/tensor_dumps
+    te-precision doctor
 
 Each command is a function here that imports what it needs when it is called, so that ``te-precision --help`` is quick.
 """
@@ -16,6 +17,7 @@ from typing import Annotated
 
 import typer
 
+from te_precision_callbacks.doctor.command import doctor
 from te_precision_callbacks.dumps.command import app as dumps
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.reference.launch import Backend
@@ -28,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(dumps)
+app.command()(doctor)
 
 
 def _show_version(asked: bool) -> None:

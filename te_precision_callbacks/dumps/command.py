@@ -15,17 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+
+from te_precision_callbacks.terminal import as_text, new_table, plain, show, show_json, visible
 
 if TYPE_CHECKING:
     from te_precision_callbacks.dumps.comparing import Difference
@@ -63,22 +60,22 @@ def list_command(
             for entry in found
         ]
         foreign = [{"path": str(file.path), "why": file.why} for file in found.foreign]
-        _print_json({"dumps": rows, "foreign": foreign})
+        show_json({"dumps": rows, "foreign": foreign})
         return
-    table = _table("iteration", "layer", "tensor", "micro-batch", "rank", "holds", "bytes", "file")
+    table = new_table("iteration", "layer", "tensor", "micro-batch", "rank", "holds", "bytes", "file")
     for entry in found:
         header = entry.header
         place = str(entry.path.relative_to(folder)) if folder.is_dir() else str(entry.path)
         if header is None:
-            table.add_row("", "", "", "", "", "a pickle without a header", f"{entry.size:,}", _cell(place))
+            table.add_row("", "", "", "", "", "a pickle without a header", f"{entry.size:,}", as_text(place))
             continue
         what = [] if header.high_precision is None else [header.high_precision.dtype]
         what += [] if header.quantized is None else [header.quantized.class_name]
         cells = ("" if header.iteration is None else header.iteration, header.layer, header.tensor, header.micro_batch)
-        table.add_row(*(_cell(cell) for cell in (*cells, header.rank, ", ".join(what), f"{entry.size:,}", place)))
-    _print(table)
+        table.add_row(*(as_text(each) for each in (*cells, header.rank, ", ".join(what), f"{entry.size:,}", place)))
+    show(table)
     for file in found.foreign:
-        _print(_cell(f"not a dump: {file.path}: {file.why}"))
+        show(as_text(f"not a dump: {file.path}: {file.why}"))
 
 
 @app.command("show")
@@ -113,20 +110,20 @@ def show_command(
             "quantization_error": errors,
             "not_compared": not_compared,
         }
-        _print_json({"path": str(file), "header": header} | _plain(described))
+        show_json({"path": str(file), "header": header} | plain(described))
         return
     for name, value in _flat(header):
-        typer.echo(f"{_visible(name):<40} {_visible(value)}")
-    table = _table("tensor", "dtype", "shape", "min", "max", "mean", "nan", "inf", "zeros")
+        typer.echo(f"{visible(name):<40} {visible(value)}")
+    table = new_table("tensor", "dtype", "shape", "min", "max", "mean", "nan", "inf", "zeros")
     for tensor in tensors:
         numbers = (f"{number:.6g}" for number in (tensor.minimum, tensor.maximum, tensor.mean))
         counts = (str(tensor.nan), str(tensor.inf), str(tensor.zeros))
-        table.add_row(_cell(tensor.name), tensor.dtype, _by(tensor.shape), *numbers, *counts)
-    _print(table)
+        table.add_row(as_text(tensor.name), tensor.dtype, _by(tensor.shape), *numbers, *counts)
+    show(table)
     for part in directions:
-        _print(_blocks_table(part))
+        show(_blocks_table(part))
     if errors:
-        _print(_difference_table(errors))
+        show(_difference_table(errors))
     _print_not_compared(not_compared)
 
 
@@ -143,19 +140,19 @@ def diff_command(
     with _visible_errors():
         result = compare(_loaded(a, allow_pickle), _loaded(b, allow_pickle))
     if as_json:
-        _print_json({"equal": result.equal, **_plain(result)})
+        show_json({"equal": result.equal, **plain(result)})
     else:
-        _print(_difference_table(result.differences))
+        show(_difference_table(result.differences))
         for difference in result.differences:
             if difference.internals is not None and difference.internals.first_block is not None:
                 block = difference.internals.first_block
-                _print(
+                show(
                     f"{difference.what}: the first block that differs is {block.index}, rows {_range(block.rows)} and"
                     f" columns {_range(block.columns)} of the data: {block.codes_differing} codes; its factors are"
                     f" {block.factors[0]!r} in A and {block.factors[1]!r} in B"
                 )
         _print_not_compared(result.not_compared)
-        _print("The dumps are equal." if result.equal else "The dumps differ.")
+        show("The dumps are equal." if result.equal else "The dumps differ.")
     raise typer.Exit(0 if result.equal else 1)
 
 
@@ -167,7 +164,7 @@ def _visible_errors() -> Iterator[None]:
     try:
         yield
     except DumpError as error:
-        raise type(error)(_visible(str(error))) from error
+        raise type(error)(visible(str(error))) from error
 
 
 def _loaded(file: Path, allow_pickle: bool) -> Any:
@@ -182,12 +179,12 @@ def _loaded(file: Path, allow_pickle: bool) -> Any:
 
 def _print_not_compared(what: tuple[str, ...]) -> None:
     for words in what:
-        _print(_cell(f"not compared: {words}"))
+        show(as_text(f"not compared: {words}"))
 
 
 def _difference_table(differences: Any) -> Table:
     errors = ("max error", "at", "mean error", "SQNR dB")
-    table = _table("A / B", "elements", "differ", *errors, "nan", "inf", "codes", "scales")
+    table = new_table("A / B", "elements", "differ", *errors, "nan", "inf", "codes", "scales")
     for difference in differences:
         inside = difference.internals
         table.add_row(
@@ -207,7 +204,7 @@ def _difference_table(differences: Any) -> Table:
 
 
 def _blocks_table(part: Any) -> Table:
-    table = _table(f"{part.name} blocks", "")
+    table = new_table(f"{part.name} blocks", "")
     table.add_row("blocks", f"{part.blocks:,}, with zeros only {part.zero_blocks:,}")
     table.add_row("factors", f"{part.smallest_factor:.6g} to {part.largest_factor:.6g}")
     table.add_row("with an element at the format's largest number", f"{part.at_largest_code:,}")
@@ -225,48 +222,6 @@ def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         elif value is not None and value != "":
             rows.append((prefix + name, _by(value) if isinstance(value, (tuple, list)) else str(value)))
     return rows
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def _print(what: Any) -> None:
-    console = Console(highlight=False, soft_wrap=not isinstance(what, Table))
-    if isinstance(what, Table) and not console.is_terminal:
-        # Into a file or a pipe every line stays whole.
-        console = Console(highlight=False, width=500)
-    console.print(what)
-
-
-def _visible(text: str) -> str:
-    """The text without terminal controls: characters that cannot be printed become escapes."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
-
-
-def _cell(what: object) -> str:
-    return escape(_visible(str(what)))
-
-
-def _print_json(what: Any) -> None:
-    typer.echo(json.dumps(_plain(what), indent=2, allow_nan=False))
-
-
-def _plain(value: Any) -> Any:
-    """A value for JSON: without dataclasses and tuples, and "nan", "inf" or "-inf" for a number that is not finite."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return _plain(fields)
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 def _by(values: Any, between: str = " x ") -> str:

@@ -1,0 +1,38 @@
+"""Asks another Python process, in which an import may fail, crash or hang.
+
+ask("import torch; answer = torch.__version__", os.environ)  # "2.13.0"
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+_SECONDS = 180.0
+"""After this time a process counts as hanging."""
+
+
+class NoAnswerError(Exception):
+    """The process ended without an answer; the message says how."""
+
+
+def ask(code: str, environment: Mapping[str, str]) -> Any:
+    """What ``code`` leaves in the variable ``answer``, which JSON must be able to hold.
+
+    Raises:
+        NoAnswerError: the process failed, crashed or hung.
+    """
+    command = [sys.executable, "-W", "ignore", "-c", f"{code}\nimport json; print(json.dumps(answer))"]
+    try:
+        done = subprocess.run(
+            command, env=dict(environment), capture_output=True, text=True, check=False, timeout=_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise NoAnswerError(f"the process had not ended after {_SECONDS:.0f} seconds") from None
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        raise NoAnswerError(lines[-1] if lines else f"the process ended with status {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
