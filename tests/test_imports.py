@@ -114,6 +114,8 @@ FLOOR = (
     "errors",
     "notices",
     "ranks",
+    "terminal",
+    "environment",
     "scopes",
     "numerics",
     "gemm_shapes",
@@ -122,7 +124,7 @@ FLOOR = (
     "fp8_state",
     "debug_values",
 )
-WITHOUT_SESSION = (*FLOOR, "observation", "records", "debug_utils", "dumps", "engine", "config", "summary")
+WITHOUT_SESSION = (*FLOOR, "observation", "records", "debug_utils", "dumps", "doctor", "engine", "config", "summary")
 
 
 @pytest.mark.parametrize("part", WITHOUT_SESSION)

@@ -132,6 +132,8 @@ def _show_torch(torch: Torch) -> None:
         _line(f"GPU {number}", f"{gpu.name}, compute capability {gpu.capability}, {gpu.memory_bytes / 2**30:.0f} GiB")
     if not torch.gpus:
         _line("GPU", "none")
+    if torch.visible_devices is not None:
+        _line("CUDA_VISIBLE_DEVICES", repr(torch.visible_devices))
     _line("driver, CUDA, cuDNN", ", ".join(version or "none" for version in (torch.driver, torch.cuda, torch.cudnn)))
     _line("settings of a new process", ", ".join(f"{name}={value}" for name, value in torch.settings.items()))
 

@@ -36,7 +36,8 @@ answer = {{"refusals": {{recipe: why for recipe, (runs, why) in answer.items() i
 try:
     answer["default"], answer["why_no_default"] = type(quantization.get_default_recipe()).__name__, ""
 except Exception as error:
-    answer["default"], answer["why_no_default"] = "", f"{{type(error).__name__}}: {{error}}"
+    words = " ".join(str(error).split()).partition(" [type=")[0]  # pydantic goes on with what it was given
+    answer["default"], answer["why_no_default"] = "", f"{{type(error).__name__}}: {{words}}"
 """
 
 
@@ -46,6 +47,7 @@ class Recipes:
 
     Attributes:
         place: where, in words.
+        chosen: whether scripts run there.
         refusals: recipe, of :data:`te_precision_callbacks.vocabulary.RECIPES` -> why it does not run there.
         default: the class of the recipe that ``te.autocast()`` takes by itself; empty if there is none.
         why_no_default: the exception with which Transformer Engine makes none; empty if it makes one.
@@ -53,6 +55,7 @@ class Recipes:
     """
 
     place: str
+    chosen: bool
     refusals: Mapping[str, str]
     default: str
     why_no_default: str
@@ -87,28 +90,29 @@ class TransformerEngine:
 def transformer_engine() -> TransformerEngine:
     """Find out what a script would run on, as ``te-precision run`` does."""
     installed = {name: version for name in _PACKAGES if (version := installed_version(name)) is not None}
-    without_backend = {name: value for name, value in os.environ.items() if name != inherited.ENVIRONMENT_VARIABLE}
+    environment = {name: value for name, value in os.environ.items() if name != inherited.ENVIRONMENT_VARIABLE}
     why = compiled.why_unavailable()
     if why is None:
-        recipes = (_recipes("this GPU", without_backend),)
-        return TransformerEngine(installed, "compiled", "the compiled Transformer Engine", "", "", recipes)
+        on_gpu = _recipes("this GPU", True, environment)
+        return TransformerEngine(installed, "compiled", "the compiled Transformer Engine", "", "", (on_gpu,))
     try:
         plan = plan_launch(Backend.REFERENCE)
     except ReferenceBackendError as error:
         return TransformerEngine(installed, "none", "no Transformer Engine that can be used", why, str(error), ())
-    told = json.loads(plan.environment[inherited.ENVIRONMENT_VARIABLE])
-    environments = {
-        "compute capability {}.{}".format(*capability): without_backend
-        | inherited.environment(pretend_cuda=told["pretend_cuda"], capability=capability, always=True)
-        for capability in target.ALLOWED
-    }
+    pretend_cuda = json.loads(plan.environment[inherited.ENVIRONMENT_VARIABLE])["pretend_cuda"]
+
+    def at(capability: tuple[int, int]) -> Recipes:
+        told = inherited.environment(pretend_cuda=pretend_cuda, capability=capability, always=True)
+        place = "compute capability {}.{}".format(*capability)
+        return _recipes(place, capability == target.capability(), environment | told)
+
     with ThreadPoolExecutor() as pool:
-        recipes = tuple(pool.map(_recipes, environments, environments.values()))
+        recipes = tuple(pool.map(at, target.ALLOWED))
     return TransformerEngine(installed, "reference", plan.description, why, "", recipes)
 
 
-def _recipes(place: str, environment: Mapping[str, str]) -> Recipes:
+def _recipes(place: str, chosen: bool, environment: Mapping[str, str]) -> Recipes:
     try:
-        return Recipes(place, **ask(_QUESTION, environment), failure="")
+        return Recipes(place, chosen, **ask(_QUESTION, environment), failure="")
     except NoAnswerError as error:
-        return Recipes(place, dict.fromkeys(RECIPES, "not known"), "", "", str(error))
+        return Recipes(place, chosen, dict.fromkeys(RECIPES, "not known"), "", "", str(error))

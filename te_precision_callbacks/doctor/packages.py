@@ -9,10 +9,11 @@ import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
 
 DISTRIBUTION = "te-precision-callbacks"
 
@@ -64,6 +65,9 @@ def packages() -> tuple[Package, ...]:
     Raises:
         importlib.metadata.PackageNotFoundError: this package runs from its sources, without being installed.
     """
+    from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
+
     own = metadata.metadata(DISTRIBUTION)
     requirements = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or ()]
     extras = [extra for extra in own.get_all("Provides-Extra") or () if extra not in _FOR_DEVELOPMENT]

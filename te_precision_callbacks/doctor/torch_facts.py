@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ class Torch:
 
     Attributes:
         gpus: in the order of their numbers.
+        visible_devices: CUDA_VISIBLE_DEVICES; None where it is not set.
         driver: the version of NVIDIA's driver; None if there is none.
         cuda: the CUDA version that torch was built for; None for a build without CUDA.
         cudnn: the version of cuDNN; None if there is none.
@@ -41,6 +43,7 @@ class Torch:
     """
 
     gpus: tuple[Gpu, ...]
+    visible_devices: str | None
     driver: str | None
     cuda: str | None
     cudnn: str | None
@@ -60,9 +63,11 @@ def torch_facts() -> Torch:
         properties = torch.cuda.get_device_properties(number)
         capability = "{}.{}".format(*torch.cuda.get_device_capability(number))
         gpus.append(Gpu(torch.cuda.get_device_name(number), capability, properties.total_memory))
-    encoded = torch.backends.cudnn.version()
+    cudnn: Any = torch.backends.cudnn
+    encoded = cudnn.version()
     return Torch(
         gpus=tuple(gpus),
+        visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         driver=_driver(_DRIVER.read_text()) if _DRIVER.is_file() else None,
         cuda=torch.version.cuda,
         cudnn=None if encoded is None else _cudnn(encoded),

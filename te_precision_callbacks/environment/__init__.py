@@ -64,6 +64,15 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
     return Environment(settings, tuple(problems))
 
 
+def markdown() -> str:
+    """The table of docs/doctor.md; ``python -m te_precision_callbacks.environment`` prints it."""
+    lines = ["| variable | default | changes | effect | read in |", "|---|---|---|---|---|"]
+    for name, default, _, effect, influence, source in VARIABLES:
+        shown = f"`{default}`" if default else ""
+        lines.append(f"| `{name}` | {shown} | {influence} | {effect} | {source} |")
+    return "\n".join(lines)
+
+
 def _bad_value(setting: Setting) -> Problem | None:
     variable = setting.variable
     fault = variable.fault(setting.value)
@@ -75,6 +84,7 @@ def _bad_value(setting: Setting) -> Problem | None:
 
 
 def _unknown(name: str) -> Problem:
+    what = f"{name} has no effect: neither Transformer Engine 2.20, nvidia-dlfw-inspect 0.2 nor this package reads it"
     nearest = difflib.get_close_matches(name, sorted(_KNOWN), n=1, cutoff=0.8)
     remedy = f"Is {nearest[0]} meant?" if nearest else "Check its spelling, or unset it."
-    return Problem((name,), f"{name} has no effect: no library that is known here reads it", remedy, stops=False)
+    return Problem((name,), what, remedy, stops=False)

@@ -97,7 +97,7 @@ _CONFLICTS = (
         ),
         Problem(
             ("NVTE_BACKWARD_OVERRIDE", _DPA),
-            f"with {_DPA}, DotProductAttention makes a DelayedScaling recipe, which raises AssertionError under"
+            f"with {_DPA}, DotProductAttention makes a DelayedScaling recipe, which raises ValidationError under"
             " NVTE_BACKWARD_OVERRIDE",
             f"Unset NVTE_BACKWARD_OVERRIDE, and give backward_override= to your own recipe; or unset {_DPA}.",
             stops=True,

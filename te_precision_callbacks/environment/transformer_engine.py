@@ -19,7 +19,7 @@ OVERRIDES = ("high_precision", "dequantized")
 """The values of ``backward_override``."""
 
 _4OVER6 = one_of(
-    "none", "weights", "activations", "all", otherwise=Fault("NVFP4BlockScaling() raises AssertionError", stops=True)
+    "none", "weights", "activations", "all", otherwise=Fault("NVFP4BlockScaling() raises ValidationError", stops=True)
 )
 _TORCH = "transformer_engine/pytorch"
 _ATTENTION = f"{_TORCH}/attention/dot_product_attention"
@@ -31,9 +31,9 @@ _RECIPES = (
         (
             "NVTE_BACKWARD_OVERRIDE",
             "",
-            one_of(*OVERRIDES, otherwise=Fault("every recipe raises AssertionError", stops=True)),
+            one_of(*OVERRIDES, otherwise=Fault("every recipe raises ValidationError", stops=True)),
             "backward_override of every recipe: dgrad and wgrad read operands in high precision, the original or"
-            " dequantized ones; DelayedScaling() raises AssertionError",
+            " dequantized ones; DelayedScaling() raises ValidationError",
         ),
         (
             "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
@@ -62,7 +62,7 @@ _RECIPES = (
             "NVTE_NVFP4_4OVER6_ERR_MODE",
             "MAE",
             one_of(
-                "MAE", "MSE", "mae", "mse", otherwise=Fault("NVFP4BlockScaling() raises AssertionError", stops=True)
+                "MAE", "MSE", "mae", "mse", otherwise=Fault("NVFP4BlockScaling() raises ValidationError", stops=True)
             ),
             "the error by which 4over6 chooses a scale",
         ),
