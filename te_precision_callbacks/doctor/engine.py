@@ -103,7 +103,7 @@ def transformer_engine() -> TransformerEngine:
 
     def at(capability: tuple[int, int]) -> Recipes:
         told = inherited.environment(pretend_cuda=pretend_cuda, capability=capability, always=True)
-        place = "compute capability {}.{}".format(*capability)
+        place = "reference backend at {}.{}".format(*capability)
         return _recipes(place, capability == target.capability(), environment | told)
 
     with ThreadPoolExecutor() as pool:

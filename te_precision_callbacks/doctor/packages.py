@@ -91,7 +91,7 @@ def _of(requirements: list[Requirement], extra: str) -> Iterator[Requirement]:
 
 
 def _judged(name: str, version: str | None, wanted: SpecifierSet, extra: str) -> Package:
-    words = ",".join(sorted(map(str, wanted), reverse=True))  # >= before <
+    words = ",".join(sorted({*map(str, wanted)}, reverse=True))  # >= before <
     if version is None:
         return Package(name, None, words, extra, "missing")
     fits = wanted.contains(version, prereleases=True)
