@@ -5,9 +5,11 @@ Usage::
     te-precision run train.py --epochs 3
     te-precision run -m package.train --epochs 3
     te-precision dumps list logs/tensor_dumps
+    te-precision features FakeQuant
+    te-precision statistics
     te-precision doctor
 
-Each command is a function here that imports what it needs when it is called, so that ``te-precision --help`` is quick.
+Each command imports what it needs when it is called, so that ``te-precision --help`` is quick.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from typing import Annotated
 
 import typer
 
-from te_precision_callbacks.doctor.command import doctor
+from te_precision_callbacks.doctor.command import doctor_command
 from te_precision_callbacks.dumps.command import app as dumps
 from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.manual.command import features_command, statistics_command
 from te_precision_callbacks.reference.launch import Backend
 
 app = typer.Typer(
@@ -30,7 +33,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(dumps)
-app.command()(doctor)
 
 
 def _show_version(asked: bool) -> None:
@@ -78,6 +80,11 @@ def run(
     plan = plan_launch(backend)
     typer.echo(f"te-precision: {plan.description}", err=True)
     launch(plan, [*(["-m"] if module else []), script, *(arguments or [])])
+
+
+app.command("features")(features_command)
+app.command("statistics")(statistics_command)
+app.command("doctor")(doctor_command)
 
 
 def main() -> None:

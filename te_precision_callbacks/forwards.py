@@ -86,19 +86,19 @@ class ForwardClassifier:
             # Inside a backward pass, so recomputed for an activation checkpoint. A reentrant one (an autograd Function)
             # ran the first forward without gradients: this is the one to observe. Any other kind recomputes from a hook
             # of a saved tensor, and its first forward was observed.
-            reentrant = _innermost_autograd_frame() == "backward"
+            reentrant = innermost_autograd_frame() == "backward"
             return ForwardKind.OBSERVED if reentrant else ForwardKind.SILENT
         if torch.is_grad_enabled():
             return ForwardKind.OBSERVED
         # Without gradients, but inside a Function's forward: a reentrant checkpoint, which recomputes it later.
-        return ForwardKind.SILENT if _innermost_autograd_frame() == "forward" else self._evaluation
+        return ForwardKind.SILENT if innermost_autograd_frame() == "forward" else self._evaluation
 
 
 def _always() -> bool:
     return True
 
 
-def _innermost_autograd_frame() -> str | None:
+def innermost_autograd_frame() -> str | None:
     """``forward`` or ``backward`` of the innermost autograd Function on the stack, or ``unpack_hook``; else None.
 
     ``unpack_hook`` is where torch 2.13's and Transformer Engine 2.20's non-reentrant checkpoints recompute.

@@ -167,6 +167,18 @@ def named_te_modules(
     return tuple(named)
 
 
+def module_names(model: Model, *, by_number: bool = False, scope: Scope = "") -> dict[int, str]:
+    """The name of every module of a model, by its id, as :func:`named_te_modules` makes them; of a root without a
+    prefix its class in snake case."""
+    names: dict[int, str] = {}
+    for prefix, root in named_roots(model) or ():
+        for place in _places(root, prefix, through_adapters=True):
+            path = place.by_number if by_number else place.path
+            name = path or snake_case(_own_class(root))
+            names.setdefault(id(place.module), _joined(scope_of(scope, place.path), name))
+    return names
+
+
 class NamedOperation(NamedTuple):
     """An operation of ``te.ops`` with GEMMs, and the names of its layers."""
 
@@ -410,9 +422,7 @@ def _places(
     seen: dict[int, str] = {}
     root, full_prefix = _unwrapped(root, opaque, prefix)
     if any(base.__module__.startswith("transformer_engine.") for base in type(root).__mro__):
-        # fully_shard derives a class of torch's from the module's own class.
-        own = next(base for base in type(root).__mro__ if not base.__module__.startswith("torch."))
-        prefix, full_prefix = (_joined(path, snake_case(own.__name__)) for path in (prefix, full_prefix))
+        prefix, full_prefix = (_joined(path, snake_case(_own_class(root))) for path in (prefix, full_prefix))
     stack = [_Node(prefix, full_prefix, prefix, root)]
     while stack:
         place = stack.pop()
@@ -458,6 +468,11 @@ def _expert_numbers(module: torch.nn.Module, child_name: str) -> str:
     """Experts with the first and the last of their numbers; empty for another child. Read from Megatron Core 0.16."""
     experts = getattr(module, "local_expert_indices", None) if child_name == "experts" else None
     return f"{child_name}_{experts[0]}_{experts[-1]}" if experts else ""
+
+
+def _own_class(module: torch.nn.Module) -> str:
+    """The name of a module's class; fully_shard derives a class of torch's from the module's own."""
+    return next(base for base in type(module).__mro__ if not base.__module__.startswith("torch.distributed.")).__name__
 
 
 def _joined(path: str, name: str) -> str:

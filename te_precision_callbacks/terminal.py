@@ -1,11 +1,11 @@
-"""What the commands print: tables, lines of text, and one JSON object for ``--json``.
+"""Prints tables, text and JSON: what the commands of ``te-precision`` share.
 
-shown = new_table("layer", "bytes")
-shown.add_row(as_text(layer), f"{size:,}")
-show(shown)
-show_json({"layer": layer, "bytes": size})
+    rows = table("layer", "tensor")
+    rows.add_row(cell("fc1"), cell("activation"))
+    show(rows)                        # fitted to a terminal; in a file or pipe every line stays whole
+    show_json({"rows": []})
 
-Names and messages come from files and configs, so they are shown as text, not as markup, and without control
+Colour and bold are for terminals only. Text from files and configs is shown as text, not as markup, and without control
 characters.
 """
 
@@ -14,7 +14,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from typing import Any
+import shutil
+import textwrap
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -22,9 +24,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+"""The option of a command that can print JSON."""
 
-def new_table(*columns: str) -> Table:
-    """An empty table whose cells are wrapped, never cut."""
+_WHOLE_LINES = 500
+"""The width of a table in a file or pipe."""
+
+_WIDEST_TEXT = 120
+
+
+def table(*columns: str) -> Table:
+    """An empty table whose cells are folded where they do not fit."""
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in columns:
         made.add_column(column, overflow="fold")
@@ -32,11 +42,38 @@ def new_table(*columns: str) -> Table:
 
 
 def show(what: Table | str) -> None:
-    """Print a table, or a line of text with rich's markup; into a file or a pipe every line stays whole."""
+    """Print a table, or a line with rich's markup."""
     console = Console(highlight=False, soft_wrap=not isinstance(what, Table))
     if isinstance(what, Table) and not console.is_terminal:
-        console = Console(highlight=False, width=500)
+        console = Console(highlight=False, width=_WHOLE_LINES)
     console.print(what)
+
+
+def show_text(text: str, indent: int = 0, hanging: int = 0) -> None:
+    """Print a paragraph, wrapped to the terminal; to 80 columns in a file or pipe, unless COLUMNS says otherwise.
+
+    Args:
+        text: the paragraph, without markup.
+        indent: the number of spaces before each line.
+        hanging: the number of further spaces before each line but the first.
+    """
+    width = min(shutil.get_terminal_size().columns, _WIDEST_TEXT)
+    first = " " * indent
+    typer.echo(
+        textwrap.fill(
+            visible(text),
+            max(width - 1, 40),
+            initial_indent=first,
+            subsequent_indent=first + " " * hanging,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    )
+
+
+def show_json(what: Any) -> None:
+    """Print a value as JSON: without dataclasses, and "nan", "inf" or "-inf" for a number that is not finite."""
+    typer.echo(json.dumps(plain(what), indent=2, allow_nan=False))
 
 
 def visible(text: str) -> str:
@@ -44,14 +81,9 @@ def visible(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
-def as_text(what: object) -> str:
-    """An object as text for a table or a line: without markup and terminal controls."""
+def cell(what: object) -> str:
+    """Any text as a cell of a table or as a line, without rich's markup."""
     return escape(visible(str(what)))
-
-
-def show_json(what: Any) -> None:
-    """Print an object as JSON; see :func:`plain`."""
-    typer.echo(json.dumps(plain(what), indent=2, allow_nan=False))
 
 
 def plain(value: Any) -> Any:

@@ -119,6 +119,7 @@ FLOOR = (
     "scopes",
     "numerics",
     "gemm_shapes",
+    "matrix_products",
     "statistics",
     "watched",
     "fp8_state",

@@ -14,19 +14,19 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from te_precision_callbacks import debug_values
 from te_precision_callbacks.config.problems import suggestion
 from te_precision_callbacks.statistics.names import (
+    BLOCKWISE_LABEL,
     PREFIXES,
     Request,
     UnknownStatisticError,
-    logged_request,
-    quantized_request,
-    tensor_request,
+    named_request,
+    quantized_pattern,
 )
 from te_precision_callbacks.statistics.table import BLOCKWISE, QUANTIZED_STATISTICS, STATISTICS, TENSOR_STATISTICS
 
@@ -90,6 +90,12 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
 }
 
+_DIGITS = r"\d(?:_?\d)*"
+_NUMBER = (
+    rf"[+-]?(?:(?:{_DIGITS}\.?(?:{_DIGITS})?|\.{_DIGITS})(?:[eE][+-]?{_DIGITS})?|[iI][nN][fF](?:[iI][nN][iI][tT][yY])?)"
+)
+"""The numbers that ``float`` reads, but nan."""
+
 _FORMS = (
     f"A condition is {NONFINITE!r}, {ACTIVATION_OVERFLOW!r}, or a statistic and a number with >, >=, < or <= between"
     " them, such as 'underflows% > 5'."
@@ -125,24 +131,28 @@ def _statistic(entry: str, name: str) -> Request:
     """
     if name == BLOCKWISE:
         return Request(name, STATISTICS[name])
-    request = _request(name)
-    if request is None:
+    try:
+        request = named_request(name)
+    except UnknownStatisticError:
         known = [*TENSOR_STATISTICS, BLOCKWISE, *QUANTIZED_STATISTICS]
         prefixes = (f"{one}_" for several in PREFIXES.values() for one in several)
         prefix = max((one for one in prefixes if name.startswith(one)), key=len, default="")
         hint = suggestion(name, [prefix + statistic for statistic in QUANTIZED_STATISTICS] if prefix else known)
-        raise ValueError(f"has {entry!r}: there is no statistic {name!r}.{hint}")
+        raise ValueError(f"has {entry!r}: there is no statistic {name!r}.{hint}") from None
     if request.statistic.value is None:
         raise ValueError(f"has {entry!r}: {name} is a histogram, not a number.")
     return request
 
 
-def _request(name: str) -> Request | None:
-    if name.startswith(BLOCKWISE):
-        return logged_request(name)
-    for request_of in (tensor_request, quantized_request):
-        try:
-            return request_of(name)
-        except UnknownStatisticError:
-            continue
-    return None
+def comparison_pattern() -> str:
+    """A regular expression of the conditions that compare a statistic, in Python's dialect and in ECMA 262's."""
+
+    def numbers(names: Iterable[str]) -> list[str]:
+        return [name for name in names if STATISTICS[name].value is not None]
+
+    statistics = [
+        *map(re.escape, [*numbers(TENSOR_STATISTICS), BLOCKWISE]),
+        BLOCKWISE_LABEL.pattern,
+        quantized_pattern(statistics=numbers(QUANTIZED_STATISTICS)),
+    ]
+    return rf"^\s*(?:{'|'.join(statistics)})\s*(?:<=|>=|<|>)\s*{_NUMBER}\s*$"

@@ -2,6 +2,7 @@
 
     freq: StrictInt = Field(1, ge=1)         # words(field): "an integer >= 1"
     tensors: ListOf[Operand]                 # words(field): "a list of activation, weight, gradient"
+    shape(field)                             # the same as JSON Schema: {"type": "integer", "minimum": 1}
 
 The text of a validator's error continues a sentence that starts with the key: "has the pair [5, 2], which ends before
 it starts."
@@ -10,20 +11,27 @@ it starts."
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator, Strict
 from pydantic.fields import FieldInfo
 
-from te_precision_callbacks.config.conditions import ACTIVATION_OVERFLOW, NONFINITE, Condition, parse_condition
+from te_precision_callbacks.config.conditions import (
+    ACTIVATION_OVERFLOW,
+    NONFINITE,
+    Condition,
+    comparison_pattern,
+    parse_condition,
+)
 from te_precision_callbacks.config.problems import nearest, shortened, shown, suggestion
-from te_precision_callbacks.config.sizes import size_in_bytes
+from te_precision_callbacks.config.sizes import LARGEST_SIZE, SIZE_PATTERN, size_in_bytes
 from te_precision_callbacks.statistics.names import (
     OWN_RECIPE,
-    PREFIXES,
     Request,
     UnknownStatisticError,
+    quantized_names,
+    quantized_pattern,
     quantized_request,
     tensor_request,
 )
@@ -35,11 +43,21 @@ QuantFormat = Literal["FP8E4M3", "FP8E5M2", "MXFP8E4M3", "MXFP8E5M2"]
 T = TypeVar("T")
 
 
+JsonSchema = dict[str, Any]
+"""A JSON Schema, draft 2020-12."""
+
+
 @dataclass(frozen=True)
 class Words:
-    """The description of what a field takes, if its type does not say."""
+    """The description of what a field takes, if its type does not say.
+
+    Attributes:
+        text: in words.
+        shape: as JSON Schema; without what a schema cannot say, such as an order.
+    """
 
     text: str
+    shape: JsonSchema = field(hash=False)
 
 
 class Refused(ValueError):
@@ -103,22 +121,7 @@ def _quantized_statistic(entry: Any, default_recipe: str = OWN_RECIPE) -> Reques
         return quantized_request(entry, default_recipe)
     except UnknownStatisticError as error:
         recipes = (default_recipe,) if default_recipe else RECIPES
-        raise _refused(entry, error, lambda: _quantized_names(recipes), QUANTIZED_STATISTICS) from error
-
-
-def _quantized_names(recipes: Sequence[str]) -> list[str]:
-    """Each name that LogFp8TensorStats takes with one of these recipes, in any format, or without a recipe."""
-    prefixes = ["", *(f"{prefix}_" for recipe in recipes for prefix in PREFIXES[recipe])]
-    found = (prefix + name + end for prefix in prefixes for name in QUANTIZED_STATISTICS for end in ("", "_columnwise"))
-    return [name for name in found if _is_quantized_name(name)]
-
-
-def _is_quantized_name(name: str) -> bool:
-    try:
-        quantized_request(name)
-    except UnknownStatisticError:
-        return False
-    return True
+        raise _refused(entry, error, lambda: quantized_names(recipes), QUANTIZED_STATISTICS) from error
 
 
 def _fp8_statistic(entry: Any) -> Request:
@@ -135,29 +138,65 @@ def _nvfp4_statistic(entry: Any) -> Request:
     return request
 
 
-_STATISTICS = f"statistics: {', '.join(TENSOR_STATISTICS)}, {{{BLOCKWISE}: {{block_size: 32, dims: 1}}}}"
+def _quantized_shape(recipes: Sequence[str]) -> JsonSchema:
+    """The plain names, which an editor can offer, and the pattern of all names."""
+    pattern = f"^{quantized_pattern(recipes)}$"
+    return {"type": "string", "anyOf": [{"enum": list(QUANTIZED_STATISTICS)}, {"pattern": pattern}]}
+
+
+_BLOCKS: JsonSchema = {
+    "type": "object",
+    "required": [BLOCKWISE],
+    "additionalProperties": False,
+    "properties": {
+        BLOCKWISE: {
+            "type": ["object", "null"],
+            "additionalProperties": False,
+            "properties": {"block_size": {"type": "integer", "minimum": 1}, "dims": {"enum": [1, 2]}},
+        }
+    },
+}
 _QUANTIZED = f"STATISTIC being one of {', '.join(QUANTIZED_STATISTICS)}"
-TensorStatistic = Annotated[Request, PlainValidator(_tensor_statistic), Words(_STATISTICS)]
+TensorStatistic = Annotated[
+    Request,
+    PlainValidator(_tensor_statistic),
+    Words(
+        f"statistics: {', '.join(TENSOR_STATISTICS)}, {{{BLOCKWISE}: {{block_size: 32, dims: 1}}}}",
+        {"anyOf": [{"enum": [*TENSOR_STATISTICS, BLOCKWISE]}, _BLOCKS]},
+    ),
+]
 Fp8Statistic = Annotated[
     Request,
     PlainValidator(_fp8_statistic),
     Words(
         f"[RECIPE_[FORMAT_]]STATISTIC[_columnwise], {_QUANTIZED}, RECIPE one of {', '.join(RECIPES)}, and FORMAT, after"
-        f" {', '.join(WITH_ELEMENT_FORMAT)}, one of {', '.join(ELEMENT_FORMATS)}"
+        f" {', '.join(WITH_ELEMENT_FORMAT)}, one of {', '.join(ELEMENT_FORMATS)}",
+        _quantized_shape(RECIPES),
     ),
 ]
 Nvfp4Statistic = Annotated[
-    Request, PlainValidator(_nvfp4_statistic), Words(f"[nvfp4_]STATISTIC[_columnwise], {_QUANTIZED}")
+    Request,
+    PlainValidator(_nvfp4_statistic),
+    Words(
+        f"[nvfp4_]STATISTIC[_columnwise], {_QUANTIZED}",
+        _quantized_shape(["nvfp4"]),
+    ),
 ]
 Size = Annotated[
     int,
     PlainValidator(size_in_bytes),
-    Words("a number of bytes, or a text such as `10MB` (10^7) or `2GiB` (2 * 2^30)"),
+    Words(
+        "a number of bytes, or a text such as `10MB` (10^7) or `2GiB` (2 * 2^30)",
+        {"type": ["integer", "string"], "minimum": 1, "maximum": LARGEST_SIZE, "pattern": SIZE_PATTERN},
+    ),
 ]
 When = Annotated[
     Condition,
     PlainValidator(parse_condition),
-    Words(f"`{NONFINITE}`, `{ACTIVATION_OVERFLOW}`, `STATISTIC > NUMBER` (or `>=`, `<`, `<=`)"),
+    Words(
+        f"`{NONFINITE}`, `{ACTIVATION_OVERFLOW}`, `STATISTIC > NUMBER` (or `>=`, `<`, `<=`)",
+        {"type": "string", "anyOf": [{"enum": [NONFINITE, ACTIVATION_OVERFLOW]}, {"pattern": comparison_pattern()}]},
+    ),
 ]
 
 
@@ -197,7 +236,19 @@ Intervals = Annotated[
     BeforeValidator(_listed),
     Field(min_length=1),
     AfterValidator(_intervals),
-    Words("a list of [start, end] pairs of steps, in increasing order and not overlapping"),
+    Words(
+        "a list of [start, end] pairs of steps, in increasing order and not overlapping",
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "array",
+                "prefixItems": [{"type": "integer", "minimum": 0}, {"type": "integer", "minimum": -1}],
+                "minItems": 2,
+                "maxItems": 2,
+            },
+        },
+    ),
 ]
 
 
@@ -222,9 +273,9 @@ def words(field: FieldInfo) -> str:
     """What a field takes: "an integer >= 1"."""
     kind, metadata = _plain(field.annotation)
     metadata = [*field.metadata, *metadata]
-    found = next((entry.text for entry in metadata if isinstance(entry, Words)), None)
-    if found:
-        return found
+    found = _said(metadata)
+    if found is not None:
+        return found.text
     if get_origin(kind) is list:
         return f"a list of {_entries(field, get_args(kind)[0])}"
     if get_origin(kind) is Literal:
@@ -236,14 +287,54 @@ def _entries(field: FieldInfo, entry: Any) -> str:
     item = item_of(field)
     if item is not None:
         return f"mappings with {next(key for key, found in item.model_fields.items() if found.is_required())!r}"
-    found = next((part.text for part in _plain(entry)[1] if isinstance(part, Words)), None)
-    return found or ", ".join(names(field))
+    found = _said(_plain(entry)[1])
+    return found.text if found is not None else ", ".join(names(field))
 
 
 def _integers(metadata: Sequence[Any]) -> str:
-    low = next(entry.ge for entry in metadata if hasattr(entry, "ge"))
-    high = next((entry.le for entry in metadata if hasattr(entry, "le")), None)
+    low, high = _bounds(metadata)
     return f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+
+
+def shape(field: FieldInfo, item: JsonSchema | None = None) -> JsonSchema:
+    """What a field takes, as JSON Schema.
+
+    Args:
+        field: the field.
+        item: the schema of the items, if the field is a list of mappings.
+    """
+    kind, metadata = _plain(field.annotation)
+    found = _said([*field.metadata, *metadata])
+    if found is not None:
+        made = found.shape
+    elif get_origin(kind) is list:
+        made = _list_shape(get_args(kind)[0], item)
+    elif get_origin(kind) is Literal:
+        made = {"enum": list(get_args(kind))}
+    elif kind is bool:
+        made = {"type": "boolean"}
+    else:
+        low, high = _bounds([*field.metadata, *metadata])
+        made = {"type": "integer", "minimum": low} | ({} if high is None else {"maximum": high})
+    return {"anyOf": [made, {"type": "null"}]} if type(None) in get_args(field.annotation) else made
+
+
+def _list_shape(entry: Any, item: JsonSchema | None) -> JsonSchema:
+    kind, metadata = _plain(entry)
+    found = _said(metadata)
+    one = item or (found.shape if found is not None else {"enum": list(get_args(kind))})
+    listed = {"type": "array", "items": one, "minItems": 1, "maxItems": MOST_LISTED}
+    return listed if item else {"anyOf": [{"type": "string", **one}, listed]}
+
+
+def _said(metadata: Sequence[Any]) -> Words | None:
+    return next((entry for entry in metadata if isinstance(entry, Words)), None)
+
+
+def _bounds(metadata: Sequence[Any]) -> tuple[int, int | None]:
+    """The lowest and the highest integer that is taken."""
+    low = next(entry.ge for entry in metadata if hasattr(entry, "ge"))
+    return low, next((entry.le for entry in metadata if hasattr(entry, "le")), None)
 
 
 def _plain(annotation: Any) -> tuple[Any, list[Any]]:

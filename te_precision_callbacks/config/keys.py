@@ -69,7 +69,7 @@ class TensorStatistics(Level):
     stats: ListOf[TensorStatistic] = Field(
         default_factory=list,
         description="Statistics to compute; required here or in each item. Formulas and units:"
-        " [statistics.md](statistics.md).",
+        " `te-precision statistics`.",
     )
 
 
@@ -81,7 +81,7 @@ class Fp8Statistics(Level):
         description="Statistics to compute; required here or in each item. Without a recipe in the name: for the"
         " recipe that the layer runs. With another recipe: what that recipe would give, in its default element format"
         " or in FORMAT. `_columnwise`: for the transposed data, if the recipe scales blocks. Formulas and units:"
-        " [statistics.md](statistics.md).",
+        " `te-precision statistics`.",
     )
     only_quantized: StrictBool = Field(
         False,
@@ -96,7 +96,7 @@ class Nvfp4Statistics(Level):
     stats: ListOf[Nvfp4Statistic] = Field(
         default_factory=list,
         description="Statistics to compute; required here or in each item. `_columnwise`: for the transposed data."
-        " Formulas and units: [statistics.md](statistics.md).",
+        " Formulas and units: `te-precision statistics`.",
     )
 
 

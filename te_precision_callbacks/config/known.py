@@ -27,7 +27,7 @@ def known_features(own: Iterable[str] = ()) -> Mapping[str, tuple[str, ...]]:
     Args:
         own: names of a user's own features, which are in the namespace ``transformer_engine``.
     """
-    # Not above: the schemas import pydantic and numpy, and `python -m` must run them as their only copy.
+    # Not above: the schemas import pydantic and numpy.
     from te_precision_callbacks.config.schemas import FEATURES
 
     found: dict[str, dict[str, None]] = {NAMESPACE: dict.fromkeys((*FEATURES, *own)), BASE: {}}

@@ -198,7 +198,7 @@ def _section(name: str, body: Any, places: Places, known: _Known) -> Section:
 
 
 def _with_checked_features(section: Section) -> Section:
-    # Not above: the schemas import pydantic and numpy, and `python -m` must run them as their only copy.
+    # Not above: the schemas import pydantic and numpy.
     from te_precision_callbacks.config.checking import read_features
 
     features = section.features[NAMESPACE]

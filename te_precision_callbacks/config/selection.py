@@ -22,7 +22,17 @@ logger = logging.getLogger(__name__)
 
 EXACT, PATTERN, NUMBERS, TYPES = "exact_layer_names", "layer_name_regex_pattern", "layer_numbers", "layer_types"
 
-SELECTOR_KEYS = (EXACT, PATTERN, NUMBERS, TYPES)
+SELECTORS: Mapping[str, str] = {
+    EXACT: "layers with one of these names.",
+    PATTERN: "layers whose name contains a match of this regular expression.",
+    NUMBERS: "layers with one of these numbers: `[0, '4-7']`, both ends included, or `all`. The number of a layer is"
+    " the first part of its name that is a number: 12 in `model.layers.12.layernorm_mlp.fc1`.",
+    TYPES: "layers with one of these words in their name, or of one of these classes (`LayerNormLinear`,"
+    " `layernorm_linear`); `all`: every layer.",
+}
+"""The keys of a ``layers`` block, the one that decides alone first, and what each selects."""
+
+SELECTOR_KEYS = tuple(SELECTORS)
 
 LONGEST_PATTERN = 100_000
 """The most characters of a regular expression."""
@@ -38,7 +48,9 @@ _NUMBER = re.compile(r"(?<!\d)(?<!fc)(?<!gemm_)\d+")
 _UPSTREAM_NUMBER = re.compile(r"(?<!fc)\d+")
 """nvidia-dlfw-inspect 0.2.2, ``config_manager.py: is_layer_in_cfg``; it raises if a name has no number, or several."""
 
-_SPAN = re.compile(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?")
+SPAN = re.compile(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?")
+"""A number, or a range of numbers, as a text."""
+
 _NEGATIVE = re.compile(r"\(\?<?!")
 
 _WITHOUT_END = LARGEST_NUMBER + 1
@@ -388,7 +400,7 @@ def _numbers(key: str, value: Any, place: Where) -> tuple[tuple[int, int], ...]:
             spans.append((0, _WITHOUT_END))
             continue
         plain = type(entry) is int and 0 <= entry <= LARGEST_NUMBER
-        span = _SPAN.fullmatch(str(entry)) if plain or isinstance(entry, str) else None
+        span = SPAN.fullmatch(str(entry)) if plain or isinstance(entry, str) else None
         if span is None:
             problems.add(
                 f"{place(key, number)}: {key!r} takes numbers up to {LARGEST_NUMBER}, ranges such as '0-3', and 'all',"

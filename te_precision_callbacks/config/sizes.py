@@ -16,9 +16,12 @@ _UNITS = {
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 
+SIZE_PATTERN = r"^\s*(?!0+(?:\.0*)?(?!\.?\d))\d+(?:\.\d+)?\s*(?:(?:[kKmMgGtT][iI]?)?[bB])?\s*$"
+"""The texts that are sizes, for JSON Schema; also some below one byte, and some beyond what a file system can count."""
+
 _NEARLY_A_SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([a-zA-Z]*)")
 
-_LARGEST_SIZE = (1 << 63) - 1
+LARGEST_SIZE = (1 << 63) - 1
 """The most bytes that a file system can count."""
 
 
@@ -38,7 +41,7 @@ def size_in_bytes(size: object) -> int:
             f"must be a number of bytes >= 1, or a text such as '10MB' (10 * 1000^2) or '2GiB' (2 * 1024^3), not"
             f" {size!r}.{_meant_size(size) if found is None else ''}"
         )
-    if found > _LARGEST_SIZE:
+    if found > LARGEST_SIZE:
         raise ValueError(f"must be a number of bytes up to 2^63 - 1, not {size!r}.")
     return int(found)
 
@@ -49,10 +52,10 @@ def _meant_size(size: object) -> str:
     if not given:
         return ""
     number, unit = float(given[1]), given[2].lower()
-    if not unit and 1 <= number <= _LARGEST_SIZE:
+    if not unit and 1 <= number <= LARGEST_SIZE:
         return f" Did you mean {int(number)}?"
     known = f"{unit[:2] if unit[1:2] == 'i' else unit[:1]}b"
-    if not unit or known not in _UNITS or not 1 <= number * _UNITS[known] <= _LARGEST_SIZE:
+    if not unit or known not in _UNITS or not 1 <= number * _UNITS[known] <= LARGEST_SIZE:
         return ""
     prefix = known[0] if known == "kb" else known[0].upper() + known[1:-1]
     return f" Did you mean '{number:.15g}{prefix}B'?"

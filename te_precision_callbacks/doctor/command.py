@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from te_precision_callbacks.terminal import as_text, new_table, plain, show, show_json
+from te_precision_callbacks import terminal
+from te_precision_callbacks.terminal import Json
 
 if TYPE_CHECKING:
     from te_precision_callbacks.doctor.engine import TransformerEngine
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
     from te_precision_callbacks.environment import Environment
 
 
-def doctor(
+def doctor_command(
     log_dir: Annotated[
         Path, typer.Option(metavar="DIR", help="The folder for logs that is examined. By default the current one.")
     ] = Path(),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with everything.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show what a bug report needs to know of this machine, and what is wrong with it.
 
@@ -44,7 +45,7 @@ def doctor(
     examination = examine(log_dir)
     found = findings(examination)
     if as_json:
-        show_json(_for_json(examination, found))
+        terminal.show_json(_for_json(examination, found))
     else:
         _show(examination, found)
     raise typer.Exit(1 if found else 0)
@@ -61,8 +62,8 @@ def _for_json(examination: Examination, found: tuple[Finding, ...]) -> dict[str,
             for setting in environment.settings
         ]
         environment = {"settings": settings, "problems": environment.problems}
-    parts = {name: plain(part) for name, part in vars(examination).items() if name != "environment"}
-    return {**parts, "environment": plain(environment), "findings": plain(found)}
+    parts = {name: terminal.plain(part) for name, part in vars(examination).items() if name != "environment"}
+    return {**parts, "environment": terminal.plain(environment), "findings": terminal.plain(found)}
 
 
 # ---------------------------------------------------------------------- the screen
@@ -71,7 +72,7 @@ def _for_json(examination: Examination, found: tuple[Finding, ...]) -> dict[str,
 def _show(examination: Examination, found: tuple[Finding, ...]) -> None:
     from te_precision_callbacks.doctor.examination import Failed
 
-    show(as_text(f"te-precision doctor on {examination.platform}"))
+    terminal.show(terminal.cell(f"te-precision doctor on {examination.platform}"))
     parts = (
         ("Packages", examination.packages, _show_packages),
         ("Transformer Engine", examination.transformer_engine, _show_engine),
@@ -83,29 +84,29 @@ def _show(examination: Examination, found: tuple[Finding, ...]) -> None:
     part: Any
     show_part: Any
     for title, part, show_part in parts:
-        show(f"\n[bold]{title}[/bold]")
+        terminal.show(f"\n[bold]{title}[/bold]")
         if isinstance(part, Failed):
             _line("could not be examined", part.failure)
         else:
             show_part(part)
-    show("\n[bold]Findings[/bold]")
+    terminal.show("\n[bold]Findings[/bold]")
     for number, finding in enumerate(found, 1):
-        show(as_text(f"{number}. ({finding.severity}) {finding.what}"))
-        show(as_text(f"   -> {finding.remedy}"))
+        terminal.show(terminal.cell(f"{number}. ({finding.severity}) {finding.what}"))
+        terminal.show(terminal.cell(f"   -> {finding.remedy}"))
     if not found:
-        show("none")
+        terminal.show("none")
 
 
 def _line(name: str, value: object) -> None:
-    show(as_text(f"  {name:<25} {value}"))
+    terminal.show(terminal.cell(f"  {name:<25} {value}"))
 
 
 def _show_packages(packages: tuple[Package, ...]) -> None:
-    table = new_table("package", "installed", "works with", "", "what to do")
+    table = terminal.table("package", "installed", "works with", "", "what to do")
     for package in packages:
         cells = (package.name, package.version or "", package.wanted, package.state, package.remedy)
-        table.add_row(*map(as_text, cells))
-    show(table)
+        table.add_row(*map(terminal.cell, cells))
+    terminal.show(table)
 
 
 def _show_engine(engine: TransformerEngine) -> None:
@@ -119,12 +120,12 @@ def _show_engine(engine: TransformerEngine) -> None:
         _line("reference backend", engine.why_no_reference)
     if not engine.recipes:
         return
-    table = new_table("recipe", *(recipes.place for recipes in engine.recipes))
+    table = terminal.table("recipe", *(recipes.place for recipes in engine.recipes))
     for recipe in RECIPES:
         answers = ["runs" if recipes.runs(recipe) else recipes.refusals[recipe] for recipes in engine.recipes]
-        table.add_row(recipe, *map(as_text, answers))
-    table.add_row("te.autocast() takes", *(as_text(recipes.default or "none") for recipes in engine.recipes))
-    show(table)
+        table.add_row(recipe, *map(terminal.cell, answers))
+    table.add_row("te.autocast() takes", *(terminal.cell(recipes.default or "none") for recipes in engine.recipes))
+    terminal.show(table)
 
 
 def _show_torch(torch: Torch) -> None:
@@ -139,14 +140,14 @@ def _show_torch(torch: Torch) -> None:
 
 
 def _show_environment(environment: Environment) -> None:
-    table = new_table("variable", "value", "default", "changes", "effect")
+    table = terminal.table("variable", "value", "default", "changes", "effect")
     for variable, value in ((setting.variable, setting.value) for setting in environment.settings):
         cells = (variable.name, value, variable.default or "unset", variable.influence, variable.effect)
-        table.add_row(*map(as_text, cells))
+        table.add_row(*map(terminal.cell, cells))
     if environment.settings:
-        show(table)
+        terminal.show(table)
     else:
-        show("  none of those that change precision")
+        terminal.show("  none of those that change precision")
 
 
 def _show_folder(folder: LogFolder) -> None:

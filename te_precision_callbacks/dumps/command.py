@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from te_precision_callbacks.terminal import as_text, new_table, plain, show, show_json, visible
+from te_precision_callbacks import terminal
+from te_precision_callbacks.terminal import Json
 
 if TYPE_CHECKING:
     from te_precision_callbacks.dumps.comparing import Difference
 
 app = typer.Typer(name="dumps", help="List, show and compare dumped tensors.", no_args_is_help=True)
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 AllowPickle = Annotated[
     bool,
     typer.Option(
@@ -60,22 +60,23 @@ def list_command(
             for entry in found
         ]
         foreign = [{"path": str(file.path), "why": file.why} for file in found.foreign]
-        show_json({"dumps": rows, "foreign": foreign})
+        terminal.show_json({"dumps": rows, "foreign": foreign})
         return
-    table = new_table("iteration", "layer", "tensor", "micro-batch", "rank", "holds", "bytes", "file")
+    table = terminal.table("iteration", "layer", "tensor", "micro-batch", "rank", "holds", "bytes", "file")
     for entry in found:
         header = entry.header
         place = str(entry.path.relative_to(folder)) if folder.is_dir() else str(entry.path)
         if header is None:
-            table.add_row("", "", "", "", "", "a pickle without a header", f"{entry.size:,}", as_text(place))
+            table.add_row("", "", "", "", "", "a pickle without a header", f"{entry.size:,}", terminal.cell(place))
             continue
         what = [] if header.high_precision is None else [header.high_precision.dtype]
         what += [] if header.quantized is None else [header.quantized.class_name]
-        cells = ("" if header.iteration is None else header.iteration, header.layer, header.tensor, header.micro_batch)
-        table.add_row(*(as_text(each) for each in (*cells, header.rank, ", ".join(what), f"{entry.size:,}", place)))
-    show(table)
+        iteration = "" if header.iteration is None else header.iteration
+        cells = (iteration, header.layer, header.tensor, header.micro_batch, header.rank, ", ".join(what))
+        table.add_row(*map(terminal.cell, (*cells, f"{entry.size:,}", place)))
+    terminal.show(table)
     for file in found.foreign:
-        show(as_text(f"not a dump: {file.path}: {file.why}"))
+        terminal.show(terminal.cell(f"not a dump: {file.path}: {file.why}"))
 
 
 @app.command("show")
@@ -110,20 +111,20 @@ def show_command(
             "quantization_error": errors,
             "not_compared": not_compared,
         }
-        show_json({"path": str(file), "header": header} | plain(described))
+        terminal.show_json({"path": str(file), "header": header} | terminal.plain(described))
         return
     for name, value in _flat(header):
-        typer.echo(f"{visible(name):<40} {visible(value)}")
-    table = new_table("tensor", "dtype", "shape", "min", "max", "mean", "nan", "inf", "zeros")
+        typer.echo(f"{terminal.visible(name):<40} {terminal.visible(value)}")
+    table = terminal.table("tensor", "dtype", "shape", "min", "max", "mean", "nan", "inf", "zeros")
     for tensor in tensors:
         numbers = (f"{number:.6g}" for number in (tensor.minimum, tensor.maximum, tensor.mean))
         counts = (str(tensor.nan), str(tensor.inf), str(tensor.zeros))
-        table.add_row(as_text(tensor.name), tensor.dtype, _by(tensor.shape), *numbers, *counts)
-    show(table)
+        table.add_row(terminal.cell(tensor.name), tensor.dtype, _by(tensor.shape), *numbers, *counts)
+    terminal.show(table)
     for part in directions:
-        show(_blocks_table(part))
+        terminal.show(_blocks_table(part))
     if errors:
-        show(_difference_table(errors))
+        terminal.show(_difference_table(errors))
     _print_not_compared(not_compared)
 
 
@@ -140,19 +141,19 @@ def diff_command(
     with _visible_errors():
         result = compare(_loaded(a, allow_pickle), _loaded(b, allow_pickle))
     if as_json:
-        show_json({"equal": result.equal, **plain(result)})
+        terminal.show_json({"equal": result.equal, **terminal.plain(result)})
     else:
-        show(_difference_table(result.differences))
+        terminal.show(_difference_table(result.differences))
         for difference in result.differences:
             if difference.internals is not None and difference.internals.first_block is not None:
                 block = difference.internals.first_block
-                show(
+                terminal.show(
                     f"{difference.what}: the first block that differs is {block.index}, rows {_range(block.rows)} and"
                     f" columns {_range(block.columns)} of the data: {block.codes_differing} codes; its factors are"
                     f" {block.factors[0]!r} in A and {block.factors[1]!r} in B"
                 )
         _print_not_compared(result.not_compared)
-        show("The dumps are equal." if result.equal else "The dumps differ.")
+        terminal.show("The dumps are equal." if result.equal else "The dumps differ.")
     raise typer.Exit(0 if result.equal else 1)
 
 
@@ -164,7 +165,7 @@ def _visible_errors() -> Iterator[None]:
     try:
         yield
     except DumpError as error:
-        raise type(error)(visible(str(error))) from error
+        raise type(error)(terminal.visible(str(error))) from error
 
 
 def _loaded(file: Path, allow_pickle: bool) -> Any:
@@ -179,12 +180,12 @@ def _loaded(file: Path, allow_pickle: bool) -> Any:
 
 def _print_not_compared(what: tuple[str, ...]) -> None:
     for words in what:
-        show(as_text(f"not compared: {words}"))
+        terminal.show(terminal.cell(f"not compared: {words}"))
 
 
 def _difference_table(differences: Any) -> Table:
     errors = ("max error", "at", "mean error", "SQNR dB")
-    table = new_table("A / B", "elements", "differ", *errors, "nan", "inf", "codes", "scales")
+    table = terminal.table("A / B", "elements", "differ", *errors, "nan", "inf", "codes", "scales")
     for difference in differences:
         inside = difference.internals
         table.add_row(
@@ -204,7 +205,7 @@ def _difference_table(differences: Any) -> Table:
 
 
 def _blocks_table(part: Any) -> Table:
-    table = new_table(f"{part.name} blocks", "")
+    table = terminal.table(f"{part.name} blocks", "")
     table.add_row("blocks", f"{part.blocks:,}, with zeros only {part.zero_blocks:,}")
     table.add_row("factors", f"{part.smallest_factor:.6g} to {part.largest_factor:.6g}")
     table.add_row("with an element at the format's largest number", f"{part.at_largest_code:,}")

@@ -23,6 +23,11 @@ class Iterations:
     def __contains__(self, iteration: int) -> bool:
         return any(first <= iteration <= last for first, last in self._ran)
 
+    @property
+    def last(self) -> int | None:
+        """The last one; None if none has run."""
+        return self._ran[-1][1] if self._ran else None
+
     def ran(self, iteration: int) -> bool:
         """Note that an iteration has run. One that runs again, after a return to a checkpoint, counts as it ran last,
         and those after it have not run.

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from te_precision_callbacks.records.coverage import Coverage
 from te_precision_callbacks.records.layers import LayerHistory, Layers
 from te_precision_callbacks.records.model import Row
 from te_precision_callbacks.records.precision import Precision
 from te_precision_callbacks.records.spans import Iterations
 from te_precision_callbacks.records.worst import RunStatistics, Worst
+from te_precision_callbacks.session.coverage import CoverageHistory
 from te_precision_callbacks.session.precision import PrecisionAudit
 from te_precision_callbacks.statistics.series import SeriesTable
 
@@ -28,6 +30,7 @@ class Findings:
         unconverted: layers that a trainer left without Transformer Engine: name -> why.
         changes_precision: whether a feature in the config can change what a GEMM gets.
         audit: the precision in which each GEMM really ran.
+        coverage: the matrix products of the model.
         series: the series of the numbers.
         statistics: the last and the worst numbers.
     """
@@ -40,6 +43,7 @@ class Findings:
     unconverted: Mapping[str, str] = field(default_factory=dict)
     changes_precision: bool = False
     audit: PrecisionAudit = field(init=False)
+    coverage: CoverageHistory = field(default_factory=CoverageHistory)
     series: SeriesTable = field(default_factory=SeriesTable)
     statistics: RunStatistics = field(init=False)
 
@@ -80,6 +84,24 @@ class Results:
         """The precision in which each GEMM has really run so far. ``session.precision(at=120)`` gives the precision of
         one iteration, and raises a LookupError if that has not run."""
         return Precision(self._findings.audit, self._findings.audit.at)
+
+    def coverage(self, at: int | None = None) -> Coverage:
+        """Every matrix product of the model in a step: its multiply-adds, its precision, and why that is not low.
+
+        The products and their sizes are those of the first step of the model, with all of its micro-batches; the
+        precision of Transformer Engine's layers is that of the iteration.
+
+        Args:
+            at: a debug iteration; None for the last one.
+
+        Raises:
+            IterationError: the iteration has not run under this session; a LookupError.
+        """
+        findings = self._findings
+        iteration = findings.iterations.last if at is None else at
+        if iteration is None:
+            return Coverage()
+        return findings.coverage.at(iteration, findings.audit.at(iteration), findings.unconverted)
 
     @property
     def last_statistics(self) -> tuple[Row, ...]:

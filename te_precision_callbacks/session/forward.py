@@ -21,7 +21,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -30,7 +30,8 @@ import torch
 from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.errors import FeatureError
 from te_precision_callbacks.forwards import ForwardClassifier, ForwardKind, outside_of_dynamo
-from te_precision_callbacks.naming import NamedModule, NamedOperation
+from te_precision_callbacks.gemm_events import Listener
+from te_precision_callbacks.naming import Model, NamedModule, NamedOperation
 from te_precision_callbacks.session.delayed_scaling import DelayedScalingLayers
 from te_precision_callbacks.session.errors import SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
@@ -38,10 +39,12 @@ from te_precision_callbacks.session.fused import FusedObservation
 from te_precision_callbacks.session.precision import (
     Gemm,
     PrecisionAudit,
+    backward_override,
     formats_of_fused_path,
     gemms_left_out,
     of_fprop,
 )
+from te_precision_callbacks.session.products import ModelProducts
 from te_precision_callbacks.session.refusals import (
     CUDA_GRAPH,
     ONNX_EXPORT,
@@ -85,6 +88,7 @@ class ForwardHooks:
         unwatched: the modules that are not watched, and ran a forward with gradients in training.
         delayed_scaling: the layers that have run delayed scaling without a scale.
         order: in which order layers run.
+        products: the matrix products of the model's first step.
     """
 
     def __init__(self, classify: ForwardClassifier, failures: ObservationFailures, audit: PrecisionAudit) -> None:
@@ -111,6 +115,7 @@ class ForwardHooks:
         self._tap.on_entered = self._enter_fused
         self._fused: frozenset[int] = frozenset()
         self._fused_observation = FusedObservation(failures.report)
+        self.products = ModelProducts(failures.report, lambda: classify.paused, self._tap.in_layer)
         self.order = ExecutionOrder()
         self._saved: list[tuple[Any, str, Any]] = []
 
@@ -137,12 +142,17 @@ class ForwardHooks:
         self._idle_in_evaluation.clear()
         self._refused = set(refused).intersection(self._modules)
         self._resting.watch(self._modules, self._layers, self._refused)
-        self._tap.watch(self._layers, self._armed, operations)
+        self._tap.watch(self._layers, operations)
         self._fused = frozenset(fused)
         self._fused_observation.watch([named for named in modules if id(named.module) in self._fused])
         for key in self._refused:
             self._leave_alone(self._modules[key])
         self.arm()
+
+    def count_products(self, model: Model, names: Mapping[int, str]) -> None:
+        """Count the matrix products of a model's next step; as :meth:`ModelProducts.watch`."""
+        self.products.watch(model, names, self._tap.layers_of_operations)
+        self._listen()
 
     def arm(self) -> None:
         """Arm every module: all features are asked again in the next forward."""
@@ -178,9 +188,13 @@ class ForwardHooks:
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
         self._audit.enter(TEDebugState.get_iteration())
-        needed = (self._armed or self._tap.has_new_operations) and not self._classify.kept
-        listeners = (self.order, self._audit.look, self._fused_observation)
-        self._tap.listen(*(listeners if needed else ()))
+        listeners: tuple[Listener, ...] = ()
+        if (self._armed or self._tap.has_new_operations) and not self._classify.kept:
+            listeners = (self.order, self._audit.look, self._fused_observation)
+        if self.products.counting:
+            listeners = (*listeners, self.products.note)
+        self._tap.hear(self._layers if self.products.counting else self._armed)
+        self._tap.listen(*listeners)
 
     def _enter_fused(self, module: torch.nn.Module, kind: ForwardKind) -> bool:
         """Ask the features of a module that is observed on its fused path, in its forward.
@@ -314,6 +328,7 @@ class ForwardHooks:
             module.__dict__.pop("is_debug_iter", None)
         self._armed.clear()
         self._waiting.clear()
+        self.products.close()
         self._tap.listen()
 
     def _arm(self, module: torch.nn.Module) -> None:
@@ -461,7 +476,7 @@ class ForwardHooks:
 
     def _report_left_out(self, module: Any, quantizers: Sequence[Any]) -> None:
         tensors = ", ".join(dict.fromkeys(quantizer.tensor_name for quantizer in quantizers))
-        override = _backward_override(module)
+        override = backward_override(module)
         self._failures.report(
             f"What features do with {tensors}",
             f"of {module.name}",
@@ -530,11 +545,6 @@ def _input_of(module: torch.nn.Module) -> Any:
     return None
 
 
-def _backward_override(module: Any) -> str | None:
-    """The high precision that a module's recipe has for the backward: ``high_precision``, ``dequantized`` or None."""
-    return module.fp8_meta["recipe"].backward_override if module.fp8 else None
-
-
 _OVERRIDDEN = (
     "_call_inspect_tensor_api",
     "_update_parent_quantizer_usage",
@@ -571,7 +581,7 @@ def _session_quantizer(debug_quantization: Any, current: threading.local, failur
             self._high_precision = current.module.activation_dtype
             self._shown_first: DebugQuantizer | None = None
             self._module = current.module
-            self._override = _backward_override(current.module)
+            self._override = backward_override(current.module)
             self._own_wgrad: torch.Tensor | None = None
             self._accumulates = False
             super().__init__(layer_name, tensor_name, *args, **keywords)

@@ -21,6 +21,7 @@ from te_precision_callbacks.naming import (
     NamedOperation,
     by_given_name,
     different_at_one_path,
+    module_names,
     named_operations,
     named_roots,
     named_te_modules,
@@ -29,12 +30,14 @@ from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.ranks import own_rank
 from te_precision_callbacks.records.model import LayerInfo
+from te_precision_callbacks.session.coverage import LayerFacts, kept_by_sections
 from te_precision_callbacks.session.errors import ObservationError, SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.findings import Findings
 from te_precision_callbacks.session.forward import ForwardHooks
 from te_precision_callbacks.session.fused import NotFused, choose
 from te_precision_callbacks.session.parallel import Ranks, placements
+from te_precision_callbacks.session.precision import backward_override
 from te_precision_callbacks.session.refusals import DebugRefusal, RefusedLayers
 from te_precision_callbacks.session.upstream import Inspector
 
@@ -131,6 +134,7 @@ class ObservedModel:
             )
         self._observe(layers, plan, sections)
         self._model, self._tree = model, ModuleTree(model)
+        self._count_products()
         self.attached = True
 
     def _find_layers(self, model: Model) -> list[Layer]:
@@ -247,6 +251,7 @@ class ObservedModel:
                 plan, sections = self._plan(self._model, layers, layers_of_all)
                 self._take_names(layers_of_all, plan)
                 self._observe(layers, plan, sections)
+                self._count_products()
             except ObservationError:
                 raise
             except Exception as error:
@@ -272,6 +277,27 @@ class ObservedModel:
                 for info in self._findings.layers.now
             ]
             self._findings.layers.put(self._inspector.iteration, infos)
+
+    def _count_products(self) -> None:
+        """Count the matrix products of the next step."""
+        names = module_names(self._model, by_number=self._by_number, scope=self._options.scope)
+        self._hooks.count_products(self._model, names)
+
+    def note_products(self) -> None:
+        """Note the matrix products of the step, if they were counted."""
+        products = self._hooks.products.end_step()
+        if products is not None:
+            sections = {section.name: section for section in self._options.config.enabled_sections}
+            overrides = {
+                layer.name: backward_override(named.module) or "" for named in self.modules for layer in named.layers
+            }
+            facts = {
+                info.name: LayerFacts(
+                    kept_by_sections(sections[name] for name in info.sections), overrides.get(info.name, "")
+                )
+                for info in self._findings.layers.now
+            }
+            self._findings.coverage.put(self._inspector.iteration, products, facts)
 
     def _say_changed(self, before: dict[int, str]) -> None:
         now = {id(module.module): module.name for module in self.modules}

@@ -43,7 +43,14 @@ from te_precision_callbacks.vocabulary import (
 MODIFIED = " (modified)"
 """What is added to the format of a tensor that a feature has made."""
 
-_HIGH_PRECISION = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16", torch.float64: "FP64"}
+_DTYPES = {
+    torch.float32: "FP32",
+    torch.bfloat16: "BF16",
+    torch.float16: "FP16",
+    torch.float64: "FP64",
+    torch.float8_e4m3fn: "FP8 E4M3",
+    torch.float8_e5m2: "FP8 E5M2",
+}
 
 
 class Operand(NamedTuple):
@@ -319,7 +326,7 @@ def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> d
         fp8: whether its quantizers act.
     """
     forward, backward = module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]
-    override = module.fp8_meta["recipe"].backward_override if fp8 else None
+    override = backward_override(module) if fp8 else None
     recipe = recipe_in_force(module, fp8=fp8)
     formats: dict[Operand, Format] = {}
     for number, layer in enumerate(layers):
@@ -377,6 +384,11 @@ def recipe_in_force(module: Any, *, fp8: bool) -> str:
     return recipe_text(module.fp8_meta["recipe"] if fp8 else None)
 
 
+def backward_override(module: Any) -> str | None:
+    """The high precision that a module's recipe has for the backward: ``high_precision``, ``dequantized`` or None."""
+    return module.fp8_meta["recipe"].backward_override if module.fp8 else None
+
+
 def recipe_text(recipe: Any) -> str:
     """A recipe as spelled in statistics' names, or the class of a user's own; empty for None, high precision."""
     return "" if recipe is None else name_of_recipe(recipe) or type(recipe).__name__
@@ -384,7 +396,7 @@ def recipe_text(recipe: Any) -> str:
 
 def dtype_name(dtype: torch.dtype) -> str:
     """``FP32``, ``BF16``, ...; of another one torch's own name."""
-    return _HIGH_PRECISION.get(dtype, str(dtype))
+    return _DTYPES.get(dtype, str(dtype))
 
 
 def _known(thing: Any) -> str | None:

@@ -199,6 +199,7 @@ class Run:
     def _end_step(self, ending: Ending) -> StepRecords | None:
         self.model.say_refused()
         self.model.note_order()
+        self.model.note_products()
         self._sinks.start()  # with the iteration at which the run begins
         try:
             self.inspector.step()

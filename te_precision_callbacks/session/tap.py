@@ -160,20 +160,31 @@ class GemmTap:
         """Whether anything of Transformer Engine is replaced."""
         return bool(self._replaced)
 
+    @property
+    def layers_of_operations(self) -> list[str]:
+        """The layers of ``te.ops``."""
+        return [layer for operation in self._operations.values() for layer in operation.layers]
+
+    def in_layer(self) -> bool:
+        """Whether this thread runs a layer's GEMMs: all products inside are those of the events."""
+        return self._current.inside or self._current.running is not None
+
+    def hear(self, heard: Mapping[int, Any]) -> None:
+        """Set of which modules there are events; the mapping may change from step to step."""
+        self._heard = heard
+
     def watch(
         self,
         layers: Mapping[int, Sequence[str]],
-        heard: Mapping[int, Any],
         operations: Iterable[NamedOperation],
     ) -> None:
-        """Set the modules whose GEMMs have a layer.
+        """Set the modules whose GEMMs have a layer; there are events of those that :meth:`hear` names.
 
         Args:
             layers: id of a module -> the names of its layers.
-            heard: the ids of those modules of which there are events; may change from step to step.
             operations: those of ``te.ops`` with GEMMs; there are events of all of them.
         """
-        self._layers, self._heard = layers, heard
+        self._layers = layers
         self._operations = {id(operation.module): operation for operation in operations}
         self._recipes = self._recipes_of_operations()
         self.has_new_operations = bool(self._operations)

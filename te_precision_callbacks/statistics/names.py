@@ -5,6 +5,7 @@
     request = quantized_request("mxfp8_e5m2_mse")          # in another format than the recipe's default
     request.label                                          # its name in logs and records
     logged_request(request.label) == request
+    named_request("max"), named_request("mxfp8_mse")       # any of these, as a user writes it outside of a config
 
 A name of a statistic of a quantized tensor is ``[<recipe>_[<element format>_]]<statistic>[_columnwise]``.
 """
@@ -12,7 +13,7 @@ A name of a statistic of a quantized tensor is ``[<recipe>_[<element format>_]]<
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -220,7 +221,8 @@ class _QuantizedName(NamedTuple):
         return cls(_ALIASES.get(prefix, prefix), element_format, statistic, columnwise)
 
 
-_BLOCKWISE_LABEL = re.compile(rf"{BLOCKWISE}_block_size_(\d+)_dims_([12])(_max_over_orientations)?")
+BLOCKWISE_LABEL = re.compile(rf"{BLOCKWISE}_block_size_(\d+)_dims_([12])(_max_over_orientations)?")
+"""The name of :data:`BLOCKWISE` with its parameters in logs."""
 
 
 @lru_cache(maxsize=4096)
@@ -232,7 +234,7 @@ def logged_request(label: str) -> Request | None:
     """
     if label in TENSOR_STATISTICS:
         return Request(label, STATISTICS[label])
-    blocks = _BLOCKWISE_LABEL.fullmatch(label)
+    blocks = BLOCKWISE_LABEL.fullmatch(label)
     if blocks:
         return Request(
             label, STATISTICS[BLOCKWISE], blocks=Blocks(int(blocks[1]), int(blocks[2]), blocks[3] is not None)
@@ -243,6 +245,69 @@ def logged_request(label: str) -> Request | None:
     return Request(
         label, STATISTICS[name], OWN_RECIPE if recipe is None else recipe, columnwise, e5m2=_is_e5m2(element_format)
     )
+
+
+def named_request(name: str) -> Request:
+    """The request behind a name of any statistic, as in a config, or as in logs where it stands for parameters.
+
+    Raises:
+        UnknownStatisticError: there is no such statistic, or the parts of the name do not go together.
+    """
+    if name in (*TENSOR_STATISTICS, BLOCKWISE):
+        return tensor_request(name)
+    if _QuantizedName.parse(name).statistic in QUANTIZED_STATISTICS:
+        return quantized_request(name)
+    logged = logged_request(name)
+    if logged is None:
+        raise UnknownStatisticError(f"there is no statistic {name!r}")
+    return logged
+
+
+def quantized_names(recipes: Iterable[str] = RECIPES) -> list[str]:
+    """Each name that :func:`quantized_request` takes with one of these recipes, in any format, or without a recipe.
+
+    The other spellings of recipes are left out.
+    """
+    prefixes = ["", *(f"{prefix}_" for recipe in recipes for prefix in PREFIXES[recipe])]
+    found = (prefix + name + end for prefix in prefixes for name in QUANTIZED_STATISTICS for end in ("", _COLUMNWISE))
+    return [name for name in found if _is_quantized_name(name)]
+
+
+def _is_quantized_name(name: str) -> bool:
+    try:
+        quantized_request(name)
+    except UnknownStatisticError:
+        return False
+    return True
+
+
+def quantized_pattern(recipes: Collection[str] = RECIPES, statistics: Sequence[str] = QUANTIZED_STATISTICS) -> str:
+    """A regular expression of all names that :func:`quantized_request` takes, without anchors.
+
+    It means the same in Python and in ECMA 262, the dialect of JSON Schema.
+
+    Args:
+        recipes: the recipes that a name may begin with, in any spelling.
+        statistics: the statistics that it may end with.
+    """
+    of_tensor = [name for name in statistics if STATISTICS[name].of not in OF_BLOCKS]
+    one_scale = _any_of(_prefix_pattern(recipe) for recipe in recipes if recipe in ONE_SCALE)
+    of_blocks = _any_of(["", *(_prefix_pattern(recipe) for recipe in recipes if recipe not in ONE_SCALE)])
+    forms = [f"{of_blocks}{_any_of(map(re.escape, statistics))}(?:{_COLUMNWISE})?"]
+    if one_scale:
+        forms.append(f"{one_scale}{_any_of(map(re.escape, of_tensor))}")
+    return _any_of(forms)
+
+
+def _prefix_pattern(recipe: str) -> str:
+    spellings = _any_of([recipe, *(alias for alias, meant in _ALIASES.items() if meant == recipe)])
+    return f"{spellings}_(?:{_any_of(ELEMENT_FORMATS)}_)?" if recipe in WITH_ELEMENT_FORMAT else f"{spellings}_"
+
+
+def _any_of(patterns: Iterable[str]) -> str:
+    """One of several regular expressions; empty if there are none."""
+    listed = list(patterns)
+    return f"(?:{'|'.join(listed)})" if listed else ""
 
 
 def no_blocks(recipe: str) -> str:

@@ -25,6 +25,13 @@ BLOCKWISE = "max_blockwise_dynamic_range"
 """The one statistic that takes parameters."""
 
 
+SYMBOLS = (
+    "x is an element of the tensor in high precision. y is the value of its quantized form: a code times its factor"
+    " (`scale_inv`). n is the number of finite x."
+)
+"""The symbols of the formulas."""
+
+
 class Of(Enum):
     """What a statistic is computed from; statistics with the same source are measured and kept together."""
 

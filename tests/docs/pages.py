@@ -33,6 +33,7 @@ RUN_BY = {
     ("docs/dumps.md", "python", ""): "tests/dumps/test_page.py",
     ("docs/dumps.md", "bash", ""): "tests/dumps/test_page.py",
     ("docs/session.md", "python", ""): "tests/docs/test_session_page.py",
+    ("docs/session.md", "bash", "te-precision features"): "tests/manual/test_command.py",
     ("docs/sinks.md", "python", ""): "tests/docs/test_sinks_page.py",
     ("docs/transformers.md", "python", ""): "tests/transformers/test_page.py",
     ("docs/transformers.md", "yaml", ""): "tests/transformers/test_page.py",

@@ -25,7 +25,7 @@ SCRIPT, ACCUMULATION, PIECES, RUNNING, EVALUATION, KNOWN = blocks(PAGE, "python"
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """The names that the first block leaves, and what it has printed, in a folder with the page's config."""
     monkeypatch.chdir(tmp_path)
-    (config,) = blocks(PAGE, "yaml")
+    (config,) = blocks(PAGE, "yaml", "# config.yaml")
     Path("config.yaml").write_text(config)
     found: dict[str, Any] = {}
     exec(SCRIPT, found)

@@ -26,7 +26,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     What the page takes from docs/session.md is given: a model, its optimizer, four batches, and a config.
     """
     monkeypatch.chdir(tmp_path)
-    (config,) = blocks("docs/session.md", "yaml")
+    (config,) = blocks("docs/session.md", "yaml", "# config.yaml")
     Path("config.yaml").write_text(config)
     torch.manual_seed(0)
     model = torch.nn.Sequential(te.LayerNormLinear(64, 64), te.Linear(64, 64))

@@ -44,7 +44,8 @@ def tapped(model: torch.nn.Module, *more: Callable[[GemmEvent], Any]) -> Iterato
 
     tap = GemmTap(lambda module: ForwardKind.OBSERVED, fail)
     layers = {id(named.module): [layer.name for layer in named.layers] for named in named_te_modules(model)}
-    tap.watch(layers, layers, named_operations(model))
+    tap.watch(layers, named_operations(model))
+    tap.hear(layers)
     tap.listen(lambda event: event.call, events.append, *more)
     try:
         yield events

@@ -265,7 +265,8 @@ def test_a_listener_that_raises_is_reported_and_training_goes_on() -> None:
         raise ValueError(event.gemm)
 
     tap = GemmTap(lambda module: ForwardKind.OBSERVED, lambda doing, what, error: reported.append(f"{what} {error}"))
-    tap.watch({id(net): ["linear"]}, {id(net): net}, ())
+    tap.watch({id(net): ["linear"]}, ())
+    tap.hear({id(net): net})
     tap.listen(listener)
     try:
         train(net, None)

@@ -1,0 +1,214 @@
+"""Which of a model's matrix products run in low precision, and why the others do not.
+
+coverage = session.coverage()
+coverage.share("fp8")                          # 0.914, of all multiply-adds
+coverage.share("fp8", gemm="wgrad")
+print(coverage)                                # FP8 in 91.4 % of the multiply-adds (fprop 94.2, ...); ...
+for product in coverage:
+    print(product.layer, product.gemm, product.precision, product.macs, product.reason)
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from te_precision_callbacks.vocabulary import GEMMS
+
+ProductName = Literal["fprop", "dgrad", "wgrad", "qk", "pv", "other", "lookup"]
+Family = Literal["te", "te_ops", "torch", "functional", "attention", "lookup"]
+Runs = Literal["seen", "planned", "never"]
+
+LOW_PRECISION: Mapping[str, frozenset[str]] = {
+    "fp8": frozenset({"fp8", "mxfp8"}),
+    "mxfp8": frozenset({"mxfp8"}),
+    "nvfp4": frozenset({"nvfp4"}),
+    "quantized": frozenset({"fp8", "mxfp8", "nvfp4"}),
+}
+"""The words for low precision -> the precisions that they mean: MXFP8 is FP8 too, with a scale for each block."""
+
+HIGH_PRECISION = ("bf16", "fp16", "fp32", "fp64")
+
+PRECISIONS: Mapping[str, frozenset[str]] = {**LOW_PRECISION, **{name: frozenset({name}) for name in HIGH_PRECISION}}
+"""The words for a precision that :meth:`Coverage.share` takes -> the values of :attr:`Product.precision`."""
+
+_ORDER = ("nvfp4", "mxfp8", "fp8", "bf16", "fp16", "fp32", "fp64")
+
+
+class Reason(enum.Enum):
+    """Why a product does not run in low precision."""
+
+    SECTION = "a feature of the config"
+    SHAPE = "its shape"
+    NOT_TE = "not a layer of Transformer Engine"
+    NOT_CONVERTED = "left out by the trainer's conversion"
+    NO_AUTOCAST = "runs outside of te.autocast"
+    RECIPE_EXCEPTION = "the recipe excepts it"
+    BACKWARD_OVERRIDE = "the recipe's backward_override"
+    ATTENTION = "attention without FP8"
+    ENVIRONMENT = "an environment variable"
+    QUANTIZED_INPUT = "its input was quantized before"
+    UNKNOWN = "for a reason that is not known"
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product of a layer, in a step.
+
+    Attributes:
+        layer: the path of the module, as in ``session.layers``; followed by the name of the weight where a module has
+            several, or keeps it under another name than ``weight``.
+        family: ``te`` and ``te_ops`` for layers of Transformer Engine, ``torch`` for torch's own linear and convolution
+            layers, ``attention`` for the two products of attention, ``lookup`` for embeddings, and ``functional`` for
+            all others.
+        gemm: ``fprop``, ``dgrad`` and ``wgrad`` of a product with a weight; ``qk`` and ``pv`` of attention; ``lookup``;
+            ``other`` for a product without a weight.
+        backward: whether it belongs to the backward. Of ``qk``, ``pv`` and ``other`` these are two products each.
+        n, m, k: the result has n rows of m elements, each a sum of k products; of its first call in the step.
+        batch: the number of products of a call.
+        calls: the calls in a step, over its micro-batches. What an activation checkpoint computes again is not counted.
+        macs: the multiply-adds of a step.
+        operands: tensor -> its format.
+        runs: ``seen`` if it has run, ``planned`` if nothing has run, ``never`` if the step left it out.
+        not_run: why the step left it out, as in ``session.precision``.
+        reason: why it does not run in low precision; None if it does, or does not run.
+        reason_ref: what exactly: the section with its file and line, the dimension, the variable.
+    """
+
+    layer: str
+    family: Family
+    gemm: ProductName
+    backward: bool
+    n: int
+    m: int
+    k: int
+    batch: int
+    calls: int
+    macs: int
+    operands: Mapping[str, str]
+    runs: Runs = "seen"
+    not_run: str = ""
+    reason: Reason | None = None
+    reason_ref: str = ""
+
+    @classmethod
+    def left_out(cls, layer: str, family: Family, gemm: ProductName, why: str) -> Product:
+        """A product that the step has left out."""
+        return cls(layer, family, gemm, gemm != "fprop", 0, 0, 0, 1, 0, 0, {}, "never", why)
+
+    @property
+    def precision(self) -> str:
+        """The precision that it computes in, which is that of its widest operand: ``fp8``, ``mxfp8``, ``nvfp4``,
+        ``bf16``, ``fp32``, ...; of any other format that format in lower case, empty for a look-up."""
+        found = [precision_of(text) for text in self.operands.values() if text]
+        return max(found, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER), default="")
+
+    @property
+    def is_low(self) -> bool:
+        """Whether it runs in low precision."""
+        return self.precision in LOW_PRECISION["quantized"]
+
+
+def precision_of(text: str) -> str:
+    """The precision of an operand's format, such as ``FP8 block E4M3``: one of :data:`PRECISIONS`, or the format in
+    lower case. Of several formats in one step it is the widest."""
+    names = [part.strip().partition(" ")[0].lower() for part in text.split("->")]
+    return max(names, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+
+
+class Coverage(tuple[Product, ...]):
+    """All matrix products of a model in a step, in the order in which they ran first.
+
+    Its text is one line that says how much runs in low precision, and what does not.
+    """
+
+    def macs(self, precision: str | None = None, *, gemm: str | None = None, backward: bool | None = None) -> int:
+        """The multiply-adds of a step, of all products or of some.
+
+        Args:
+            precision: one of :data:`PRECISIONS`.
+            gemm: as :attr:`Product.gemm`.
+            backward: those of the backward, or of the forward.
+
+        Raises:
+            KeyError: there is no such precision.
+        """
+        meant = None if precision is None else PRECISIONS[precision]
+        return sum(
+            product.macs
+            for product in self
+            if (meant is None or product.precision in meant)
+            and gemm in (None, product.gemm)
+            and backward in (None, product.backward)
+        )
+
+    def share(self, precision: str, *, gemm: str | None = None, backward: bool | None = None) -> float:
+        """The share of the multiply-adds in a precision, from 0 to 1; nan where there are none. Arguments and errors
+        are those of :meth:`macs`."""
+        whole = self.macs(gemm=gemm, backward=backward)
+        return self.macs(precision, gemm=gemm, backward=backward) / whole if whole else float("nan")
+
+    @property
+    def in_high_precision(self) -> list[Product]:
+        """The products that run, and not in low precision; the largest first."""
+        return sorted((product for product in self if product.macs and not product.is_low), key=lambda p: -p.macs)
+
+    def __str__(self) -> str:
+        whole = self.macs()
+        if not whole:
+            return "No matrix product has been seen."
+        by_precision: dict[str, int] = defaultdict(int)
+        for product in self:
+            by_precision[product.precision] += product.macs
+        low = [word for word in ("nvfp4", "fp8") if by_precision.keys() & LOW_PRECISION[word]] or ["fp8"]
+        told = [
+            f"{word.upper()} in {_percent(self.share(word))} % of the multiply-adds{self._apart(word)}" for word in low
+        ]
+        high = self.in_high_precision
+        for name in dict.fromkeys(product.precision for product in high):
+            of_name = [product for product in high if product.precision == name]
+            told.append(f"{_percent(by_precision[name] / whole)} % in {name.upper()}: {', '.join(_causes(of_name))}")
+        return "; ".join(told)
+
+    def _apart(self, word: str) -> str:
+        apart = [f"{gemm} {_percent(self.share(word, gemm=gemm))}" for gemm in GEMMS if self.macs(gemm=gemm)]
+        return f" ({', '.join(apart)})" if apart else ""
+
+
+_MOST_CAUSES = 3
+
+
+def _percent(share: float) -> str:
+    """A share in percent, with which 100 and 0 are only said where it is all or nothing."""
+    text = f"{100 * share:.1f}"
+    if text == "100.0" and share < 1:
+        return "99.9"
+    return "0.1" if text == "0.0" and share > 0 else text.removesuffix(".0") if share in (0, 1) else text
+
+
+def _causes(products: Iterable[Product]) -> list[str]:
+    """The layers of some products with their reason, the largest first."""
+    layers: dict[str, dict[str, None]] = {}
+    for product in products:
+        why = product.reason_ref or ("" if product.reason is None else product.reason.value)
+        layers.setdefault(why, {})[product.layer] = None
+    texts = [f"{' and '.join(patterns(names, most=2))}{f' ({why})' if why else ''}" for why, names in layers.items()]
+    more = len(texts) - _MOST_CAUSES
+    return texts[:_MOST_CAUSES] + ([f"and {more} more reason{'s' if more > 1 else ''}"] if more > 0 else [])
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def patterns(names: Collection[str], *, most: int) -> list[str]:
+    """Names of layers in few words: those that differ in their numbers alone are one, with ``*`` for a number."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(_NUMBER.sub("*", name), []).append(name)
+    texts = [pattern if len(alike) > 1 else alike[0] for pattern, alike in found.items()]
+    more = len(texts) - most
+    return texts if more <= 0 else [*texts[:most], f"{more} more"]

@@ -1,0 +1,111 @@
+"""The matrix products of a run's model: those of its first step, in the precision of any step."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from te_precision_callbacks.config.effects import Acting
+from te_precision_callbacks.records.coverage import Coverage, Product, ProductName, Reason
+from te_precision_callbacks.records.precision import HIGH_PRECISION, GemmPrecision
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """The facts about a layer of Transformer Engine that say why a GEMM of it is not in low precision.
+
+    Attributes:
+        kept: GEMM -> the feature that keeps it in high precision, with the place of its section.
+        backward_override: that of its recipe; empty if there is none.
+    """
+
+    kept: Mapping[str, str]
+    backward_override: str = ""
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """The products of a step, and the facts about layers then."""
+
+    since: int
+    products: tuple[Product, ...]
+    layers: Mapping[str, LayerFacts]
+
+
+class CoverageHistory:
+    """The matrix products of a run's model, and of those that followed it."""
+
+    def __init__(self) -> None:
+        self._counted: list[_Counted] = []
+
+    def put(self, iteration: int, products: tuple[Product, ...], layers: Mapping[str, LayerFacts]) -> None:
+        """Let products be those of an iteration and of the following ones, until others are put."""
+        self._counted = [counted for counted in self._counted if counted.since < iteration]
+        self._counted.append(_Counted(iteration, products, layers))
+
+    def at(self, iteration: int, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]) -> Coverage:
+        """The products of an iteration.
+
+        Args:
+            iteration: one that has run.
+            precision: that of the layers' GEMMs in it.
+            unconverted: layers that a trainer left without Transformer Engine, and why.
+        """
+        number = max(0, bisect_right([counted.since for counted in self._counted], iteration) - 1)
+        if not self._counted:
+            return Coverage()
+        counted = self._counted[number]
+        return Coverage(_told(counted, list(precision), unconverted))
+
+
+def _told(counted: _Counted, precision: Sequence[GemmPrecision], unconverted: Mapping[str, str]) -> Iterator[Product]:
+    entries: dict[tuple[str, ProductName], GemmPrecision] = {(entry.layer, entry.gemm): entry for entry in precision}
+    fprops = {entry.layer: entry for entry in precision if entry.gemm == "fprop"}
+    seen = set()
+    for product in counted.products:
+        if product.family not in ("te", "te_ops"):
+            why = unconverted.get(product.layer)
+            if why is not None and product.reason is Reason.NOT_TE:
+                product = replace(product, reason=Reason.NOT_CONVERTED, reason_ref=why)
+            yield product if not product.is_low else replace(product, reason=None, reason_ref="")
+            continue
+        entry = entries.get((product.layer, product.gemm))
+        seen.add((product.layer, product.gemm))
+        if entry is None:
+            yield product
+        elif entry.not_run:
+            yield replace(product, macs=0, calls=0, operands={}, runs="never", not_run=entry.not_run)
+        else:
+            told = replace(product, operands=entry.operands)
+            if not told.is_low:
+                reason, ref = _reason(entry, fprops.get(entry.layer), counted.layers.get(entry.layer))
+                told = replace(told, reason=reason, reason_ref=ref)
+            yield told
+    for entry in precision:
+        if entry.not_run and (entry.layer, entry.gemm) not in seen:
+            yield Product.left_out(entry.layer, "te", entry.gemm, entry.not_run)
+
+
+def _reason(entry: GemmPrecision, fprop: GemmPrecision | None, facts: LayerFacts | None) -> tuple[Reason, str]:
+    """Why a GEMM of Transformer Engine runs in high precision."""
+    if entry.recipe == HIGH_PRECISION:
+        return Reason.NO_AUTOCAST, Reason.NO_AUTOCAST.value
+    if facts is not None and entry.gemm in facts.kept:
+        return Reason.SECTION, facts.kept[entry.gemm]
+    if facts is not None and facts.backward_override and entry.gemm != "fprop":
+        return Reason.BACKWARD_OVERRIDE, f"backward_override={facts.backward_override!r}"
+    if entry.recipe:
+        return Reason.RECIPE_EXCEPTION, f"the recipe {entry.recipe} leaves it in high precision"
+    return Reason.UNKNOWN, ""
+
+
+def kept_by_sections(sections: Iterable[Acting]) -> dict[str, str]:
+    """GEMM -> the feature of one of a layer's sections that keeps it in high precision, with the section's place."""
+    kept: dict[str, str] = {}
+    for section in sections:
+        for feature, effect in section.effects.items():
+            replaced = () if effect.quantizes else tuple(gemm for gemm, _ in effect.modifies)
+            for gemm in (*effect.high_precision, *replaced):
+                kept.setdefault(gemm, f"{feature} in {section.place()}")
+    return kept

@@ -1,0 +1,432 @@
+"""Sees every matrix product of a model's step: the GEMMs of Transformer Engine through the tap, all others in torch.
+
+A dispatch mode is active in the model's forward and in each backward of one step, and in none after it. It changes no
+number. A product belongs to the innermost module that runs, and the product of a backward to that of the forward whose
+autograd node runs: torch numbers nodes, and the number is known in both. In a compiled model, which has one node for
+many products, the operands tell it.
+
+Read from torch 2.13: ``Module._compiled_call_impl``, which a call of a module runs instead of its own where it is set;
+``torch.autograd._engine_run_backward``, which each backward calls; ``TorchDispatchMode.ignore_compile_internals``, by
+which ``torch.compile`` compiles under the mode instead of leaving the code uncompiled for ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.modules.conv
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from te_precision_callbacks.forwards import NO_BACKWARD, ForwardKind, innermost_autograd_frame
+from te_precision_callbacks.gemm_events import GemmEvent
+from te_precision_callbacks.matrix_products import MatrixProduct, Role, is_product, products_of
+from te_precision_callbacks.naming import Model, named_roots
+from te_precision_callbacks.records.coverage import Family, Product, ProductName, Reason
+from te_precision_callbacks.records.precision import FROZEN, NO_INPUT_GRADIENT
+from te_precision_callbacks.session.marks import Marks, Weight, Weights, tensors_in
+from te_precision_callbacks.session.precision import dtype_name, format_of
+from te_precision_callbacks.vocabulary import OPERANDS, class_names
+
+_SOFTMAX = frozenset({"_softmax", "_safe_softmax"})
+
+_TENSORS: Mapping[ProductName, tuple[str, str]] = {
+    "fprop": OPERANDS["fprop"],
+    "dgrad": OPERANDS["dgrad"],
+    "wgrad": OPERANDS["wgrad"],
+    "qk": ("query", "key"),
+    "pv": ("probabilities", "value"),
+    "other": ("a", "b"),
+    "lookup": ("indices", "weight"),
+}
+"""The names of the operands of a product of the forward, and of dgrad and wgrad."""
+
+_OF_BACKWARD = ("gradient", "saved")
+"""Those of a product of the backward without a weight."""
+
+
+@dataclass(slots=True, eq=False)
+class _Seen:
+    """A product that has run.
+
+    Attributes:
+        layer: the path of its module, with the name of the weight where that is not ``weight``.
+        family: as ``Product.family``.
+        role: what it is for, as far as is known; ``wgrad`` and ``dgrad`` only where the forward has a weight.
+        formats: of its operands.
+        sizes: n, m, k and batch.
+        kind: what computes it, for a reason.
+        weight: the parameter that a product of the forward multiplies by.
+        of: the product of the forward, for one of a backward.
+    """
+
+    layer: str
+    family: Family
+    role: Role
+    formats: tuple[str, str]
+    sizes: tuple[int, int, int, int]
+    kind: str = ""
+    weight: Weight | None = None
+    of: _Seen | None = None
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why it does not run in low precision, as far as its place tells."""
+        if self.family in ("te", "te_ops", "lookup"):
+            return None
+        return Reason.ATTENTION if self.kind == _OF_TRANSFORMER_ENGINE else Reason.NOT_TE
+
+    @property
+    def gemm(self) -> ProductName:
+        return self.role or ("other" if self.of is None else self.of.gemm)
+
+
+class ModelProducts:
+    """The matrix products of the first step of a model.
+
+    Args:
+        report: receives failures.
+        is_paused: tells whether the front door evaluates.
+        in_gemm_layer: tells whether a layer of Transformer Engine runs its GEMMs, of which there are events.
+
+    Attributes:
+        counting: whether products are counted: from :meth:`watch` until the end of the first step that has any.
+    """
+
+    def __init__(
+        self,
+        report: Callable[[str, str, Exception], None],
+        is_paused: Callable[[], bool],
+        in_gemm_layer: Callable[[], bool],
+    ) -> None:
+        self.counting = False
+        self._report = report
+        self._is_paused = is_paused
+        self._in_gemm_layer = in_gemm_layer
+        self._put_back: list[Callable[[], None]] = []
+        self._forget({})
+
+    def _forget(self, modules: Mapping[int, tuple[str, torch.nn.Module]]) -> None:
+        self._modules = modules
+        self._operations: frozenset[str] = frozenset()
+        self._is_active = False
+        self._seen: list[_Seen] = []
+        self._of_node: dict[int, _Seen] = {}
+        self._weights = Weights()
+        self._activations = Marks[list[_Seen]]()
+        self._scores, self._probabilities = Marks[_Seen](), Marks[bool]()
+
+    # ------------------------------------------------------------------ its life
+
+    def watch(self, model: Model, names: Mapping[int, str], operations: Iterable[str]) -> None:
+        """Count the products of the next step, instead of those of another model.
+
+        Args:
+            model: the model.
+            names: id of a module -> its path.
+            operations: the layers of ``te.ops``.
+        """
+        self.close()
+        roots = [root for _, root in named_roots(model) or ()]
+        modules = {id(module): module for root in roots for module in root.modules()}
+        paths = {key: names[key] for key in modules if key in names}
+        for key, module in modules.items():
+            if type(module).__name__ == _ATTENTION and key in paths:
+                paths |= {id(part): paths[key] for part in module.modules()}
+        self._forget({key: (path, modules[key]) for key, path in paths.items()})
+        self._operations = frozenset(operations)
+        self.counting = True
+        for root in roots:
+            self._surround_calls(root)
+        engine: Any = torch.autograd
+        self._replace(engine, "_engine_run_backward", self._around(engine._engine_run_backward))
+
+    def end_step(self) -> tuple[Product, ...] | None:
+        """End a step: its products, after which no more are counted; None where the step had none."""
+        if not self._seen:
+            return None
+        products = tuple(_summed(self._seen))
+        self.close()
+        return products
+
+    def close(self) -> None:
+        """Count no longer, and leave torch as it was."""
+        self.counting = False
+        while self._put_back:
+            self._put_back.pop()()
+        self._forget({})
+
+    def _surround_calls(self, root: Any) -> None:
+        """Be active while a model is called; of Lightning's modules while they take a training step."""
+        own = root._compiled_call_impl
+        self._replace(root, "_compiled_call_impl", self._around(root._call_impl if own is None else own))
+        if "LightningModule" in class_names(root):
+            self._replace(root, "training_step", self._around(root.training_step))
+
+    def _around(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        def around(*arguments: Any, **keywords: Any) -> Any:
+            if self._is_active or not self.counting or not torch.is_grad_enabled() or self._is_paused():
+                return upstream(*arguments, **keywords)
+            with self._active():
+                return upstream(*arguments, **keywords)
+
+        return around
+
+    @contextmanager
+    def _active(self) -> Iterator[None]:
+        self._weights.read(self._modules.values())
+        self._is_active = True
+        try:
+            with _SeeingMode(self._look):
+                yield
+        finally:
+            self._is_active = False
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of an object or a Python module itself, until :meth:`close`."""
+        attributes = vars(owner)
+        missing = object()
+        before = attributes.get(name, missing)
+        attributes[name] = value  # OptimizedModule would set the attribute of what it wraps
+
+        def put_back() -> None:
+            if attributes.get(name) is not value:
+                return  # somebody has put theirs around it
+            if before is missing:
+                del attributes[name]
+            else:
+                attributes[name] = before
+
+        self._put_back.append(put_back)
+
+    # ------------------------------------------------------------------ what runs
+
+    def note(self, event: GemmEvent) -> None:
+        """Count a GEMM of a layer of Transformer Engine; a listener of the tap."""
+        if not self.counting or event.kind is not ForwardKind.OBSERVED:
+            return
+        call, layer = event.call, event.layer
+        b, a = (format_of(operand.data, columnwise=operand.columnwise) for operand in (event.b, event.a))
+        family: Family = "te_ops" if layer in self._operations else "te"
+        self._seen.append(_Seen(layer, family, event.gemm, (b, a), (call.n, call.m, call.k, 1)))
+
+    def _look(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
+        """Note a call of an operator of torch."""
+        try:
+            in_backward = torch._C._current_graph_task_id() != NO_BACKWARD
+            if not is_product(operator):
+                if not in_backward:
+                    self._follow(operator, arguments, result)
+            elif not self._in_gemm_layer():
+                products = products_of(operator, arguments, result)
+                if not in_backward:
+                    self._note_forward(operator, products, result)
+                elif torch.is_grad_enabled() and innermost_autograd_frame() in ("unpack_hook", "backward"):
+                    self._note_forward(operator, products, result, again=True)
+                else:
+                    self._note_backward(products)
+        except Exception as error:
+            self._report("counting the matrix products of", "a step", error)
+
+    def _follow(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
+        """Follow weights through casts, and what attention multiplies to its softmax and behind it."""
+        results = list(tensors_in([result]))
+        for tensor in tensors_in(arguments):
+            if operator == "_to_copy":
+                self._weights.follow(tensor, result)
+            scores = self._scores.get(tensor)
+            if scores is not None and operator in _SOFTMAX:
+                scores.role, scores.family = "qk", "attention"
+            for made in results:
+                if scores is not None and operator in _SOFTMAX:
+                    self._probabilities.put(made, True)
+                elif scores is not None:
+                    self._scores.put(made, scores)
+                elif self._probabilities.get(tensor):
+                    self._probabilities.put(made, True)
+
+    def _note_forward(
+        self, operator: str, products: Iterable[MatrixProduct], result: Any, *, again: bool = False
+    ) -> None:
+        """Note products of a forward; ``again`` for one that an activation checkpoint computes again, which is not
+        counted, but has the nodes of the backward."""
+        inside = self._innermost_module()
+        for product in products:
+            seen = self._seen_in(operator, product, inside)
+            if seen is None:
+                continue
+            if not again:
+                self._seen.append(seen)
+            if torch.is_grad_enabled() or innermost_autograd_frame() == "forward":
+                # Autograd makes a node before it calls the kernel; without a node, the number is that of another one.
+                self._of_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, seen)
+            if seen.weight is not None:
+                known = self._activations.get(product.a) or []
+                self._activations.put(product.a, [*known, seen])
+            elif not seen.role:
+                self._scores.put(result, seen)
+
+    def _seen_in(
+        self, operator: str, product: MatrixProduct, inside: tuple[str, torch.nn.Module] | None
+    ) -> _Seen | None:
+        """A product of the forward, with its place; None outside of the model."""
+        looks_up = product.role == "lookup"
+        weight = self._weights.find(product.b, inside, embedding=looks_up) or self._weights.find(product.a, inside)
+        if weight is None and inside is not None and isinstance(inside[1], _WITH_WEIGHT):
+            weight = Weight(inside[0], "weight", True)  # computed from parameters, as by a parametrization
+        formats = dtype_name(product.a.dtype), dtype_name(product.b.dtype)
+        sizes = product.n, product.m, product.k, product.batch
+        if weight is not None:
+            layer = weight.module if weight.name == "weight" else f"{weight.module}.{weight.name}"
+            role: Role = "lookup" if looks_up else "fprop"
+            own = inside is not None and inside[0] == weight.module and isinstance(inside[1], _WITH_WEIGHT)
+            family: Family = "lookup" if role == "lookup" else "torch" if own else "functional"
+            return _Seen(layer, family, role, formats, sizes, _kind(inside), weight)
+        if inside is None:
+            return None
+        role = product.role
+        if not role and self._probabilities.get(product.a):
+            role = "pv"
+        if not role and _UNFUSED in class_names(inside[1]):  # its softmax may be a kernel of Transformer Engine
+            role = "qk" if operator == "baddbmm" else "pv"
+        family = "attention" if role in ("qk", "pv") else "functional"
+        return _Seen(inside[0], family, role, formats, sizes, _kind(inside))
+
+    def _note_backward(self, products: Iterable[MatrixProduct]) -> None:
+        node = torch._C._current_autograd_node()
+        found = None if node is None else self._of_node.get(node._sequence_nr())
+        compiled = node is not None and node.name() == _COMPILED
+        for product in products:
+            of = self._of_compiled(product) or found if compiled else found
+            if of is None:
+                continue  # of a product outside of the model
+            role: Role = product.role
+            if of.weight is not None and not role:
+                role = self._role_in_backward(product, of)
+            formats, sizes = (dtype_name(product.a.dtype), dtype_name(product.b.dtype)), product[2:6]
+            self._seen.append(_Seen(of.layer, of.family, role, formats, sizes, of.kind, of=of))
+
+    def _role_in_backward(self, product: MatrixProduct, of: _Seen) -> Role:
+        """Whether a product of the backward multiplies the gradient by the weight, or by the activation."""
+        for operand in (product.a, product.b):
+            weight = self._weights.find(operand)
+            if weight is not None and weight.module == getattr(of.weight, "module", None):
+                return "dgrad"
+        rows, columns, *_ = of.sizes
+        return "dgrad" if product.k == columns and product.k != rows else "wgrad"
+
+    def _of_compiled(self, product: MatrixProduct) -> _Seen | None:
+        """The product of the forward for one of a compiled backward: that with the same weight, or the same activation;
+        else one of these sizes, which all take part in its gradients, that has not got them yet."""
+        operands = product.a, product.b
+        for weight in filter(None, map(self._weights.find, operands)):
+            return next((seen for seen in reversed(self._seen) if seen.weight == weight), None)
+        of_activation = [seen for operand in operands for seen in self._activations.get(operand) or ()]
+        for seen in (*of_activation, *self._seen):
+            alike = (
+                seen.of is None and sorted(seen.sizes[:3]) == sorted(product[2:5]) and seen.sizes[3] == product.batch
+            )
+            if alike and sum(other.of is seen and other.role != "dgrad" for other in self._seen) < 1 + (
+                not seen.weight
+            ):
+                return seen
+        return None
+
+    def _innermost_module(self) -> tuple[str, torch.nn.Module] | None:
+        """The innermost module of the model that runs: its path, and the module."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_varnames[:1] == ("self",):
+                found = self._modules.get(id(frame.f_locals.get("self")))
+                if found is not None:
+                    return found
+            frame = frame.f_back
+        return None
+
+
+class _SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells of each operator: its name, its arguments and its result."""
+
+    def __init__(self, tell: Callable[[str, Sequence[Any], Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tell = tell
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Iterable[type], arguments: Sequence[Any] = (), keywords: Any = None
+    ) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # which runs operators on its shards, that are told of
+        result = operator(*arguments, **(keywords or {}))
+        self._tell(operator._schema.name.rpartition("::")[2], arguments, result)
+        return result
+
+
+_WITH_WEIGHT = (torch.nn.Linear, torch.nn.Bilinear, torch.nn.modules.conv._ConvNd)
+_UNFUSED = "UnfusedDotProductAttention"
+"""Transformer Engine's attention in torch: it multiplies by ``baddbmm`` first, then by ``bmm`` (2.20.2,
+``pytorch/attention/dot_product_attention/backends.py``)."""
+
+_ATTENTION = "DotProductAttention"
+"""Transformer Engine's attention, whose parts, one for each way to compute it, have its name."""
+
+_OF_TRANSFORMER_ENGINE = "Transformer Engine's unfused attention"
+
+_COMPILED = "CompiledFunctionBackward"
+"""The node of a graph that torch.compile has compiled."""
+
+
+def _kind(inside: tuple[str, torch.nn.Module] | None) -> str:
+    """What a product is computed by: the class of the module."""
+    if inside is None:
+        return "torch"
+    kind = type(inside[1])
+    if kind.__name__ == _UNFUSED:
+        return _OF_TRANSFORMER_ENGINE
+    return f"torch.nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else kind.__name__
+
+
+def _summed(seen: Iterable[_Seen]) -> Iterator[Product]:
+    """The products of a step, each once, with what its calls amount to."""
+    found: dict[tuple[str, ProductName, bool], list[_Seen]] = {}
+    for one in seen:
+        found.setdefault((one.layer, one.gemm, one.of is not None or one.gemm in ("dgrad", "wgrad")), []).append(one)
+    has_backward = any(backward for _, _, backward in found)
+    for (layer, gemm, backward), calls in found.items():
+        first = calls[0]
+        n, m, k, batch = first.sizes
+        names = _OF_BACKWARD if backward and gemm not in OPERANDS else _TENSORS[gemm]
+        formats = [" -> ".join(dict.fromkeys(call.formats[side] for call in calls)) for side in (0, 1)]
+        yield Product(
+            layer,
+            first.family,
+            gemm,
+            backward,
+            n,
+            m,
+            k,
+            batch,
+            len(calls),
+            sum(math.prod(call.sizes) for call in calls),
+            dict(zip(names, formats, strict=True)),
+            reason=first.reason,
+            reason_ref=first.kind,
+        )
+        weight = first.weight
+        if weight is None or gemm != "fprop" or not has_backward:
+            continue
+        if (layer, "dgrad", True) not in found:
+            yield Product.left_out(layer, first.family, "dgrad", NO_INPUT_GRADIENT)
+        if not weight.trains:
+            yield Product.left_out(layer, first.family, "wgrad", FROZEN)

@@ -1,0 +1,237 @@
+"""``te-precision features`` and ``te-precision statistics``."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from te_precision_callbacks import cli
+from te_precision_callbacks.config import ConfigError, load_config
+from te_precision_callbacks.config.schemas import FEATURES
+from te_precision_callbacks.manual.features import UnknownFeatureError, features, find
+from te_precision_callbacks.manual.statistics import recipes_table
+from te_precision_callbacks.numerics.recipes import RECIPES
+from te_precision_callbacks.statistics.names import UnknownStatisticError
+from te_precision_callbacks.statistics.table import BLOCKWISE, STATISTICS, SYMBOLS, TENSOR_STATISTICS
+from tests.conftest import feature
+from tests.docs.pages import ROOT, blocks
+from tests.manual.json_schema import is_valid
+from tests.reference.processes import answers
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(cli.app, arguments)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    assert "\x1b" not in done.output, "no colour in a pipe"
+    return done.output
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command says that ends with exit code 2."""
+    monkeypatch.setattr(sys, "argv", ["te-precision", *arguments])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which typer replaces
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    return one_line(capsys.readouterr().err.replace("│", " "))
+
+
+def test_features_are_listed() -> None:
+    lines = run("features").splitlines()
+    for name in FEATURES:
+        (row,) = (line for line in lines if line.split()[:1] == [name] and "Not a feature of this project" not in line)
+        assert len(row.split()) > 5
+    (upstreams,) = (line for line in lines if "LogTensorStats" in line and "Not a feature of this project" in line)
+    assert lines.index("In the section") < lines.index(upstreams), "nvidia-dlfw-inspect's, without a namespace"
+    assert any(line.split()[:1] == ["TestDummyFeature"] for line in lines), "Transformer Engine's"
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_is_explained_with_an_example_that_loads(name: str) -> None:
+    output = run("features", name.lower())
+    shown, _, example = output.partition("\nExample\n\n")
+    example = example.partition("\nLogTensorStats, in the section")[0]
+    (section,) = load_config(yaml.safe_load(example)).sections
+    assert list(section.features["transformer_engine"]) == [name]
+    words = one_line(shown)
+    assert words.startswith(f"{name}, in transformer_engine: {one_line(FEATURES[name].__doc__ or '')}")
+    for key, field in FEATURES[name].model_fields.items():
+        assert f" {key}: " in words
+        assert one_line(str(field.description)) in words
+
+
+def test_what_is_said_of_keys_and_where_a_feature_acts() -> None:
+    words = one_line(run("features", "FakeQuant"))
+    assert "Tensors: activation, weight, gradient, output, wgrad, dgrad GEMMs: fprop, dgrad, wgrad Keys" in words
+    everywhere = "in: feature, items of `gemms_struct`, items of `tensors_struct`; default: 0"
+    assert f"margin: an integer from -126 to 127 {everywhere} The scale is computed for" in words
+    assert "gemm: one of fprop, dgrad, wgrad in: items of `gemms_struct`; must be given" in words
+    (layer,) = find("DisableQuantizationLayer")
+    assert (layer.tensors, layer.gemms) == ((), ("fprop", "dgrad", "wgrad"))
+    (fp8,) = find("LogFp8TensorStats")
+    assert (fp8.tensors, fp8.gemms) == (("activation", "weight", "gradient"), ())
+
+
+def test_features_as_json() -> None:
+    listed = json.loads(run("features", "--json"))["features"]
+    assert [(found["namespace"], found["name"]) for found in listed] == [(f.namespace, f.name) for f in features()]
+    (quant,) = json.loads(run("features", "fakequant", "--json"))["features"]
+    keys = {key["name"]: key for key in quant["keys"]}
+    assert keys["gemm"] == {
+        "name": "gemm",
+        "where": [["gemms_struct"]],
+        "values": "one of fprop, dgrad, wgrad",
+        "required": True,
+        "default": None,
+        "meaning": "The GEMM that the item is for.",
+    }
+    assert (keys["margin"]["default"], keys["margin"]["required"]) == (0, False)
+    assert quant == next(found for found in listed if found["name"] == "FakeQuant")
+    ours, upstreams = json.loads(run("features", "LogTensorStats", "--json"))["features"]
+    assert (ours["namespace"], upstreams["namespace"], upstreams["keys"]) == ("transformer_engine", "base", [])
+
+
+def test_wrong_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UnknownFeatureError, match=r"there is no feature 'FakeQunt'\. Did you mean 'FakeQuant'"):
+        run("features", "FakeQunt")
+    said = ends(monkeypatch, capsys, "features", "FakeQunt")
+    assert said.startswith("te-precision: there is no feature 'FakeQunt'. Did you mean 'FakeQuant'")
+    assert "The features are: DisableFP8GEMM, " in ends(monkeypatch, capsys, "features", "zzz")
+    assert "it is of the whole config" in ends(monkeypatch, capsys, "features", "FakeQuant", "--json-schema")
+    assert "it is for --json-schema" in ends(monkeypatch, capsys, "features", "--own", "ClipOutliers")
+    assert "there is no statistic 'underflow%'. Did you mean 'underflows%'" in ends(
+        monkeypatch, capsys, "statistics", "underflow%"
+    )
+    assert "The statistics are: block_dynamic_range_histogram, " in ends(monkeypatch, capsys, "statistics", "qqq")
+    one_scale = ends(monkeypatch, capsys, "statistics", "fp8_current_scaling_mse_columnwise")
+    assert "has one scale for the whole tensor" in one_scale
+    assert "'fp8_current_scaling_mse'" in one_scale
+
+
+def test_statistics_are_listed() -> None:
+    of_tensors, _, of_quantized = run("statistics").partition("LogFp8TensorStats and LogNvfp4TensorStats, of ")
+    assert of_tensors.startswith("LogTensorStats, of activation, weight, gradient, output, wgrad, dgrad\n")
+    for name, row in STATISTICS.items():
+        place = of_tensors if name in (*TENSOR_STATISTICS, BLOCKWISE) else of_quantized
+        (line,) = (line for line in place.splitlines() if line.split()[:1] == [name])
+        rest = one_line(line).removeprefix(name).strip()
+        said = f"{one_line(row.formula)}; unit: {row.unit}; ranks: {row.merge}"
+        assert rest == (f"* {said}" if row.upstream else said)
+    assert one_line(SYMBOLS) in one_line(of_quantized)
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_the_example_of_a_statistic_loads_in_what_collects_it(name: str) -> None:
+    (found,) = json.loads(run("statistics", name, "--json"))["statistics"]
+    (line,) = (line.strip() for line in run("statistics", name).splitlines() if line.startswith("  stats:"))
+    assert line == found["example"]
+    for collects, model in FEATURES.items():
+        if "stats" in model.model_fields:
+            options = yaml.safe_load(line)
+            for tensor in ("activation", "output"):
+                section = feature(collects, ["fc1"], tensors=[tensor], **options)
+                if tensor in found["collected_by"].get(collects, ()):
+                    load_config({"s": section})
+                else:
+                    with pytest.raises(ConfigError):
+                        load_config({"s": section})
+
+
+def test_a_name_with_recipe_format_and_direction() -> None:
+    words = one_line(run("statistics", "mxfp8_e5m2_mse_columnwise"))
+    for said in (
+        "sum((x - y)^2) / n",
+        "unit: square of the tensor's",
+        "recipe: mxfp8; for other layers what it would give",
+        "elements that share a factor: 32 factor: a power of two (E8M0) elements: E5M2",
+        "direction: columnwise, read by wgrad of the activation, dgrad of the weight, wgrad of the gradient",
+        "over micro-batches and ranks: counts and sums added",
+        "collected by LogFp8TensorStats: of activation, weight, gradient in Transformer Engine 2.20: yes",
+        "In the options of LogFp8TensorStats: stats: [mxfp8_e5m2_mse_columnwise]",
+    ):
+        assert said in words
+    words = one_line(run("statistics", "delayed_scaling_underflows%"))
+    assert "recipe: fp8_delayed_scaling; other layers have no such statistic" in words
+    assert "direction" not in words
+    assert "stats: [fp8_delayed_scaling_underflows%]" in words
+    words = one_line(run("statistics", "nvfp4_block_underflows%_max"))
+    assert "options of LogFp8TensorStats or LogNvfp4TensorStats: stats: [nvfp4_block_underflows%_max]" in words
+    words = one_line(run("statistics", "max_blockwise_dynamic_range_block_size_16_dims_2_max_over_orientations"))
+    assert "blocks: block_size 16, dims 2" in words
+    assert "stats: [max_blockwise_dynamic_range: {block_size: 16, dims: 2}]" in words
+    with pytest.raises(UnknownStatisticError):
+        run("statistics", "mxfp8_max")
+
+
+def test_docs_statistics_has_the_recipes_and_symbols() -> None:
+    page = (ROOT / "docs" / "statistics.md").read_text()
+    assert recipes_table() in page
+    assert SYMBOLS in one_line(page)
+    for name, recipe in RECIPES.items():
+        said = json.loads(run("statistics", f"{name}_mse", "--json"))["statistics"][0]["recipe"]
+        assert said["shares"].partition(";")[0] == ("all" if recipe.side is None else str(recipe.side))
+        assert ("in a weight" in said["shares"]) == recipe.square_weights
+        assert said["is_simulated"]
+
+
+@pytest.mark.parametrize("arguments", [("features",), ("features", "LogFp8TensorStats"), ("statistics",)], ids=str)
+def test_80_columns_are_enough(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal
+    done = CliRunner().invoke(cli.app, arguments)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", done.output).splitlines()
+    assert max(map(len, lines)) <= 80
+    names = FEATURES if arguments == ("features",) else STATISTICS if arguments == ("statistics",) else ()
+    assert {line.split()[0] for line in lines if line.strip()} >= set(names), "a name is not broken"
+
+
+def test_a_schema_for_editors_as_the_page_shows_it(tmp_path: Path) -> None:
+    (shell,) = blocks("docs/session.md", "bash", "te-precision features")
+    command, target = shell.split(" > ")
+    program, *arguments = shlex.split(command)
+    assert program == "te-precision"
+    (tmp_path / target.strip()).write_text(run(*arguments))
+    (config,) = blocks("docs/session.md", "yaml", "# yaml-language-server")
+    modeline = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", config.splitlines()[0])
+    assert modeline is not None
+    schema = json.loads((tmp_path / modeline[1]).read_text())
+    written: Any = yaml.safe_load(config)
+    load_config(written)
+    assert is_valid(written, schema)
+    (section,) = written.values()
+    section["transformer_engine"]["LogTensorStat"] = section["transformer_engine"].pop("LogTensorStats")
+    assert not is_valid(written, schema)
+    own = json.loads(run("features", "--json-schema", "--own", "LogTensorStat"))
+    assert is_valid(written, own)
+
+
+def test_torch_is_not_imported() -> None:
+    assert (
+        answers(
+            """
+            import contextlib, io, sys
+            from te_precision_callbacks.cli import app
+            with contextlib.redirect_stdout(io.StringIO()):
+                for arguments in ["features", "FakeQuant"], ["features", "--json-schema"], ["statistics"]:
+                    app(arguments, standalone_mode=False)
+            heavy = ["torch", "transformer_engine", "nvdlfw_inspect", "lightning"]
+            answer = [name for name in heavy if name in sys.modules]
+            """,
+            fresh=True,
+        )
+        == []
+    )
