@@ -122,8 +122,7 @@ def _show_engine(engine: TransformerEngine) -> None:
         return
     table = terminal.table("recipe", *(recipes.place for recipes in engine.recipes))
     for recipe in RECIPES:
-        answers = ["runs" if recipes.runs(recipe) else recipes.refusals[recipe] for recipes in engine.recipes]
-        table.add_row(recipe, *map(terminal.cell, answers))
+        table.add_row(recipe, *(terminal.cell(recipes.answer(recipe)) for recipes in engine.recipes))
     table.add_row("te.autocast() takes", *(terminal.cell(recipes.default or "none") for recipes in engine.recipes))
     terminal.show(table)
 

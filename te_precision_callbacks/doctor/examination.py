@@ -54,9 +54,10 @@ def examine(log_dir: Path) -> Examination:
     Args:
         log_dir: the folder for logs.
     """
-    torch = _examined(torch_facts)  # the first to ask for GPUs, since torch warns once
     with ThreadPoolExecutor() as pool:
-        engine, boards = pool.submit(_examined, transformer_engine), pool.submit(_examined, loggers)
+        boards = pool.submit(_examined, loggers)
+        torch = _examined(torch_facts)  # before Transformer Engine: torch warns only who first asks it for GPUs
+        engine = pool.submit(_examined, transformer_engine)
         return Examination(
             platform=platform.platform(),
             packages=_examined(packages),

@@ -99,7 +99,7 @@ def _of_engine(engine: TransformerEngine, compiled_build: str, *, with_gpu: bool
         )
     for recipes in (recipes for recipes in engine.recipes if recipes.chosen):
         if recipes.failure:
-            what = f"importing Transformer Engine fails ({recipes.place}): {recipes.failure}"
+            what = f"Transformer Engine cannot be asked for its recipes ({recipes.place}): {recipes.failure}"
             yield Finding("stops a run", what, "A variable with a bad value can be the reason: see the other findings.")
         elif recipes.why_no_default:
             yield Finding(
