@@ -15,8 +15,9 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from te_precision_callbacks.records.state import StateRow
 from te_precision_callbacks.vocabulary import GEMMS
 
 ProductName = Literal["fprop", "dgrad", "wgrad", "qk", "pv", "other", "lookup"]
@@ -124,7 +125,20 @@ class Coverage(tuple[Product, ...]):
     """All matrix products of a model in a step, in the order in which they ran first.
 
     Its text is one line that says how much runs in low precision, and what does not.
+
+    Attributes:
+        state: what the model and its optimizers keep, and in which types, after the first step.
     """
+
+    state: tuple[StateRow, ...]
+
+    def __new__(cls, products: Iterable[Product] = (), *, state: tuple[StateRow, ...] = ()) -> Coverage:
+        made = super().__new__(cls, products)
+        made.state = state
+        return made
+
+    def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (tuple(self),), {"state": self.state}
 
     def macs(self, precision: str | None = None, *, gemm: str | None = None, backward: bool | None = None) -> int:
         """The multiply-adds of a step, of all products or of some.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from te_precision_callbacks.config.effects import Acting
 from te_precision_callbacks.records.coverage import Coverage, Product, ProductName, Reason
 from te_precision_callbacks.records.precision import HIGH_PRECISION, GemmPrecision
+from te_precision_callbacks.records.state import StateRow
 
 
 @dataclass(frozen=True)
@@ -31,18 +32,31 @@ class _Counted:
     since: int
     products: tuple[Product, ...]
     layers: Mapping[str, LayerFacts]
+    state: tuple[StateRow, ...]
 
 
 class CoverageHistory:
-    """The matrix products of a run's model, and of those that followed it."""
+    """The matrix products of a run's model, and of those that followed it.
+
+    Attributes:
+        changes: how often they were put.
+    """
 
     def __init__(self) -> None:
         self._counted: list[_Counted] = []
+        self.changes = 0
 
-    def put(self, iteration: int, products: tuple[Product, ...], layers: Mapping[str, LayerFacts]) -> None:
-        """Let products be those of an iteration and of the following ones, until others are put."""
+    def put(
+        self,
+        iteration: int,
+        products: tuple[Product, ...],
+        layers: Mapping[str, LayerFacts],
+        state: tuple[StateRow, ...] = (),
+    ) -> None:
+        """Let products, and what is kept, be those of an iteration and of the following ones, until others are put."""
+        self.changes += 1
         self._counted = [counted for counted in self._counted if counted.since < iteration]
-        self._counted.append(_Counted(iteration, products, layers))
+        self._counted.append(_Counted(iteration, products, layers, state))
 
     def at(self, iteration: int, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]) -> Coverage:
         """The products of an iteration.
@@ -56,7 +70,7 @@ class CoverageHistory:
         if not self._counted:
             return Coverage()
         counted = self._counted[number]
-        return Coverage(_told(counted, list(precision), unconverted))
+        return Coverage(_told(counted, list(precision), unconverted), state=counted.state)
 
 
 def _told(counted: _Counted, precision: Sequence[GemmPrecision], unconverted: Mapping[str, str]) -> Iterator[Product]:

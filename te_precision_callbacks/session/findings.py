@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from te_precision_callbacks.fingerprints.comparing import ResumeReport
 from te_precision_callbacks.records.coverage import Coverage
 from te_precision_callbacks.records.layers import LayerHistory, Layers
 from te_precision_callbacks.records.model import Row
@@ -33,6 +34,7 @@ class Findings:
         coverage: the matrix products of the model.
         series: the series of the numbers.
         statistics: the last and the worst numbers.
+        resume: the result of the audit of a resume; None without one.
     """
 
     log_dir: Path
@@ -46,11 +48,16 @@ class Findings:
     coverage: CoverageHistory = field(default_factory=CoverageHistory)
     series: SeriesTable = field(default_factory=SeriesTable)
     statistics: RunStatistics = field(init=False)
+    resume: ResumeReport | None = None
 
     def __post_init__(self) -> None:
         self.layers = LayerHistory(self.iterations)
         self.audit = PrecisionAudit(self.iterations)
         self.statistics = RunStatistics(self.series)
+
+    def coverage_at(self, iteration: int) -> Coverage:
+        """The matrix products of an iteration. Raises IterationError where it has not run."""
+        return self.coverage.at(iteration, self.audit.at(iteration), self.unconverted)
 
 
 class Results:
@@ -101,7 +108,13 @@ class Results:
         iteration = findings.iterations.last if at is None else at
         if iteration is None:
             return Coverage()
-        return findings.coverage.at(iteration, findings.audit.at(iteration), findings.unconverted)
+        return findings.coverage_at(iteration)
+
+    @property
+    def resume_report(self) -> ResumeReport | None:
+        """What differs from the checkpoint that the run was resumed from. None before the first step after a resume,
+        and for a checkpoint without a fingerprint."""
+        return self._findings.resume
 
     @property
     def last_statistics(self) -> tuple[Row, ...]:

@@ -31,8 +31,10 @@ from te_precision_callbacks.matrix_products import MatrixProduct, Role, is_produ
 from te_precision_callbacks.naming import Model, named_roots
 from te_precision_callbacks.records.coverage import Family, Product, ProductName, Reason
 from te_precision_callbacks.records.precision import FROZEN, NO_INPUT_GRADIENT
+from te_precision_callbacks.records.state import StateRow
 from te_precision_callbacks.session.marks import Marks, Weight, Weights, tensors_in
 from te_precision_callbacks.session.precision import dtype_name, format_of
+from te_precision_callbacks.session.state import OF_OPERATOR, KeptState
 from te_precision_callbacks.vocabulary import OPERANDS, class_names
 
 _SOFTMAX = frozenset({"_softmax", "_safe_softmax"})
@@ -111,6 +113,7 @@ class ModelProducts:
         self._is_paused = is_paused
         self._in_gemm_layer = in_gemm_layer
         self._put_back: list[Callable[[], None]] = []
+        self._state = KeptState(report)
         self._forget({})
 
     def _forget(self, modules: Mapping[int, tuple[str, torch.nn.Module]]) -> None:
@@ -142,23 +145,26 @@ class ModelProducts:
                 paths |= {id(part): paths[key] for part in module.modules()}
         self._forget({key: (path, modules[key]) for key, path in paths.items()})
         self._operations = frozenset(operations)
+        self._state.watch(model)
         self.counting = True
         for root in roots:
             self._surround_calls(root)
         engine: Any = torch.autograd
         self._replace(engine, "_engine_run_backward", self._around(engine._engine_run_backward))
 
-    def end_step(self) -> tuple[Product, ...] | None:
-        """End a step: its products, after which no more are counted; None where the step had none."""
+    def end_step(self) -> tuple[tuple[Product, ...], tuple[StateRow, ...]] | None:
+        """End a step: its products and what is kept in which type, after which no more are counted; None where the step
+        had no products."""
         if not self._seen:
             return None
-        products = tuple(_summed(self._seen))
+        found = tuple(_summed(self._seen)), self._state.rows()
         self.close()
-        return products
+        return found
 
     def close(self) -> None:
         """Count no longer, and leave torch as it was."""
         self.counting = False
+        self._state.close()
         while self._put_back:
             self._put_back.pop()()
         self._forget({})
@@ -221,24 +227,27 @@ class ModelProducts:
     def _look(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
         """Note a call of an operator of torch."""
         try:
+            if self._in_gemm_layer():
+                return
             in_backward = torch._C._current_graph_task_id() != NO_BACKWARD
+            products = products_of(operator, arguments, result)
             if not is_product(operator):
                 if not in_backward:
                     self._follow(operator, arguments, result)
-            elif not self._in_gemm_layer():
-                products = products_of(operator, arguments, result)
-                if not in_backward:
-                    self._note_forward(operator, products, result)
-                elif torch.is_grad_enabled() and innermost_autograd_frame() in ("unpack_hook", "backward"):
-                    self._note_forward(operator, products, result, again=True)
-                else:
-                    self._note_backward(products)
+            elif not in_backward:
+                self._note_forward(operator, products, result)
+            elif torch.is_grad_enabled() and innermost_autograd_frame() in ("unpack_hook", "backward"):
+                self._note_forward(operator, products, result, again=True)
+            else:
+                self._note_backward(products)
         except Exception as error:
             self._report("counting the matrix products of", "a step", error)
 
     def _follow(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
         """Follow weights through casts, and what attention multiplies to its softmax and behind it."""
         results = list(tensors_in([result]))
+        if operator in OF_OPERATOR and self._innermost_module() is not None:
+            self._state.note(operator, results[0])
         for tensor in tensors_in(arguments):
             if operator == "_to_copy":
                 self._weights.follow(tensor, result)

@@ -32,6 +32,7 @@ RUN_BY = {
     ("docs/custom-features.md", "yaml", ""): "tests/features/test_custom_features_page.py",
     ("docs/dumps.md", "python", ""): "tests/dumps/test_page.py",
     ("docs/dumps.md", "bash", ""): "tests/dumps/test_page.py",
+    ("docs/resuming.md", "python", ""): "tests/session/test_resume_audit.py",
     ("docs/session.md", "python", ""): "tests/docs/test_session_page.py",
     ("docs/session.md", "bash", "te-precision features"): "tests/manual/test_command.py",
     ("docs/sinks.md", "python", ""): "tests/docs/test_sinks_page.py",

@@ -84,6 +84,14 @@ def test_layers_at_equal_paths_have_the_numbers_of_one_process(two: Path, case: 
     assert found == pytest.approx(expected, rel=1e-12)
 
 
+def test_a_contract_that_one_rank_breaks_is_broken_on_all(two: Path) -> None:
+    for rank in range(2):
+        step, _, told = (two / "contract" / f"{rank}.txt").read_text().partition(" ")
+        assert step == "2"
+        assert "fp8 >= 100%: it is 50.0 %" in told
+        assert "linear fprop, wgrad: 50.0 % in fp32: runs outside of te.autocast" in told
+
+
 def test_what_a_failing_rank_had_gathered_is_its_own(two: Path) -> None:
     survivor = logged_lines(two / "one fails", 0)
     assert {step: value for (name, step), value in survivor.items() if name == NAME} == {0: 2.0, 1: 2.0, 2: 1.0}, (

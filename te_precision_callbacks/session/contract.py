@@ -1,0 +1,195 @@
+"""Holds a run to its contract: judges what the model's products ran in, after the first steps and at each change."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from te_precision_callbacks.config.conditions import Share
+from te_precision_callbacks.config.contract import Contract, OnBroken
+from te_precision_callbacks.config.problems import ConfigError, suggestion
+from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.ranks import own_rank
+from te_precision_callbacks.records.coverage import LOW_PRECISION, PRECISIONS, Coverage, Product, Reason
+from te_precision_callbacks.session.parallel import Ranks
+
+logger = logging.getLogger(__name__)
+
+_MOST_OFFENDERS = 5
+
+REMEDIES: Mapping[Reason, str] = {
+    Reason.SECTION: "take the GEMM or the layer out of that section",
+    Reason.SHAPE: "pad the dimension to the next size that works",
+    Reason.NOT_TE: "make it a layer of Transformer Engine, or leave it out of what the contract demands",
+    Reason.NOT_CONVERTED: "convert it by hand: te.Linear in place of the layer",
+    Reason.NO_AUTOCAST: "run its forward inside te.autocast(enabled=True, recipe=...)",
+    Reason.RECIPE_EXCEPTION: "use a recipe that quantizes all of its tensors",
+    Reason.BACKWARD_OVERRIDE: "leave backward_override out of the recipe, and NVTE_BACKWARD_OVERRIDE unset",
+    Reason.ATTENTION: "give the recipe fp8_dpa=True, on a GPU whose fused attention has FP8",
+    Reason.QUANTIZED_INPUT: "let the layer before return high precision",
+}
+"""Reason -> what makes the product run in low precision."""
+
+
+class PrecisionContractError(PrecisionDebugError, RuntimeError):
+    """The run does not hold what ``require=`` demands.
+
+    Args:
+        message: the full message.
+        coverage_line: how much runs in which precision, in one line.
+    """
+
+    def __init__(self, message: str, coverage_line: str = "") -> None:
+        super().__init__(message)
+        self.coverage_line = coverage_line
+
+
+class _Ran(NamedTuple):
+    """A product as ranks tell it each other."""
+
+    layer: str
+    gemm: str
+    backward: bool
+    precision: str
+    macs: int
+    reason: Reason | None
+    why: str
+
+    @classmethod
+    def of(cls, product: Product) -> _Ran:
+        reason, why = product.reason, product.reason_ref
+        return cls(product.layer, product.gemm, product.backward, product.precision, product.macs, reason, why)
+
+
+class ContractKeeper:
+    """Judges a run's contract; on all ranks that reduce together alike.
+
+    Args:
+        contract: what is demanded.
+        on_broken: what happens if it is broken and the contract does not say it.
+    """
+
+    def __init__(self, contract: Contract, on_broken: OnBroken) -> None:
+        self._contract = contract
+        self._on_broken = contract.on_broken or on_broken
+        self._steps = 0
+        self._judged = -1
+        self._said = ""
+
+    def check_layers(self, names: Iterable[str]) -> None:
+        """Refuse a pattern that matches no layer of the model.
+
+        Args:
+            names: of all layers and modules, on all ranks.
+
+        Raises:
+            ConfigError: there is such a pattern.
+        """
+        known = list(names)
+        for pattern in self._contract.layers:
+            if not any(re.search(pattern, name) for name in known):
+                raise ConfigError(
+                    f"require=: no layer matches {pattern!r}, of which the contract demands"
+                    f" {self._contract.layers[pattern]!r}.{suggestion(pattern, known)}"
+                )
+
+    def end_step(self, coverage_now: Callable[[], Coverage], changes: int, ranks: Ranks) -> None:
+        """Judge, if it is time: at the step that the contract names, and where precision has changed on any rank since.
+
+        Args:
+            coverage_now: gives this rank's products in the step that has ended.
+            changes: how often this rank's products, or their precision, have changed so far.
+            ranks: those that judge together.
+
+        Raises:
+            PrecisionContractError: the contract is broken, and is not only to be warned of; on all ranks.
+        """
+        self._steps += 1
+        if self._steps < self._contract.by_step:
+            return
+        if not ranks.any(self._judged != changes):
+            return
+        self._judged, coverage = changes, coverage_now()
+        ran = ranks.pool(map(_Ran.of, coverage))
+        state = ranks.pool((row.subject, row.dtype) for row in coverage.state)
+        broken = [*self._broken_shares(ran), *self._broken_layers(ran), *self._broken_state(state)]
+        if broken:
+            self._tell(broken, ran, str(coverage))
+
+    def _tell(self, broken: Sequence[str], ran: Sequence[_Ran], line: str) -> None:
+        listed = "\n".join(f"- {text}" for text in broken)
+        message = f"The run breaks its precision contract (require=), judged after step {self._steps}:\n{listed}"
+        offenders = _offenders(ran)
+        if offenders:
+            message += "\nThe largest products that are not in low precision:\n" + "\n".join(offenders)
+        if self._on_broken == "raise":
+            raise PrecisionContractError(message, line)
+        if own_rank() == 0 and message != self._said:
+            logger.warning("%s", message)
+        self._said = message
+
+    def _broken_shares(self, ran: Sequence[_Ran]) -> Iterable[str]:
+        for share in self._contract.shares:
+            found = _share(share, ran)
+            if not share.holds(found):
+                has = "there are no such products" if found != found else f"it is {100 * found:.1f} %"
+                yield f"{share}: {has}."
+
+    def _broken_layers(self, ran: Sequence[_Ran]) -> Iterable[str]:
+        for pattern, precision in self._contract.layers.items():
+            others = [one for one in ran if re.search(pattern, one.layer) and one.macs and not _is(one, precision)]
+            if others:
+                first = max(others, key=lambda one: one.macs)
+                more = f", and {len(others) - 1} more GEMMs" if len(others) > 1 else ""
+                yield (
+                    f"{pattern!r} must run in {precision}: {first.layer} {first.gemm} runs in {first.precision}"
+                    f"{f' ({first.why})' if first.why else ''}{more}."
+                )
+
+    def _broken_state(self, state: Iterable[tuple[str, str]]) -> Iterable[str]:
+        kept: dict[str, list[str]] = {}
+        for subject, dtype in state:
+            kept.setdefault(subject, []).append(dtype)
+        for subject, dtype in self._contract.state.items():
+            others = [other for other in kept.get(subject, ()) if other != dtype]
+            if others or subject not in kept:
+                found = f"some are {', '.join(others)}" if others else "none was seen"
+                yield f"{subject} must be {dtype}: {found}."
+
+
+def _is(one: _Ran, precision: str) -> bool:
+    return one.precision in PRECISIONS[precision]
+
+
+def _share(share: Share, ran: Iterable[_Ran]) -> float:
+    parts = {"forward": False, "backward": True}
+    meant = [
+        one
+        for one in ran
+        if not share.part or (one.backward is parts[share.part] if share.part in parts else one.gemm == share.part)
+    ]
+    whole = sum(one.macs for one in meant)
+    return sum(one.macs for one in meant if _is(one, share.precision)) / whole if whole else float("nan")
+
+
+def _offenders(ran: Sequence[_Ran]) -> list[str]:
+    """The layers with the most multiply-adds outside of low precision, each with its share, the reason and a remedy."""
+    whole = sum(one.macs for one in ran)
+    of_layer: dict[tuple[str, str, Reason | None, str], list[_Ran]] = {}
+    for one in ran:
+        if one.macs and one.precision not in LOW_PRECISION["quantized"]:
+            of_layer.setdefault((one.layer, one.precision, one.reason, one.why), []).append(one)
+    rows = sorted(of_layer.items(), key=lambda item: -sum(one.macs for one in item[1]))
+    texts = []
+    for (layer, precision, reason, why), products in rows[:_MOST_OFFENDERS]:
+        share = 100 * sum(one.macs for one in products) / whole
+        gemms = ", ".join(dict.fromkeys(one.gemm for one in products))
+        text = f"- {layer} {gemms}: {share:.1f} % in {precision}"
+        if reason is not None:
+            text += f": {reason.value}{f' ({why})' if why not in ('', reason.value) else ''}"
+            text += f". To change that, {REMEDIES[reason]}." if reason in REMEDIES else ""
+        texts.append(text)
+    more = len(rows) - _MOST_OFFENDERS
+    return [*texts, f"- and {more} more"] if more > 0 else texts
