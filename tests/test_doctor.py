@@ -7,12 +7,15 @@ the path, a log folder below a file.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
+import os
 import platform
 import re
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,7 +27,6 @@ from te_precision_callbacks import cli
 from te_precision_callbacks.doctor import loggers, torch_facts
 from te_precision_callbacks.doctor.asking import NoAnswerError, ask
 from te_precision_callbacks.doctor.command import _show
-from te_precision_callbacks.doctor.engine import TransformerEngine, transformer_engine
 from te_precision_callbacks.doctor.examination import Examination, Failed, examine
 from te_precision_callbacks.doctor.findings import findings
 from te_precision_callbacks.doctor.log_folder import LogFolder, log_folder
@@ -32,6 +34,7 @@ from te_precision_callbacks.doctor.loggers import Logger
 from te_precision_callbacks.doctor.packages import Package, packages
 from te_precision_callbacks.doctor.recipes import Recipes
 from te_precision_callbacks.doctor.torch_facts import Gpu, Torch
+from te_precision_callbacks.doctor.transformer_engine import TransformerEngine, transformer_engine
 from te_precision_callbacks.environment import read_environment
 from te_precision_callbacks.vocabulary import RECIPES
 from tests.reference.processes import REPOSITORY, run, te_precision
@@ -185,36 +188,48 @@ def test_the_versions_of_driver_and_cudnn() -> None:
     assert [torch_facts._cudnn(number) for number in (91002, 90100, 8902)] == ["9.10.2", "9.1.0", "8.9.2"]
 
 
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module that another process finds, too."""
+    (tmp_path / "asked.py").write_text(
+        "import os, sys\n"
+        "def raises(): raise ImportError('libcudart.so.13: cannot open')\n"
+        "def aborts(): os.abort()\n"
+        "def exits(): sys.exit(3)\n"
+        "def answers(): print('hello'); return {'one': 1}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "asked", raising=False)
+    return importlib.import_module("asked")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("code", "why"),
+    ("function", "why"),
     [
-        ("raise ImportError('libcudart.so.13: cannot open')", "ImportError: libcudart.so.13: cannot open"),
-        ("import os; os.abort()", "status -6"),
-        ("import sys; sys.exit(3)", "status 3"),
+        ("raises", "ImportError: libcudart.so.13: cannot open"),
+        ("aborts", "status -6"),
+        ("exits", "status 3"),
     ],
 )
-def test_another_process_that_does_not_answer(code: str, why: str) -> None:
+def test_another_process_that_does_not_answer(asked: ModuleType, function: str, why: str) -> None:
     with pytest.raises(NoAnswerError, match=why):
-        ask(code, {})
+        ask(getattr(asked, function), os.environ)
 
 
 @pytest.mark.slow
-def test_another_process_that_answers_after_what_it_prints() -> None:
-    assert ask("print('hello'); answer = {'one': 1}", {}) == {"one": 1}
+def test_another_process_that_answers_after_what_it_prints(asked: ModuleType) -> None:
+    assert ask(asked.answers, os.environ) == {"one": 1}
 
 
-@pytest.mark.slow
 def test_a_logger_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that is installed and broken; the others are not installed."""
-    (tmp_path / "wandb.py").write_text("raise TypeError('Descriptors cannot be created directly')")
-    environ = {"PYTHONPATH": str(tmp_path)}
-    answer = ask(loggers._QUESTION.replace("importlib.util.find_spec(name)", "(name == 'wandb' or None)"), environ)
-    assert answer == {
-        "tensorboard": None,
-        "wandb": [None, "TypeError: Descriptors cannot be created directly"],
-        "mlflow": None,
-    }
+    """A package that is installed and broken, and one that is not installed."""
+    (tmp_path / "broken_logger.py").write_text("raise TypeError('Descriptors cannot be created directly')")
+    monkeypatch.syspath_prepend(tmp_path)
+    failure = "TypeError: Descriptors cannot be created directly"
+    assert loggers._imported("broken_logger", "broken_logger") == Logger("broken_logger", True, None, failure)
+    assert loggers._imported("no_logger", "no_logger") == Logger("no_logger", False, None, "")
 
 
 # ---------------------------------------------------------------------- findings
@@ -228,7 +243,7 @@ HERE = Examination(
         "the compiled Transformer Engine",
         "",
         "",
-        (Recipes("this GPU", True, {"nvfp4": "Device compute capability 10.0"}, "DelayedScaling", "", ""),),
+        (Recipes("this GPU", True, {"nvfp4": "Device compute capability 10.0"}, "DelayedScaling"),),
     ),
     torch=Torch((Gpu("NVIDIA H100", "9.0", 80 << 30),), None, "570.124.06", "12.8", "9.10.2", (), {}),
     environment=read_environment({}),
@@ -272,9 +287,7 @@ def test_a_gpu_machine_with_nothing_wrong() -> None:
         ),
         (
             but(
-                transformer_engine=engine(
-                    recipes=(Recipes("this GPU", True, dict.fromkeys(RECIPES, "8.9 or higher"), "", "", ""),)
-                )
+                transformer_engine=engine(recipes=(Recipes("this GPU", True, dict.fromkeys(RECIPES, "8.9 or higher")),))
             ),
             "changes a run: no FP8 recipe runs on this GPU: 8.9 or higher",
         ),

@@ -1,6 +1,6 @@
-"""Asks another Python process, in which an import may fail, crash or hang.
+"""Calls a function in another Python process, in which an import may fail, crash or hang.
 
-ask("import torch; answer = torch.__version__", os.environ)  # "2.13.0"
+ask(torch_version, os.environ)  # "2.13.0"
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _SECONDS = 180.0
@@ -19,13 +19,15 @@ class NoAnswerError(Exception):
     """The process ended without an answer; the message says how."""
 
 
-def ask(code: str, environment: Mapping[str, str]) -> Any:
-    """What ``code`` leaves in the variable ``answer``, which JSON must be able to hold.
+def ask(function: Callable[[], Any], environment: Mapping[str, str]) -> Any:
+    """What the function of a module returns in a process with this environment, as JSON gives it back.
 
     Raises:
         NoAnswerError: the process failed, crashed or hung.
     """
-    command = [sys.executable, "-W", "ignore", "-c", f"{code}\nimport json; print(json.dumps(answer))"]
+    name = function.__name__
+    code = f"from {function.__module__} import {name}; import json; print(json.dumps({name}()))"
+    command = [sys.executable, "-W", "ignore", "-c", code]
     try:
         done = subprocess.run(
             command, env=dict(environment), capture_output=True, text=True, check=False, timeout=_SECONDS
@@ -35,4 +37,4 @@ def ask(code: str, environment: Mapping[str, str]) -> Any:
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
         raise NoAnswerError(lines[-1] if lines else f"the process ended with status {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])  # the lines before are what imports have printed

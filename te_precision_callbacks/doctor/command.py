@@ -19,13 +19,13 @@ from te_precision_callbacks import terminal
 from te_precision_callbacks.terminal import Json
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.doctor.engine import TransformerEngine
     from te_precision_callbacks.doctor.examination import Examination
     from te_precision_callbacks.doctor.findings import Finding
     from te_precision_callbacks.doctor.log_folder import LogFolder
     from te_precision_callbacks.doctor.loggers import Logger
     from te_precision_callbacks.doctor.packages import Package
     from te_precision_callbacks.doctor.torch_facts import Torch
+    from te_precision_callbacks.doctor.transformer_engine import TransformerEngine
     from te_precision_callbacks.environment import Environment
 
 
@@ -54,16 +54,16 @@ def doctor_command(
 def _for_json(examination: Examination, found: tuple[Finding, ...]) -> dict[str, Any]:
     from te_precision_callbacks.environment import Environment
 
-    environment: Any = examination.environment
+    parts = {**vars(examination), "findings": found}
+    environment = examination.environment
     if isinstance(environment, Environment):
         settings = [
             {name: value for name, value in setting.variable._asdict().items() if name != "fault"}
             | {"value": setting.value}
             for setting in environment.settings
         ]
-        environment = {"settings": settings, "problems": environment.problems}
-    parts = {name: terminal.plain(part) for name, part in vars(examination).items() if name != "environment"}
-    return {**parts, "environment": terminal.plain(environment), "findings": terminal.plain(found)}
+        parts["environment"] = {"settings": settings, "problems": environment.problems}
+    return parts
 
 
 # ---------------------------------------------------------------------- the screen

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from te_precision_callbacks.doctor.engine import TransformerEngine, transformer_engine
 from te_precision_callbacks.doctor.log_folder import LogFolder, log_folder
 from te_precision_callbacks.doctor.loggers import Logger, loggers
 from te_precision_callbacks.doctor.packages import Package, packages
 from te_precision_callbacks.doctor.torch_facts import Torch, torch_facts
+from te_precision_callbacks.doctor.transformer_engine import TransformerEngine, transformer_engine
 from te_precision_callbacks.environment import Environment, read_environment
 
 FoundT = TypeVar("FoundT")
@@ -55,7 +55,7 @@ def examine(log_dir: Path) -> Examination:
         log_dir: the folder for logs.
     """
     with ThreadPoolExecutor() as pool:
-        boards = pool.submit(_examined, loggers)
+        imported = pool.submit(_examined, loggers)
         torch = _examined(torch_facts)  # before Transformer Engine: torch warns only who first asks it for GPUs
         engine = pool.submit(_examined, transformer_engine)
         return Examination(
@@ -65,7 +65,7 @@ def examine(log_dir: Path) -> Examination:
             torch=torch,
             environment=_examined(lambda: read_environment(os.environ)),
             log_folder=_examined(lambda: log_folder(log_dir)),
-            loggers=boards.result(),
+            loggers=imported.result(),
         )
 
 

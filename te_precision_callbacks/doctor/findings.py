@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from te_precision_callbacks.doctor.engine import TransformerEngine
 from te_precision_callbacks.doctor.examination import Examination, Failed
 from te_precision_callbacks.doctor.log_folder import LogFolder
 from te_precision_callbacks.doctor.packages import DISTRIBUTION, Package
 from te_precision_callbacks.doctor.torch_facts import Torch
+from te_precision_callbacks.doctor.transformer_engine import TransformerEngine
 from te_precision_callbacks.vocabulary import RECIPES
 
 Severity = Literal["stops a run", "changes a run", "misleads"]

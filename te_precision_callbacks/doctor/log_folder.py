@@ -50,7 +50,7 @@ def log_folder(folder: Path) -> LogFolder:
         path=str(path),
         exists=path.is_dir(),
         why_not_writable=why_not_writable,
-        why_full=why_full(place) or "",
+        why_full=why_full(path) or "",
         why_no_locks=why_no_locks,
         free_bytes=shutil.disk_usage(place).free,
     )

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import importlib.util
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from te_precision_callbacks.doctor.asking import ask
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 """Logger -> the module that trainers import for it, as in ``lightning.py`` and ``accelerate/tracking.py``."""
-
-_QUESTION = f"""
-import importlib, importlib.util
-answer = {{}}
-for name, module in {_MODULES}.items():
-    answer[name] = None
-    if importlib.util.find_spec(name) is not None:
-        try:
-            importlib.import_module(module)
-            answer[name] = [importlib.import_module(name).__version__, ""]
-        except Exception as error:
-            answer[name] = [None, f"{{type(error).__name__}}: {{error}}"]
-"""
 
 
 @dataclass(frozen=True)
@@ -47,7 +38,20 @@ def loggers() -> tuple[Logger, ...]:
     Raises:
         NoAnswerError: the process crashed or hung.
     """
-    return tuple(
-        Logger(name, False, None, "") if found is None else Logger(name, True, *found)
-        for name, found in ask(_QUESTION, os.environ).items()
-    )
+    return tuple(Logger(**answer) for answer in ask(loggers_here, os.environ))
+
+
+def loggers_here() -> list[dict[str, Any]]:
+    """Import the packages in this process: :class:`Logger` as JSON can hold them."""
+    return [dataclasses.asdict(_imported(name, module)) for name, module in _MODULES.items()]
+
+
+def _imported(name: str, module: str) -> Logger:
+    if importlib.util.find_spec(name) is None:
+        return Logger(name, installed=False, version=None, failure="")
+    try:
+        importlib.import_module(module)
+        version = importlib.import_module(name).__version__
+    except Exception as error:
+        return Logger(name, installed=True, version=None, failure=f"{type(error).__name__}: {error}")
+    return Logger(name, installed=True, version=version, failure="")

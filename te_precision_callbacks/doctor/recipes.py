@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from te_precision_callbacks import reference
@@ -45,10 +45,10 @@ class Recipes:
 
     place: str
     chosen: bool
-    refusals: Mapping[str, str]
-    default: str
-    why_no_default: str
-    failure: str
+    refusals: Mapping[str, str] = field(default_factory=dict)
+    default: str = ""
+    why_no_default: str = ""
+    failure: str = ""
 
     def answer(self, recipe: str) -> str:
         """Whether a recipe runs here, in words."""
@@ -61,12 +61,11 @@ def ask_for_recipes(environment: Mapping[str, str]) -> tuple[Recipes, ...]:
     Raises:
         NoAnswerError: Transformer Engine cannot be imported there.
     """
-    code = f"from {__name__} import recipes_here; answer = recipes_here()"
-    return tuple(Recipes(**answer) for answer in ask(code, environment))
+    return tuple(Recipes(**answer) for answer in ask(recipes_here, environment))
 
 
 def recipes_here() -> list[dict[str, Any]]:
-    """Which recipes run in this process: :class:`Recipes` as JSON can hold them."""
+    """Which recipes run in this process, which nothing else may use then: :class:`Recipes` as JSON can hold them."""
     from transformer_engine.pytorch import quantization, utils
 
     if not reference.is_installed():
@@ -87,7 +86,7 @@ def _recipes(quantization: Any, place: str, *, chosen: bool) -> Recipes:
     try:
         answers = {recipe: getattr(quantization, check)() for recipe, check in _CHECKS.items()}
     except Exception as error:  # a compiled build without a GPU, for example
-        return Recipes(place, chosen, {}, "", "", f"{type(error).__name__}: {error}")
+        return Recipes(place, chosen, failure=f"{type(error).__name__}: {error}")
     refusals = {recipe: why for recipe, (runs, why) in answers.items() if not runs}
     default = why_no_default = ""
     try:
@@ -95,4 +94,4 @@ def _recipes(quantization: Any, place: str, *, chosen: bool) -> Recipes:
     except Exception as error:
         words = " ".join(str(error).split()).partition(" [type=")[0]  # pydantic goes on with what it was given
         why_no_default = f"{type(error).__name__}: {words}"
-    return Recipes(place, chosen, refusals, default, why_no_default, "")
+    return Recipes(place, chosen, refusals, default, why_no_default)

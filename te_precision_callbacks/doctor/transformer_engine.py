@@ -54,5 +54,5 @@ def transformer_engine() -> TransformerEngine:
     try:
         recipes = ask_for_recipes(environment | plan.environment)
     except NoAnswerError as error:
-        recipes = (Recipes("reference backend", True, {}, "", "", str(error)),)
+        recipes = (Recipes("reference backend", chosen=True, failure=str(error)),)
     return TransformerEngine(installed, "reference", plan.description, why, "", recipes)
