@@ -36,8 +36,9 @@ from te_precision_callbacks.doctor.recipes import Recipes
 from te_precision_callbacks.doctor.torch_facts import Gpu, Torch
 from te_precision_callbacks.doctor.transformer_engine import TransformerEngine, transformer_engine
 from te_precision_callbacks.environment import read_environment
+from te_precision_callbacks.reference import target
 from te_precision_callbacks.vocabulary import RECIPES
-from tests.reference.processes import REPOSITORY, run, te_precision
+from tests.reference.processes import REPOSITORY, run
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -48,12 +49,17 @@ else:
 
 
 @pytest.mark.slow
-def test_this_machine(tmp_path: Path) -> None:
+def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference backend stands in, and nothing is wrong; of the environment only the table's variables are told."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("TE_PRECISION_REFERENCE_INSTALL", "TE_PRECISION_REFERENCE_CAPABILITY"):
+        monkeypatch.delenv(name, raising=False)  # as the user's shell, which the tests' backend is not in
     settings = {"NVTE_FP8_DPA_BWD": "0", "NVTE_NVTX_ENABLED": "1", "WANDB_API_KEY": "hush"}
-    done = te_precision("doctor", "--json", "--log-dir", "logs", cwd=tmp_path, **settings)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "hush" not in done.stdout + done.stderr
+    for name, value in (settings | {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}).items():
+        monkeypatch.setenv(name, value)
+    done = CliRunner().invoke(cli.app, ["doctor", "--json", "--log-dir", "logs"])
+    assert done.exit_code == 0, done.output
+    assert "hush" not in done.output
     found = json.loads(done.stdout)
     assert found["findings"] == []
 
@@ -67,14 +73,14 @@ def test_this_machine(tmp_path: Path) -> None:
     assert engine["backend"] == "reference"
     assert "meta package" in engine["why_not_compiled"]
     hopper, blackwell = engine["recipes"]
-    assert (hopper["chosen"], blackwell["chosen"]) == (True, False)
+    assert [place["chosen"] for place in engine["recipes"]] == [target.capability() == each for each in target.ALLOWED]
     assert set(hopper["refusals"]) == {"mxfp8", "nvfp4"}
     assert "10.0 or higher" in hopper["refusals"]["nvfp4"]
     assert blackwell["refusals"] == {}
     assert (hopper["default"], blackwell["default"]) == ("DelayedScaling", "MXFP8BlockScaling")
 
     assert found["torch"]["gpus"] == []
-    assert found["torch"]["settings"]["float32_matmul_precision"] == "highest"
+    assert found["torch"]["settings"]["float32_matmul_precision"] == torch.get_float32_matmul_precision()
     (setting,) = found["environment"]["settings"]
     assert (setting["name"], setting["value"], setting["default"]) == ("NVTE_FP8_DPA_BWD", "0", "1")
     assert found["log_folder"]["path"] == str(tmp_path / "logs")
