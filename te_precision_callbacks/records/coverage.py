@@ -14,7 +14,7 @@ import enum
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from te_precision_callbacks.records.state import StateRow
@@ -45,7 +45,7 @@ class Reason(enum.Enum):
 
     SECTION = "a feature of the config"
     SHAPE = "its shape"
-    NOT_TE = "not a layer of Transformer Engine"
+    NOT_TE = "not a TE layer"
     NOT_CONVERTED = "left out by the trainer's conversion"
     NO_AUTOCAST = "runs outside of te.autocast"
     RECIPE_EXCEPTION = "the recipe excepts it"
@@ -101,12 +101,30 @@ class Product:
         """A product that the step has left out."""
         return cls(layer, family, gemm, gemm != "fprop", 0, 0, 0, 1, 0, 0, {}, "never", why)
 
+    def packed(self) -> tuple[Any, ...]:
+        """As values that can be compared, for :meth:`unpacked`."""
+        return tuple(tuple(value.items()) if name == "operands" else value for name, value in vars(self).items())
+
+    @classmethod
+    def unpacked(cls, values: tuple[Any, ...]) -> Product:
+        """The product of :meth:`packed`."""
+        found = dict(zip((field.name for field in fields(cls)), values, strict=True))
+        return cls(**{**found, "operands": dict(found["operands"])})
+
     @property
     def precision(self) -> str:
         """The precision that it computes in, which is that of its widest operand: ``fp8``, ``mxfp8``, ``nvfp4``,
         ``bf16``, ``fp32``, ...; of any other format that format in lower case, empty for a look-up."""
         found = [precision_of(text) for text in self.operands.values() if text]
         return max(found, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER), default="")
+
+    @property
+    def why(self) -> str:
+        """Why it does not run in low precision, in words; empty if it does."""
+        if self.reason is None or self.reason_ref in ("", self.reason.value):
+            return "" if self.reason is None else self.reason.value
+        alone = self.reason in (Reason.SECTION, Reason.ATTENTION, Reason.BACKWARD_OVERRIDE, Reason.RECIPE_EXCEPTION)
+        return self.reason_ref if alone else f"{self.reason.value}: {self.reason_ref}"
 
     @property
     def is_low(self) -> bool:
@@ -208,7 +226,7 @@ def _causes(products: Iterable[Product]) -> list[str]:
     """The layers of some products with their reason, the largest first."""
     layers: dict[str, dict[str, None]] = {}
     for product in products:
-        why = product.reason_ref or ("" if product.reason is None else product.reason.value)
+        why = product.reason.value if product.reason is Reason.NOT_TE else product.why
         layers.setdefault(why, {})[product.layer] = None
     texts = [f"{' and '.join(patterns(names, most=2))}{f' ({why})' if why else ''}" for why, names in layers.items()]
     more = len(texts) - _MOST_CAUSES
@@ -218,11 +236,16 @@ def _causes(products: Iterable[Product]) -> list[str]:
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
+def pattern_of(name: str) -> str:
+    """The name of a layer with ``*`` for each number between its dots."""
+    return _NUMBER.sub("*", name)
+
+
 def patterns(names: Collection[str], *, most: int) -> list[str]:
     """Names of layers in few words: those that differ in their numbers alone are one, with ``*`` for a number."""
     found: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(_NUMBER.sub("*", name), []).append(name)
+        found.setdefault(pattern_of(name), []).append(name)
     texts = [pattern if len(alike) > 1 else alike[0] for pattern, alike in found.items()]
     more = len(texts) - most
     return texts if more <= 0 else [*texts[:most], f"{more} more"]

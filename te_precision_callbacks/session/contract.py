@@ -59,8 +59,8 @@ class _Ran(NamedTuple):
 
     @classmethod
     def of(cls, product: Product) -> _Ran:
-        reason, why = product.reason, product.reason_ref
-        return cls(product.layer, product.gemm, product.backward, product.precision, product.macs, reason, why)
+        of = product
+        return cls(of.layer, of.gemm, of.backward, of.precision, of.macs, of.reason, of.why)
 
 
 class ContractKeeper:
@@ -188,8 +188,7 @@ def _offenders(ran: Sequence[_Ran]) -> list[str]:
         gemms = ", ".join(dict.fromkeys(one.gemm for one in products))
         text = f"- {layer} {gemms}: {share:.1f} % in {precision}"
         if reason is not None:
-            text += f": {reason.value}{f' ({why})' if why not in ('', reason.value) else ''}"
-            text += f". To change that, {REMEDIES[reason]}." if reason in REMEDIES else ""
+            text += f": {why}." + (f" To change that, {REMEDIES[reason]}." if reason in REMEDIES else "")
         texts.append(text)
     more = len(rows) - _MOST_OFFENDERS
     return [*texts, f"- and {more} more"] if more > 0 else texts

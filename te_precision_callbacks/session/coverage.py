@@ -44,6 +44,7 @@ class CoverageHistory:
 
     def __init__(self) -> None:
         self._counted: list[_Counted] = []
+        self._others: tuple[Product, ...] = ()
         self.changes = 0
 
     def put(
@@ -58,6 +59,11 @@ class CoverageHistory:
         self._counted = [counted for counted in self._counted if counted.since < iteration]
         self._counted.append(_Counted(iteration, products, layers, state))
 
+    def put_of_ranks(self, products: Iterable[Product]) -> None:
+        """Add the products of layers that other ranks alone have, as they ran there in their first step."""
+        own = {product.layer for counted in self._counted for product in counted.products}
+        self._others = tuple(product for product in products if product.layer not in own)
+
     def at(self, iteration: int, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]) -> Coverage:
         """The products of an iteration.
 
@@ -66,11 +72,12 @@ class CoverageHistory:
             precision: that of the layers' GEMMs in it.
             unconverted: layers that a trainer left without Transformer Engine, and why.
         """
-        number = max(0, bisect_right([counted.since for counted in self._counted], iteration) - 1)
         if not self._counted:
-            return Coverage()
+            return Coverage(self._others)
+        number = max(0, bisect_right([counted.since for counted in self._counted], iteration) - 1)
         counted = self._counted[number]
-        return Coverage(_told(counted, list(precision), unconverted), state=counted.state)
+        own = _told(counted, list(precision), unconverted)
+        return Coverage((*own, *self._others), state=counted.state)
 
 
 def _told(counted: _Counted, precision: Sequence[GemmPrecision], unconverted: Mapping[str, str]) -> Iterator[Product]:

@@ -21,6 +21,7 @@ from te_precision_callbacks.naming import Model
 from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.ranks import own_rank, world_size
+from te_precision_callbacks.records.coverage import Product
 from te_precision_callbacks.records.model import RunInfo, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
 from te_precision_callbacks.session.contract import ContractKeeper
@@ -123,6 +124,7 @@ class Run:
         self._delivery = Delivery(inspector, self.model, findings, self._sinks, failures, self.hooks.delayed_scaling)
         self._delivery.reduces = self._ranks.several
         self.observation = SessionObservation(engine, recorder, self._delivery, reduce=options.reduce)
+        self._pools_coverage = False
         self._contract = None if options.require is None else ContractKeeper(options.require, options.on_broken)
         self.overflow = OverflowWatch(options, recorder, self._has_been_left)
         self.hooks.on_many_forwards = self._say_forgotten
@@ -158,6 +160,7 @@ class Run:
         ranks = self._ranks
         self._delivery.reduces = ranks.several
         self.model.attach(model, ranks)
+        self._pools_coverage = ranks.several
         if self._contract is not None:
             names = ranks.pool(self.model.all_names)
             self._contract.check_layers(names)
@@ -214,8 +217,12 @@ class Run:
         finally:
             self.overflow.tell_recorder()
             self.observation.recorder.end_step()
+        findings = self._findings
+        if self._pools_coverage:
+            self._pools_coverage = False
+            own = map(Product.packed, findings.coverage_at(ending.iteration))
+            findings.coverage.put_of_ranks(map(Product.unpacked, self._ranks.pool(own)))
         if self._contract is not None:
-            findings = self._findings
             now = functools.partial(findings.coverage_at, ending.iteration)
             self._contract.end_step(now, findings.audit.changes + findings.coverage.changes, self._ranks)
         return records
@@ -236,10 +243,20 @@ class Run:
             then.callback(self._close_dumps, error, guard)
             then.callback(self._put_back, keeps=keeps)
             then.callback(self._write_summary, summarize)
+            then.callback(self._tell_coverage)
             then.callback(self._close_sinks, error, guard)
             if self.model.attached:
                 self.model.say_refused()
                 self._delivery.hand_over_remainder(logging_step, guard, counts_from=self._loop.counts_from)
+
+    def _tell_coverage(self) -> None:
+        """Tell in one line how much ran in low precision."""
+        findings = self._findings
+        if findings.iterations.last is not None and own_rank() == 0:
+            coverage = findings.coverage_at(findings.iterations.last)
+            if coverage:
+                logger.info("%s.", coverage)
+                self.inspector.log(str(coverage))
 
     def _put_back(self, *, keeps: bool) -> None:
         """Undo everything that the run changed in the process; with ``keeps``, all but the features that stay."""

@@ -37,6 +37,7 @@ def main(rank: int, folder: Path) -> None:
     stages(rank, folder / "stages")
     scopes(rank, folder)
     contract(rank, folder / "contract")
+    coverage(rank, folder / "coverage")
     groups = [torch.distributed.new_group([index]) for index in range(2)]
     for case in CASES:
         keywords = {
@@ -47,6 +48,19 @@ def main(rank: int, folder: Path) -> None:
             "one fails": {"statistics_log": "all"},
         }[case]
         run(case, rank, folder / case, keywords)
+
+
+def coverage(rank: int, folder: Path) -> None:
+    """Two stages of other sizes at one path, the second one in high precision."""
+    net = torch.nn.ModuleList([te.Linear(32, 32 + 32 * rank)])
+    with InspectSession(statistics(), model=net, log_dir=folder, scope=f"pp{rank}") as session:
+        for _ in range(2):
+            with te.autocast(enabled=rank == 0, recipe=Float8CurrentScaling()):
+                net[0](torch.ones(16, 32)).sum().backward()
+            session.step()
+        products = session.coverage()
+    macs = {f"{product.layer} {product.gemm} {product.precision}": product.macs for product in products if product.macs}
+    (folder / f"{rank}.txt").write_text(repr((dict(sorted(macs.items())), products.share("fp8"))))
 
 
 def contract(rank: int, folder: Path) -> None:

@@ -74,8 +74,8 @@ def test_a_broken_share_names_the_share_the_layers_and_what_to_do(tmp_path: Path
     assert lines[0] == "2: The run breaks its precision contract (require=), judged after step 3:"
     assert lines[1] == "- fp8 >= 95%: it is 50.0 %."
     assert lines[3] == (
-        "- head fprop, dgrad, wgrad: 50.0 % in fp32: not a layer of Transformer Engine (torch.nn.Linear). To change"
-        " that, make it a layer of Transformer Engine, or leave it out of what the contract demands."
+        "- head fprop, dgrad, wgrad: 50.0 % in fp32: not a TE layer: torch.nn.Linear. To change that, make it a layer"
+        " of Transformer Engine, or leave it out of what the contract demands."
     )
 
 
@@ -153,4 +153,4 @@ def test_without_a_change_nothing_is_judged_again(tmp_path: Path, monkeypatch: p
         findings.Findings, "coverage_at", lambda self, iteration: (asked.append(iteration), own(self, iteration))[1]
     )
     assert run(tmp_path, "fp8 >= 50%", steps=8) == 8
-    assert asked == [2]
+    assert [iteration for iteration in asked if iteration < 7] == [2], "the last one is asked at the end"
