@@ -56,7 +56,7 @@ def examine(log_dir: Path) -> Examination:
     """
     with ThreadPoolExecutor() as pool:
         imported = pool.submit(_examined, loggers)
-        torch = _examined(torch_facts)  # before Transformer Engine: torch warns only who first asks it for GPUs
+        torch = _examined(torch_facts)  # before the search for Transformer Engine asks for GPUs: torch warns once
         engine = pool.submit(_examined, transformer_engine)
         return Examination(
             platform=platform.platform(),

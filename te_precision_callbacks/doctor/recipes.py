@@ -65,7 +65,10 @@ def ask_for_recipes(environment: Mapping[str, str]) -> tuple[Recipes, ...]:
 
 
 def recipes_here() -> list[dict[str, Any]]:
-    """Which recipes run in this process, which nothing else may use then: :class:`Recipes` as JSON can hold them."""
+    """Which recipes run in this process: :class:`Recipes` as JSON can hold them.
+
+    On the reference backend, the process has changed its GPU afterwards: nothing else may run in it.
+    """
     from transformer_engine.pytorch import quantization, utils
 
     if not reference.is_installed():
