@@ -146,7 +146,7 @@ class ModelProducts:
         roots = [root for _, root in named_roots(model) or ()]
         modules = {id(module): module for root in roots for module in root.modules()}
         paths = {key: names[key] for key in modules if key in names}
-        attentions = {key: paths[key] for key, module in modules.items() if type(module).__name__ == _ATTENTION}
+        attentions = {key: paths[key] for key, module in modules.items() if key in paths and _is_attention(module)}
         for key, path in attentions.items():
             paths |= {id(part): path for part in modules[key].modules()}
         self._forget({key: (path, modules[key]) for key, path in paths.items()})
@@ -488,6 +488,14 @@ _OTHER_KERNEL = "another kernel of Transformer Engine's attention, counted by it
 
 _COMPILED = "CompiledFunctionBackward"
 """The node of a graph that torch.compile has compiled."""
+
+
+def _is_attention(module: torch.nn.Module) -> bool:
+    """Whether a module is Transformer Engine's attention, or derived from it, as Megatron's is."""
+    return any(
+        base.__name__ == _ATTENTION and base.__module__.startswith("transformer_engine.")
+        for base in type(module).__mro__
+    )
 
 
 def _format_made_by(quantizer: Any, otherwise: str) -> str:

@@ -702,6 +702,25 @@ def test_attention_in_low_precision(name: str, tmp_path: Path) -> None:
     assert {product.reason for product in coverage} == {None}
 
 
+def test_attention_of_a_derived_class(tmp_path: Path) -> None:
+    """As Megatron Core derives one: its parts have its name too."""
+
+    class Attention(te.DotProductAttention):
+        pass
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.core = Attention(HEADS, WIDTH // HEADS, attention_dropout=0.0, attn_mask_type="no_mask")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.core(x, x, x)
+            return result
+
+    inputs = torch.ones(LENGTH, BATCH, HEADS, WIDTH // HEADS, requires_grad=True)
+    assert found(trained(Case(Net, lambda: inputs, {}), tmp_path)) == attention("core")
+
+
 def test_attention_by_a_kernel_that_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is counted by the sizes of its input, as that of flash-attn, whose kernels call no operator of torch's."""
     look = ModelProducts._look
