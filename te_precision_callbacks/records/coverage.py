@@ -14,7 +14,7 @@ import enum
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from te_precision_callbacks.records.state import StateRow
@@ -90,7 +90,7 @@ class Product:
     batch: int
     calls: int
     macs: int
-    operands: Mapping[str, str]
+    operands: Mapping[str, str] = field(hash=False)
     runs: Runs = "seen"
     not_run: str = ""
     reason: Reason | None = None
@@ -100,16 +100,6 @@ class Product:
     def left_out(cls, layer: str, family: Family, gemm: ProductName, why: str) -> Product:
         """A product that the step has left out."""
         return cls(layer, family, gemm, gemm != "fprop", 0, 0, 0, 1, 0, 0, {}, "never", why)
-
-    def packed(self) -> tuple[Any, ...]:
-        """As values that can be compared, for :meth:`unpacked`."""
-        return tuple(tuple(value.items()) if name == "operands" else value for name, value in vars(self).items())
-
-    @classmethod
-    def unpacked(cls, values: tuple[Any, ...]) -> Product:
-        """The product of :meth:`packed`."""
-        found = dict(zip((field.name for field in fields(cls)), values, strict=True))
-        return cls(**{**found, "operands": dict(found["operands"])})
 
     @property
     def precision(self) -> str:

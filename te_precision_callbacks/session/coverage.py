@@ -60,7 +60,11 @@ class CoverageHistory:
         self._counted.append(_Counted(iteration, products, layers, state))
 
     def put_of_ranks(self, products: Iterable[Product]) -> None:
-        """Add the products of layers that other ranks alone have, as they ran there in their first step."""
+        """Add the products of layers that other ranks alone have, as they ran there in their first step.
+
+        Args:
+            products: those of all ranks.
+        """
         own = {product.layer for counted in self._counted for product in counted.products}
         self._others = tuple(product for product in products if product.layer not in own)
 

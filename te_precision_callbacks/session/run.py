@@ -21,7 +21,6 @@ from te_precision_callbacks.naming import Model
 from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.ranks import own_rank, world_size
-from te_precision_callbacks.records.coverage import Product
 from te_precision_callbacks.records.model import RunInfo, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
 from te_precision_callbacks.session.contract import ContractKeeper
@@ -220,8 +219,7 @@ class Run:
         findings = self._findings
         if self._pools_coverage:
             self._pools_coverage = False
-            own = map(Product.packed, findings.coverage_at(ending.iteration))
-            findings.coverage.put_of_ranks(map(Product.unpacked, self._ranks.pool(own)))
+            findings.coverage.put_of_ranks(self._ranks.pool(findings.coverage_at(ending.iteration)))
         if self._contract is not None:
             now = functools.partial(findings.coverage_at, ending.iteration)
             self._contract.end_step(now, findings.audit.changes + findings.coverage.changes, self._ranks)
