@@ -7,6 +7,7 @@ Usage::
     te-precision dumps list logs/tensor_dumps
     te-precision features FakeQuant
     te-precision statistics
+    te-precision doctor
 
 Each command imports what it needs when it is called, so that ``te-precision --help`` is quick.
 """
@@ -18,6 +19,7 @@ from typing import Annotated
 
 import typer
 
+from te_precision_callbacks.doctor.command import doctor_command
 from te_precision_callbacks.dumps.command import app as dumps
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.manual.command import features_command, statistics_command
@@ -82,6 +84,7 @@ def run(
 
 app.command("features")(features_command)
 app.command("statistics")(statistics_command)
+app.command("doctor")(doctor_command)
 
 
 def main() -> None:
