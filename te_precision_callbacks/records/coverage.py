@@ -56,6 +56,10 @@ class Reason(enum.Enum):
     UNKNOWN = "for a reason that is not known"
 
 
+_WITH_VALUE = (Reason.NOT_TE, Reason.NOT_CONVERTED)
+"""The reasons that say more than what exactly it is."""
+
+
 @dataclass(frozen=True)
 class Product:
     """A matrix product of a layer, in a step.
@@ -113,8 +117,7 @@ class Product:
         """Why it does not run in low precision, in words; empty if it does."""
         if self.reason is None or self.reason_ref in ("", self.reason.value):
             return "" if self.reason is None else self.reason.value
-        alone = self.reason in (Reason.SECTION, Reason.ATTENTION, Reason.BACKWARD_OVERRIDE, Reason.RECIPE_EXCEPTION)
-        return self.reason_ref if alone else f"{self.reason.value}: {self.reason_ref}"
+        return f"{self.reason.value}: {self.reason_ref}" if self.reason in _WITH_VALUE else self.reason_ref
 
     @property
     def is_low(self) -> bool:

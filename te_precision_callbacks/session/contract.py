@@ -27,6 +27,7 @@ REMEDIES: Mapping[Reason, str] = {
     Reason.NO_AUTOCAST: "run its forward inside te.autocast(enabled=True, recipe=...)",
     Reason.RECIPE_EXCEPTION: "use a recipe that quantizes all of its tensors",
     Reason.BACKWARD_OVERRIDE: "leave backward_override out of the recipe, and NVTE_BACKWARD_OVERRIDE unset",
+    Reason.ENVIRONMENT: "unset the variable",
     Reason.ATTENTION: "give the recipe fp8_dpa=True, on a GPU whose fused attention has FP8",
     Reason.QUANTIZED_INPUT: "let the layer before return high precision",
 }

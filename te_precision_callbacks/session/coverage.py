@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,8 @@ from te_precision_callbacks.config.effects import Acting
 from te_precision_callbacks.records.coverage import NOTHING, Coverage, Product, ProductName, Reason
 from te_precision_callbacks.records.precision import HIGH_PRECISION, GemmPrecision
 from te_precision_callbacks.records.state import StateRow
+
+_OVERRIDE = "NVTE_BACKWARD_OVERRIDE"
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,8 @@ def _reason(entry: GemmPrecision, fprop: GemmPrecision | None, facts: LayerFacts
     if facts is not None and entry.gemm in facts.kept:
         return Reason.SECTION, facts.kept[entry.gemm]
     if facts is not None and facts.backward_override and entry.gemm != "fprop":
+        if os.environ.get(_OVERRIDE) == facts.backward_override:  # the default of all recipes
+            return Reason.ENVIRONMENT, f"{_OVERRIDE}={facts.backward_override}"
         return Reason.BACKWARD_OVERRIDE, f"backward_override={facts.backward_override!r}"
     if entry.recipe:
         return Reason.RECIPE_EXCEPTION, f"the recipe {entry.recipe} leaves it in high precision"

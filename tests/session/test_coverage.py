@@ -497,7 +497,13 @@ def test_why_a_gemm_is_not_in_low_precision(case: str, tmp_path: Path) -> None:
     assert (dgrad.precision, dgrad.reason, dgrad.reason_ref) == ("fp32", reason, ref)
 
 
-def test_a_recipe_with_a_backward_in_high_precision(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_a_recipe_with_a_backward_in_high_precision(
+    by_environment: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by_environment:
+        monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "high_precision")
+
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -512,6 +518,8 @@ def test_a_recipe_with_a_backward_in_high_precision(tmp_path: Path) -> None:
     coverage = trained(Case(Net, lambda: torch.ones(TOKENS, WIDTH, requires_grad=True), {}), tmp_path, config=config)
     told = {product.gemm: (product.precision, product.reason, product.reason_ref) for product in coverage}
     override = ("fp32", Reason.BACKWARD_OVERRIDE, "backward_override='high_precision'")
+    if by_environment:
+        override = ("fp32", Reason.ENVIRONMENT, "NVTE_BACKWARD_OVERRIDE=high_precision")
     assert told == {"fprop": ("fp8", None, ""), "dgrad": override, "wgrad": override}
 
 
