@@ -39,9 +39,9 @@ _COMPILED_UPSTREAM = (
 @contextlib.contextmanager
 def as_in_a_long_run() -> Iterator[None]:
     """Our kernels are compiled at once: a short run goes without them, a long one has them nearly all of its time."""
-    from te_precision_callbacks.engine.kernels import compiled
+    from te_precision_callbacks.engine.kernels import compiled, native
 
-    with mock.patch.object(compiled, "PAYS_FROM", 0):
+    with mock.patch.object(compiled, "PAYS_FROM", 0), mock.patch.object(native, "PAYS_FROM", 0):
         yield
 
 

@@ -174,6 +174,7 @@ CHANGES = {
     "ranks": {"_FINISHED"},  # handles that gloo's thread needs
     "engine.kernels": {"_on_gpu"},  # caches of kernels, and what they cannot do
     "engine.kernels.compiled": {"_failed", "_in_plain_torch", "_kernels"},
+    "engine.kernels.native": {"_failed", "_in_plain_torch", "_one_pass"},
 }
 """Module -> what changes at its level: the run of now, seams, caches. All else that changes belongs to a run."""
 

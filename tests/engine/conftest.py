@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from te_precision_callbacks.engine.kernels import compiled
+from te_precision_callbacks.engine.kernels import compiled, native
 
 
 @pytest.fixture(autouse=True)
 def compiling_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a run that has measured much already: the compiled pass is taken from the first tensor on."""
+    """As in a run that has measured much already: what is compiled is taken from the first tensor on."""
     monkeypatch.setattr(compiled, "PAYS_FROM", 0)
+    monkeypatch.setattr(native, "PAYS_FROM", 0)

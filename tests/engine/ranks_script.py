@@ -280,6 +280,9 @@ class Counted(TorchDispatchMode):
             name = frame.f_code.co_filename
             if name.startswith(_REFERENCE):
                 return False
+            if frame.f_code.co_name == "__torch_dispatch__":  # another mode, through which all operators go
+                frame = frame.f_back
+                continue
             if name.startswith(self._code) and not name.startswith(_NUMERICS):
                 return True
             frame = frame.f_back

@@ -1,4 +1,4 @@
-"""The passes in plain torch and compiled for the CPU, against float64; and what they do not let themselves in for."""
+"""The passes in plain torch and in C++, against float64; what is compiled, and what that does not let itself in for."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_precision_callbacks.engine import kernels
-from te_precision_callbacks.engine.kernels import compiled, eager
+from te_precision_callbacks.engine.kernels import compiled, eager, native
 from tests.engine import exact
 
 INF, NAN = math.inf, math.nan
 WIDE = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
-PRIME = 20_011  # not a multiple of anything, and large enough for the compiled pass
+PRIME = 20_011  # not a multiple of anything, and large enough for what torch compiles
 BYTES = torch.arange(256, dtype=torch.uint8)
 
 Measure = Callable[..., exact.Columns]
 
 
-@pytest.fixture(params=["eager", "compiled"])
+@pytest.fixture(params=["eager", "native"])
 def measure(request: pytest.FixtureRequest) -> Measure:
-    """The pass, with its columns by name. Compiled, if it would be taken for a tensor of that size."""
+    """The pass, with its columns by name. In C++, if it would be taken for a tensor of that dtype."""
 
     def measure(values: torch.Tensor, codes: torch.Tensor | None = None, *args: Any, **options: Any) -> exact.Columns:
-        if request.param == "compiled":
-            assert kernels._pass_for(values) is (compiled if values.numel() >= compiled.SMALLEST else eager).measure
+        if request.param == "native":
+            in_cpp = values.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            assert kernels._pass_for(values) is (native if in_cpp else eager).measure
             sums, maxima = kernels.measure(values, codes, *args, **options)
-            assert not compiled._failed
         else:
             sums, maxima = eager.measure(values, codes, *args, **options)
         return exact.named(sums, maxima, compared=codes is not None, histogram_too=options.get("histogram", False))
@@ -44,6 +44,7 @@ def measure(request: pytest.FixtureRequest) -> Measure:
 def nothing_failed() -> None:
     assert compiled._has_compiler()
     assert not compiled._failed
+    assert native._is_loaded()
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -167,9 +168,9 @@ def test_a_piece_is_counted_exactly_in_float32() -> None:
 
 
 def test_a_tensor_of_many_pieces(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_PIECE", 5 * 4096)
-    monkeypatch.setattr(eager, "PIECE", 1000)
-    values = normal(13 * 4096 + 5)
+    """In C++ a piece has 2^16 elements."""
+    monkeypatch.setattr(eager, "PIECE", 10_000)
+    values = normal(3 * 2**16 + 4096 + 5)
     codes, scale_inv = quantized(values, 0.01, e5m2=True)
     found = measure(values, codes, scale_inv, e5m2=True, histogram=True)
     exact.assert_same(found, exact.columns(values, codes, scale_inv, e5m2=True, histogram_too=True))
@@ -218,6 +219,31 @@ def test_codes_of_another_layout(measure: Measure) -> None:
     exact.assert_same(measure(values.t().contiguous().t(), codes, scale_inv.reshape(()), e5m2=True), expected)
 
 
+@pytest.mark.parametrize("threads", [2, 5])
+def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
+    values, before = normal(9 * 2**16 + 17) * 1e3, torch.get_num_threads()
+    codes, scale_inv = quantized(values, 3.0)
+    expected = native.measure(values, codes, scale_inv)
+    try:
+        torch.set_num_threads(threads)
+        found = native.measure(values, codes, scale_inv)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_length_up_to_two_vectors(dtype: torch.dtype) -> None:
+    """What is filled up counts nowhere; nothing is read beyond the end."""
+    values = special(0.0, INF, NAN, -0.0)[:40].to(dtype)
+    codes, scale_inv = quantized(values, 0.01)
+    for length in range(41):
+        found = native.measure(values[:length], codes[:length], scale_inv)
+        if length:
+            expected = exact.columns(values[:length], codes[:length], scale_inv)
+            exact.assert_same(exact.named(*found, compared=True), expected)
+
+
 # --- when nothing can be compiled -------------------------------------------------------------------------------------
 
 
@@ -226,37 +252,59 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a new process, in which nothing is known of a compiler."""
     monkeypatch.setattr(compiled, "_kernels", {})
     monkeypatch.setattr(compiled, "_failed", False)
+    monkeypatch.setattr(native, "_failed", False)
+    monkeypatch.setattr(native, "_one_pass", None)
     compiled._has_compiler.cache_clear()
     yield
     compiled._has_compiler.cache_clear()
 
 
-def measured_twice_with_one_warning(caplog: pytest.LogCaptureFixture) -> str:
+def row_sums(rows: torch.Tensor) -> torch.Tensor:
+    """Something to compile."""
+    return rows.to(torch.float64).sum(1)
+
+
+def assert_row_sums(rows: torch.Tensor) -> None:
+    exact_sums = rows.detach().to(torch.float64).sum(1)
+    torch.testing.assert_close(compiled.run(row_sums, rows), exact_sums, rtol=1e-12, atol=1e-9)
+
+
+def rows_of(values: torch.Tensor) -> torch.Tensor:
+    return values[: 4096 * 4].view(-1, 4096)
+
+
+def measured_twice_with_one_warning(module: Any, caplog: pytest.LogCaptureFixture) -> str:
     values = normal(PRIME)
     for _ in range(2):
         sums, maxima = kernels.measure(values)
         exact.assert_same(exact.named(sums, maxima), exact.columns(values))
-    (record,) = (record for record in caplog.records if record.name == compiled.__name__)
+        assert_row_sums(rows_of(values))
+    (record,) = (record for record in caplog.records if record.name == module.__name__)
     assert record.levelname == "WARNING"
     return record.getMessage()
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("module", [compiled, native])
+def test_without_a_compiler(module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     from torch._inductor import config
 
     monkeypatch.setattr(config.cpp, "cxx", ("/no/such/compiler",))
-    assert "C++ compiler" in measured_twice_with_one_warning(caplog)
+    assert "C++ compiler" in measured_twice_with_one_warning(module, caplog)
     assert kernels._pass_for(normal(PRIME)) is eager.measure
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_where_compiling_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("module", [compiled, native])
+def test_where_compiling_fails(module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from torch._inductor.codecache import CppCodeCache
+
     def fail(*args: Any, **options: Any) -> Any:
         raise RuntimeError("no space left on device\nand more")
 
     monkeypatch.setattr(torch, "compile", lambda *args, **options: fail)
-    message = measured_twice_with_one_warning(caplog)
+    monkeypatch.setattr(CppCodeCache, "load", fail)
+    message = measured_twice_with_one_warning(module, caplog)
     assert "RuntimeError: no space left on device)" in message
     assert kernels._pass_for(normal(PRIME)) is eager.measure
 
@@ -274,8 +322,7 @@ def test_one_compilation_serves_all_shapes() -> None:
     """A kernel that was compiled before, by another test, is made anew here: torch counts by code object."""
     before = graphs()
     for number in range(20):
-        values = normal(compiled.SMALLEST + 1023 * number**2)
-        exact.assert_same(exact.named(*kernels.measure(values)), exact.columns(values), rel=1e-12)
+        assert_row_sums(normal(2 + number, compiled.SMALLEST + 1023 * number))
     assert graphs() == before + 1
 
 
@@ -283,13 +330,25 @@ def test_one_compilation_serves_all_shapes() -> None:
 @pytest.mark.usefixtures("uncompiled")
 def test_nothing_is_compiled_before_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors, which are never compiled, do not count; the numbers are the same before and after."""
-    monkeypatch.setattr(compiled, "PAYS_FROM", 3 * PRIME)
+    rows, before = rows_of(normal(PRIME)), graphs()
+    monkeypatch.setattr(compiled, "PAYS_FROM", 3 * rows.numel())
     monkeypatch.setattr(compiled, "_in_plain_torch", 0)
-    values, before = normal(PRIME), graphs()
     for measurement in range(5):
-        kernels.measure(values[: compiled.SMALLEST - 1])
-        exact.assert_same(exact.named(*kernels.measure(values)), exact.columns(values))
+        compiled.run(row_sums, rows[:, : compiled.SMALLEST // len(rows) - 1])
+        assert_row_sums(rows)
         assert graphs() == before + (measurement >= 3)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_the_pass_is_not_compiled_before_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small tensor counts as what a call takes; one that the pass does not read counts for nothing."""
+    monkeypatch.setattr(native, "PAYS_FROM", 3 * native._A_CALL)
+    monkeypatch.setattr(native, "_in_plain_torch", 0)
+    values = normal(5)
+    for measurement in range(5):
+        kernels.measure(values.double())
+        exact.assert_same(exact.named(*kernels.measure(values)), exact.columns(values))
+        assert (native._one_pass is not None) is (measurement >= 3)
 
 
 class Seen(TorchDispatchMode):
@@ -308,6 +367,7 @@ def test_the_modes_of_the_caller_have_no_say(monkeypatch: pytest.MonkeyPatch) ->
 
     def check(tensor: torch.Tensor) -> None:
         exact.assert_same(exact.named(*kernels.measure(tensor)), expected)
+        assert_row_sums(rows_of(tensor.detach()))
 
     check(values)
     check(values.clone().requires_grad_())
@@ -342,8 +402,9 @@ def test_a_mode_at_the_first_call_does_not_stay() -> None:
     for surroundings in (Seen(), torch.compiler.set_stance("force_eager")):
         with surroundings:
             exact.assert_same(exact.named(*kernels.measure(values)), exact.columns(values))
+            assert_row_sums(rows_of(values))
         assert graphs() == before
-    kernels.measure(values)
+    assert_row_sums(rows_of(values))
     assert graphs() == before + 1
 
 
@@ -373,7 +434,6 @@ def test_within_a_compiled_model_and_its_backward_pass() -> None:
     assert len(found) == 2
     for values, (sums, maxima) in found:
         exact.assert_same(exact.named(sums, maxima), exact.columns(values))
-    assert not compiled._failed
 
 
 def test_a_triton_kernel_that_fails_is_replaced_for_good(

@@ -1,4 +1,4 @@
-"""One pass over a tensor, in three ways: a Triton kernel on a GPU, a compiled one on a CPU, blocks of plain torch.
+"""One pass over a tensor, in three ways: a Triton kernel on a GPU, C++ on a CPU, blocks of plain torch.
 
     sums, maxima = measure(tensor)                                                  # MOMENT_SUMS, MAXIMA
     sums, maxima = measure(tensor, codes, scale_inv, e5m2=False, histogram=True)    # and COMPARISON_SUMS, EXPONENT_BINS
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from te_precision_callbacks.engine.kernels import compiled, eager
+from te_precision_callbacks.engine.kernels import eager, native
 from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
     EXPONENT_BINS,
@@ -63,9 +63,9 @@ def measure(
 def _pass_for(values: torch.Tensor) -> Pass:
     if values.device.type == "cuda" and values.element_size() <= 4:
         return _gpu_pass()
-    if compiled.takes(values):
-        return compiled.measure
-    compiled.leaves(values)
+    if native.takes(values):
+        return native.measure
+    native.leaves(values)
     return eager.measure
 
 

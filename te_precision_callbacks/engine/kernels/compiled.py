@@ -1,16 +1,15 @@
-"""The pass on a CPU, compiled by ``torch.compile``: each input is read once, in registers and cache.
+"""What another recipe, or blocks, would give, on a CPU by ``torch.compile``: each input is read once.
 
-A kernel for each combination of dtypes is compiled when a tensor of at least :data:`SMALLEST` elements comes (some
-seconds each, kept on disk by Inductor); smaller tensors are cheaper in plain torch. Nothing is compiled before plain
-torch has measured :data:`PAYS_FROM` elements in this process: a short run would wait longer for the compiler than for
-its numbers. Without a C++ compiler everything is done in plain torch, which is logged once.
+A kernel for each function and combination of dtypes is compiled when a tensor of at least :data:`SMALLEST` elements
+comes (some seconds each, kept on disk by Inductor); smaller tensors are cheaper in plain torch. Nothing is compiled
+before plain torch has measured :data:`PAYS_FROM` elements in this process: a short run would wait longer for the
+compiler than for its numbers. Without a C++ compiler everything is done in plain torch, which is logged once.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -19,8 +18,6 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from te_precision_callbacks.engine.kernels import eager
-from te_precision_callbacks.engine.kernels.columns import EXPONENT_BINS
-from te_precision_callbacks.numerics.formats import E4M3, E5M2
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +30,6 @@ PAYS_FROM = 2**31
 _PIECE = 2**22
 """Elements per call of a compiled kernel: where torch runs the kernel as plain operations after all, for example under
 ``torch.compiler.set_stance("force_eager")``, their temporaries stay within 200 MiB."""
-
-_ROW = 4096
-_SHORTEST_ROW = 256
 
 _Function = Callable[..., Any]
 
@@ -87,65 +81,6 @@ def _say(error: Exception, advice: str) -> None:
         str(error).strip().splitlines()[0] if str(error).strip() else "no message",
         advice,
     )
-
-
-def measure(
-    values: torch.Tensor,
-    codes: torch.Tensor | None = None,
-    scale_inv: torch.Tensor | None = None,
-    *,
-    e5m2: bool = False,
-    histogram: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`te_precision_callbacks.engine.kernels.measure`."""
-    # Contiguous, since other strides would compile another kernel.
-    flat = (eager.flattened(values) if codes is None else values.reshape(-1)).contiguous()
-    flat_codes = None if codes is None else codes.reshape(-1).contiguous()
-    row = math.gcd(flat.numel(), _ROW)
-    row = row if row >= _SHORTEST_ROW else min(_ROW, flat.numel())
-    main = flat.numel() - flat.numel() % row
-    function, matrices, scales = _moments, [flat[:main].view(-1, row)], list[torch.Tensor]()
-    if flat_codes is not None and scale_inv is not None:
-        function, scales = _moments_and_comparison(e5m2), [scale_inv.reshape(())]
-        matrices.append(flat_codes[:main].view(-1, row))
-    in_pieces = zip(*map(pieces, matrices), strict=True) if main > _PIECE else [matrices]
-    found = [run(function, *parts, *scales) for parts in in_pieces]
-    if main < flat.numel():
-        rest = None if flat_codes is None else flat_codes[main:]
-        found.append(eager.measure(flat[main:], rest, scale_inv, e5m2=e5m2))
-    sums, maxima = found[0]
-    if len(found) > 1:
-        sums = torch.stack([sums for sums, _ in found]).sum(0)
-        maxima = torch.stack([maxima for _, maxima in found]).amax(0)
-    return torch.cat([sums, _histogram(flat)]) if histogram else sums, maxima
-
-
-def _histogram(flat: torch.Tensor) -> torch.Tensor:
-    """The exponents are counted by torch's own bincount: a scattered add gains nothing from being compiled."""
-    counts = torch.zeros(EXPONENT_BINS, dtype=torch.float64, device=flat.device)
-    for piece in _split(flat, eager.PIECE):
-        counts += eager.exponents(piece)
-    return counts
-
-
-def _moments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    sums, maxima = eager.moments(values)
-    return sums.sum(1), maxima.amax(1)
-
-
-@functools.cache
-def _moments_and_comparison(e5m2: bool) -> _Function:
-    dtype, largest = (torch.float8_e5m2, E5M2.max) if e5m2 else (torch.float8_e4m3fn, E4M3.max)
-
-    def moments_and_comparison(
-        values: torch.Tensor, codes: torch.Tensor, scale_inv: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        sums, maxima = eager.moments(values)
-        quantized = codes.view(dtype).to(torch.float32) * scale_inv
-        compared = eager.comparison(values, quantized, largest * scale_inv)
-        return torch.cat([sums.sum(1), compared.sum(1)]), maxima.amax(1)
-
-    return moments_and_comparison
 
 
 def pieces(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
