@@ -467,6 +467,7 @@ PROBLEMS = [
     (19, "has 'minn'"),
     (20, "'end_step' of 'LogTensorStats' must be an integer"),
     (24, "'enabled' of 'FakeQuant' must be True or False"),
+    (23, "'FakeQuant' has neither 'gemms' nor 'gemms_struct'"),
     (31, "the key 'layers' is missing"),
     (33, "'transformer_engin' is neither"),
     (42, "item 2 of 'tensors_struct' of 'LogTensorStats' has no 'tensor'"),

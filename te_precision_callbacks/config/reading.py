@@ -59,11 +59,15 @@ class Places:
         return f"{where} (section {shown(section)})"
 
 
-def read_yaml(path: Path) -> tuple[Any, Places]:
+def read_yaml(path: Path, problems: Problems) -> tuple[Any, Places]:
     """The content of a YAML file, and where its keys stand.
 
+    Args:
+        path: the file.
+        problems: get the keys that are given twice.
+
     Raises:
-        ConfigError: the file is missing, unreadable or too large, is not YAML, or has a key twice.
+        ConfigError: the file is missing, unreadable or too large, or is not YAML.
     """
     text = _text_of(path)
     try:
@@ -74,9 +78,7 @@ def read_yaml(path: Path) -> tuple[Any, Places]:
             if node is None:
                 return None, Places(str(path))
             lines: dict[KeyPath, int] = {}
-            problems = Problems()
             _index_lines(node, (), lines, str(path), problems)
-            problems.raise_any()
             return loader.construct_document(node), Places(str(path), lines)
         finally:
             loader.dispose()

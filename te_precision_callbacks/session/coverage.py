@@ -56,14 +56,27 @@ class CoverageHistory:
         if not self._counted:
             return Coverage()
         counted = self._counted[number]
-        return Coverage(_told(counted, list(precision), unconverted))
+        return Coverage(in_precision(counted.products, counted.layers, list(precision), unconverted))
 
 
-def _told(counted: _Counted, precision: Sequence[GemmPrecision], unconverted: Mapping[str, str]) -> Iterator[Product]:
+def in_precision(
+    products: Iterable[Product],
+    layers: Mapping[str, LayerFacts],
+    precision: Sequence[GemmPrecision],
+    unconverted: Mapping[str, str],
+) -> Iterator[Product]:
+    """The products in the precision of an iteration, each with the reason why it is not in low precision.
+
+    Args:
+        products: the products.
+        layers: the facts about layers of Transformer Engine.
+        precision: that of the layers' GEMMs.
+        unconverted: layers that a trainer left without Transformer Engine, and why.
+    """
     entries: dict[tuple[str, ProductName], GemmPrecision] = {(entry.layer, entry.gemm): entry for entry in precision}
     fprops = {entry.layer: entry for entry in precision if entry.gemm == "fprop"}
     seen = set()
-    for product in counted.products:
+    for product in products:
         if product.family not in ("te", "te_ops"):
             why = unconverted.get(product.layer)
             if why is not None and product.reason is Reason.NOT_TE:
@@ -79,7 +92,7 @@ def _told(counted: _Counted, precision: Sequence[GemmPrecision], unconverted: Ma
         else:
             told = replace(product, operands=entry.operands)
             if not told.is_low:
-                reason, ref = _reason(entry, fprops.get(entry.layer), counted.layers.get(entry.layer))
+                reason, ref = _reason(entry, fprops.get(entry.layer), layers.get(entry.layer))
                 told = replace(told, reason=reason, reason_ref=ref)
             yield told
     for entry in precision:
