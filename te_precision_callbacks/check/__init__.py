@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from te_precision_callbacks.check.factory import ModelFactoryError
-    from te_precision_callbacks.check.model import ActingFeature, CheckedModel, Finding, check_model
+    from te_precision_callbacks.check.findings import Finding
+    from te_precision_callbacks.check.model import ActingFeature, CheckedModel, check_model
     from te_precision_callbacks.check.recipes import RecipeError
 
 __all__ = ["ActingFeature", "CheckedModel", "Finding", "ModelFactoryError", "RecipeError", "check_model"]
@@ -26,7 +27,7 @@ _HERE = "te_precision_callbacks.check"
 _HOMES = {
     "ActingFeature": f"{_HERE}.model",
     "CheckedModel": f"{_HERE}.model",
-    "Finding": f"{_HERE}.model",
+    "Finding": f"{_HERE}.findings",
     "ModelFactoryError": f"{_HERE}.factory",
     "RecipeError": f"{_HERE}.recipes",
     "check_model": f"{_HERE}.model",

@@ -8,10 +8,11 @@ for finding in checked.findings:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from te_precision_callbacks.check.findings import Finding, by_key, layers_in_words, of_recipe, of_shapes
 from te_precision_callbacks.check.recipes import AUTO, NONE, recipe_named
 from te_precision_callbacks.config import Config, ConfigError, Plan, Section
 from te_precision_callbacks.config.checking import ReadOptions
@@ -21,39 +22,11 @@ from te_precision_callbacks.config.keys import Scheduled
 from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.levels import ObservingFeature
 from te_precision_callbacks.errors import OptionError
-from te_precision_callbacks.folding import folded
-from te_precision_callbacks.gemm_shapes import SCALING_OF_RECIPE, refusals
-from te_precision_callbacks.naming import Model, NamedModule, named_operations, named_te_modules
+from te_precision_callbacks.naming import Model, named_te_modules
 from te_precision_callbacks.records.coverage import Coverage
 from te_precision_callbacks.session.planned import plan_products
 from te_precision_callbacks.session.precision import recipe_text
 from te_precision_callbacks.session.refusals import RefusedLayers
-from te_precision_callbacks.session.shapes import layer_features
-from te_precision_callbacks.vocabulary import GemmName, class_names
-
-FindingKind = Literal["config", "unmatched", "refused", "recipe", "shape", "high_precision"]
-
-_ANY_MULTIPLE = 1 << 10
-"""A number of tokens that no GEMM refuses."""
-
-_MOST_NAMED = 4
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that does not fit.
-
-    Attributes:
-        kind: ``config``, a problem of the config; ``unmatched``, a selector without a layer; ``refused``, layers on
-            which no feature can act; ``recipe``, what a recipe or a feature refuses; ``shape``, sizes with which a GEMM
-            does not run; ``high_precision``, nothing runs in low precision.
-        text: the finding in words, with the layers' names in short.
-        layers: the layers, if it is about some.
-    """
-
-    kind: FindingKind
-    text: str
-    layers: tuple[str, ...] = ()
 
 
 class ActingFeature(NamedTuple):
@@ -137,25 +110,28 @@ class _Check:
 
     def checked(self) -> CheckedModel:
         plan = self._plan()
-        acting = {entry.layer.name: [self._sections[name] for name in entry.sections] for entry in plan.layers}
-        features: dict[tuple[str, ...], tuple[ActingFeature, ...]] = {}
-        for entry in plan.layers:
-            if entry.sections not in features:
-                features[entry.sections] = tuple(_features(acting[entry.layer.name]))
+        acting = {
+            entry.layer.name: [self._sections[name] for name in entry.sections]
+            for entry in plan.layers
+            if any(entry.features.values())
+        }
+        features = {
+            names: tuple(_features(self._sections[name] for name in names))
+            for names in {entry.sections for entry in plan.layers}
+        }
         products = plan_products(self._model, self._modules, acting, self._recipe, tokens=self._tokens or 1)
-        self._check_recipe(acting)
-        self._check_shapes(products.coverage)
+        self._findings += of_recipe(self._recipe, self._modules, acting)
+        self._findings += of_shapes(self._recipe, self._model, self._modules, products.coverage, tokens=self._tokens)
         if self._is_wanted and not any(product.is_low for product in products.coverage):
-            why = (
-                "the model has no layer of Transformer Engine" if not self._modules else "see the plan for the reasons"
-            )
+            is_there = any(product.family in ("te", "te_ops") for product in products.coverage)
+            why = "the plan says why" if is_there else "the model has no layer of Transformer Engine"
             self._findings.append(Finding("high_precision", f"Nothing runs in low precision: {why}."))
         return CheckedModel(
             products.coverage,
             recipe_text(self._recipe),
             self._tokens,
             sum(len(named.layers) for named in self._modules),
-            {entry.layer.name: features[entry.sections] for entry in plan.layers},
+            {layer: features[tuple(section.name for section in sections)] for layer, sections in acting.items()},
             tuple(self._findings),
             tuple(self._notes),
             products.not_counted,
@@ -179,93 +155,12 @@ class _Check:
         plan = refused.leave(draft.plan, self._model, self._modules, effects)
         kept = {entry.layer.name for entry in plan.layers}
         left = (entry.layer.name for entry in draft.plan.layers if entry.layer.name not in kept)
-        for why, names in _by_key((refused.why(name), name) for name in left).items():
-            text = f"No feature can act on {_named(names)}, since Transformer Engine's debug path refuses: {why}."
+        for why, names in by_key((refused.why(name), name) for name in left).items():
+            text = (
+                f"No feature can act on {layers_in_words(names)}, since Transformer Engine's debug path refuses: {why}."
+            )
             self._findings.append(Finding("refused", text, tuple(names)))
         return plan
-
-    def _check_recipe(self, acting: Mapping[str, Sequence[Section]]) -> None:
-        """Find features that need another recipe, and modules that refuse this one."""
-        own = recipe_text(self._recipe)
-        needing = (
-            ((section.place(NAMESPACE, feature), feature, effect.needs_recipe), layer)
-            for layer, sections in acting.items()
-            for section in sections
-            for feature, effect in section.effects.items()
-            if effect.needs_recipe not in ("", own)
-        )
-        for (place, feature, needed), names in _by_key(needing).items():
-            text = f"{place}: {feature} on {_named(names)} needs the recipe {needed}, and fails under {own or 'none'}."
-            self._findings.append(Finding("recipe", text, tuple(names)))
-        override = getattr(self._recipe, "backward_override", None)
-        if override:
-            # pytorch/module/layernorm_mlp.py of Transformer Engine 2.20.2, _LayerNormMLP.forward
-            found = [named.name for named in self._modules if "LayerNormMLP" in class_names(named.module)]
-            if found:
-                text = f"LayerNormMLP refuses a recipe with backward_override={override!r}: {_named(found)}."
-                self._findings.append(Finding("recipe", text, tuple(found)))
-
-    def _check_shapes(self, coverage: Coverage) -> None:
-        """Find the sizes with which a GEMM in low precision does not run."""
-        recipe = recipe_text(self._recipe)
-        if recipe not in SCALING_OF_RECIPE:
-            return
-        low = _by_key((product.layer, product.gemm) for product in coverage if product.is_low)
-        refused: list[tuple[tuple[str, ...], str]] = []
-        for layer, sizes, dtype_bytes, asserted, is_shared in _layer_shapes(self._model, self._modules):
-            texts = _refused(
-                recipe,
-                sizes,
-                None if is_shared else self._tokens,
-                low.get(layer, ()),
-                result_bytes=dtype_bytes,
-                asserted=asserted,
-            )
-            if texts:
-                refused.append((texts, layer))
-        for texts, names in _by_key(refused).items():
-            self._findings.append(Finding("shape", f"{_named(names)}: {'; '.join(texts)}.", tuple(names)))
-
-
-def _layer_shapes(
-    model: Model, modules: Sequence[NamedModule]
-) -> Iterator[tuple[str, tuple[int, int], int, bool, bool]]:
-    """Of each layer in_features and out_features, the bytes of an element, whether the layer checks its operands, and
-    whether it shares the tokens with others."""
-    for named in modules:
-        shared = hasattr(named.module, "num_gemms")
-        size = next(p.dtype.itemsize for p in named.module.parameters(recurse=False) if p.ndim > 1)
-        for layer, sizes in zip(named.layers, layer_features(named.module), strict=True):
-            yield layer.name, sizes, size, not shared, shared
-    for operation in named_operations(model):
-        module: Any = operation.module
-        size = next(module.parameters(recurse=False)).dtype.itemsize
-        for name in operation.layers:
-            yield name, (module.in_features, module.out_features), size, False, len(operation.layers) > 1
-
-
-def _refused(
-    recipe: str,
-    sizes: tuple[int, int],
-    tokens: int | None,
-    gemms: Sequence[GemmName],
-    *,
-    result_bytes: int,
-    asserted: bool,
-) -> tuple[str, ...]:
-    from transformer_engine.pytorch.utils import get_device_compute_capability
-
-    found = refusals(
-        recipe,
-        get_device_compute_capability(),
-        tokens=tokens or _ANY_MULTIPLE,
-        in_features=sizes[0],
-        out_features=sizes[1],
-        gemms=gemms,
-        result_bytes=result_bytes,
-        asserted=asserted,
-    )
-    return tuple(map(str, found))
 
 
 def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
@@ -277,7 +172,7 @@ def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
             schema = options.schema if isinstance(options, ReadOptions) else None
             if isinstance(schema, ObservingFeature):
                 due = [(str(_schedule(target.options)), str(target.tensor)) for target in schema.targets]
-                for steps, tensors in _by_key(due).items():
+                for steps, tensors in by_key(due).items():
                     yield ActingFeature(name, section.name, ", ".join(tensors), steps)
             elif schema is not None:
                 yield ActingFeature(name, section.name, _on(section.effects[name]), "every step")
@@ -291,17 +186,6 @@ def _schedule(options: Any) -> object:
 
 def _on(effect: Effect) -> str:
     """The GEMMs, with the tensors that are replaced: ``fprop (activation, weight), dgrad``."""
-    replaced = _by_key(effect.modifies)
+    replaced = by_key(effect.modifies)
     gemms = dict.fromkeys((*effect.high_precision, *replaced))
     return ", ".join(f"{gemm} ({', '.join(replaced[gemm])})" if gemm in replaced else gemm for gemm in gemms)
-
-
-def _named(names: Iterable[str]) -> str:
-    return ", ".join(folded(names, most=_MOST_NAMED))
-
-
-def _by_key(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
-    found: dict[Any, list[Any]] = {}
-    for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found

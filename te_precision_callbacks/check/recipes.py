@@ -51,13 +51,16 @@ def recipe_named(name: str) -> Any:
 
     try:
         made = quantization.get_default_fp8_recipe() if name == AUTO else getattr(recipes, _CLASSES[name])()
-        if name == "nvfp4":  # which Transformer Engine's check leaves out
-            supported, why = quantization.check_nvfp4_support()
-            if not supported:
-                raise RuntimeError(why)
+    except (AssertionError, ValueError) as error:  # of pydantic, if that is installed
+        details = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
+        raise RecipeError(f"Transformer Engine refuses the recipe {name!r}: {details}") from error
+    try:
         quantization.check_recipe_support(made)
-    except (AssertionError, RuntimeError, ValueError) as error:
-        raise RecipeError(f"Transformer Engine refuses the recipe {name!r}: {error}{_other_gpu()}") from error
+        supported, why = quantization.check_nvfp4_support() if made.nvfp4() else (True, "")  # which that leaves out
+    except RuntimeError as error:
+        supported, why = False, str(error)
+    if not supported:
+        raise RecipeError(f"Transformer Engine refuses the recipe {name!r}: {why}{_other_gpu()}")
     return made
 
 

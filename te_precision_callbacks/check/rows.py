@@ -67,8 +67,8 @@ class Row:
 
     @property
     def why(self) -> str:
-        """Why GEMMs are not in low precision, each reason once, with its GEMMs unless it is that of all; features of the
-        config are among :attr:`features`."""
+        """Why GEMMs are not in low precision, but for features of the config: each reason with its GEMMs, unless it is
+        that of all."""
         of_reason: dict[str, list[str]] = {}
         for gemm, planned in self.gemms.items():
             if planned.reason not in ("", Reason.SECTION.value):

@@ -92,23 +92,32 @@ class _Planner:
         self._products: list[Product] = []
         self._precision: list[GemmPrecision] = []
         self._facts: dict[str, LayerFacts] = {}
-        self._not_counted: list[str] = []
         self._trains = False
 
     def planned(self) -> PlannedProducts:
         roots = [root for _, root in named_roots(self._model) or ()]
         below = {id(module): module for root in roots for module in root.modules()}
         self._trains = any(parameter.requires_grad for root in roots for parameter in root.parameters())
+        others: dict[str, torch.nn.Module] = {}
+        counted: set[int] = set()
         for key, path in module_names(self._model).items():
             module = below[key]
             if key in self._named:
                 self._plan_module(module, [layer.name for layer in self._named[key].layers])
             elif key in self._operations:
                 self._plan_operation(module, self._operations[key])
-            elif not self._plan_torch(path, module) and any(p.ndim > 1 for p in module.parameters(recurse=False)):
-                self._not_counted.append(path)
+            elif not self._plan_torch(path, module):
+                others[path] = module
+                continue
+            counted.update(map(id, module.parameters(recurse=False)))
+        # A te.ops.Linear holds the weight of an operation in it, too.
+        not_counted = (
+            path
+            for path, module in others.items()
+            if any(p.ndim > 1 and id(p) not in counted for p in module.parameters(recurse=False))
+        )
         products = in_precision(self._products, self._facts, self._precision, {})
-        return PlannedProducts(Coverage(products), tuple(self._not_counted))
+        return PlannedProducts(Coverage(products), tuple(not_counted))
 
     # ------------------------------------------------------------------ Transformer Engine
 
