@@ -68,14 +68,14 @@ def of_recipe(
         if effect.needs_recipe not in ("", own)
     )
     for (place, feature, needed), names in by_key(needing).items():
-        text = f"{place}: {feature} on {layers_in_words(names)} needs the recipe {needed}, and fails under {own or 'none'}."
+        text = f"{place}: {feature} on {listed(names)} needs the recipe {needed}, and fails under {own or 'none'}."
         yield Finding("recipe", text, tuple(names))
     override = getattr(recipe, "backward_override", None)
     # pytorch/module/layernorm_mlp.py of Transformer Engine 2.20.2, _LayerNormMLP.forward
     refusing = [named.name for named in modules if override and "LayerNormMLP" in class_names(named.module)]
     if refusing:
         text = (
-            f"LayerNormMLP refuses a recipe with backward_override={override!r}: {layers_in_words(refusing)}. A"
+            f"LayerNormMLP refuses a recipe with backward_override={override!r}: {listed(refusing)}. A"
             " LayerNormLinear and a Linear in its place take it."
         )
         yield Finding("recipe", text, tuple(refusing))
@@ -108,11 +108,11 @@ def of_shapes(
         if name == "nvfp4" and "wgrad" in gemms and layer.dtype != torch.bfloat16:
             by_hadamard.append(layer.name)
     for texts, names in by_key(refused).items():
-        yield Finding("shape", f"{layers_in_words(names)}: {'; '.join(texts)}.", tuple(names))
+        yield Finding("shape", f"{listed(names)}: {'; '.join(texts)}.", tuple(names))
     if by_hadamard and not recipe.disable_rht:
         # common/hadamard_transform/*.cu of Transformer Engine 2.20.2
         text = (
-            f"NVFP4's random Hadamard transform takes bfloat16, and the weights of {layers_in_words(by_hadamard)} have another"
+            f"NVFP4's random Hadamard transform takes bfloat16, and the weights of {listed(by_hadamard)} have another"
             " dtype. Make them bfloat16, or set disable_rht=True in the recipe."
         )
         yield Finding("recipe", text, tuple(by_hadamard))
@@ -170,7 +170,7 @@ def _refused(recipe: str, layer: _Layer, tokens: int | None, gemms: Collection[G
     return map(str, found)
 
 
-def layers_in_words(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     """A few names of layers."""
     return ", ".join(folded(names, most=_MOST_NAMED))
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from te_precision_callbacks.check.findings import Finding, by_key, layers_in_words, of_recipe, of_shapes
+from te_precision_callbacks.check.findings import Finding, by_key, listed, of_recipe, of_shapes
 from te_precision_callbacks.check.recipes import AUTO, NONE, recipe_named
 from te_precision_callbacks.config import Config, ConfigError, Plan, Section
 from te_precision_callbacks.config.checking import ReadOptions
@@ -156,9 +156,7 @@ class _Check:
         kept = {entry.layer.name for entry in plan.layers}
         left = (entry.layer.name for entry in draft.plan.layers if entry.layer.name not in kept)
         for why, names in by_key((refused.why(name), name) for name in left).items():
-            text = (
-                f"No feature can act on {layers_in_words(names)}, since Transformer Engine's debug path refuses: {why}."
-            )
+            text = f"No feature can act on {listed(names)}, since Transformer Engine's debug path refuses: {why}."
             self._findings.append(Finding("refused", text, tuple(names)))
         return plan
 

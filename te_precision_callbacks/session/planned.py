@@ -133,8 +133,9 @@ class _Planner:
             ]
         of_layers = quantizers_of_layers(made[0], made[1], len(layers))
         dtype = next(p.dtype for p in module.parameters(recurse=False) if p.ndim > 1)
+        groups = getattr(module, "num_gemms", 1)
         for layer, quantizers, sizes in zip(layers, of_layers, layer_features(module), strict=True):
-            self._plan_layer(layer, "te", quantizers, dtype, sizes, len(layers), left_out)
+            self._plan_layer(layer, "te", quantizers, dtype, sizes, groups, left_out)
 
     def _plan_operation(self, module: Any, layers: Sequence[str]) -> None:
         weights = [p for name, p in module.named_parameters(recurse=False) if name.startswith("weight")]
@@ -181,20 +182,19 @@ class _Planner:
         modified = {pair for section in sections for effect in section.effects.values() for pair in effect.modifies}
         self._facts[layer] = LayerFacts(kept, override or "")
         rows = max(1, self._tokens // groups)
+        macs = self._tokens * sizes[0] * sizes[1] // groups
         for gemm, (n, m, k) in _sizes(rows, *sizes).items():
-            macs = self._tokens * sizes[0] * sizes[1] // groups
+            not_run = left_out.get(Gemm(layer, gemm), "")
+            if not_run:
+                self._products.append(Product.left_out(layer, family, gemm, not_run))
+                continue
             self._products.append(Product(layer, family, gemm, gemm != "fprop", n, m, k, 1, 1, macs, {}, "planned"))
             operands: dict[str, str] = {
                 tensor: (dtype_name(dtype) if gemm in kept else formats[Operand(layer, gemm, tensor)].text)
                 + (MODIFIED if (gemm, tensor) in modified else "")
                 for tensor in OPERANDS[gemm]
             }
-            not_run = left_out.get(Gemm(layer, gemm), "")
-            self._precision.append(
-                GemmPrecision(
-                    layer, gemm, {} if not_run else operands, seen=False, not_run=not_run, recipe=recipe or NO_RECIPE
-                )
-            )
+            self._precision.append(GemmPrecision(layer, gemm, operands, seen=False, recipe=recipe or NO_RECIPE))
 
     # ------------------------------------------------------------------ torch
 
