@@ -21,6 +21,7 @@ from te_precision_callbacks.config.effects import NAMESPACE, Effect
 from te_precision_callbacks.config.keys import Scheduled
 from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.levels import ObservingFeature
+from te_precision_callbacks.config.planning import draft
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.naming import Model, named_te_modules
 from te_precision_callbacks.records.coverage import Coverage
@@ -140,21 +141,22 @@ class _Check:
     def _plan(self) -> Plan:
         """The plan without the layers that Transformer Engine's debug path refuses."""
         layers = [layer for named in self._modules for layer in named.layers]
-        draft = self._config.draft(layers, known_features())
-        self._findings += [Finding("config", text) for text in draft.wrong.texts]
-        self._findings += [Finding("unmatched", text) for text in draft.missing.texts]
-        self._notes += draft.idle.texts
-        if draft.plan.otherwise_upstream:
-            self._notes.append(draft.plan.otherwise_upstream)
+        config = self._config
+        drafted = draft(config.enabled_sections, layers, known_features(), layer_names=config.layer_names)
+        self._findings += [Finding("config", text) for text in drafted.wrong.texts]
+        self._findings += [Finding("unmatched", text) for text in drafted.missing.texts]
+        self._notes += drafted.idle.texts
+        if drafted.plan.otherwise_upstream:
+            self._notes.append(drafted.plan.otherwise_upstream)
         try:
-            check_conditions(draft.plan, self._config.enabled_sections, detects_overflow=True)
+            check_conditions(drafted.plan, self._config.enabled_sections, detects_overflow=True)
         except ConfigError as error:
             self._findings += [Finding("config", text) for text in error.problems]
         refused = RefusedLayers(strict=False)
         effects = {name: tuple(section.effects.values()) for name, section in self._sections.items()}
-        plan = refused.leave(draft.plan, self._model, self._modules, effects)
+        plan = refused.leave(drafted.plan, self._model, self._modules, effects)
         kept = {entry.layer.name for entry in plan.layers}
-        left = (entry.layer.name for entry in draft.plan.layers if entry.layer.name not in kept)
+        left = (entry.layer.name for entry in drafted.plan.layers if entry.layer.name not in kept)
         for why, names in by_key((refused.why(name), name) for name in left).items():
             text = f"No feature can act on {listed(names)}, since Transformer Engine's debug path refuses: {why}."
             self._findings.append(Finding("refused", text, tuple(names)))

@@ -12,11 +12,9 @@ from typing import Any, get_args
 from te_precision_callbacks.config.effects import NAMESPACE, conflicts
 from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.planning import (
-    Draft,
     Plan,
     RegisteredFeatures,
     Section,
-    draft,
     plan,
     resolve_features,
 )
@@ -97,10 +95,6 @@ class Config:
         """Decide which features act on which of ``layers``; see :func:`te_precision_callbacks.config.planning.plan`."""
         sections, layer_names = self.enabled_sections, layer_names or self.layer_names
         return plan(sections, layers, registered, allow_unmatched=allow_unmatched, layer_names=layer_names)
-
-    def draft(self, layers: Sequence[SelectableLayer], registered: RegisteredFeatures) -> Draft:
-        """The same with its problems listed; see :func:`te_precision_callbacks.config.planning.draft`."""
-        return draft(self.enabled_sections, layers, registered, layer_names=self.layer_names)
 
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None

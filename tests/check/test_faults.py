@@ -77,8 +77,14 @@ def test_a_misspelt_word_is_an_error_with_its_line_and_the_word(
     wrong = swapped(word)
     told = [problem for problem in error.problems if f"'{wrong}'" in problem]
     assert told, error.problems
-    places = [re.match(r".*config\.yaml, line (\d+) \(section '\w+'\): ", problem) for problem in told]
+    places = [
+        re.match(r".*config\.yaml, line (\d+)(?: column (\d+))? \(section '\w+'\): ", problem) for problem in told
+    ]
     assert str(line) in {place and place[1] for place in places} or f"Is {wrong!r} meant" in told[0]
+    for place in places:
+        if place and place[2]:
+            column = int(place[2]) - 1
+            assert text.splitlines()[line - 1].find(str(wrong), column) >= column, "in the entry that begins there"
     assert any(re.search(rf"(?<![\w%]){re.escape(word)}(?![\w%])", problem, re.IGNORECASE) for problem in told), told
 
 
