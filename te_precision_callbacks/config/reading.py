@@ -235,7 +235,7 @@ class _Index:
     def _mark(self, node: yaml.Node) -> Mark:
         line, column = node.start_mark.line, node.start_mark.column
         before = self._lines[line][:column] if line < len(self._lines) else ""
-        return Mark(line + 1, column + 1 if before.strip(" -") else None)
+        return Mark(line + 1, column + 1 if before.strip(" -?") else None)
 
 
 def _merged(node: yaml.MappingNode) -> Iterator[tuple[yaml.Node, yaml.Node]]:
