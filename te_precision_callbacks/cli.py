@@ -8,6 +8,7 @@ Usage::
     te-precision dumps list logs/tensor_dumps
     te-precision features FakeQuant
     te-precision statistics
+    te-precision doctor
 
 Each command imports what it needs when it is called, so that ``te-precision --help`` is quick.
 """
@@ -20,6 +21,7 @@ from typing import Annotated
 import typer
 
 from te_precision_callbacks.check.command import check_command
+from te_precision_callbacks.doctor.command import doctor_command
 from te_precision_callbacks.dumps.command import app as dumps
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.manual.command import features_command, statistics_command
@@ -85,6 +87,7 @@ def run(
 app.command("check")(check_command)
 app.command("features")(features_command)
 app.command("statistics")(statistics_command)
+app.command("doctor")(doctor_command)
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 Usage::
 
     parser = argparse.ArgumentParser()
-    add_debug_options(parser)  # --debug NAME [NAME ...], --te_precision_config PATH
+    add_debug_options(parser)  # --debug NAME [NAME ...], --te_precision_config PATH, --te_precision_require CONTRACT
     arguments = parser.parse_args()
     ...
     with debugging(arguments, model, log_dir="run") as debug:
@@ -26,7 +26,7 @@ from te_precision_callbacks.debug_values import (
     ACTIVATION_OVERFLOW,
     TE_PRECISION,
     UnknownDebugOptionError,
-    check_config_option,
+    check_options_of_te_precision,
     parse_debug,
 )
 from te_precision_callbacks.errors import OptionError
@@ -69,11 +69,11 @@ class DebugRun(Protocol):
 
 
 def add_debug_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--debug NAME [NAME ...]`` and ``--te_precision_config PATH`` to a parser.
+    """Add ``--debug NAME [NAME ...]``, ``--te_precision_config`` and ``--te_precision_require`` to a parser.
 
     The flag may be given several times, and takes ``"a b"`` as ``a b``; an unknown name ends the program with a message
-    that lists all names. The results are ``arguments.debug``, a tuple, and ``arguments.te_precision_config``, a path or
-    None, for :func:`debugging`.
+    that lists all names. The results, for :func:`debugging`, are ``arguments.debug``, a tuple, and
+    ``arguments.te_precision_config`` and ``arguments.te_precision_require``, each a text or None.
     """
     parser.add_argument(
         "--debug",
@@ -89,6 +89,12 @@ def add_debug_options(parser: argparse.ArgumentParser) -> None:
         "--te-precision-config",
         metavar="PATH",
         help=f"with --debug {TE_PRECISION}: the YAML config (default: statistics on every Transformer Engine layer)",
+    )
+    parser.add_argument(
+        "--te_precision_require",
+        "--te-precision-require",
+        metavar="CONTRACT",
+        help=f"with --debug {TE_PRECISION}: what the run must hold, such as 'fp8 >= 95%%', or the path of a YAML file",
     )
 
 
@@ -122,18 +128,21 @@ def debugging(arguments: argparse.Namespace, model: Model, **keywords: Unpack[Se
             ``activation_overflow`` on its own uses only ``reduce`` and ``process_group``, and ignores the others.
 
     Raises:
-        OptionError: the parser does not have the options; the config was given without ``te_precision``; a keyword is
-            unknown, or its value is invalid.
+        OptionError: the parser does not have the options; the config or the contract was given without
+            ``te_precision``; a keyword is unknown, or its value is invalid.
         UnknownDebugOptionError: an unknown name.
         ConfigError: the config cannot be used.
     """
     try:
         debug, config = parse_debug(arguments.debug), arguments.te_precision_config
+        require = getattr(arguments, "te_precision_require", None)
     except AttributeError as error:
         raise OptionError(
             f"The arguments have no {error.name!r}: call add_debug_options(parser) before parsing."
         ) from None
-    check_config_option(debug, config)
+    check_options_of_te_precision(debug, te_precision_config=config, te_precision_require=require)
+    if require is not None:
+        keywords["require"] = require
     if "debug" in keywords:
         raise OptionError("debugging() takes no debug=: its value is in the parsed arguments.")
     from te_precision_callbacks.options import SessionOptions

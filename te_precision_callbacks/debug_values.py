@@ -59,18 +59,19 @@ def _listed(valid: Sequence[str]) -> str:
     return ", ".join(map(repr, valid))
 
 
-def check_config_option(debug: Iterable[str], config: object) -> None:
-    """Refuse a config that nothing would read.
+def check_options_of_te_precision(debug: Iterable[str], **given: object) -> None:
+    """Refuse a config, or a contract, that nothing would read.
 
     Args:
         debug: the debug options.
-        config: the value of ``te_precision_config``.
+        **given: the values of ``te_precision_config`` and ``te_precision_require``.
 
     Raises:
-        OptionError: a config was given, but ``te_precision`` is not among the options.
+        OptionError: one was given, but ``te_precision`` is not among the options.
     """
-    if config is not None and TE_PRECISION not in debug:
-        raise OptionError(
-            f"te_precision_config={config!r} is read only with the debug option {TE_PRECISION!r}. Add --debug"
-            f" {TE_PRECISION} (or debug={TE_PRECISION!r}), or leave the config out."
-        )
+    for name, value in given.items():
+        if value is not None and TE_PRECISION not in debug:
+            raise OptionError(
+                f"{name}={value!r} is read only with the debug option {TE_PRECISION!r}. Add --debug {TE_PRECISION} (or"
+                f" debug={TE_PRECISION!r}), or leave {name} out."
+            )

@@ -30,12 +30,17 @@ def folded(names: Iterable[str], *, most: int | None = None) -> list[str]:
     alike: dict[str, dict[_Numbers, None]] = {}
     for name in names:
         numbers = tuple(map(int, _NUMBER.findall(name)))
-        alike.setdefault(_NUMBER.sub("\0", name), {})[numbers] = None
+        alike.setdefault(form_of(name), {})[numbers] = None
     texts = [
         _filled(form, ranges) for form, numbers in alike.items() for ranges in _boxes(list(numbers), form.count("\0"))
     ]
     more = len(texts) - (len(texts) if most is None else most)
     return [*texts[:most], f"{more} more"] if more > 0 else texts
+
+
+def form_of(name: str) -> str:
+    """A key that is equal for names that differ in their numbers alone."""
+    return _NUMBER.sub("\0", name)
 
 
 def _boxes(numbers: Sequence[_Numbers], width: int) -> list[list[list[int]]]:

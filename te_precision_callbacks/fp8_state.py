@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -223,9 +223,20 @@ def delayed_states(module: torch.nn.Module) -> Iterator[Any]:
     attributes = vars(module)
     for meta in (attributes.get("fp8_meta"), *(attributes.get("_fp8_metas") or {}).values()):
         for key in ("scaling_fwd", "scaling_bwd"):
-            state = (meta or {}).get(key)
-            if getattr(state, "amax_history", None) is not None:
+            state = delayed_state(meta, key)
+            if state is not None:
                 yield state
+
+
+def delayed_state(meta: Mapping[str, Any] | None, direction: str) -> Any:
+    """The state of delayed scaling in an ``fp8_meta``; None if there is none.
+
+    Args:
+        meta: the attribute ``fp8_meta`` of a module.
+        direction: ``scaling_fwd`` or ``scaling_bwd``.
+    """
+    state = (meta or {}).get(direction)
+    return None if getattr(state, "amax_history", None) is None else state
 
 
 def _attributes(value: Any) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -151,6 +151,76 @@ class GemmCall(NamedTuple):
     output_quantizer: Any
     userbuffers: bool
     debug_path: bool
+
+
+class AttentionSizes(NamedTuple):
+    """The sizes of attention's two products.
+
+    Attributes:
+        batch: the number of products of each, that is of sequences times heads.
+        rows, columns: the lengths of the queries and of the keys.
+        size, size_v: the sizes of a head of queries and keys, and of values.
+    """
+
+    batch: int
+    rows: int
+    columns: int
+    size: int
+    size_v: int
+
+    @classmethod
+    def of(cls, query: Any, key: Any, value: Any, form: str) -> AttentionSizes:
+        """Those of operands in a format such as ``sbhd``, whose letters name dimensions. All sequences of ``thd``,
+        whose bounds are on the device, count as one."""
+        rows, columns = (dict(zip(form, tensor.size(), strict=True)) for tensor in (query, key))
+        sequences = rows.get("b", 1) * rows["h"]
+        length = "s" if "s" in form else "t"
+        return cls(sequences, rows[length], columns[length], rows["d"], value.size()[-1])
+
+
+@dataclass(frozen=True)
+class AttentionEvent:
+    """The products of fused attention, in a forward or its backward: of the queries with the keys, and of the
+    probabilities with the values.
+
+    Attributes:
+        layer: the name of the attention.
+        backward: whether it is the backward.
+        query, key, value: the operands as they were handed over, plain or quantized.
+        gradient: that of the result, in a backward; else None.
+        probabilities: what quantizes the probabilities, or None.
+        scores: what quantizes the gradient of the scores, in a backward, or None.
+        sizes: those of the products.
+        order, kind, recipe, arguments: as of :class:`GemmEvent`; arguments of ``fused_attn_fwd`` and ``fused_attn_bwd``
+            (``transformer_engine/pytorch/cpp_extensions/fused_attn.py``).
+    """
+
+    layer: str
+    backward: bool
+    query: Any
+    key: Any
+    value: Any
+    gradient: Any
+    probabilities: Any
+    scores: Any
+    sizes: AttentionSizes
+    order: int
+    kind: ForwardKind
+    recipe: str
+    arguments: Mapping[str, Any]
+
+
+class AttentionListener(Protocol):
+    """Is told of attention as Transformer Engine computes it, by whatever kernel."""
+
+    def enter_attention(self, layer: str, kind: ForwardKind) -> None:
+        """A forward begins."""
+
+    def note_attention(self, event: AttentionEvent) -> None:
+        """Fused attention has run, in a forward or backward."""
+
+    def leave_attention(self, layer: str, kind: ForwardKind, given: Mapping[str, Any]) -> None:
+        """A forward ends; ``given`` are the arguments of ``DotProductAttention.forward``."""
 
 
 Listener = Callable[[GemmEvent], None]

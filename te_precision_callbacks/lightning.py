@@ -224,17 +224,18 @@ class PrecisionDebugCallback(Callback):
     # ------------------------------------------------------------------ resume
 
     def state_dict(self) -> dict[str, Any]:
-        """The debug iteration, for the checkpoint."""
+        """The debug iteration, and the fingerprint of the state of low precision, for the checkpoint."""
         if self._session is None:
             return {}
-        return {
-            "iteration": self._session.iteration,
-            "step_on": self._step_on,
-            "global_step": self._last_global_step,
-        }
+        return {**self._session.state_dict(), "step_on": self._step_on, "global_step": self._last_global_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the debug iteration from a checkpoint; an iteration that was counted in another way is ignored."""
+        """Take the debug iteration from a checkpoint, and audit the resume.
+
+        An iteration that was counted in another way is ignored.
+        """
+        if self._session is not None and self._session.running and "fingerprint" in state_dict:
+            self._session.load_state_dict({"fingerprint": state_dict["fingerprint"]})
         if state_dict.get("step_on") == self._step_on and self._options.start_step is None:
             self._restored_iteration = int(state_dict["iteration"])
             self._last_global_step = int(state_dict["global_step"])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -327,17 +327,26 @@ class ModuleTree:
         self._children = [(module._modules, dict(module._modules)) for module in modules]
         # Parameters by identity: tensors are compared element by element.
         self._parameters = [
-            (vars(module), tuple(map(id, module._parameters.values())), module._compiled_call_impl)
+            (module, tuple(map(id, module._parameters.values())), compiled_call(module))
             for module in (modules if parameters else ())
         ]
 
     def changed(self) -> bool:
         """Whether a module was added, replaced, moved or removed since."""
         return any(now != before for now, before in self._children) or any(
-            tuple(map(id, attributes["_parameters"].values())) != parameters
-            or attributes.get("_compiled_call_impl") is not compiled
-            for attributes, parameters, compiled in self._parameters
+            tuple(map(id, module._parameters.values())) != parameters or compiled_call(module) is not compiled
+            for module, parameters, compiled in self._parameters
         )
+
+
+SURROUNDS = "te_precision_surrounds"
+"""The attribute of a function that a session has put around the call of a module: what was called before, or None."""
+
+
+def compiled_call(module: torch.nn.Module) -> Any:
+    """What ``torch.nn.Module.compile`` has made of a module's call; None for a module that is not compiled."""
+    call = module._compiled_call_impl
+    return getattr(call, SURROUNDS, call)
 
 
 def named_roots(model: object) -> list[tuple[str, torch.nn.Module]] | None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import torch.distributed
 from typing_extensions import TypedDict, get_type_hints
 
+from te_precision_callbacks.config.contract import Contract, ContractSource, OnBroken, read_contract
 from te_precision_callbacks.config.loading import Config, ConfigSource, load_config
 from te_precision_callbacks.config.problems import suggestion
 from te_precision_callbacks.config.selection import LayerNames
@@ -59,6 +60,8 @@ class SessionKeywords(TypedDict, total=False):
     keep_precision: bool
     allow_unmatched: bool
     strict: bool
+    require: ContractSource
+    on_broken: OnBroken
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,10 @@ class SessionOptions:
             in evaluation, until ``release()``, the next session, or the end of the process.
         allow_unmatched: a section that matches no layer warns instead of raising.
         strict: a failure in observation raises instead of being reported once, and so does a layer that Transformer
-            Engine's debug path refuses.
+            Engine's debug path refuses, and a difference that the audit of a resume finds (docs/resuming.md).
+        require: what the run must hold, such as ``"fp8 >= 95%"``; see :mod:`te_precision_callbacks.config.contract`.
+            Judged after the third step, on all ranks that reduce together, and again where precision changes.
+        on_broken: what happens if it does not hold: ``"raise"`` a PrecisionContractError, or ``"warn"``.
     """
 
     config: Config
@@ -119,6 +125,8 @@ class SessionOptions:
     keep_precision: bool = False
     allow_unmatched: bool = False
     strict: bool = False
+    require: Contract | None = None
+    on_broken: OnBroken = "raise"
 
     @classmethod
     def from_keywords(cls, config: ConfigSource, **keywords: Any) -> SessionOptions:
@@ -152,6 +160,9 @@ class SessionOptions:
         observe = keywords.get("observe", "debug")
         if observe not in get_args(Observe):
             raise OptionError(f"observe= must be one of {', '.join(map(repr, get_args(Observe)))}, not {observe!r}.")
+        on_broken = keywords.get("on_broken", "raise")
+        if on_broken not in get_args(OnBroken):
+            raise OptionError(f"on_broken= must be 'raise' or 'warn', not {on_broken!r}.")
         layer_names = keywords.get("layer_names")
         if layer_names is not None and layer_names not in get_args(LayerNames):
             known_names = ", ".join(map(repr, get_args(LayerNames)))
@@ -180,6 +191,7 @@ class SessionOptions:
             sinks=_sequence("sinks", keywords.pop("sinks", ())),
             debug=parse_debug(keywords.pop("debug", ())),
             layer_names=keywords.pop("layer_names", None) or loaded.layer_names,
+            require=read_contract(keywords.pop("require", None)),
             **keywords,
         )
         for sink in options.sinks:
@@ -216,7 +228,7 @@ def spelled_out(front_door: FunctionT) -> FunctionT:
     return front_door
 
 
-_ONLY_IN_PYTHON = (os.PathLike, Config, Callable)
+_ONLY_IN_PYTHON = (os.PathLike, Config, Contract, Callable)
 
 
 def _in_yaml(hint: Any) -> Any:

@@ -22,7 +22,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from te_precision_callbacks.folding import folded
+from te_precision_callbacks.folding import folded, form_of
+from te_precision_callbacks.records.coverage import Coverage, Product
 from te_precision_callbacks.records.precision import GemmPrecision, in_short
 from te_precision_callbacks.records.statistics_log import EVENTS_FOLDER, STATISTICS_FOLDER
 from te_precision_callbacks.statistics.names import logged_request
@@ -49,17 +50,25 @@ _HEADER_WIDTH = 20
 
 
 def summary(session: InspectSession | SessionOutcome) -> RenderableType:
-    """Tables of each GEMM's precision and each watched tensor's last and worst statistics, and the log folder.
+    """How much runs in low precision, in one line; tables of each GEMM's precision, of what is not in low precision,
+    and of each watched tensor's last and worst statistics; and the log folder.
 
     Args:
         session: a session, running or stopped, or the results that it has left.
     """
-    tables = (precision_table(session), unconverted_table(session.unconverted), refused_table(session))
+    coverage = session.coverage()
+    tables = (
+        precision_table(session),
+        coverage_table(coverage),
+        unconverted_table(session.unconverted),
+        refused_table(session),
+    )
     statistics = StatisticsTables(session)
     logs = [f"Logs: {session.log_dir / EVENTS_FOLDER}"]
     if (session.log_dir / STATISTICS_FOLDER).is_dir():  # statistics_log="off"
         logs.append(f"      {session.log_dir / STATISTICS_FOLDER}")
     return Group(
+        *([Text(f"{coverage}.\n")] if coverage else ()),
         *(table for table in tables if table.row_count),
         *([statistics] if statistics else ()),
         *(Text(_printable(line), overflow="fold") for line in logs),
@@ -67,12 +76,12 @@ def summary(session: InspectSession | SessionOutcome) -> RenderableType:
 
 
 def write_summary(session: InspectSession | SessionOutcome) -> None:
-    """Append the summary of a session to the file in its log folder; does nothing if no GEMM has run.
+    """Append the summary of a session to the file in its log folder; does nothing if no matrix product has run.
 
     Raises:
         OSError: the file cannot be written.
     """
-    if not session.precision:
+    if not session.precision and not session.coverage():
         return
     console = Console(file=io.StringIO(), width=_FILE_WIDTH, color_system=None)
     console.print(f"Summary of {datetime.now():%Y-%m-%d %H:%M:%S}, at iteration {session.iteration}\n", highlight=False)
@@ -103,6 +112,30 @@ def precision_table(session: InspectSession | SessionOutcome) -> Table:
         table.add_row(_name(layer), *(_operands(gemms.get(gemm)) for gemm in GEMMS))
     if not all(entry.seen or entry.not_run for entry in precision):
         table.caption = "Where a change of precision was not seen, the formats are those of the layer's quantizers."
+        table.caption_justify = "left"
+    return table
+
+
+def coverage_table(coverage: Coverage) -> Table:
+    """The matrix products that do not run in low precision, the largest first: a row for layers that differ in their
+    numbers alone."""
+    table = _table("Not in low precision", "layer")
+    table.add_column("products")
+    table.add_column("in", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    whole = coverage.macs()
+    rows: dict[tuple[str, str, str], list[Product]] = {}
+    for product in coverage.in_high_precision:
+        rows.setdefault((form_of(product.layer), product.precision, product.why), []).append(product)
+    ranked = sorted(rows.items(), key=lambda row: -sum(product.macs for product in row[1]))
+    for (_, precision, why), products in ranked[:MOST_ROWS]:
+        names = folded((product.layer for product in products), most=1)
+        gemms = ", ".join(dict.fromkeys(product.gemm for product in products))
+        share = 100 * sum(product.macs for product in products) / whole
+        table.add_row(_name(", ".join(names)), gemms, precision.upper(), f"{share:.1f} %", Text(_printable(why)))
+    if len(ranked) > MOST_ROWS:
+        table.caption = f"and {len(ranked) - MOST_ROWS} more: session.coverage() has all."
         table.caption_justify = "left"
     return table
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from transformer_engine.pytorch import quantization, utils
+from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
 
 from te_precision_callbacks.reference import target
 
@@ -27,4 +28,5 @@ def stand_for(capability: tuple[int, int]) -> None:
     utils.is_non_tn_fp8_gemm_supported.cache_clear()
     for support in ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_NVFP4_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"):
         setattr(quantization, support, None)
+    _attention_backends["attention_params"] = None
     quantization.FP8GlobalStateManager.reset()

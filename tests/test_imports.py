@@ -114,6 +114,8 @@ FLOOR = (
     "errors",
     "notices",
     "ranks",
+    "terminal",
+    "environment",
     "scopes",
     "numerics",
     "gemm_shapes",
@@ -123,7 +125,18 @@ FLOOR = (
     "fp8_state",
     "debug_values",
 )
-WITHOUT_SESSION = (*FLOOR, "observation", "records", "debug_utils", "dumps", "engine", "config", "summary")
+WITHOUT_SESSION = (
+    *FLOOR,
+    "observation",
+    "records",
+    "debug_utils",
+    "dumps",
+    "doctor",
+    "engine",
+    "config",
+    "summary",
+    "fingerprints",
+)
 
 
 @pytest.mark.parametrize("part", WITHOUT_SESSION)

@@ -54,8 +54,9 @@ class PrecisionDebugger:
     ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
 
     ``accelerator.save_state`` saves the debug iteration in a separate file, and ``load_state`` restores it, as long as
-    the debugger lives, also before :meth:`start` and after :meth:`stop`. Checkpoints with and without that file load
-    with and without a debugger.
+    the debugger lives, also before :meth:`start` and after :meth:`stop`. A second file, on each process, has the
+    fingerprint of the state of low precision, with which the resumed run is compared. Checkpoints with and without
+    these files load with and without a debugger.
 
     Modules in eval mode and forwards without gradients are not observed. Features that change precision act there as in
     training. After an exception the statistics gathered since the last step are written, without a collective.
@@ -100,6 +101,7 @@ class PrecisionDebugger:
         self._options = SessionOptions.from_keywords(config, **keywords)
         self._session = InspectSession.from_options(self._options)
         self._next_iteration: int | None = None
+        self._checkpoint: Path | None = None
         self._stopped = False
         self._notices = Notices()
         self._hook_checkpoints()
@@ -143,6 +145,9 @@ class PrecisionDebugger:
         try:
             session.start(log_dir=Path(folder), sinks=[TrackerSink(self._accelerator, select)], counts_from=1)
             self._take_up_iteration()
+            if self._checkpoint is not None:
+                session.load_fingerprint(self._checkpoint)
+                self._checkpoint = None
             session.attach(self._model)
             if session.overflow is not None:
                 session.overflow.loss_scaled = scales_loss(self._accelerator)
@@ -234,8 +239,9 @@ class PrecisionDebugger:
             weakref.finalize(self, handle.remove)
 
     def _save(self, folder: Path) -> None:
-        """Write the iteration where Accelerate writes the model, so a process that has one of them also has the
-        other."""
+        """Write the fingerprint on each process, and the iteration where Accelerate writes the model, so a process that
+        has one of them also has the other."""
+        self._session.save_fingerprint(folder)
         accelerator = self._accelerator
         iteration = self._session.iteration if self._session.running else self._next_iteration
         on_each_node = accelerator.project_configuration.save_on_each_node
@@ -250,7 +256,14 @@ class PrecisionDebugger:
             logger.warning("The debug iteration cannot be saved: %s. Training goes on.", error)
 
     def _load(self, folder: Path) -> None:
-        """Continue at the iteration of a checkpoint; an iteration that was counted in another way is ignored."""
+        """Continue at the iteration of a checkpoint, and audit the resume.
+
+        An iteration that was counted in another way is ignored.
+        """
+        if self._session.running:
+            self._session.load_fingerprint(folder)
+        else:
+            self._checkpoint = folder
         path = folder / STATE_FILE
         if self._options.start_step is not None or not path.exists():
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,11 @@ def flat_config(sections: Sequence[Section], features: Sequence[NamespacedFeatur
         }
         flat.update(_flat(section.name, {"layers": layers, **resolved}))
     return flat
+
+
+def config_hash(config: FlatConfig) -> str:
+    """The hash of a config: hexadecimal digits, the same in every process."""
+    return hashlib.sha256(repr(sorted(config.items())).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def difference(one: FlatConfig, other: FlatConfig) -> str:

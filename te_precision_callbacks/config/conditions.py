@@ -6,7 +6,11 @@
     str(condition)                              # "underflows% > 5"
     parse_condition("nonfinite")                # Event.NONFINITE
 
-A condition names a statistic as the log does, without layer and tensor: ``underflows%``, ``mxfp8_mse_columnwise``.
+A condition names a statistic as the log does, without layer and tensor: ``underflows%``, ``mxfp8_mse_columnwise``. One
+on a share of the multiply-adds names a precision, and the part of the products that is meant:
+
+    share = parse_share("fp8 wgrad >= 90%")
+    share.holds(0.93)                           # True
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from enum import Enum
 
 from te_precision_callbacks import debug_values
 from te_precision_callbacks.config.problems import suggestion
+from te_precision_callbacks.records.coverage import PRECISIONS
 from te_precision_callbacks.statistics.names import (
     BLOCKWISE_LABEL,
     PREFIXES,
@@ -81,6 +86,35 @@ class Threshold:
 
 Condition = Event | Threshold
 
+
+@dataclass(frozen=True)
+class Share:
+    """A condition on the share of the multiply-adds that run in a precision.
+
+    Attributes:
+        text: the condition as written.
+        precision: one of :data:`te_precision_callbacks.records.coverage.PRECISIONS`.
+        part: ``fprop``, ``dgrad``, ``wgrad``, ``qk`` or ``pv`` for these products, ``forward`` or ``backward``; empty
+            for all.
+        comparison: ``>``, ``>=``, ``<`` or ``<=``.
+        number: what the share is compared with, from 0 to 1.
+    """
+
+    text: str
+    precision: str
+    part: str
+    comparison: str
+    number: float
+
+    def holds(self, share: float) -> bool:
+        """Whether a share meets the condition. A nan, the share of nothing, meets none."""
+        return _COMPARE[self.comparison](share, self.number)
+
+    def __str__(self) -> str:
+        """As in a contract."""
+        return self.text
+
+
 _COMPARISON = re.compile(r"([^\s<>=]+)\s*(<=|>=|<|>)\s*(\S+)")
 
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
@@ -100,6 +134,37 @@ _FORMS = (
     f"A condition is {NONFINITE!r}, {ACTIVATION_OVERFLOW!r}, or a statistic and a number with >, >=, < or <= between"
     " them, such as 'underflows% > 5'."
 )
+
+
+PARTS = ("fprop", "dgrad", "wgrad", "qk", "pv", "forward", "backward")
+"""The words for a part of the products in a condition on a share."""
+
+_SHARE = re.compile(r"(\w+)(?:\s+(\w+))?\s*(<=|>=|<|>)\s*(\S+?)\s*%")
+
+_SHARE_FORM = "A condition on a share is 'fp8 >= 95%', or with a part of the products 'fp8 wgrad >= 90%'."
+
+
+def parse_share(entry: object) -> Share:
+    """A condition on a share of the multiply-adds, as written in a contract.
+
+    Raises:
+        ValueError: not a condition; the text continues a sentence that starts with the key.
+    """
+    match = _SHARE.fullmatch(entry.strip()) if isinstance(entry, str) else None
+    if match is None:
+        raise ValueError(f"has {entry!r}. {_SHARE_FORM}")
+    precision, part, comparison, number = match.groups(default="")
+    if precision not in PRECISIONS:
+        raise ValueError(f"has {entry!r}: there is no precision {precision!r}.{suggestion(precision, PRECISIONS)}")
+    if part and part not in PARTS:
+        raise ValueError(f"has {entry!r}: no products are called {part!r}.{suggestion(part, PARTS)}")
+    try:
+        percent = float(number)
+    except ValueError:
+        percent = math.nan
+    if not 0 <= percent <= 100:
+        raise ValueError(f"has {entry!r}, where {number!r} is not a number from 0 to 100. {_SHARE_FORM}")
+    return Share(str(entry).strip(), precision, part, comparison, percent / 100)
 
 
 def parse_condition(entry: object) -> Condition:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from te_precision_callbacks.naming import is_wrapper, module_paths
+from te_precision_callbacks.naming import compiled_call, is_wrapper, module_paths
 
 
 def watched_modules(
@@ -29,7 +29,7 @@ def watched_modules(
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether a module runs as compiled or scripted code, into which no hook reaches."""
-    if isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
+    if isinstance(module, torch.jit.ScriptModule) or compiled_call(module) is not None:
         return True
     return any(base.__name__ == "OptimizedModule" for base in type(module).__mro__)
 

@@ -53,15 +53,20 @@ class Budget:
             )
         if self.files + 1 > limits.max_files:
             return f"max_files={limits.max_files:,} is reached: there are {self.files:,} files in the rank's folder"
-        disk = shutil.disk_usage(_existing(self._folder))
-        if disk.free - nbytes < min(KEPT_FREE, disk.total // 20):
-            return f"little space is left on the disk: {disk.free:,} of {disk.total:,} bytes are free"
-        return None
+        return why_full(self._folder, nbytes)
 
     def count(self, nbytes: int) -> None:
         """Count a file that was written."""
         self.files += 1
         self.bytes += nbytes
+
+
+def why_full(folder: Path, nbytes: int = 0) -> str | None:
+    """Why the disk of a folder, which need not exist yet, has no room for so many more bytes; None if it has."""
+    disk = shutil.disk_usage(_existing(folder))
+    if disk.free - nbytes < min(KEPT_FREE, disk.total // 20):
+        return f"little space is left on the disk: {disk.free:,} of {disk.total:,} bytes are free"
+    return None
 
 
 def _sizes(folder: Path) -> Iterator[int]:

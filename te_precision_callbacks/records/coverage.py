@@ -14,10 +14,11 @@ import enum
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from te_precision_callbacks.folding import folded
+from te_precision_callbacks.records.state import StateRow
 from te_precision_callbacks.vocabulary import GEMMS
 
 ProductName = Literal["fprop", "dgrad", "wgrad", "qk", "pv", "other", "lookup"]
@@ -45,7 +46,7 @@ class Reason(enum.Enum):
 
     SECTION = "a feature of the config"
     SHAPE = "its shape"
-    NOT_TE = "not a layer of Transformer Engine"
+    NOT_TE = "not a TE layer"
     NOT_CONVERTED = "left out by the trainer's conversion"
     NO_AUTOCAST = "runs outside of te.autocast"
     RECIPE_EXCEPTION = "the recipe excepts it"
@@ -54,6 +55,10 @@ class Reason(enum.Enum):
     ENVIRONMENT = "an environment variable"
     QUANTIZED_INPUT = "its input was quantized before"
     UNKNOWN = "for a reason that is not known"
+
+
+_WITH_VALUE = (Reason.NOT_TE, Reason.NOT_CONVERTED)
+"""The reasons that say more than what exactly it is."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ class Product:
     batch: int
     calls: int
     macs: int
-    operands: Mapping[str, str]
+    operands: Mapping[str, str] = field(hash=False)
     runs: Runs = "seen"
     not_run: str = ""
     reason: Reason | None = None
@@ -107,6 +112,13 @@ class Product:
         ``bf16``, ``fp32``, ...; of any other format that format in lower case, empty for a look-up."""
         found = [precision_of(text) for text in self.operands.values() if text]
         return max(found, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER), default="")
+
+    @property
+    def why(self) -> str:
+        """Why it does not run in low precision, in words; empty if it does."""
+        if self.reason is None or self.reason_ref in ("", self.reason.value):
+            return "" if self.reason is None else self.reason.value
+        return f"{self.reason.value}: {self.reason_ref}" if self.reason in _WITH_VALUE else self.reason_ref
 
     @property
     def is_low(self) -> bool:
@@ -126,7 +138,20 @@ class Coverage(tuple[Product, ...]):
     """All matrix products of a model in a step, in the order in which they ran first.
 
     Its text is one line that says how much runs in low precision, and what does not.
+
+    Attributes:
+        state: what the model and its optimizers keep, and in which types, after the first step.
     """
+
+    state: tuple[StateRow, ...]
+
+    def __new__(cls, products: Iterable[Product] = (), *, state: tuple[StateRow, ...] = ()) -> Coverage:
+        made = super().__new__(cls, products)
+        made.state = state
+        return made
+
+    def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (tuple(self),), {"state": self.state}
 
     def macs(self, precision: str | None = None, *, gemm: str | None = None, backward: bool | None = None) -> int:
         """The multiply-adds of a step, of all products or of some.
@@ -181,6 +206,9 @@ class Coverage(tuple[Product, ...]):
         return f" ({', '.join(apart)})" if apart else ""
 
 
+NOTHING = Coverage()
+"""That of a run without products."""
+
 _MOST_CAUSES = 3
 
 
@@ -196,7 +224,7 @@ def _causes(products: Iterable[Product]) -> list[str]:
     """The layers of some products with their reason, the largest first."""
     layers: dict[str, dict[str, None]] = {}
     for product in products:
-        why = product.reason_ref or ("" if product.reason is None else product.reason.value)
+        why = product.reason.value if product.reason is Reason.NOT_TE else product.why
         layers.setdefault(why, {})[product.layer] = None
     texts = [f"{' and '.join(folded(names, most=2))}{f' ({why})' if why else ''}" for why, names in layers.items()]
     more = len(texts) - _MOST_CAUSES

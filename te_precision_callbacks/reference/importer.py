@@ -5,10 +5,10 @@ Usage::
     sys.meta_path.insert(0, Finder(cuda_on_cpu=True))
 
 No file of Transformer Engine changes on disk, and no bytecode of a rewritten module is written next to the module:
-:mod:`te_precision_callbacks.reference.code_cache` keeps it elsewhere. Three modules get more than a rewritten
+:mod:`te_precision_callbacks.reference.code_cache` keeps it elsewhere. Four modules get more than a rewritten
 syntax tree: ``transformer_engine.common``, which would look for the compiled libraries, the one triton kernel that
-Transformer Engine's modules launch by themselves, and ``nvdlfw_inspect.utils``, which executes debug features by file
-path, bypassing import hooks.
+Transformer Engine's modules launch by themselves, attention over several ranks, which the backend does not have, and
+``nvdlfw_inspect.utils``, which executes debug features by file path, bypassing import hooks.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from functools import lru_cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from te_precision_callbacks.reference.code_cache import Entry
+from te_precision_callbacks.reference.cuda_on_cpu import no_attention
 from te_precision_callbacks.reference.rewrite import is_concerned, rewrite
 
 
@@ -115,6 +116,19 @@ def _pad_columnwise_scale_inv(inp: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(inp, (0, -columns % 4, 0, -rows % 128))
 
 
+class _ContextParallelLoader(RewritingLoader):
+    """Loads Transformer Engine's attention over several ranks, whose one entry then says that it is missing."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        module.__dict__["attn_forward_func_with_cp"] = _attn_forward_func_with_cp
+
+
+def _attn_forward_func_with_cp(*_arguments: Any, **_options: Any) -> NoReturn:
+    """Replaces Transformer Engine's function of this name."""
+    raise no_attention(ValueError("attn_forward_func_with_cp"), context_parallel=True)
+
+
 def _load_framework_extension(framework: str) -> None:
     """Replaces Transformer Engine's function of this name: torch's part is in ``sys.modules`` already."""
     if framework != "torch":
@@ -136,6 +150,7 @@ class _FeatureExecutorLoader(SourceFileLoader):
 _SPECIAL_LOADERS: dict[str, Callable[[str, str, bool], SourceFileLoader]] = {
     "nvdlfw_inspect.utils": _FeatureExecutorLoader,
     "transformer_engine.common": _CommonLoader,
+    "transformer_engine.pytorch.attention.dot_product_attention.context_parallel": _ContextParallelLoader,
     "transformer_engine.pytorch.triton.pad": _PadLoader,
 }
 

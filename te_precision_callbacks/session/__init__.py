@@ -10,10 +10,14 @@ Usage::
 
 from __future__ import annotations
 
+from te_precision_callbacks.records.coverage import Coverage, Product, Reason
 from te_precision_callbacks.records.precision import GemmPrecision
+from te_precision_callbacks.records.state import StateRow
+from te_precision_callbacks.session.contract import PrecisionContractError
 from te_precision_callbacks.session.errors import (
     FeatureLoadError,
     ObservationError,
+    ResumeAuditError,
     SessionError,
     TransformerEngineUnavailableError,
 )
@@ -21,12 +25,18 @@ from te_precision_callbacks.session.outcome import SessionOutcome
 from te_precision_callbacks.session.session import InspectSession, running_session
 
 __all__ = [
+    "Coverage",
     "FeatureLoadError",
     "GemmPrecision",
     "InspectSession",
     "ObservationError",
+    "PrecisionContractError",
+    "Product",
+    "Reason",
+    "ResumeAuditError",
     "SessionError",
     "SessionOutcome",
+    "StateRow",
     "TransformerEngineUnavailableError",
     "running_session",
 ]

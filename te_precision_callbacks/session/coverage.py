@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from te_precision_callbacks.config.effects import Acting
-from te_precision_callbacks.records.coverage import Coverage, Product, ProductName, Reason
+from te_precision_callbacks.records.coverage import NOTHING, Coverage, Product, ProductName, Reason
 from te_precision_callbacks.records.precision import HIGH_PRECISION, GemmPrecision
+from te_precision_callbacks.records.state import StateRow
+
+_OVERRIDE = "NVTE_BACKWARD_OVERRIDE"
 
 
 @dataclass(frozen=True)
@@ -31,18 +35,42 @@ class _Counted:
     since: int
     products: tuple[Product, ...]
     layers: Mapping[str, LayerFacts]
+    state: tuple[StateRow, ...]
 
 
 class CoverageHistory:
-    """The matrix products of a run's model, and of those that followed it."""
+    """The matrix products of a run's model, and of those that followed it.
+
+    Attributes:
+        of_other_ranks: the products of layers that other ranks alone have, as they ran there in their first step.
+        changes: how often this rank's were put.
+    """
 
     def __init__(self) -> None:
         self._counted: list[_Counted] = []
+        self.of_other_ranks: tuple[Product, ...] = ()
+        self.changes = 0
 
-    def put(self, iteration: int, products: tuple[Product, ...], layers: Mapping[str, LayerFacts]) -> None:
-        """Let products be those of an iteration and of the following ones, until others are put."""
+    def put(
+        self,
+        iteration: int,
+        products: tuple[Product, ...],
+        layers: Mapping[str, LayerFacts],
+        state: tuple[StateRow, ...] = (),
+    ) -> None:
+        """Let products, and what is kept, be those of an iteration and of the following ones, until others are put."""
+        self.changes += 1
         self._counted = [counted for counted in self._counted if counted.since < iteration]
-        self._counted.append(_Counted(iteration, products, layers))
+        self._counted.append(_Counted(iteration, products, layers, state))
+
+    def put_of_ranks(self, products: Iterable[Product]) -> None:
+        """Keep the products of layers that other ranks alone have.
+
+        Args:
+            products: those of all ranks.
+        """
+        own = {product.layer for counted in self._counted for product in counted.products}
+        self.of_other_ranks = tuple(product for product in products if product.layer not in own)
 
     def at(self, iteration: int, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]) -> Coverage:
         """The products of an iteration.
@@ -52,11 +80,12 @@ class CoverageHistory:
             precision: that of the layers' GEMMs in it.
             unconverted: layers that a trainer left without Transformer Engine, and why.
         """
-        number = max(0, bisect_right([counted.since for counted in self._counted], iteration) - 1)
         if not self._counted:
-            return Coverage()
+            return NOTHING
+        number = max(0, bisect_right([counted.since for counted in self._counted], iteration) - 1)
         counted = self._counted[number]
-        return Coverage(in_precision(counted.products, counted.layers, list(precision), unconverted))
+        products = in_precision(counted.products, counted.layers, list(precision), unconverted)
+        return Coverage(products, state=counted.state)
 
 
 def in_precision(
@@ -107,6 +136,8 @@ def _reason(entry: GemmPrecision, fprop: GemmPrecision | None, facts: LayerFacts
     if facts is not None and entry.gemm in facts.kept:
         return Reason.SECTION, facts.kept[entry.gemm]
     if facts is not None and facts.backward_override and entry.gemm != "fprop":
+        if os.environ.get(_OVERRIDE) == facts.backward_override:  # the default of all recipes
+            return Reason.ENVIRONMENT, f"{_OVERRIDE}={facts.backward_override}"
         return Reason.BACKWARD_OVERRIDE, f"backward_override={facts.backward_override!r}"
     if entry.recipe:
         return Reason.RECIPE_EXCEPTION, f"the recipe {entry.recipe} leaves it in high precision"

@@ -44,5 +44,9 @@ class FeatureLoadError(SessionError):
     """A feature file or class could not be loaded."""
 
 
+class ResumeAuditError(PrecisionDebugError, RuntimeError):
+    """With ``strict=True``: a resumed run has not begun as its checkpoint ended."""
+
+
 class ObservationError(PrecisionDebugError, RuntimeError):
     """A failure in observation, raised with ``strict=True``; otherwise it is reported once and training goes on."""

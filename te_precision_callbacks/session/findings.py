@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from te_precision_callbacks.records.coverage import Coverage
+from te_precision_callbacks.fingerprints.comparing import ResumeReport
+from te_precision_callbacks.records.coverage import NOTHING, Coverage
 from te_precision_callbacks.records.layers import LayerHistory, Layers
 from te_precision_callbacks.records.model import Row
 from te_precision_callbacks.records.precision import Precision
@@ -33,6 +34,7 @@ class Findings:
         coverage: the matrix products of the model.
         series: the series of the numbers.
         statistics: the last and the worst numbers.
+        resume: the result of the audit of a resume; None without one.
     """
 
     log_dir: Path
@@ -46,11 +48,16 @@ class Findings:
     coverage: CoverageHistory = field(default_factory=CoverageHistory)
     series: SeriesTable = field(default_factory=SeriesTable)
     statistics: RunStatistics = field(init=False)
+    resume: ResumeReport | None = None
 
     def __post_init__(self) -> None:
         self.layers = LayerHistory(self.iterations)
         self.audit = PrecisionAudit(self.iterations)
         self.statistics = RunStatistics(self.series)
+
+    def coverage_at(self, iteration: int) -> Coverage:
+        """This rank's matrix products of an iteration. Raises IterationError where it has not run."""
+        return self.coverage.at(iteration, self.audit.at(iteration), self.unconverted)
 
 
 class Results:
@@ -89,7 +96,8 @@ class Results:
         """Every matrix product of the model in a step: its multiply-adds, its precision, and why that is not low.
 
         The products and their sizes are those of the first step of the model, with all of its micro-batches; the
-        precision of Transformer Engine's layers is that of the iteration.
+        precision of Transformer Engine's layers is that of the iteration. Where ranks reduce together, the layers that
+        other ranks alone have, as in a pipeline, stand behind this rank's, as they ran in the first step.
 
         Args:
             at: a debug iteration; None for the last one.
@@ -100,8 +108,15 @@ class Results:
         findings = self._findings
         iteration = findings.iterations.last if at is None else at
         if iteration is None:
-            return Coverage()
-        return findings.coverage.at(iteration, findings.audit.at(iteration), findings.unconverted)
+            return NOTHING
+        own = findings.coverage_at(iteration)
+        return Coverage((*own, *findings.coverage.of_other_ranks), state=own.state)
+
+    @property
+    def resume_report(self) -> ResumeReport | None:
+        """What differs from the checkpoint that the run was resumed from. None before the first step after a resume,
+        and for a checkpoint without a fingerprint."""
+        return self._findings.resume
 
     @property
     def last_statistics(self) -> tuple[Row, ...]:

@@ -116,6 +116,7 @@ class ForwardHooks:
         self._fused: frozenset[int] = frozenset()
         self._fused_observation = FusedObservation(failures.report)
         self.products = ModelProducts(failures.report, lambda: classify.paused, self._tap.in_layer)
+        self._tap.attention = self.products
         self.order = ExecutionOrder()
         self._saved: list[tuple[Any, str, Any]] = []
 
@@ -193,7 +194,10 @@ class ForwardHooks:
             listeners = (self.order, self._audit.look, self._fused_observation)
         if self.products.counting:
             listeners = (*listeners, self.products.note)
-        self._tap.hear(self._layers if self.products.counting else self._armed)
+        if self.products.counting:
+            self._tap.hear(self._layers, self.products.attentions)
+        else:
+            self._tap.hear(self._armed)
         self._tap.listen(*listeners)
 
     def _enter_fused(self, module: torch.nn.Module, kind: ForwardKind) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from te_precision_callbacks.config.comparing import flat_config
+from te_precision_callbacks.config.comparing import config_hash, flat_config
 from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, Section, resolve_features
 from te_precision_callbacks.debug_values import ACTIVATION_OVERFLOW
@@ -63,6 +63,8 @@ class ObservedModel:
         layer_names: the names of the layers of these modules.
         attached: whether there is a model.
         given_names: layer -> the name that the script gave to it and to no other layer.
+        config_hash: of the config with its registered features; empty before the attach.
+        overrides: layer -> the features that can change the precision of its GEMMs, if it has any.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class ObservedModel:
         self.layer_names: frozenset[str] = frozenset()
         self.attached = False
         self.given_names: dict[str, str] = {}
+        self.config_hash = ""
+        self.overrides: Mapping[str, tuple[str, ...]] = {}
         self._options = options
         self._inspector = inspector
         self._hooks = hooks
@@ -120,6 +124,7 @@ class ObservedModel:
         plan, sections = ranks.together(lambda: self._plan(model, layers, layers_of_all))
         config = {"layer_names": repr(options.layer_names), **flat_config(options.config.enabled_sections, sections)}
         ranks.require_alike(config, inspector.iteration)
+        self.config_hash = config_hash(config)
         self._take_names(layers_of_all, plan)
         if not options.config.enabled_sections:
             logger.warning("The config (%s) has no enabled section, so nothing is done.", self.config_source)
@@ -216,7 +221,9 @@ class ObservedModel:
         self._hooks.order.grown = True
         self._findings.layers.put(inspector.iteration, infos)
         inspector.configure(plan.as_inspect_config(), self.config_source, sections)
-        self._findings.changes_precision |= any(inspector.changes_precision(entry.features) for entry in plan.layers)
+        overrides = {entry.layer.name: inspector.that_change_precision(entry.features) for entry in plan.layers}
+        self.overrides = {layer: features for layer, features in overrides.items() if features}
+        self._findings.changes_precision |= bool(self.overrides)
         self._engine.placements = placements(self.modules, self._options.process_group)
         for module in self.modules:
             inspector.name_module(module.module, module.name)
@@ -266,6 +273,11 @@ class ObservedModel:
                 ", ".join(sorted(f"{type(module).__name__} {module.name!r}" for module in self._hooks.unwatched)),
             )
 
+    def holds(self, *modules: torch.nn.Module | None) -> bool:
+        """Whether one of these is a module of the model, of Transformer Engine or not."""
+        asked = {id(module) for module in modules}
+        return any(id(module) in asked for _, root in named_roots(self._model) or () for module in root.modules())
+
     def note_order(self) -> None:
         """Note in which order layers ran for the first time, if any has since the last call."""
         order = self._hooks.order
@@ -278,15 +290,24 @@ class ObservedModel:
             ]
             self._findings.layers.put(self._inspector.iteration, infos)
 
+    @property
+    def _module_names(self) -> dict[int, str]:
+        return module_names(self._model, by_number=self._by_number, scope=self._options.scope)
+
+    @property
+    def all_names(self) -> list[str]:
+        """The names of all modules of this rank and of their layers."""
+        return [*dict.fromkeys([*self._module_names.values(), *sorted(self.layer_names)])]
+
     def _count_products(self) -> None:
         """Count the matrix products of the next step."""
-        names = module_names(self._model, by_number=self._by_number, scope=self._options.scope)
-        self._hooks.count_products(self._model, names)
+        self._hooks.count_products(self._model, self._module_names)
 
     def note_products(self) -> None:
         """Note the matrix products of the step, if they were counted."""
-        products = self._hooks.products.end_step()
-        if products is not None:
+        found = self._hooks.products.end_step()
+        if found is not None:
+            products, state = found
             sections = {section.name: section for section in self._options.config.enabled_sections}
             overrides = {
                 layer.name: backward_override(named.module) or "" for named in self.modules for layer in named.layers
@@ -297,7 +318,7 @@ class ObservedModel:
                 )
                 for info in self._findings.layers.now
             }
-            self._findings.coverage.put(self._inspector.iteration, products, facts)
+            self._findings.coverage.put(self._inspector.iteration, products, facts, state)
 
     def _say_changed(self, before: dict[int, str]) -> None:
         now = {id(module.module): module.name for module in self.modules}

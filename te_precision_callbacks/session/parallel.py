@@ -8,7 +8,6 @@ apart.
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from te_precision_callbacks.config.comparing import FlatConfig, difference
+from te_precision_callbacks.config.comparing import FlatConfig, config_hash, difference
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.engine.engine import Placement
 from te_precision_callbacks.errors import PrecisionDebugError
@@ -125,6 +124,10 @@ class Ranks:
             " forward. With reduce=False no rank waits."
         )
 
+    def any(self, own: bool) -> bool:
+        """Whether something is true on any rank."""
+        return any(flag for (flag,) in by_rank([int(own)], self._group).values()) if self._several else own
+
     def pool(self, entries: Iterable[Entry]) -> list[Entry]:
         """The entries of all ranks, each once."""
         return pooled(entries, self._group) if self._several else list(entries)
@@ -142,8 +145,7 @@ class Ranks:
         """
         if not self._several:
             return
-        digest = hashlib.sha256(repr(sorted(config.items())).encode("utf-8", "surrogatepass")).digest()
-        of_rank = by_rank([int.from_bytes(digest[:7], "big"), iteration], self._group)
+        of_rank = by_rank([int(config_hash(config)[:14], 16), iteration], self._group)
         if len({number for number, _ in of_rank.values()}) > 1:
             configs = self.pool([tuple(config.items())])
             names = {number: f"config {nth}" for nth, number in enumerate({n: 0 for n, _ in of_rank.values()}, 1)}

@@ -127,6 +127,11 @@ class PrecisionAudit:
         self._in_history.update(self._now)
         self._now.clear()
 
+    @property
+    def changes(self) -> int:
+        """How often the precision of a layer has changed so far."""
+        return self._history.changes
+
     def at(self, iteration: int) -> Iterator[GemmPrecision]:
         """What is known of an iteration. Raises IterationError where it has not run."""
         self._write()
@@ -152,6 +157,13 @@ class PrecisionAudit:
             if fact is None or not (_is_left_out(fact) or made in dict(fact.operands).get(operand.tensor, ())):
                 return False
         return True
+
+    def trained_in_fp8(self, layer: str) -> bool | None:
+        """Whether a layer ran under a recipe when it last trained; None if it is not known to have trained."""
+        self._write()
+        fact = self._history.now(layer)[GEMMS.index("fprop")]
+        formats = [made for _, all_made in fact.operands for made in all_made] if fact is not None else []
+        return any(made.recipe for made in formats) if formats else None
 
     def of_gemms_that_run(self, formats: Mapping[Operand, Format]) -> dict[Operand, Format]:
         """Without the operands of GEMMs that are left out in the last iteration."""

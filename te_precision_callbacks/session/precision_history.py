@@ -70,13 +70,18 @@ class _Entries:
 
 
 class PrecisionHistory:
-    """The facts of all layers over a run's iterations."""
+    """The facts of all layers over a run's iterations.
+
+    Attributes:
+        changes: how often the facts of a layer became others.
+    """
 
     def __init__(self, iterations: Iterations) -> None:
         self._iterations = iterations
         self._layers: dict[str, _Entries] = {}
         self._facts: list[LayerFacts] = []
         self._numbers: dict[LayerFacts, int] = {}
+        self.changes = 0
 
     def ran(self, iteration: int) -> None:
         """Note that an iteration has run; what is known of later ones, which ran before a return to a checkpoint, is
@@ -95,7 +100,10 @@ class PrecisionHistory:
             seen: the GEMMs whose operands were seen in it.
         """
         bits = sum(1 << GEMMS.index(gemm) for gemm in seen)
-        self._layers.setdefault(layer, _Entries()).put(iteration, self._number(self.now(layer), facts), bits)
+        before = self.now(layer)
+        number = self._number(before, facts)
+        self.changes += self._facts[number] != before
+        self._layers.setdefault(layer, _Entries()).put(iteration, number, bits)
 
     def doubt(self, layer: str, iteration: int) -> None:
         """Note that facts other than the previous ones may hold in an iteration, even if only in that one."""

@@ -12,6 +12,7 @@ which ``torch.compile`` compiles under the mode instead of leaving the code unco
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import sys
@@ -26,13 +27,15 @@ import torch.nn.modules.conv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_precision_callbacks.forwards import NO_BACKWARD, ForwardKind, innermost_autograd_frame
-from te_precision_callbacks.gemm_events import GemmEvent
+from te_precision_callbacks.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
 from te_precision_callbacks.matrix_products import MatrixProduct, Role, is_product, products_of
-from te_precision_callbacks.naming import Model, named_roots
+from te_precision_callbacks.naming import SURROUNDS, Model, named_roots
 from te_precision_callbacks.records.coverage import Family, Product, ProductName, Reason
 from te_precision_callbacks.records.precision import FROZEN, NO_INPUT_GRADIENT
+from te_precision_callbacks.records.state import StateRow
 from te_precision_callbacks.session.marks import Marks, Weight, Weights, tensors_in
-from te_precision_callbacks.session.precision import dtype_name, format_of
+from te_precision_callbacks.session.precision import dtype_name, format_of, quantizer_format
+from te_precision_callbacks.session.state import OF_OPERATOR, KeptState
 from te_precision_callbacks.vocabulary import OPERANDS, class_names
 
 _SOFTMAX = frozenset({"_softmax", "_safe_softmax"})
@@ -64,7 +67,8 @@ class _Seen:
         sizes: n, m, k and batch.
         kind: what computes it, for a reason.
         weight: the parameter that a product of the forward multiplies by.
-        of: the product of the forward, for one of a backward.
+        of: the product of the forward, for one of a backward that torch has run.
+        backward: whether it belongs to a backward.
     """
 
     layer: str
@@ -75,13 +79,14 @@ class _Seen:
     kind: str = ""
     weight: Weight | None = None
     of: _Seen | None = None
+    backward: bool = False
 
     @property
     def reason(self) -> Reason | None:
         """Why it does not run in low precision, as far as its place tells."""
         if self.family in ("te", "te_ops", "lookup"):
             return None
-        return Reason.ATTENTION if self.kind == _OF_TRANSFORMER_ENGINE else Reason.NOT_TE
+        return Reason.ATTENTION if self.kind in (_UNFUSED_KERNEL, _FUSED, _OTHER_KERNEL) else Reason.NOT_TE
 
     @property
     def gemm(self) -> ProductName:
@@ -98,6 +103,7 @@ class ModelProducts:
 
     Attributes:
         counting: whether products are counted: from :meth:`watch` until the end of the first step that has any.
+        attentions: id of a module of Transformer Engine's attention -> its path.
     """
 
     def __init__(
@@ -111,11 +117,14 @@ class ModelProducts:
         self._is_paused = is_paused
         self._in_gemm_layer = in_gemm_layer
         self._put_back: list[Callable[[], None]] = []
+        self._state = KeptState(report)
         self._forget({})
 
     def _forget(self, modules: Mapping[int, tuple[str, torch.nn.Module]]) -> None:
         self._modules = modules
         self._operations: frozenset[str] = frozenset()
+        self.attentions: Mapping[int, str] = {}
+        self._told: set[str] = set()  # layers of which a product has run in their present forward
         self._is_active = False
         self._seen: list[_Seen] = []
         self._of_node: dict[int, _Seen] = {}
@@ -137,28 +146,31 @@ class ModelProducts:
         roots = [root for _, root in named_roots(model) or ()]
         modules = {id(module): module for root in roots for module in root.modules()}
         paths = {key: names[key] for key in modules if key in names}
-        for key, module in modules.items():
-            if type(module).__name__ == _ATTENTION and key in paths:
-                paths |= {id(part): paths[key] for part in module.modules()}
+        attentions = {key: paths[key] for key, module in modules.items() if key in paths and _is_attention(module)}
+        for key, path in attentions.items():
+            paths |= {id(part): path for part in modules[key].modules()}
         self._forget({key: (path, modules[key]) for key, path in paths.items()})
-        self._operations = frozenset(operations)
+        self._operations, self.attentions = frozenset(operations), attentions
+        self._state.watch(model)
         self.counting = True
         for root in roots:
             self._surround_calls(root)
         engine: Any = torch.autograd
         self._replace(engine, "_engine_run_backward", self._around(engine._engine_run_backward))
 
-    def end_step(self) -> tuple[Product, ...] | None:
-        """End a step: its products, after which no more are counted; None where the step had none."""
+    def end_step(self) -> tuple[tuple[Product, ...], tuple[StateRow, ...]] | None:
+        """End a step: its products and what is kept in which type, after which no more are counted; None where the step
+        had no products."""
         if not self._seen:
             return None
-        products = tuple(_summed(self._seen))
+        found = tuple(_summed(self._seen)), self._state.rows()
         self.close()
-        return products
+        return found
 
     def close(self) -> None:
         """Count no longer, and leave torch as it was."""
         self.counting = False
+        self._state.close()
         while self._put_back:
             self._put_back.pop()()
         self._forget({})
@@ -166,9 +178,11 @@ class ModelProducts:
     def _surround_calls(self, root: Any) -> None:
         """Be active while a model is called; of Lightning's modules while they take a training step."""
         own = root._compiled_call_impl
-        self._replace(root, "_compiled_call_impl", self._around(root._call_impl if own is None else own))
+        around = _CallOfOneModule(self._around(root._call_impl if own is None else own))
+        setattr(around, SURROUNDS, own)
+        self._replace(root, "_compiled_call_impl", around)
         if "LightningModule" in class_names(root):
-            self._replace(root, "training_step", self._around(root.training_step))
+            self._replace(root, "training_step", _TrainingStepOfOneModule(self._around(root.training_step), root))
 
     def _around(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
@@ -218,27 +232,78 @@ class ModelProducts:
         family: Family = "te_ops" if layer in self._operations else "te"
         self._seen.append(_Seen(layer, family, event.gemm, (b, a), (call.n, call.m, call.k, 1)))
 
+    def enter_attention(self, layer: str, kind: ForwardKind) -> None:
+        """Note that a forward of Transformer Engine's attention begins."""
+        self._told.discard(layer)
+
+    def note_attention(self, event: AttentionEvent) -> None:
+        """Count the products of fused attention."""
+        self._told.add(event.layer)
+        if not self.counting or event.kind is not ForwardKind.OBSERVED:
+            return
+        query, key, value = (format_of(tensor, columnwise=False) for tensor in (event.query, event.key, event.value))
+        if event.backward:
+            gradient = format_of(event.gradient, columnwise=False)
+            scores = _format_made_by(event.scores, gradient)
+            self._see_attention(event.layer, event.sizes, (scores, key), (gradient, value), _FUSED, backward=True)
+        else:
+            probabilities = _format_made_by(event.probabilities, query)
+            self._see_attention(event.layer, event.sizes, (query, key), (probabilities, value), _FUSED)
+
+    def leave_attention(self, layer: str, kind: ForwardKind, given: Mapping[str, Any]) -> None:
+        """Count the products of attention that no operator and no event has told of, by their sizes."""
+        if layer in self._told or kind is not ForwardKind.OBSERVED or not self.counting:
+            return
+        tensors = given["query_layer"], given["key_layer"], given["value_layer"]
+        query, key, value = (format_of(tensor, columnwise=False) for tensor in tensors)
+        sizes = AttentionSizes.of(*tensors, given["qkv_format"])
+        self._see_attention(layer, sizes, (query, key), (query, value), _OTHER_KERNEL)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            self._see_attention(layer, sizes, (query, key), (query, value), _OTHER_KERNEL, backward=True)
+
+    def _see_attention(
+        self,
+        layer: str,
+        sizes: AttentionSizes,
+        qk: tuple[str, str],
+        pv: tuple[str, str],
+        kind: str,
+        *,
+        backward: bool = False,
+    ) -> None:
+        batch, rows, columns, size, size_v = sizes
+        products: tuple[tuple[Role, tuple[str, str], tuple[int, int, int, int]], ...] = (
+            ("qk", qk, (rows, columns, size, batch)),
+            ("pv", pv, (rows, size_v, columns, batch)),
+        )
+        for role, formats, of_forward in products:
+            for _ in range(2 if backward else 1):  # a gradient for each of two operands, with as many multiply-adds
+                self._seen.append(_Seen(layer, "attention", role, formats, of_forward, kind, backward=backward))
+
     def _look(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
         """Note a call of an operator of torch."""
         try:
+            if self._in_gemm_layer():
+                return
             in_backward = torch._C._current_graph_task_id() != NO_BACKWARD
+            products = products_of(operator, arguments, result)
             if not is_product(operator):
                 if not in_backward:
                     self._follow(operator, arguments, result)
-            elif not self._in_gemm_layer():
-                products = products_of(operator, arguments, result)
-                if not in_backward:
-                    self._note_forward(operator, products, result)
-                elif torch.is_grad_enabled() and innermost_autograd_frame() in ("unpack_hook", "backward"):
-                    self._note_forward(operator, products, result, again=True)
-                else:
-                    self._note_backward(products)
+            elif not in_backward:
+                self._note_forward(operator, products, result)
+            elif torch.is_grad_enabled() and innermost_autograd_frame() in ("unpack_hook", "backward"):
+                self._note_forward(operator, products, result, again=True)
+            else:
+                self._note_backward(products)
         except Exception as error:
             self._report("counting the matrix products of", "a step", error)
 
     def _follow(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
         """Follow weights through casts, and what attention multiplies to its softmax and behind it."""
         results = list(tensors_in([result]))
+        if operator in OF_OPERATOR and self._innermost_module() is not None:
+            self._state.note(operator, results[0])
         for tensor in tensors_in(arguments):
             if operator == "_to_copy":
                 self._weights.follow(tensor, result)
@@ -263,6 +328,7 @@ class ModelProducts:
             seen = self._seen_in(operator, product, inside)
             if seen is None:
                 continue
+            self._told.add(seen.layer)
             if not again:
                 self._seen.append(seen)
             if torch.is_grad_enabled() or innermost_autograd_frame() == "forward":
@@ -312,7 +378,7 @@ class ModelProducts:
             if of.weight is not None and not role:
                 role = self._role_in_backward(product, of)
             formats, sizes = (dtype_name(product.a.dtype), dtype_name(product.b.dtype)), product[2:6]
-            self._seen.append(_Seen(of.layer, of.family, role, formats, sizes, of.kind, of=of))
+            self._seen.append(_Seen(of.layer, of.family, role, formats, sizes, of.kind, of=of, backward=True))
 
     def _role_in_backward(self, product: MatrixProduct, of: _Seen) -> Role:
         """Whether a product of the backward multiplies the gradient by the weight, or by the activation."""
@@ -352,6 +418,41 @@ class ModelProducts:
         return None
 
 
+class _CallOfOneModule:
+    """The ``_compiled_call_impl`` of a module; a copy of the module has none."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, call)
+        self._call = call
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._call(*arguments, **keywords)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+class _TrainingStepOfOneModule(_CallOfOneModule):
+    """The ``training_step`` of a module; a copy of the module has its class's."""
+
+    def __init__(self, call: Callable[..., Any], module: Any) -> None:
+        super().__init__(call)
+        self._module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return functools.partial(_training_step_of_its_class, copy.deepcopy(self._module, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (_training_step_of_its_class, self._module)
+
+
+def _training_step_of_its_class(module: Any, *arguments: Any, **keywords: Any) -> Any:
+    return type(module).training_step(module, *arguments, **keywords)
+
+
 class _SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tells of each operator: its name, its arguments and its result."""
 
@@ -381,10 +482,25 @@ _UNFUSED = "UnfusedDotProductAttention"
 _ATTENTION = "DotProductAttention"
 """Transformer Engine's attention, whose parts, one for each way to compute it, have its name."""
 
-_OF_TRANSFORMER_ENGINE = "Transformer Engine's unfused attention"
+_UNFUSED_KERNEL = "Transformer Engine's unfused attention"
+_FUSED = "Transformer Engine's fused attention"
+_OTHER_KERNEL = "another kernel of Transformer Engine's attention, counted by its sizes"
 
 _COMPILED = "CompiledFunctionBackward"
 """The node of a graph that torch.compile has compiled."""
+
+
+def _is_attention(module: torch.nn.Module) -> bool:
+    """Whether a module is Transformer Engine's attention, or derived from it, as Megatron's is."""
+    return any(
+        base.__name__ == _ATTENTION and base.__module__.startswith("transformer_engine.")
+        for base in type(module).__mro__
+    )
+
+
+def _format_made_by(quantizer: Any, otherwise: str) -> str:
+    """The format that attention rounds a tensor of its own to; without a quantizer, as in MXFP8, that of an operand."""
+    return otherwise if quantizer is None else quantizer_format(quantizer, torch.float32, columnwise=False)
 
 
 def _kind(inside: tuple[str, torch.nn.Module] | None) -> str:
@@ -398,7 +514,7 @@ def kind_of(module: torch.nn.Module) -> str:
     """The class of a module, in words for a reason."""
     kind = type(module)
     if kind.__name__ == _UNFUSED:
-        return _OF_TRANSFORMER_ENGINE
+        return _UNFUSED_KERNEL
     return f"torch.nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else kind.__name__
 
 
@@ -406,7 +522,7 @@ def _summed(seen: Iterable[_Seen]) -> Iterator[Product]:
     """The products of a step, each once, with what its calls amount to."""
     found: dict[tuple[str, ProductName, bool], list[_Seen]] = {}
     for one in seen:
-        found.setdefault((one.layer, one.gemm, one.of is not None or one.gemm in ("dgrad", "wgrad")), []).append(one)
+        found.setdefault((one.layer, one.gemm, one.backward or one.gemm in ("dgrad", "wgrad")), []).append(one)
     has_backward = any(backward for _, _, backward in found)
     for (layer, gemm, backward), calls in found.items():
         first = calls[0]

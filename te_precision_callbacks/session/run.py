@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import logging
 import os
 import sys
@@ -24,28 +23,23 @@ from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.ranks import own_rank, world_size
 from te_precision_callbacks.records.model import RunInfo, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
+from te_precision_callbacks.session.contract import ContractKeeper
 from te_precision_callbacks.session.delivery import Delivery, Ending, SessionObservation
 from te_precision_callbacks.session.endings import ProcessEnds
 from te_precision_callbacks.session.errors import ObservationError
 from te_precision_callbacks.session.failures import ObservationFailures
-from te_precision_callbacks.session.findings import Findings
+from te_precision_callbacks.session.findings import Findings, Results
 from te_precision_callbacks.session.forward import MOST_FORWARDS, ForwardHooks
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.overflow import OverflowWatch
 from te_precision_callbacks.session.parallel import OptimizerSteps, Ranks
+from te_precision_callbacks.session.resume_audit import ResumeAudit, versions
 from te_precision_callbacks.session.shapes import explain_shape
 from te_precision_callbacks.session.signals import Uninterrupted
 from te_precision_callbacks.session.sinks import Sinks
 from te_precision_callbacks.session.upstream import Inspector
 
 logger = logging.getLogger(__name__)
-
-_VERSIONED = ("torch", "transformer_engine", "nvdlfw_inspect", "te-precision-callbacks")
-
-
-@functools.cache
-def _versions() -> tuple[tuple[str, str], ...]:
-    return tuple((name, importlib.metadata.version(name)) for name in _VERSIONED)
 
 
 @dataclass
@@ -85,6 +79,7 @@ class Run:
         model: the layers and their plan.
         observation: the engine, and the recorder of dumps.
         overflow: activation overflow detection.
+        resume_audit: the fingerprints for checkpoints, and the audit of a resume.
     """
 
     def __init__(
@@ -123,10 +118,13 @@ class Run:
             detects_overflow=ACTIVATION_OVERFLOW in options.debug,
         )
         self.model = ObservedModel(options, inspector, self.hooks, engine, findings, failures, notices)
+        self.resume_audit = ResumeAudit(self.model, findings, failures, strict=options.strict)
         self._sinks = Sinks([*self._statistics_logs(), *sinks, *options.sinks], self._describe, failures)
         self._delivery = Delivery(inspector, self.model, findings, self._sinks, failures, self.hooks.delayed_scaling)
         self._delivery.reduces = self._ranks.several
         self.observation = SessionObservation(engine, recorder, self._delivery, reduce=options.reduce)
+        self._pools_coverage = False
+        self._contract = None if options.require is None else ContractKeeper(options.require, options.on_broken)
         self.overflow = OverflowWatch(options, recorder, self._has_been_left)
         self.hooks.on_many_forwards = self._say_forgotten
         self.hooks.on_renamed = self._say_renamed
@@ -161,6 +159,10 @@ class Run:
         ranks = self._ranks
         self._delivery.reduces = ranks.several
         self.model.attach(model, ranks)
+        self._pools_coverage = ranks.several
+        if self._contract is not None:
+            names = ranks.pool(self.model.all_names)
+            self._contract.check_layers(names)
         if ranks.several and self._optimizer_steps is None:
             self._optimizer_steps = self.observation.optimizer_steps = OptimizerSteps()
         self.overflow.attach(model)
@@ -182,6 +184,7 @@ class Run:
             return None
         if delivery.ending is not None:
             delivery.hand_over(delivery.ending)
+        self.resume_audit.end_step()
         iteration = inspector.iteration
         if logging_step is None:
             logging_step = iteration + self._loop.counts_from
@@ -209,10 +212,18 @@ class Run:
         self.hooks.begin(self.inspector.iteration)
         self.model.follow()
         try:
-            return self._delivery.hand_over(ending)
+            records = self._delivery.hand_over(ending)
         finally:
             self.overflow.tell_recorder()
             self.observation.recorder.end_step()
+        findings = self._findings
+        if self._pools_coverage:
+            self._pools_coverage = False
+            findings.coverage.put_of_ranks(self._ranks.pool(findings.coverage_at(ending.iteration)))
+        if self._contract is not None:
+            now = functools.partial(findings.coverage_at, ending.iteration)
+            self._contract.end_step(now, findings.audit.changes + findings.coverage.changes, self._ranks)
+        return records
 
     def stop(self, error: BaseException | None, logging_step: int | None, summarize: Callable[[], None]) -> None:
         """Write the statistics gathered since the last step, and undo all changes.
@@ -230,10 +241,20 @@ class Run:
             then.callback(self._close_dumps, error, guard)
             then.callback(self._put_back, keeps=keeps)
             then.callback(self._write_summary, summarize)
+            then.callback(self._tell_coverage)
             then.callback(self._close_sinks, error, guard)
             if self.model.attached:
                 self.model.say_refused()
                 self._delivery.hand_over_remainder(logging_step, guard, counts_from=self._loop.counts_from)
+
+    def _tell_coverage(self) -> None:
+        """Tell in one line how much ran in low precision."""
+        findings = self._findings
+        if findings.iterations.last is not None and own_rank() == 0:
+            coverage = Results(findings).coverage()
+            if coverage:
+                logger.info("%s.", coverage)
+                self.inspector.log(str(coverage))
 
     def _put_back(self, *, keeps: bool) -> None:
         """Undo everything that the run changed in the process; with ``keeps``, all but the features that stay."""
@@ -246,6 +267,7 @@ class Run:
                 then.callback(self._ends.forget_exceptions)
             if self._optimizer_steps is not None:
                 then.callback(self._optimizer_steps.remove)
+            then.callback(self.resume_audit.end)
             self._findings.iteration = self._delivery.completed
             self.live, self.kept = False, keeps
 
@@ -331,7 +353,7 @@ class Run:
             world_size=world_size(),
             start_iteration=self.inspector.iteration,
             layers=tuple(self._findings.layers.now),
-            versions=dict(_versions()),
+            versions=dict(versions()),
             config=self.model.config_source,
         )
 

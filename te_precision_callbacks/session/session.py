@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Unpack
 
@@ -22,6 +22,7 @@ from te_precision_callbacks.records.model import Sink, StepRecords
 from te_precision_callbacks.session.endings import ProcessEnds
 from te_precision_callbacks.session.errors import SessionError
 from te_precision_callbacks.session.findings import Findings, Results
+from te_precision_callbacks.session.resume_audit import ResumeAudit
 from te_precision_callbacks.session.run import Loop, Run
 from te_precision_callbacks.session.upstream import import_transformer_engine, warn_unless_supported
 
@@ -91,6 +92,7 @@ class InspectSession(Results):
         self._model = model
         self._run: Run | None = None
         self._kept: Run | None = None
+        self._resume_audit: ResumeAudit | None = None
         super().__init__(self._no_findings(None))
         self._notices = Notices()
         self._loop = Loop()
@@ -219,6 +221,7 @@ class InspectSession(Results):
         self._notices = Notices()
         self._loop.counts_from = counts_from
         self._run = run = Run(self._options, sinks, self._findings, self._classify, self._loop, self._notices)
+        self._resume_audit = run.resume_audit
         _last_started = weakref.ref(self)
         try:
             run.start(ProcessEnds(self.stop, self.release, at_sigterm=stop_at_sigterm))
@@ -298,6 +301,61 @@ class InspectSession(Results):
         run, self._kept = self._kept, None
         if run is not None:
             run.release()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to continue the run: ``iteration``, and ``fingerprint``, a text, of this rank's state
+        of low precision. Take it together with the model's state, on any rank; also after :meth:`stop`.
+
+        There is no fingerprint before :meth:`attach`, and for a model without layers of Transformer Engine.
+
+        Raises:
+            ObservationError: with ``strict=True``, the fingerprint could not be taken.
+        """
+        state: dict[str, Any] = {"iteration": self.iteration}
+        text = None if self._resume_audit is None else self._resume_audit.text(self.iteration)
+        return state if text is None else {**state, "fingerprint": text}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at the iteration of a checkpoint, unless there is ``start_step=``, and audit the resume: in the
+        first step the model is compared with the fingerprint. Call this before the first forward; the model may be
+        restored before or after it. A key that is missing changes nothing.
+
+        Args:
+            state: from :meth:`state_dict`.
+
+        Raises:
+            SessionError: the session is not running.
+            FingerprintError: with ``strict=True``, the fingerprint cannot be read.
+        """
+        run = self._running("load_state_dict()")
+        if "iteration" in state and self._options.start_step is None:
+            run.count_from(int(state["iteration"]))
+        if "fingerprint" in state:
+            run.resume_audit.expect(str(state["fingerprint"]))
+
+    def save_fingerprint(self, folder: Path) -> None:
+        """Write the fingerprint of this rank into the folder of a checkpoint, for :meth:`load_fingerprint`. Call this
+        on every rank.
+
+        Raises:
+            ObservationError: with ``strict=True``, the fingerprint could not be taken or written.
+        """
+        if self._resume_audit is not None:
+            self._resume_audit.save(folder, self.iteration)
+
+    def load_fingerprint(self, folder: Path) -> None:
+        """Audit a resume from the checkpoint in a folder, as :meth:`load_state_dict` does; nothing if it has no
+        fingerprint.
+
+        Raises:
+            SessionError: the session is not running.
+            FingerprintError: with ``strict=True``, a fingerprint cannot be read.
+        """
+        self._running("load_fingerprint()").resume_audit.expect(folder)
+
+    # ------------------------------------------------------------------ what front doors tell
 
     def tell_of_evaluation(self, what: str) -> None:
         """Warn once, if the session has ended, that the features that changed precision no longer act.

@@ -7,6 +7,8 @@ Read from Transformer Engine 2.20.2. While installed, these are replaced, and no
 - ``prepare_forward`` and ``end_forward`` of the modules, which each forward calls with the module, and ``forward`` and
   ``backward`` of their autograd Functions. The layer of a forward is kept in the autograd context, since its backward
   runs in another thread.
+- ``fused_attn_fwd`` and ``fused_attn_bwd`` (``pytorch/cpp_extensions/fused_attn.py``) in the same way, and ``forward``
+  and ``backward`` of ``FusedAttnFunc``.
 - ``WeightGradStore.put``, for a wgrad that runs later than its backward.
 - ``OperationFuser.__call__``, and ``fuser_forward`` and ``fuser_backward`` of the operations of ``te.ops`` that have
   GEMMs.
@@ -22,17 +24,28 @@ feature is about to look at the product, the same GEMM runs once before, into a 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 
 from te_precision_callbacks.forwards import ForwardKind, outside_of_dynamo
-from te_precision_callbacks.gemm_events import GEMM_OF_LAYOUT, OUTSIDE, GemmEvent, GemmOperand, Listener
+from te_precision_callbacks.gemm_events import (
+    GEMM_OF_LAYOUT,
+    OUTSIDE,
+    AttentionEvent,
+    AttentionListener,
+    AttentionSizes,
+    GemmEvent,
+    GemmOperand,
+    Listener,
+)
 from te_precision_callbacks.naming import NamedOperation
 from te_precision_callbacks.numerics.layouts import is_quantized
 from te_precision_callbacks.session.errors import ObservationError
@@ -136,6 +149,7 @@ class GemmTap:
             iteration: in the other modules the session notices that by itself.
         on_entered: called in each forward of a module of which there are events, behind its preparation, with the
             module and the kind of the forward; returns whether listeners want the tensors before their quantization.
+        attention: is told of attention.
     """
 
     def __init__(self, classify: Classify, report: Callable[[str, str, Exception], None]) -> None:
@@ -145,6 +159,8 @@ class GemmTap:
         self._layers: Mapping[int, Sequence[str]] = {}
         self._heard: Mapping[int, Any] = {}
         self._operations: dict[int, NamedOperation] = {}
+        self._attentions: Mapping[int, str] = {}
+        self.attention: AttentionListener | None = None
         self._recipes: list[Any] = []
         self.has_new_operations = False
         self.on_entered: Callable[[torch.nn.Module, ForwardKind], bool] | None = None
@@ -169,9 +185,14 @@ class GemmTap:
         """Whether this thread runs a layer's GEMMs: all products inside are those of the events."""
         return self._current.inside or self._current.running is not None
 
-    def hear(self, heard: Mapping[int, Any]) -> None:
-        """Set of which modules there are events; the mapping may change from step to step."""
-        self._heard = heard
+    def hear(self, heard: Mapping[int, Any], attentions: Mapping[int, str] | None = None) -> None:
+        """Set of which modules there are events; the mapping may change from step to step.
+
+        Args:
+            heard: the ids of modules with GEMMs.
+            attentions: id of a module of attention -> its name.
+        """
+        self._heard, self._attentions = heard, attentions or {}
 
     def watch(
         self,
@@ -211,20 +232,23 @@ class GemmTap:
     # ------------------------------------------------------------------ what is replaced
 
     def _install(self) -> None:
-        from transformer_engine.pytorch.cpp_extensions import gemm
+        from transformer_engine.pytorch.attention.dot_product_attention import backends
+        from transformer_engine.pytorch.cpp_extensions import fused_attn, gemm
         from transformer_engine.pytorch.module import _common, base
         from transformer_engine.pytorch.ops import fuser
 
         self._current = _Current()
         around_functions = {"general_gemm": self._around_gemm, "general_grouped_gemm": self._around_grouped}
         wrapped: dict[int, Any] = {}
-        for module, name in self._find_callers(gemm, tuple(around_functions)):
+        around_attention = {"fused_attn_fwd": self._around_attention, "fused_attn_bwd": self._around_attention}
+        arounds_of_all = {**around_functions, **around_attention}
+        for module, name in self._find_callers({gemm: tuple(around_functions), fused_attn: tuple(around_attention)}):
             found = getattr(module, name)
-            self._replace(module, name, wrapped.setdefault(id(found), around_functions[name](found)))
+            self._replace(module, name, wrapped.setdefault(id(found), arounds_of_all[name](found)))
         module_class = base.TransformerEngineBaseModule
         for name, around in (("prepare_forward", self._around_prepare), ("end_forward", self._around_end)):
             self._replace(module_class, name, around(getattr(module_class, name)))
-        for function, high in _functions():
+        for function, high in (*_functions(), (backends.FusedAttnFunc, _no_sources)):
             self._replace(function, "forward", staticmethod(self._around_forward(function.forward, high)))
             self._replace(function, "backward", staticmethod(self._around_backward(function.backward)))
         store = _common.WeightGradStore
@@ -234,27 +258,32 @@ class GemmTap:
         for operation, name, method in _methods_of_operations(tuple(arounds)):
             self._replace(operation, name, arounds[name](method))
 
-    def _find_callers(self, gemm: Any, names: Sequence[str]) -> list[tuple[Any, str]]:
-        """The Python modules that have imported a function of ``cpp_extensions/gemm.py``, and under which name."""
+    def _find_callers(self, functions: Mapping[Any, Sequence[str]]) -> list[tuple[Any, str]]:
+        """The Python modules that have imported a function of ``cpp_extensions``, and under which name.
+
+        Args:
+            functions: Python module of ``cpp_extensions`` -> the functions.
+        """
+        origins = {name: origin for origin, names in functions.items() for name in names}
         if len(sys.modules) != self._modules:
             self._modules = len(sys.modules)
             self._callers = [
                 (module, name)
                 for module in list(sys.modules.values())
-                for name in names
+                for name, origin in origins.items()
                 if (found := getattr(module, "__dict__", {}).get(name)) is not None
                 # Transformer Engine's modules may have one of the user's own.
-                if found is getattr(gemm, name) or (callable(found) and _is_of_transformer_engine(module))
+                if found is getattr(origin, name) or (callable(found) and _is_of_transformer_engine(module))
             ]
-            self._say_foreign(gemm)
+            self._say_foreign(origins)
         return self._callers
 
-    def _say_foreign(self, gemm: Any) -> None:
+    def _say_foreign(self, origins: Mapping[str, Any]) -> None:
         """Say once which functions of the user's own stand in the place of Transformer Engine's."""
         theirs = [
             f"{module.__name__}.{name}"
             for module, name in self._callers
-            if getattr(module, name) is not getattr(gemm, name)
+            if getattr(module, name) is not getattr(origins[name], name)
         ]
         if theirs and not self._said_foreign:
             self._said_foreign = True
@@ -287,7 +316,10 @@ class GemmTap:
         @outside_of_dynamo
         def prepare_forward(module: Any, *arguments: Any, **keywords: Any) -> Any:
             result = upstream(module, *arguments, **keywords)
-            self._current.entered = self._entered(module) if id(module) in self._heard else _UNHEARD
+            if id(module) in self._attentions:
+                self._current.entered = self._entered_attention(module)
+            else:
+                self._current.entered = self._entered(module) if id(module) in self._heard else _UNHEARD
             return result
 
         return prepare_forward
@@ -306,6 +338,28 @@ class GemmTap:
             return _UNHEARD
         return entered
 
+    def _entered_attention(self, module: Any) -> _Forward:
+        layer = self._attentions[id(module)]
+        try:
+            meta = module.fp8_meta
+            local = meta.get("local_recipes") or [meta.get("recipe")]  # its recipe is that of the products alone
+            entered = _Forward(
+                (layer,), self._classify(module), recipe_text(local[0] if module.fp8 else None), halves=False
+            )
+            if self.attention is not None:
+                self.attention.enter_attention(layer, entered.kind)
+        except Exception as error:
+            self._report("looking at the forward of", layer, error)
+            return _UNHEARD
+        return entered
+
+    def _leave_attention(self, module: Any, entered: _Forward) -> None:
+        try:
+            if self.attention is not None:
+                self.attention.leave_attention(entered.layers[0], entered.kind, _arguments_of_forward(module))
+        except Exception as error:
+            self._report("looking at the forward of", entered.layers[0], error)
+
     def _sources(self, forward: _Forward, find: Callable[[], dict[tuple[int, str], Any]]) -> dict[tuple[int, str], Any]:
         """The tensors of a forward or backward before their quantization."""
         try:
@@ -318,7 +372,9 @@ class GemmTap:
         @functools.wraps(upstream)
         @outside_of_dynamo
         def end_forward(module: Any) -> Any:
-            self._current.entered = None
+            entered, self._current.entered = self._current.entered, None
+            if id(module) in self._attentions and entered not in (None, _UNHEARD):
+                self._leave_attention(module, entered)
             return upstream(module)
 
         return end_forward
@@ -443,6 +499,43 @@ class GemmTap:
 
     def _around_grouped(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         return self._around(upstream, _GROUPED_GEMM, _of_experts, grouped=True)
+
+    def _around_attention(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(upstream)
+
+        @functools.wraps(upstream)
+        def tapped(*operands: Any, **keywords: Any) -> Any:
+            result = upstream(*operands, **keywords)
+            running, listener = self._current.running, self.attention
+            if running is not None and running is not _UNHEARD and listener is not None:
+                try:
+                    given = signature.bind(*operands, **keywords)
+                    given.apply_defaults()
+                    listener.note_attention(self._attention_event(running, given.arguments))
+                except Exception as error:
+                    self._report("looking at the products of", running.layers[0], error)
+            return result
+
+        return tapped
+
+    def _attention_event(self, forward: _Forward, given: Mapping[str, Any]) -> AttentionEvent:
+        query, key, value = given["q"], given["k"], given["v"]
+        form = given["qkv_layout"].replace("3", "").replace("2", "").partition("_")[0]
+        return AttentionEvent(
+            forward.layers[0],
+            "d_o" in given,
+            query,
+            key,
+            value,
+            given.get("d_o"),
+            given["s_quantizer"],
+            given.get("dp_quantizer"),
+            AttentionSizes.of(query, key, value, form),
+            next(self._orders),
+            forward.kind,
+            forward.recipe,
+            given,
+        )
 
     def _around(
         self, upstream: Callable[..., Any], names: Sequence[str], gemms: _Gemms, *, grouped: bool = False
@@ -590,6 +683,21 @@ def _functions() -> tuple[tuple[Any, _Sources], ...]:
         (layernorm_mlp._LayerNormMLP, lambda given: _plain({(0, "weight"): given[3], (1, "weight"): given[6]})),
         (grouped_linear._GroupedLinear, _sources_of_experts),
     )
+
+
+def _no_sources(given: Sequence[Any]) -> dict[tuple[int, str], Any]:
+    return {}
+
+
+def _arguments_of_forward(module: Any) -> dict[str, Any]:
+    """The arguments of the forward that a module is running, by their names."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        names = frame.f_code.co_varnames
+        if frame.f_code.co_name == "forward" and names[:1] == ("self",) and frame.f_locals.get("self") is module:
+            return dict(frame.f_locals)
+        frame = frame.f_back
+    return {}
 
 
 def _sources_of_experts(given: Sequence[Any]) -> dict[tuple[int, str], Any]:

@@ -346,15 +346,18 @@ class Inspector:
         manager: Any = debug_api.DEBUG_MANAGER
         return manager._namespace_apis[registration.NAMESPACE]
 
-    def changes_precision(self, features: NamespacedFeatures) -> bool:
-        """Whether a feature of a layer can change what a GEMM gets."""
+    def that_change_precision(self, features: NamespacedFeatures) -> tuple[str, ...]:
+        """The names of the features of a layer that can change what a GEMM gets."""
         from nvdlfw_inspect.registry import Registry
 
-        return any(
-            hasattr(Registry.data[namespace].features[name], method)
+        return tuple(
+            name
             for namespace, named in features.items()
             for name in named
-            for method in ("fp8_gemm_enabled", "modify_tensor_enabled")
+            if any(
+                hasattr(Registry.data[namespace].features[name], method)
+                for method in ("fp8_gemm_enabled", "modify_tensor_enabled")
+            )
         )
 
     def configure(self, config: Mapping[str, Any], source: str, sections: Sequence[NamespacedFeatures]) -> None:

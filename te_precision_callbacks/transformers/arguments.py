@@ -11,11 +11,12 @@ import transformers
 from transformers.debug_utils import DebugOption
 from transformers.utils.generic import ExplicitEnum
 
+from te_precision_callbacks.config.contract import read_contract
 from te_precision_callbacks.debug_values import (
     ACTIVATION_OVERFLOW,
     DEBUG_OPTIONS,
     TE_PRECISION,
-    check_config_option,
+    check_options_of_te_precision,
     parse_debug,
 )
 from te_precision_callbacks.errors import OptionError
@@ -64,10 +65,13 @@ class TrainingArguments(transformers.TrainingArguments):
             transformers takes.
         te_precision_config: with ``te_precision``, the path of the config, or a mapping. None: statistics on every
             Transformer Engine layer.
+        te_precision_require: with ``te_precision``, what the run must hold: as ``require=`` of the callback.
 
     Raises:
         UnknownDebugOptionError: a name is unknown, also inside a list; a ValueError.
-        OptionError: ``te_precision_config`` without ``te_precision``, or of another type.
+        OptionError: ``te_precision_config`` or ``te_precision_require`` without ``te_precision``, or a config of
+            another type.
+        ConfigError: ``te_precision_require`` is no contract.
     """
 
     debug: str | list[str] = field(  # type: ignore[assignment]  # upstream's enum takes no further members
@@ -86,6 +90,14 @@ class TrainingArguments(transformers.TrainingArguments):
         },
     )
 
+    te_precision_require: str | None = field(
+        default=None,
+        metadata={
+            "help": "With --debug te_precision: what the run must hold, such as 'fp8 >= 95%%', or the path of a YAML"
+            " file with a precision_contract."
+        },
+    )
+
     def __post_init__(self) -> None:
         options = parse_options(self.debug)
         config: Any = self.te_precision_config
@@ -94,7 +106,9 @@ class TrainingArguments(transformers.TrainingArguments):
                 "te_precision_config= must be the path of a YAML file, or a mapping of the same content, not"
                 f" {type(config).__name__} {config!r}."
             )
-        check_config_option(options, config)
+        require: Any = self.te_precision_require
+        check_options_of_te_precision(options, te_precision_config=config, te_precision_require=require)
+        read_contract(require)
         if isinstance(config, os.PathLike):
             self.te_precision_config = os.fspath(config)
         self.debug = [option for option in options if isinstance(option, DebugOption)]

@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import Unpack
 
 from te_precision_callbacks.accelerate import scales_loss, warn_of_unconverted
@@ -24,6 +25,7 @@ from te_precision_callbacks.transformers.closing import DebugCallback, close_wit
 from te_precision_callbacks.transformers.history import HistorySummary
 from te_precision_callbacks.transformers.loop import find_handler, find_loop
 from te_precision_callbacks.transformers.reporting import Reporting, TrainerEvent
+from te_precision_callbacks.transformers.resumed_loss import loss_after_resume
 from te_precision_callbacks.transformers.training import Training, close_abandoned
 
 logger = logging.getLogger(__name__)
@@ -81,6 +83,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         self._options = SessionOptions.from_keywords(config, **keywords)
         self._training: Training | None = None
         self._finalizer: Any = None
+        self._resumed_at: int | None = None
         self._trainer: weakref.ref[transformers.Trainer] | None = None
         if trainer is not None:
             if not isinstance(trainer, transformers.Trainer):
@@ -153,6 +156,10 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             session.observing = False
             session.trainer_steps = True
             loop = find_loop(handler, state) if handler is not None else None
+            resumes = loop is not None and loop.checkpoint is not None
+            self._resumed_at = state.global_step if resumes and state.is_world_process_zero else None
+            if loop is not None and loop.checkpoint is not None:
+                session.load_fingerprint(loop.checkpoint)
             if loop is not None and loop.accelerator is not None:
                 session.unconverted = warn_of_unconverted(loop.accelerator, model)
                 if session.overflow is not None:
@@ -215,6 +222,24 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         entry: dict[str, Any] = state.log_history[-1]
         if entry.get("step") == state.global_step:
             self._training.history.update(entry)
+        self._tell_of_loss(state)
+
+    def _tell_of_loss(self, state: TrainerState) -> None:
+        """Log once what the resume did to the loss, if it has not restored everything."""
+        report = None if self._resumed_at is None else self.session.resume_report
+        if self._resumed_at is None or report is None:
+            return
+        told = loss_after_resume(state.log_history, self._resumed_at)
+        if told is not None:
+            self._resumed_at = None
+            if report.findings:
+                logger.warning("%s", told)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any) -> None:
+        """Write the fingerprint of the state of low precision into the checkpoint, on each process."""
+        folder = Path(args.output_dir or ".", f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        if self._training is not None and self._training.running and folder.is_dir():
+            self._training.session.save_fingerprint(folder)
 
     # ------------------------------------------------------------------ end
 

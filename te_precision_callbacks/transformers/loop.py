@@ -1,15 +1,18 @@
 """Finds the running training on the stack, since a callback gets neither the trainer nor its handler.
 
 Read from transformers 5.0 to 5.23: ``Trainer.train`` runs the whole loop, and every event comes from a method of
-``trainer.callback_handler``, a ``CallbackHandler``.
+``trainer.callback_handler``, a ``CallbackHandler``. The parameter ``resume_from_checkpoint`` of ``Trainer.train`` is
+then the folder, even if the caller gave True.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from types import CodeType, FrameType
 
 from accelerate import Accelerator
@@ -30,7 +33,9 @@ def find_loop(handler: CallbackHandler, state: TrainerState) -> TrainingLoop | N
     """Finds the running ``train()`` of the trainer that owns ``handler``; None if another kind of loop calls it."""
     for frame, owner in _methods():
         if isinstance(owner, Trainer) and owner.callback_handler is handler and frame.f_code.co_name == "train":
-            return TrainingLoop(owner, frame.f_code, state)
+            resumed = frame.f_locals.get("resume_from_checkpoint")
+            checkpoint = Path(resumed) if isinstance(resumed, (str, os.PathLike)) else None
+            return TrainingLoop(owner, frame.f_code, state, checkpoint)
     return None
 
 
@@ -41,9 +46,14 @@ class TrainingLoop:
         trainer: the trainer; it is not kept alive.
         code: of its method ``train``.
         state: the trainer's state, of which each training makes a new one.
+        checkpoint: the folder that the training is resumed from; None for a new one.
+
+    Attributes:
+        checkpoint: as above.
     """
 
-    def __init__(self, trainer: Trainer, code: CodeType, state: TrainerState) -> None:
+    def __init__(self, trainer: Trainer, code: CodeType, state: TrainerState, checkpoint: Path | None) -> None:
+        self.checkpoint = checkpoint
         self._trainer = weakref.ref(trainer)
         self._code = code
         self._state = state

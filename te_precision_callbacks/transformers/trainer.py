@@ -7,8 +7,14 @@ from typing import Any
 
 import transformers
 
+from te_precision_callbacks.config.contract import ContractSource
 from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.debug_values import ACTIVATION_OVERFLOW, TE_PRECISION, DebugValue, check_config_option
+from te_precision_callbacks.debug_values import (
+    ACTIVATION_OVERFLOW,
+    TE_PRECISION,
+    DebugValue,
+    check_options_of_te_precision,
+)
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.transformers.arguments import parse_options
@@ -30,6 +36,7 @@ class Trainer(transformers.Trainer):
         *arguments: as transformers' Trainer takes them.
         debug: debug options in addition to those of ``args.debug``, in the same form; the options of transformers too.
         te_precision_config: the config of ``te_precision``, instead of ``args.te_precision_config``.
+        te_precision_require: the contract of ``te_precision``, instead of ``args.te_precision_require``.
         **keywords: as transformers' Trainer takes them.
 
     Raises:
@@ -45,7 +52,12 @@ class Trainer(transformers.Trainer):
     """
 
     def __init__(
-        self, *arguments: Any, debug: DebugValue = None, te_precision_config: ConfigSource = None, **keywords: Any
+        self,
+        *arguments: Any,
+        debug: DebugValue = None,
+        te_precision_config: ConfigSource = None,
+        te_precision_require: ContractSource = None,
+        **keywords: Any,
     ) -> None:
         more = parse_options(debug)
         super().__init__(*arguments, **keywords)
@@ -53,7 +65,10 @@ class Trainer(transformers.Trainer):
         config = te_precision_config
         if config is None:
             config = getattr(self.args, "te_precision_config", None)
-        check_config_option(options, config)
+        require = te_precision_require
+        if require is None:
+            require = getattr(self.args, "te_precision_require", None)
+        check_options_of_te_precision(options, te_precision_config=config, te_precision_require=require)
         if options != self.args.debug:
             self.args = copy.copy(self.args)  # the caller may give it to another trainer
             self.args.debug = list[Any](options)
@@ -63,7 +78,7 @@ class Trainer(transformers.Trainer):
         if precision:
             self._refuse_second_callback()
             watch = (ACTIVATION_OVERFLOW,) if overflow else ()
-            self.add_callback(PrecisionDebugTrainerCallback(config, debug=watch))
+            self.add_callback(PrecisionDebugTrainerCallback(config, debug=watch, require=require))
         elif overflow:
             self.add_callback(ActivationOverflowCallback())
 

@@ -114,7 +114,11 @@ def test_all_errors_of_a_config(here: Path) -> None:
     (here / "config.yaml").write_text(text)
     told = one_line(run("config.yaml", code=1))
     assert told.startswith("config.yaml: 3 errors")
-    for said in ("line 4 (section 'watched'): 'layer_types'", "line 6 (section 'watched')", "Did you mean 'weight'?"):
+    for said in (
+        "line 4 column 12 (section 'watched'): 'layer_types'",
+        "line 6 (section 'watched')",
+        "Did you mean 'weight'?",
+    ):
         assert said in told
     assert "line 11 (section 'kept')" in told
     errors = as_json("config.yaml", code=1)["errors"]

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from transformer_engine.debug.features.api import TEConfigAPIMapper
 
 from te_precision_callbacks import PrecisionDebugCallback
+from te_precision_callbacks.config.contract import read_contract
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from tests.conftest import Keeper, statistics
 from tests.lightning.models import Plain, loader, logged_lines
@@ -105,6 +106,8 @@ def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
         "keep_precision": False,
         "allow_unmatched": True,
         "strict": True,
+        "require": {"share": {"fp8": 95}, "layers": {"net": "fp8"}, "by_step": 9},
+        "on_broken": "warn",
     }
     assert set(options) - {"config", "step_on"} == set(SessionKeywords.__annotations__), "every option is here"
     callback = command_line(tmp_path, "te_precision_callbacks.PrecisionDebugCallback", **options)
@@ -114,6 +117,8 @@ def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
     assert sink.name == "of the YAML"
     assert sink.iterations == [5, 6]
     assert made.features == (OfFile,)
+    assert made.require == read_contract(options["require"])
+    assert made.on_broken == "warn"
     assert made.feature_dirs == (tmp_path / "features",)
     kept = (
         "process_group",

@@ -13,6 +13,7 @@ import yaml
 import tests.test_schemas as schema_cases
 from te_precision_callbacks.config import ConfigError, load_config
 from te_precision_callbacks.config.conditions import parse_condition
+from te_precision_callbacks.config.contract import CONTRACT
 from te_precision_callbacks.config.loading import DEFAULT_CONFIG
 from te_precision_callbacks.config.schemas import FEATURES
 from te_precision_callbacks.config.sizes import size_in_bytes
@@ -42,7 +43,7 @@ def configs() -> Iterator[Any]:
     texts = [
         *EXAMPLES,
         *(path.read_text() for path in files),
-        *(block for page in PAGES for block in blocks(page, "yaml")),
+        *(block for page in PAGES for block in blocks(page, "yaml") if CONTRACT not in block),
         *(model.example for model in FEATURES.values()),
     ]
     for text in texts:

@@ -88,7 +88,7 @@ def test_context_parallelism_says_that_it_is_missing_and_what_to_use(kind: str) 
 def test_inputs_that_unfused_attention_does_not_take() -> None:
     attention = te.DotProductAttention(2, 16, qkv_format="bshd", return_max_logit=True)
     inputs = torch.randn(1, 8, 2, 16, dtype=torch.bfloat16)
-    with pytest.raises(MissingFunctionError, match=r"No dot product attention .* has no fused attention"):
+    with pytest.raises(MissingFunctionError, match=r"No dot product attention .* has fused attention in FP8 alone"):
         attention(inputs, inputs, inputs, num_splits=2)
 
 

@@ -124,7 +124,6 @@ def test_importing_it_imports_nothing_of_transformer_engine() -> None:
 
 
 def test_versions() -> None:
-    # Too old for Transformer Engine's grouped-tensor GEMM, new enough for FP8 and for its check of cuDNN.
+    # Too old for Transformer Engine's grouped-tensor GEMM, new enough for FP8 and for attention in MXFP8.
     assert 120103 <= tex.get_cublasLt_version() < 130300
-    assert tex.get_cudnn_version() >= 91200
-    assert tex.get_fused_attn_backend(object())[0] is tex.NVTE_Fused_Attn_Backend.NVTE_No_Backend
+    assert 92100 <= tex.get_cudnn_version() < 92300  # 9.23.0 has bugs that Transformer Engine knows

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks import ranks
-from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session import InspectSession, PrecisionContractError
 from tests.conftest import feature, statistics
 from tests.session.taps import assert_alike, layers_of, spied, tapped
 
@@ -36,6 +36,8 @@ def main(rank: int, folder: Path) -> None:
     start_late(rank, folder / "late")
     stages(rank, folder / "stages")
     scopes(rank, folder)
+    contract(rank, folder / "contract")
+    coverage(rank, folder / "coverage")
     groups = [torch.distributed.new_group([index]) for index in range(2)]
     for case in CASES:
         keywords = {
@@ -46,6 +48,32 @@ def main(rank: int, folder: Path) -> None:
             "one fails": {"statistics_log": "all"},
         }[case]
         run(case, rank, folder / case, keywords)
+
+
+def coverage(rank: int, folder: Path) -> None:
+    """Two stages of other sizes at one path, the second one in high precision."""
+    net = torch.nn.ModuleList([te.Linear(32, 32 + 32 * rank)])
+    with InspectSession(statistics(), model=net, log_dir=folder, scope=f"pp{rank}") as session:
+        for _ in range(2):
+            with te.autocast(enabled=rank == 0, recipe=Float8CurrentScaling()):
+                net[0](torch.ones(16, 32)).sum().backward()
+            session.step()
+        products = session.coverage()
+    macs = {f"{product.layer} {product.gemm} {product.precision}": product.macs for product in products if product.macs}
+    (folder / f"{rank}.txt").write_text(repr((dict(sorted(macs.items())), products.share("fp8"))))
+
+
+def contract(rank: int, folder: Path) -> None:
+    """Rank 1 alone leaves FP8 in the third step, after both have held the contract in the second."""
+    net, demanded = te.Linear(32, 32), {"share": {"fp8": 100}, "by_step": 2}
+    with InspectSession(statistics(), model=net, log_dir=folder, require=demanded, scope=f"pp{rank}") as session:
+        try:
+            for step in range(4):
+                with te.autocast(enabled=not (rank == 1 and step == 2), recipe=Float8CurrentScaling()):
+                    net(torch.ones(16, 32)).sum().backward()
+                session.step()
+        except PrecisionContractError as error:
+            (folder / f"{rank}.txt").write_text(f"{step} {error}")
 
 
 def run(case: str, rank: int, folder: Path, keywords: dict[str, Any]) -> None:

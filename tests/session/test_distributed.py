@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,24 @@ def test_layers_at_equal_paths_have_the_numbers_of_one_process(two: Path, case: 
 
     assert len(found) == len(split) == len(expected) >= 2 * (3 * 4 + 2 * 2)
     assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_coverage_of_all_ranks(two: Path) -> None:
+    for rank in range(2):
+        products, share = ast.literal_eval((two / "coverage" / f"{rank}.txt").read_text())
+        assert products == {
+            **{f"pp0.0 {gemm} fp8": 16 * 32 * 32 for gemm in ("fprop", "wgrad")},
+            **{f"pp1.0 {gemm} fp32": 16 * 32 * 64 for gemm in ("fprop", "wgrad")},
+        }
+        assert share == pytest.approx(1 / 3)
+
+
+def test_a_contract_that_one_rank_breaks_is_broken_on_all(two: Path) -> None:
+    for rank in range(2):
+        step, _, told = (two / "contract" / f"{rank}.txt").read_text().partition(" ")
+        assert step == "2"
+        assert "fp8 >= 100%: it is 50.0 %" in told
+        assert "pp1.linear fprop, wgrad: 50.0 % in fp32: runs outside of te.autocast" in told
 
 
 def test_what_a_failing_rank_had_gathered_is_its_own(two: Path) -> None:

@@ -21,7 +21,6 @@ from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from te_precision_callbacks.reference import MissingFunctionError
 from te_precision_callbacks.session import InspectSession, ObservationError
 from te_precision_callbacks.session.refusals import CUDA_GRAPH, REFUSALS
 from te_precision_callbacks.session.upstream import Snapshot
@@ -445,16 +444,15 @@ def test_what_is_left_of_a_layer_with_a_quantized_input(
 
 
 def test_fp8_attention(tmp_path: Path) -> None:
-    """It asks the layer before it for a quantized output; the reference backend has no attention in FP8 itself."""
-    net = te.MultiheadAttention(64, 4, attention_dropout=0.0)
+    """It asks the layer before it for a quantized output, and the layer after it for a quantized gradient."""
+    net = te.MultiheadAttention(256, 2, attention_dropout=0.0, params_dtype=torch.bfloat16)
     recipe = DelayedScaling(fp8_dpa=True, fp8_mha=True)
-    with (
-        pytest.raises(MissingFunctionError, match="No dot product attention backend is available"),
-        InspectSession(statistics(), model=net, log_dir=tmp_path) as session,
-        te.autocast(enabled=True, recipe=recipe),
-    ):
-        net(torch.randn(32, 2, 64, requires_grad=True))
-    assert {info.name.rpartition(".")[2]: bool(info.refused) for info in session.layers} == {"qkv": True, "proj": False}
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        with te.autocast(enabled=True, recipe=recipe):
+            output = net(torch.randn(32, 2, 256, dtype=torch.bfloat16, requires_grad=True))
+        output.sum().backward()
+        session.step()
+    assert {info.name.rpartition(".")[2]: bool(info.refused) for info in session.layers} == {"qkv": True, "proj": True}
 
 
 # ------------------------------------------------------------------ CUDA graphs, which need a GPU to be made

@@ -32,7 +32,11 @@ file                         content
 ``normalization.py``         LayerNorm, RMSNorm
 ``activation.py``            GELU, SwiGLU and their relatives
 ``softmax.py``               scaled and masked softmax
-``attention.py``             functions for unfused attention
+``attention.py``             moving the tokens of attention between layouts
+``attention_support.py``     what fused attention can do
+``attention_heads.py``       the tensors of attention as batches of heads
+``attention_products.py``    its products and roundings
+``fused_attention.py``       attention in FP8
 ``rope.py``                  rotary position embedding
 ``padding.py``               padding for grouped GEMMs
 ``multi_tensor.py``          scaling and norms of lists of tensors
@@ -86,8 +90,9 @@ from te_precision_callbacks.reference.extension.activation import (
 from te_precision_callbacks.reference.extension.attention import (
     convert_bshd_to_thd,
     convert_thd_to_bshd,
-    get_fused_attn_backend,
+    multi_tensor_transpose_to_bhsd,
 )
+from te_precision_callbacks.reference.extension.attention_support import get_fused_attn_backend
 from te_precision_callbacks.reference.extension.enums import (
     CommOverlapAlgo,
     CommOverlapType,
@@ -106,6 +111,7 @@ from te_precision_callbacks.reference.extension.enums import (
     NVTERoutingMapFormat,
     NVTEScalingMode,
 )
+from te_precision_callbacks.reference.extension.fused_attention import fused_attn_bwd, fused_attn_fwd
 from te_precision_callbacks.reference.extension.gemm import generic_gemm, te_general_grouped_gemm
 from te_precision_callbacks.reference.extension.missing import (
     CommOverlap,

@@ -1,23 +1,19 @@
-"""The functions of the extension that unfused attention needs: no fused kernel, and moving tokens between layouts.
+"""Moving the tokens of attention between layouts.
 
 Usage::
 
-    get_fused_attn_backend(params)  # (NVTE_Fused_Attn_Backend.NVTE_No_Backend, "...")
     padded = convert_thd_to_bshd(tokens, cu_seqlens, batch, max_length)
+    (heads,) = multi_tensor_transpose_to_bhsd([tensor], "sbhd")
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from te_precision_callbacks.reference.extension.enums import NVTE_Fused_Attn_Backend
-
-
-def get_fused_attn_backend(*args: Any, **kwargs: Any) -> tuple[NVTE_Fused_Attn_Backend, str]:
-    """No fused attention, and why; Transformer Engine then uses its unfused attention, which is pure torch."""
-    return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "The reference backend has no fused attention."
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.reference.extension.attention_heads import to_heads
 
 
 @torch.no_grad()
@@ -59,3 +55,34 @@ def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, t: int) 
         length = min(starts[index + 1] - starts[index], tensor.shape[1])
         tokens[starts[index] : starts[index] + length] = tensor[index, :length]
     return tokens
+
+
+@torch.no_grad()
+def multi_tensor_transpose_to_bhsd(
+    inputs: Sequence[torch.Tensor | None], original_format: str, outputs: Sequence[torch.Tensor | None] = ()
+) -> list[torch.Tensor | None]:
+    """Batches of heads, contiguous, from batches or sequences of tokens.
+
+    Args:
+        inputs: 4 dimensions each, in the format ``original_format``; None is passed on.
+        original_format: "bshd" or "sbhd".
+        outputs: to write to, [batch, heads, tokens, at least the input's last dimension], with zeros behind; a new
+            tensor where there is none.
+
+    Raises:
+        ReferenceBackendError: another format, or not as many outputs as inputs.
+    """
+    if original_format not in ("bshd", "sbhd") or (outputs and len(outputs) != len(inputs)):
+        raise ReferenceBackendError(
+            f"multi_tensor_transpose_to_bhsd takes tensors in bshd or sbhd, and an output for each or for none; got "
+            f"{len(inputs)} in {original_format!r} and {len(outputs)} outputs."
+        )
+    results: list[torch.Tensor | None] = []
+    for tensor, output in zip(inputs, outputs or [None] * len(inputs), strict=True):
+        if tensor is not None:
+            heads = to_heads(tensor, original_format)
+            output = heads.new_empty(heads.shape) if output is None else output
+            output[..., : heads.shape[-1]] = heads
+            output[..., heads.shape[-1] :] = 0
+        results.append(None if tensor is None else output)
+    return results

@@ -65,7 +65,7 @@ class FP8TensorMeta:
 
 
 class NVTE_Fused_Attn_Backend(IntEnum):
-    """Which fused attention kernel; the reference backend always answers ``NVTE_No_Backend``."""
+    """Which fused attention kernel; the reference backend has ``NVTE_FP8``."""
 
     NVTE_No_Backend = -1
     NVTE_F16_arbitrary_seqlen = 1

@@ -2,7 +2,7 @@
 
 Usage::
 
-    fused_attn_fwd()  # MissingFunctionError: fused_attn_fwd is not in the reference backend ...
+    moe_permute_fwd()  # MissingFunctionError: moe_permute_fwd is not in the reference backend ...
 
 Looking up a name, or testing for an attribute, works as with the compiled extension; only a call raises.
 """
@@ -20,10 +20,7 @@ MISSING: dict[str, tuple[str, ...]] = {
         "copy_to_kv_cache",
         "fa_prepare_bwd",
         "fa_prepare_fwd",
-        "fused_attn_bwd",
-        "fused_attn_fwd",
         "multi_tensor_pad_last_dim",
-        "multi_tensor_transpose_to_bhsd",
     ),
     "context parallelism": (
         "thd_copy_valid_tokens_from_per_split_to_rank_local",

@@ -5,7 +5,8 @@ Usage::
     get_cublasLt_version()  # 120905
 
 cuBLAS is reported as 12.9.5: new enough for FP8 on every GPU that the backend emulates, and older than what
-Transformer Engine needs for its grouped-tensor GEMM (13.3), which the reference backend does not have.
+Transformer Engine needs for its grouped-tensor GEMM (13.3), which the reference backend does not have. cuDNN is
+reported as 9.21.0, the first with attention in MXFP8.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ def get_cublasLt_version() -> int:
 
 
 def get_cudnn_version() -> int:
-    """9.18.0: major * 10000 + minor * 100 + patch. Transformer Engine reads it when it looks for a fused attention."""
-    return 91800
+    """9.21.0: major * 10000 + minor * 100 + patch. Transformer Engine reads it when it looks for a fused attention."""
+    return 92100
 
 
 def get_num_cublas_streams() -> int:

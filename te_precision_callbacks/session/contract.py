@@ -1,0 +1,169 @@
+"""Holds a run to its contract: judges what the model's products ran in, after the first steps and at each change."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from te_precision_callbacks.config.contract import Contract, OnBroken
+from te_precision_callbacks.config.problems import ConfigError, suggestion
+from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.ranks import own_rank
+from te_precision_callbacks.records.coverage import NOTHING, PRECISIONS, Coverage, Product, Reason
+from te_precision_callbacks.records.state import StateRow
+from te_precision_callbacks.session.parallel import Ranks
+
+logger = logging.getLogger(__name__)
+
+_MOST_OFFENDERS = 5
+
+REMEDIES: Mapping[Reason, str] = {
+    Reason.SECTION: "take the GEMM or the layer out of that section",
+    Reason.SHAPE: "pad the dimension to the next size that works",
+    Reason.NOT_TE: "make it a layer of Transformer Engine, or leave it out of what the contract demands",
+    Reason.NOT_CONVERTED: "convert it by hand: te.Linear in place of the layer",
+    Reason.NO_AUTOCAST: "run its forward inside te.autocast(enabled=True, recipe=...)",
+    Reason.RECIPE_EXCEPTION: "use a recipe that quantizes all of its tensors",
+    Reason.BACKWARD_OVERRIDE: "leave backward_override out of the recipe, and NVTE_BACKWARD_OVERRIDE unset",
+    Reason.ENVIRONMENT: "unset the variable",
+    Reason.ATTENTION: "give the recipe fp8_dpa=True, on a GPU whose fused attention has FP8",
+    Reason.QUANTIZED_INPUT: "let the layer before return high precision",
+}
+"""Reason -> what makes the product run in low precision."""
+
+
+class PrecisionContractError(PrecisionDebugError, RuntimeError):
+    """The run does not hold what ``require=`` demands.
+
+    Args:
+        message: the full message.
+        coverage: the products that were judged, of all ranks.
+    """
+
+    def __init__(self, message: str, coverage: Coverage = NOTHING) -> None:
+        super().__init__(message)
+        self.coverage = coverage
+
+
+class ContractKeeper:
+    """Judges a run's contract; on all ranks that reduce together alike.
+
+    Args:
+        contract: what is demanded.
+        on_broken: what happens if it is broken and the contract does not say it.
+    """
+
+    def __init__(self, contract: Contract, on_broken: OnBroken) -> None:
+        self._contract = contract
+        self._on_broken = contract.on_broken or on_broken
+        self._steps = 0
+        self._judged = -1
+        self._said = ""
+
+    def check_layers(self, names: Iterable[str]) -> None:
+        """Refuse a pattern that matches no layer of the model.
+
+        Args:
+            names: of all layers and modules, on all ranks.
+
+        Raises:
+            ConfigError: there is such a pattern.
+        """
+        known = list(names)
+        for pattern in self._contract.layers:
+            if not any(re.search(pattern, name) for name in known):
+                raise ConfigError(
+                    f"require=: no layer matches {pattern!r}, of which the contract demands"
+                    f" {self._contract.layers[pattern]!r}.{suggestion(pattern, known)}"
+                )
+
+    def end_step(self, coverage_now: Callable[[], Coverage], changes: int, ranks: Ranks) -> None:
+        """Judge, if it is time: at the step that the contract names, and where precision has changed on any rank since.
+
+        Args:
+            coverage_now: gives this rank's products in the step that has ended.
+            changes: how often this rank's products, or their precision, have changed so far.
+            ranks: those that judge together.
+
+        Raises:
+            PrecisionContractError: the contract is broken, and is not only to be warned of; on all ranks.
+        """
+        self._steps += 1
+        if self._steps < self._contract.by_step:
+            return
+        if not ranks.any(self._judged != changes):
+            return
+        self._judged, own = changes, coverage_now()
+        coverage = Coverage(ranks.pool(own), state=tuple(ranks.pool(own.state)))
+        broken = [*self._broken_shares(coverage), *self._broken_layers(coverage), *self._broken_state(coverage.state)]
+        if broken:
+            self._tell(broken, coverage)
+
+    def _tell(self, broken: Sequence[str], coverage: Coverage) -> None:
+        listed = "\n".join(f"- {text}" for text in broken)
+        message = f"The run breaks its precision contract (require=), judged after step {self._steps}:\n{listed}"
+        offenders = _offenders(coverage)
+        if offenders:
+            message += "\nThe largest products that are not in low precision:\n" + "\n".join(offenders)
+        if self._on_broken == "raise":
+            raise PrecisionContractError(message, coverage)
+        if own_rank() == 0 and message != self._said:
+            logger.warning("%s", message)
+        self._said = message
+
+    def _broken_shares(self, coverage: Coverage) -> Iterable[str]:
+        for share in self._contract.shares:
+            backward = _HALVES.get(share.part)
+            gemm = share.part if share.part and backward is None else None
+            found = coverage.share(share.precision, gemm=gemm, backward=backward)
+            if not share.holds(found):
+                has = "there are no such products" if math.isnan(found) else f"it is {100 * found:.1f} %"
+                yield f"{share}: {has}."
+
+    def _broken_layers(self, coverage: Coverage) -> Iterable[str]:
+        for pattern, precision in self._contract.layers.items():
+            of_pattern = [product for product in coverage if product.macs and re.search(pattern, product.layer)]
+            others = [product for product in of_pattern if product.precision not in PRECISIONS[precision]]
+            if others:
+                first = max(others, key=lambda product: product.macs)
+                more = f", and {len(others) - 1} more GEMMs" if len(others) > 1 else ""
+                yield (
+                    f"{pattern!r} must run in {precision}: {first.layer} {first.gemm} runs in {first.precision}"
+                    f"{f' ({first.why})' if first.why else ''}{more}."
+                )
+
+    def _broken_state(self, state: Iterable[StateRow]) -> Iterable[str]:
+        kept: dict[str, dict[str, None]] = {}
+        for row in state:
+            kept.setdefault(row.subject, {})[row.dtype] = None
+        for subject, dtype in self._contract.state.items():
+            others = [other for other in kept.get(subject, ()) if other != dtype]
+            if others or subject not in kept:
+                found = f"some are {', '.join(others)}" if others else "none was seen"
+                yield f"{subject} must be {dtype}: {found}."
+
+
+_HALVES = {"forward": False, "backward": True}
+
+
+def _offenders(coverage: Coverage) -> list[str]:
+    """The layers with the most multiply-adds outside of low precision, each with its share, the reason and a remedy."""
+    whole = coverage.macs()
+    of_layer: dict[tuple[str, str, Reason | None, str], list[Product]] = {}
+    for product in coverage:
+        if product.macs and not product.is_low:
+            key = product.layer, product.precision, product.reason, product.why
+            of_layer.setdefault(key, []).append(product)
+    rows = sorted(of_layer.items(), key=lambda row: -sum(product.macs for product in row[1]))
+    texts = []
+    for (layer, precision, reason, why), products in rows[:_MOST_OFFENDERS]:
+        share = 100 * sum(product.macs for product in products) / whole
+        gemms = ", ".join(dict.fromkeys(product.gemm for product in products))
+        text = f"- {layer} {gemms}: {share:.1f} % in {precision}"
+        if reason is not None:
+            text += f": {why}." + (f" To change that, {REMEDIES[reason]}." if reason in REMEDIES else "")
+        texts.append(text)
+    more = len(rows) - _MOST_OFFENDERS
+    return [*texts, f"- and {more} more"] if more > 0 else texts

@@ -1,0 +1,239 @@
+"""The audit of a resume: is what a checkpoint says of low precision what the resumed run begins with?
+
+Transformer Engine 2.20 restores scales and amax histories in ``load_state_dict``, makes or adapts a module's state in
+its first forward, by the recipe of that forward, and changes the restored state at the end of that forward. So states
+and weights are looked at before the first forward, and recipes before the first step of an optimizer, where the audit
+also reports. In all other steps nothing of the audit runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+import uuid
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from te_precision_callbacks.fingerprints.comparing import compare, for_log
+from te_precision_callbacks.fingerprints.files import read, write
+from te_precision_callbacks.fingerprints.model import Fingerprint, FingerprintError
+from te_precision_callbacks.fingerprints.taking import with_layers, with_recipes
+from te_precision_callbacks.forwards import outside_of_dynamo
+from te_precision_callbacks.naming import Layer, NamedModule
+from te_precision_callbacks.ranks import own_rank, world_size
+from te_precision_callbacks.session.errors import ResumeAuditError
+from te_precision_callbacks.session.failures import ObservationFailures
+from te_precision_callbacks.session.findings import Findings
+from te_precision_callbacks.session.model import ObservedModel
+
+logger = logging.getLogger(__name__)
+
+_VERSIONED = ("torch", "transformer_engine", "nvdlfw_inspect", "te-precision-callbacks")
+
+
+@functools.cache
+def versions() -> tuple[tuple[str, str], ...]:
+    """The versions of the packages that affect the numbers."""
+    return tuple((name, importlib.metadata.version(name)) for name in _VERSIONED)
+
+
+_REMEDY = (
+    "What was changed on purpose needs nothing. Otherwise docs/resuming.md says what a checkpoint of FP8 training must"
+    " hold, and what loading it needs."
+)
+
+
+class ResumeAudit:
+    """Takes the fingerprints of a run, and compares a resumed run with those of its checkpoint.
+
+    After :meth:`end` it can still take fingerprints, as long as the model is there: a checkpoint may be written when
+    the session has stopped.
+
+    Args:
+        model: the run's model.
+        findings: know how layers trained, and get the report.
+        failures: get failures of the audit.
+        strict: whether findings raise.
+    """
+
+    def __init__(
+        self, model: ObservedModel, findings: Findings, failures: ObservationFailures, *, strict: bool
+    ) -> None:
+        self._model: ObservedModel | None = model
+        self._findings = findings
+        self._failures = failures
+        self._strict = strict
+        self._run = uuid.uuid4().hex[:12]
+        self._left: list[tuple[weakref.ref[torch.nn.Module], str, tuple[Layer, ...]]] = []
+        self._config, self._overrides = "", dict[str, tuple[str, ...]]()
+        self._saved: Mapping[int, Fingerprint] = {}
+        self._restored: Fingerprint | None = None
+        self._handles: list[Any] = []
+
+    # ------------------------------------------------------------------ a checkpoint is written
+
+    def text(self, iteration: int) -> str | None:
+        """The fingerprint of this rank as JSON; None without layers, and after a failure.
+
+        Args:
+            iteration: the debug iteration that is next.
+
+        Raises:
+            ObservationError: with ``strict=True``, it could not be taken.
+        """
+        fingerprint = self._take(iteration)
+        return None if fingerprint is None else fingerprint.to_text()
+
+    def save(self, folder: Path, iteration: int) -> None:
+        """Write this rank's fingerprint into the folder of a checkpoint.
+
+        Raises:
+            ObservationError: with ``strict=True``, it could not be taken or written.
+        """
+        fingerprint = self._take(iteration)
+        if fingerprint is not None:
+            try:
+                write(fingerprint, folder)
+            except OSError as error:
+                self._failures.report("writing", f"a fingerprint into {folder}", error)
+
+    def end(self) -> None:
+        """End a comparison that has not come to its end, and let the model go."""
+        self._forget()
+        if self._model is not None:
+            self._config, self._overrides = self._model.config_hash, dict(self._model.overrides)
+            self._left = [(weakref.ref(named.module), named.name, named.layers) for named in self._model.modules]
+            self._model = None
+
+    def _take(self, iteration: int) -> Fingerprint | None:
+        modules = self._modules()
+        if not modules:
+            return None
+        try:
+            return with_recipes(self._with_layers(iteration), modules, self._findings.audit.trained_in_fp8)
+        except Exception as error:
+            self._failures.report("taking the fingerprint of", f"iteration {iteration}", error)
+            return None
+
+    def _with_layers(self, iteration: int) -> Fingerprint:
+        model = self._model
+        facts = Fingerprint(
+            iteration=iteration,
+            run=self._run,
+            rank=own_rank(),
+            world_size=world_size(),
+            config=self._config if model is None else model.config_hash,
+            versions=dict(versions()),
+        )
+        return with_layers(facts, self._modules(), self._overrides if model is None else model.overrides)
+
+    def _modules(self) -> Sequence[NamedModule]:
+        if self._model is not None:
+            return self._model.modules
+        there = ((reference(), name, layers) for reference, name, layers in self._left)
+        return [NamedModule(module, name, layers) for module, name, layers in there if module is not None]
+
+    # ------------------------------------------------------------------ a checkpoint is restored
+
+    def expect(self, saved: str | Path) -> None:
+        """Compare the model with the fingerprints of a checkpoint, once it is restored and has run.
+
+        Args:
+            saved: the text of a fingerprint, or the folder of a checkpoint, which may have none.
+
+        Raises:
+            FingerprintError: with ``strict=True``, a fingerprint cannot be read; otherwise a warning says so.
+        """
+        self._forget()
+        try:
+            if isinstance(saved, Path):
+                self._saved = read(saved, own_rank())
+            else:
+                fingerprint = Fingerprint.from_text(saved)
+                self._saved = {fingerprint.rank: fingerprint}
+        except FingerprintError as error:
+            if self._strict:
+                raise
+            logger.warning("The resume cannot be audited. %s", error)
+            return
+        if self._saved:
+            self._handles = [
+                register_module_forward_pre_hook(outside_of_dynamo(self._before_forward)),
+                register_optimizer_step_pre_hook(outside_of_dynamo(self._before_optimizer_step)),
+            ]
+
+    def end_step(self) -> None:
+        """Report at the end of a step, in a loop whose optimizer is not one of torch's."""
+        if self._restored is not None:
+            self._judge(self._restored)
+        if self._handles and not self._saved:
+            self._forget()
+
+    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        """Look at what was restored, before the first forward of the model, or of what wraps it."""
+        model = self._model
+        if model is None or not model.holds(module, *module._modules.values()):
+            return
+        self._handles.pop(0).remove()
+        try:
+            self._restored = self._with_layers(0)
+        except Exception as error:
+            self._forget()
+            self._failures.report("auditing", "the resume", error)
+
+    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> Any:
+        if self._restored is not None:
+            self._judge(self._restored)
+        elif not self._saved:
+            return None
+        # Lightning, and an optimizer such as LBFGS, run forward and backward inside the step.
+        elif len(args) > 1 and callable(args[1]):
+            return (args[0], self._judged_after(args[1]), *args[2:]), keywords
+        elif callable(keywords.get("closure")):
+            return args, {**keywords, "closure": self._judged_after(keywords["closure"])}
+        return None
+
+    def _judged_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run_and_judge() -> Any:
+            loss = closure()
+            if self._restored is not None:
+                self._judge(self._restored)
+            return loss
+
+        return run_and_judge
+
+    def _judge(self, restored: Fingerprint) -> None:
+        """Compare, and report.
+
+        Raises:
+            ResumeAuditError: with ``strict=True``, there are findings.
+        """
+        saved = self._saved
+        self._saved, self._restored = {}, None  # the hooks stay until the step's end: torch is running them
+        try:
+            now = with_recipes(restored, self._modules(), self._findings.audit.trained_in_fp8)
+            report = compare(saved, now)
+        except Exception as error:
+            self._failures.report("auditing", "the resume", error)
+            return
+        self._findings.resume = report
+        if not report.findings:
+            logger.debug("The resume has restored what the checkpoint of iteration %d had.", report.iteration)
+            return
+        if self._strict:
+            raise ResumeAuditError(f"{report}\n{_REMEDY}")
+        own = for_log(report)
+        if own.findings:
+            logger.warning("%s\n%s", own, _REMEDY)
+
+    def _forget(self) -> None:
+        self._saved, self._restored = {}, None
+        while self._handles:
+            self._handles.pop().remove()

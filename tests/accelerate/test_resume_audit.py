@@ -1,0 +1,192 @@
+"""The audit of a resume with save_state and load_state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from transformer_engine.common import recipe as recipes
+
+from te_precision_callbacks.accelerate import STATE_FILE, PrecisionDebugger
+from te_precision_callbacks.fingerprints import FILE_NAME
+from te_precision_callbacks.session import ResumeAuditError
+from tests.accelerate.loops import Plain, prepared, run
+from tests.capability import any_capability, stand_for
+from tests.conftest import statistics
+from tests.session.test_resume_audit import DELAYED, MISSING, RECIPES, VARIABLE, cut, findings, warned, with_extra_state
+
+CURRENT = recipes.Float8CurrentScaling()
+WEIGHTS = "pytorch_model.bin"
+
+
+@pytest.fixture(autouse=True)
+def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+
+
+class InFp8(Plain):
+    """Two layers of Transformer Engine in FP8."""
+
+    def __init__(self, recipe: recipes.Recipe, *, quantized: bool = False) -> None:
+        with te.quantized_model_init(enabled=quantized, recipe=recipe):
+            super().__init__()
+        self.recipe = recipe
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with te.autocast(recipe=self.recipe):
+            return super().forward(inputs)
+
+
+def fresh(model: torch.nn.Module) -> tuple[Accelerator, Any, Any, Any]:
+    """A new process, as far as Accelerate can tell."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    accelerator = Accelerator()
+    return accelerator, *prepared(accelerator, model, batches=2, size=32)
+
+
+def saved(folder: Path, recipe: recipes.Recipe, *, inside: bool = True, **keywords: Any) -> Path:
+    """A checkpoint after two steps."""
+    accelerator, *loop = fresh(InFp8(recipe, **keywords))
+    debugger = PrecisionDebugger(accelerator, loop[0], statistics(), log_dir=folder / "first")
+    with debugger:
+        run(accelerator, debugger, *loop)
+        if inside:
+            accelerator.save_state(str(folder / "checkpoint"), safe_serialization=False)
+    if not inside:
+        accelerator.save_state(str(folder / "checkpoint"), safe_serialization=False)
+    return folder / "checkpoint"
+
+
+def resumed(
+    folder: Path,
+    model: torch.nn.Module,
+    checkpoint: Path,
+    *,
+    before_start: bool = False,
+    by_hand: Callable[[torch.nn.Module], Any] | None = None,
+    load_keywords: Any = None,
+    **keywords: Any,
+) -> PrecisionDebugger:
+    accelerator, *loop = fresh(model)
+    debugger = PrecisionDebugger(accelerator, loop[0], statistics(), log_dir=folder / "second", **keywords)
+    if before_start:
+        accelerator.load_state(str(checkpoint), **(load_keywords or {}))
+    with debugger:
+        if not before_start:
+            accelerator.load_state(str(checkpoint), **(load_keywords or {}))
+        if by_hand is not None:
+            by_hand(model)
+        run(accelerator, debugger, *loop)
+    return debugger
+
+
+def changed(checkpoint: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
+    """The checkpoint with another state of the model."""
+    torch.save(change(torch.load(checkpoint / WEIGHTS)), checkpoint / WEIGHTS)
+    return checkpoint
+
+
+def without_extra_state(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_good_resume_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, quantized: bool) -> None:
+    recipe, capability = RECIPES[name]
+    with any_capability():
+        stand_for(capability)
+        checkpoint = saved(tmp_path, recipe, quantized=quantized)
+        debugger = resumed(tmp_path, InFp8(recipe, quantized=quantized), checkpoint, strict=True)
+    assert findings(debugger.session.resume_report) == []
+    assert warned(caplog) == []
+
+
+@pytest.mark.parametrize("before_start", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_checkpoint_outside_of_the_block(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, inside: bool, before_start: bool
+) -> None:
+    checkpoint = saved(tmp_path, DELAYED, inside=inside)
+    debugger = resumed(tmp_path, InFp8(DELAYED), checkpoint, before_start=before_start, strict=True)
+    assert findings(debugger.session.resume_report) == []
+    assert debugger.session.iteration == 4
+    assert warned(caplog) == []
+
+
+def test_a_checkpoint_without_a_fingerprint(tmp_path: Path) -> None:
+    checkpoint = changed(saved(tmp_path, DELAYED), without_extra_state)
+    (checkpoint / FILE_NAME).unlink()
+    debugger = resumed(tmp_path, InFp8(DELAYED), checkpoint, strict=True, load_keywords={"strict": False})
+    assert debugger.session.resume_report is None
+    assert debugger.session.iteration == 4
+
+
+def test_a_damaged_fingerprint_leaves_the_iteration_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = saved(tmp_path, DELAYED)
+    (checkpoint / FILE_NAME).write_text("{")
+    debugger = resumed(tmp_path, InFp8(DELAYED), checkpoint)
+    assert debugger.session.iteration == 4
+    assert f"The resume cannot be audited. {checkpoint / FILE_NAME}: The fingerprint is not JSON" in caplog.text
+
+
+def test_start_step_does_not_switch_the_audit_off(tmp_path: Path) -> None:
+    debugger = resumed(tmp_path, InFp8(CURRENT), saved(tmp_path, DELAYED), start_step=100)
+    assert debugger.session.iteration == 102
+    assert len(findings(debugger.session.resume_report)) == 1
+
+
+@pytest.mark.parametrize("before_start", [True, False])
+def test_a_checkpoint_without_extra_state(tmp_path: Path, caplog: pytest.LogCaptureFixture, before_start: bool) -> None:
+    checkpoint = changed(saved(tmp_path, DELAYED), without_extra_state)
+    assert (checkpoint / STATE_FILE).exists()
+    load: Any = {"load_keywords": {"strict": False}, "before_start": before_start}
+    debugger = resumed(tmp_path, InFp8(DELAYED), checkpoint, **load)
+    assert findings(debugger.session.resume_report) == [f"{MISSING}: all 2 layers."]
+    assert caplog.text.count(MISSING) == 1
+    with pytest.raises(ResumeAuditError, match=MISSING):
+        resumed(tmp_path, InFp8(DELAYED), checkpoint, strict=True, **load)
+
+
+def test_histories_that_were_cut(tmp_path: Path) -> None:
+    checkpoint = changed(saved(tmp_path, DELAYED), lambda state: with_extra_state({"model": state}, cut)["model"])
+    debugger = resumed(tmp_path, InFp8(DELAYED), checkpoint)
+    assert findings(debugger.session.resume_report) == [
+        "Amax histories of 2 steps, of 4 in the checkpoint (forward and backward): all 2 layers."
+    ]
+
+
+def test_another_recipe(tmp_path: Path) -> None:
+    debugger = resumed(tmp_path, InFp8(CURRENT), saved(tmp_path, DELAYED))
+    assert findings(debugger.session.resume_report) == [
+        "Another recipe: DelayedScaling -> Float8CurrentScaling: all 2 layers."
+    ]
+
+
+def test_scales_that_were_reset_by_hand(tmp_path: Path) -> None:
+    def reset(model: Any) -> None:
+        model.fc2.fp8_meta["scaling_fwd"].scale.fill_(1.0)
+
+    debugger = resumed(tmp_path, InFp8(DELAYED), saved(tmp_path, DELAYED), by_hand=reset)
+    assert findings(debugger.session.resume_report) == ["The scales came back as 1 (forward): fc2."]
+
+
+def test_quantized_weights_that_went_through_bfloat16(tmp_path: Path) -> None:
+    def through_bfloat16(state: dict[str, Any]) -> dict[str, Any]:
+        return {
+            key: value.dequantize(dtype=torch.bfloat16) if isinstance(value, te.Float8Tensor) else value
+            for key, value in state.items()
+        }
+
+    checkpoint = changed(saved(tmp_path, CURRENT, quantized=True), through_bfloat16)
+    debugger = resumed(tmp_path, InFp8(CURRENT, quantized=True), checkpoint)
+    assert findings(debugger.session.resume_report) == [
+        "Quantized primary weights came back with other data: they were rounded anew: all 2 layers."
+    ]

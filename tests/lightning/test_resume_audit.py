@@ -1,0 +1,139 @@
+"""The audit of a resume in real fits, with Lightning's own checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as recipes
+
+from te_precision_callbacks import PrecisionDebugCallback
+from te_precision_callbacks.session import ResumeAuditError
+from tests.capability import any_capability, stand_for
+from tests.conftest import statistics
+from tests.lightning.models import Plain, loader, trainer
+from tests.session.test_resume_audit import DELAYED, MISSING, RECIPES, VARIABLE, cut, findings, warned, with_extra_state
+
+CURRENT = recipes.Float8CurrentScaling()
+
+
+@pytest.fixture(autouse=True)
+def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+
+
+class InFp8(Plain):
+    """Two layers of Transformer Engine in FP8; what is done by hand is done when the fit begins."""
+
+    def __init__(self, recipe: recipes.Recipe, *, quantized: bool = False) -> None:
+        with te.quantized_model_init(enabled=quantized, recipe=recipe):
+            super().__init__(lr=1e-4)
+        self.recipe = recipe
+        self.strict_loading = False
+        self.by_hand: Callable[[torch.nn.Module], Any] | None = None
+
+    def on_train_start(self) -> None:
+        if self.by_hand is not None:
+            self.by_hand(self.net)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        with te.autocast(recipe=self.recipe):
+            return super().training_step(batch, batch_idx)
+
+
+def saved(folder: Path, recipe: recipes.Recipe, **keywords: Any) -> Path:
+    """A checkpoint after two steps."""
+    callback = PrecisionDebugCallback(statistics(), log_dir=folder / "first")
+    made = trainer(folder, callbacks=[callback], max_steps=2)
+    made.fit(InFp8(recipe, **keywords), loader(4, size=32))
+    made.save_checkpoint(folder / "saved.ckpt")
+    return folder / "saved.ckpt"
+
+
+def resumed(folder: Path, model: InFp8, checkpoint: Path, **keywords: Any) -> PrecisionDebugCallback:
+    callback = PrecisionDebugCallback(statistics(), log_dir=folder / "second", **keywords)
+    trainer(folder, callbacks=[callback], max_steps=4, max_epochs=2).fit(
+        model, loader(4, size=32), ckpt_path=checkpoint
+    )
+    return callback
+
+
+def changed(checkpoint: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
+    """The checkpoint with another state of the model."""
+    content = torch.load(checkpoint)
+    content["state_dict"] = change(content["state_dict"])
+    torch.save(content, checkpoint)
+    return checkpoint
+
+
+def without_extra_state(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_good_resume_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, quantized: bool) -> None:
+    recipe, capability = RECIPES[name]
+    with any_capability():
+        stand_for(capability)
+        checkpoint = saved(tmp_path, recipe, quantized=quantized)
+        callback = resumed(tmp_path, InFp8(recipe, quantized=quantized), checkpoint, strict=True)
+    assert findings(callback.session.resume_report) == []
+    assert callback.session.iteration == 4
+    assert warned(caplog) == []
+
+
+def test_a_checkpoint_without_extra_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = changed(saved(tmp_path, DELAYED), without_extra_state)
+    callback = resumed(tmp_path, InFp8(DELAYED), checkpoint)
+    assert findings(callback.session.resume_report) == [f"{MISSING}: all 2 layers."]
+    assert caplog.text.count(MISSING) == 1
+
+
+def test_strict_ends_the_fit_before_the_parameters_change(tmp_path: Path) -> None:
+    checkpoint = changed(saved(tmp_path, DELAYED), without_extra_state)
+    model = InFp8(DELAYED)
+    with pytest.raises(ResumeAuditError, match=MISSING):
+        resumed(tmp_path, model, checkpoint, strict=True)
+    weights = torch.load(checkpoint)["state_dict"]
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
+
+
+def test_histories_that_were_cut(tmp_path: Path) -> None:
+    checkpoint = changed(saved(tmp_path, DELAYED), lambda state: with_extra_state({"model": state}, cut)["model"])
+    callback = resumed(tmp_path, InFp8(DELAYED), checkpoint)
+    assert findings(callback.session.resume_report) == [
+        "Amax histories of 2 steps, of 4 in the checkpoint (forward and backward): all 2 layers."
+    ]
+
+
+def test_another_recipe(tmp_path: Path) -> None:
+    callback = resumed(tmp_path, InFp8(CURRENT), saved(tmp_path, DELAYED))
+    assert findings(callback.session.resume_report) == [
+        "Another recipe: DelayedScaling -> Float8CurrentScaling: all 2 layers."
+    ]
+
+
+def test_scales_that_were_reset_by_hand(tmp_path: Path) -> None:
+    model = InFp8(DELAYED)
+    model.by_hand = lambda net: net[1].fp8_meta["scaling_fwd"].scale.fill_(1.0)
+    callback = resumed(tmp_path, model, saved(tmp_path, DELAYED))
+    assert findings(callback.session.resume_report) == ["The scales came back as 1 (forward): net.1."]
+
+
+def test_quantized_weights_that_went_through_bfloat16(tmp_path: Path) -> None:
+    def through_bfloat16(state: dict[str, Any]) -> dict[str, Any]:
+        return {
+            key: value.dequantize(dtype=torch.bfloat16) if isinstance(value, te.Float8Tensor) else value
+            for key, value in state.items()
+        }
+
+    checkpoint = changed(saved(tmp_path, CURRENT, quantized=True), through_bfloat16)
+    callback = resumed(tmp_path, InFp8(CURRENT, quantized=True), checkpoint)
+    assert findings(callback.session.resume_report) == [
+        "Quantized primary weights came back with other data: they were rounded anew: all 2 layers."
+    ]

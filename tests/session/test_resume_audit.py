@@ -1,0 +1,528 @@
+"""The audit of a resume: what it finds in real runs, and that it says nothing after a good resume."""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import logging
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as recipes
+
+from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.fingerprints import FILE_NAME, Fingerprint, FingerprintError, ResumeReport, read
+from te_precision_callbacks.session import InspectSession, ObservationError, ResumeAuditError
+from tests.capability import any_capability, stand_for
+from tests.conftest import feature, statistics
+from tests.docs.pages import blocks
+from tests.forked import ranks
+
+VARIABLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
+DELAYED = recipes.DelayedScaling(amax_history_len=4)
+RECIPES: Mapping[str, tuple[recipes.Recipe, tuple[int, int]]] = {
+    "delayed": (DELAYED, (9, 0)),
+    "current": (recipes.Float8CurrentScaling(), (9, 0)),
+    "block": (recipes.Float8BlockScaling(), (9, 0)),
+    "mxfp8": (recipes.MXFP8BlockScaling(), (10, 0)),
+    "nvfp4": (recipes.NVFP4BlockScaling(disable_rht=True), (10, 0)),
+}
+State = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+
+
+def net(recipe: recipes.Recipe, *, quantized: bool, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+    torch.manual_seed(0)
+    with te.quantized_model_init(enabled=quantized, recipe=recipe):
+        blocks = [te.LayerNormMLP(64, 64, params_dtype=dtype) for _ in range(2)]
+        return torch.nn.Sequential(*blocks, te.Linear(64, 64, params_dtype=dtype))
+
+
+def train(model: torch.nn.Module, session: InspectSession, recipe: recipes.Recipe | None, steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            out = model(torch.randn(32, 64, dtype=next(model.parameters()).dtype))
+        out.float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        session.step()
+
+
+def saved(folder: Path, recipe: recipes.Recipe | None, **keywords: Any) -> State:
+    """A checkpoint after three steps, by way of torch's file format."""
+    model = net(recipe or DELAYED, **{"quantized": False, **keywords})
+    with InspectSession(statistics(), model=model, log_dir=folder) as session:
+        train(model, session, recipe, 3)
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "session": session.state_dict()}, file)
+    file.seek(0)
+    loaded: State = torch.load(file)
+    return loaded
+
+
+def resumed(
+    folder: Path,
+    state: State,
+    recipe: recipes.Recipe | None,
+    *,
+    quantized: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    config: Any = None,
+    then: Callable[[torch.nn.Module], Any] | None = None,
+    **keywords: Any,
+) -> ResumeReport | None:
+    """The report of a run that goes on for two steps."""
+    model = net(recipe or DELAYED, quantized=quantized, dtype=dtype)
+    with InspectSession(config or statistics(), model=model, log_dir=folder, **keywords) as session:
+        session.load_state_dict(state["session"])
+        model.load_state_dict(state["model"], strict=False)
+        if then is not None:
+            then(model)
+        train(model, session, recipe, 2)
+        assert session.iteration == 5
+    return session.resume_report
+
+
+def findings(report: ResumeReport | None) -> list[str]:
+    assert report is not None
+    return [str(finding) for finding in report.findings]
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the audit has warned of."""
+    records = [record for record in caplog.records if record.name.endswith("resume_audit")]
+    return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
+
+
+def with_extra_state(state: State, change: Callable[[dict[str, Any]], None]) -> State:
+    """The checkpoint with Transformer Engine's own state of each module changed."""
+    for key, value in state["model"].items():
+        if key.endswith("_extra_state"):
+            content = pickle.loads(value.numpy().tobytes())
+            change(content)
+            state["model"][key] = torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
+    return state
+
+
+# ---------------------------------------------------------------------- nothing is said
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_good_resume_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, quantized: bool) -> None:
+    recipe, capability = RECIPES[name]
+    with any_capability():
+        stand_for(capability)
+        state = saved(tmp_path, recipe, quantized=quantized)
+        fingerprint = Fingerprint.from_text(state["session"]["fingerprint"])
+        caplog.clear()
+        report = resumed(tmp_path, state, recipe, quantized=quantized, strict=True)
+    assert findings(report) == []
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert {layer.weights.kind for layer in fingerprint.layers} == {"quantized" if quantized else "high"}
+    assert all((layer.forward is not None) == (name == "delayed") for layer in fingerprint.layers)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = saved(tmp_path, DELAYED)
+    state["session"] = {"iteration": 3}
+    caplog.clear()
+    assert resumed(tmp_path, state, DELAYED, strict=True) is None
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_new_state_is_not_missed(tmp_path: Path) -> None:
+    """A checkpoint from before the first step has scales of 1, with or without the state."""
+    model = net(DELAYED, quantized=True)
+    with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
+        state = {"model": {}, "session": {**session.state_dict(), "iteration": 3}}
+    assert '"forward":{' in state["session"]["fingerprint"]
+    report = resumed(tmp_path, state, DELAYED, quantized=True)
+    assert findings(report) == []
+
+
+def test_an_evaluation_before_the_first_step_changes_nothing(tmp_path: Path) -> None:
+    """Its amaxes are in the histories, and the state of a module is that of a forward in high precision."""
+
+    def evaluate(model: torch.nn.Module) -> None:
+        for enabled in (True, False):
+            with torch.no_grad(), te.autocast(enabled=enabled, recipe=DELAYED):
+                model(100 * torch.ones(32, 64, dtype=torch.bfloat16))
+
+    assert findings(resumed(tmp_path, saved(tmp_path, DELAYED), DELAYED, then=evaluate)) == []
+
+
+def test_a_step_that_runs_forward_and_backward_inside_of_the_optimizer(tmp_path: Path) -> None:
+    """As in Lightning: the report comes before the parameters change."""
+    state, model = saved(tmp_path, DELAYED), net(DELAYED, quantized=False)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+
+    def forward_and_backward() -> torch.Tensor:
+        with te.autocast(recipe=DELAYED):
+            loss = model(torch.ones(32, 64, dtype=torch.bfloat16)).float().square().mean()
+        loss.backward()
+        return loss
+
+    for closure in ((forward_and_backward,), ()):
+        with InspectSession(statistics(), model=model, log_dir=tmp_path, strict=True) as session:
+            session.load_state_dict(state["session"])
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            with pytest.raises(ResumeAuditError, match="No scales and amax histories were restored"):
+                if closure:
+                    optimizer.step(*closure)
+                else:
+                    optimizer.step(closure=forward_and_backward)
+        assert all(map(torch.equal, before, model.parameters()))
+        model = net(DELAYED, quantized=False)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+
+
+# ---------------------------------------------------------------------- what is found
+
+
+def without_extra_state(state: State) -> State:
+    state["model"] = {key: value for key, value in state["model"].items() if not key.endswith("_extra_state")}
+    return state
+
+
+MISSING = "No scales and amax histories were restored: the first step runs with scales of 1"
+
+
+def test_a_checkpoint_without_extra_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.clear()
+    report = resumed(tmp_path, without_extra_state(saved(tmp_path, DELAYED)), DELAYED)
+    assert findings(report) == [f"{MISSING}: all 5 layers."]
+    (said,) = warned(caplog)
+    assert MISSING in said
+    assert "(iteration 3, run " in said
+
+
+def test_a_checkpoint_after_an_evaluation_in_high_precision(tmp_path: Path) -> None:
+    """Transformer Engine then saves no state, and the fingerprint knows that training was in FP8."""
+    model = net(DELAYED, quantized=False)
+    with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
+        train(model, session, DELAYED, 3)
+        with torch.no_grad():
+            model(torch.ones(32, 64, dtype=torch.bfloat16))
+        state = {"model": model.state_dict(), "session": session.state_dict()}
+    assert findings(resumed(tmp_path, state, DELAYED)) == [f"{MISSING}: all 5 layers."]
+
+
+def test_a_part_of_the_layers(tmp_path: Path) -> None:
+    state = saved(tmp_path, DELAYED)
+    del state["model"]["0._extra_state"], state["model"]["1._extra_state"]
+    assert findings(resumed(tmp_path, state, DELAYED)) == [f"{MISSING}: *.fc1 (2 layers), *.fc2 (2 layers)."]
+
+
+def cut(content: dict[str, Any]) -> None:
+    content["recipe"] = recipes.DelayedScaling(amax_history_len=2)
+    for direction in ("fwd", "bwd"):
+        content[f"amax_history_{direction}"] = content[f"amax_history_{direction}"][-2:].clone()
+
+
+def test_histories_that_were_cut(tmp_path: Path) -> None:
+    report = resumed(tmp_path, with_extra_state(saved(tmp_path, DELAYED), cut), DELAYED)
+    assert findings(report) == [
+        "Amax histories of 2 steps, of 4 in the checkpoint (forward and backward): all 5 layers."
+    ]
+
+
+def test_histories_with_another_content(tmp_path: Path) -> None:
+    def empty(content: dict[str, Any]) -> None:
+        content["amax_history_bwd"].zero_()
+
+    report = resumed(tmp_path, with_extra_state(saved(tmp_path, DELAYED), empty), DELAYED)
+    assert findings(report) == ["Amax histories with another content than in the checkpoint (backward): all 5 layers."]
+
+
+def test_scales_that_were_reset_by_hand(tmp_path: Path) -> None:
+    def reset(model: torch.nn.Module) -> None:
+        model[2].fp8_meta["scaling_fwd"].scale.fill_(1.0)
+        model[0].fp8_meta["scaling_bwd"].scale.mul_(2.0)
+
+    assert findings(resumed(tmp_path, saved(tmp_path, DELAYED), DELAYED, then=reset)) == [
+        "Other scales than in the checkpoint (backward): 0.fc1, 0.fc2.",
+        "The scales came back as 1 (forward): 2.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "found"),
+    [
+        (DELAYED, recipes.Float8CurrentScaling(), "Another recipe: DelayedScaling -> Float8CurrentScaling"),
+        (recipes.Float8CurrentScaling(), DELAYED, "Another recipe: Float8CurrentScaling -> DelayedScaling"),
+        (DELAYED, None, "Another recipe: DelayedScaling -> no recipe"),
+        (None, DELAYED, "Another recipe: no recipe -> DelayedScaling"),
+        (
+            DELAYED,
+            recipes.DelayedScaling(amax_history_len=8, margin=1),
+            "Other values of DelayedScaling: amax_history_len 4 -> 8, margin 0 -> 1",
+        ),
+        (
+            recipes.Float8CurrentScaling(),
+            recipes.Float8CurrentScaling(fp8_format=recipes.Format.E4M3),
+            "Other values of Float8CurrentScaling: fp8_format HYBRID -> E4M3",
+        ),
+    ],
+)
+def test_another_recipe_is_one_line(
+    tmp_path: Path, before: recipes.Recipe | None, now: recipes.Recipe | None, found: str
+) -> None:
+    assert findings(resumed(tmp_path, saved(tmp_path, before), now)) == [f"{found}: all 5 layers."]
+
+
+def test_a_format_that_transformer_engine_does_not_take_from_the_code(tmp_path: Path) -> None:
+    now = recipes.DelayedScaling(amax_history_len=4, fp8_format=recipes.Format.E4M3)
+    seen = []
+
+    def look(model: torch.nn.Module) -> None:
+        model.register_forward_hook(lambda module, *_: seen.append(module[2].quantizers["scaling_bwd"][0].dtype))
+
+    report = resumed(tmp_path, saved(tmp_path, DELAYED), now, then=look)
+    assert {dtype.name for dtype in seen} == {"kFloat8E5M2"}, "E4M3 has no E5M2"
+    assert findings(report) == [
+        "Other values of DelayedScaling: fp8_format HYBRID -> E4M3: all 5 layers.",
+        "Transformer Engine keeps the checkpoint's fp8_format HYBRID, although the recipe in the code has another one:"
+        " all 5 layers.",
+    ]
+
+
+def test_quantized_weights_that_went_through_bfloat16(tmp_path: Path) -> None:
+    """The largest value of a weight is not a number of bfloat16, and so the scale is another one."""
+    recipe = recipes.Float8CurrentScaling()
+    state = saved(tmp_path, recipe, quantized=True, dtype=torch.float32)
+    scale = state["model"]["2.weight"]._scale_inv.item()
+    for key, value in state["model"].items():
+        if isinstance(value, te.Float8Tensor):
+            state["model"][key] = value.dequantize(dtype=torch.bfloat16)
+    restored: list[float] = []
+
+    def look(model: Any) -> None:
+        restored.append(model[2].weight._scale_inv.item())
+
+    report = resumed(tmp_path, state, recipe, quantized=True, dtype=torch.float32, then=look)
+    assert restored != [scale]
+    assert findings(report) == [
+        "Quantized primary weights came back with other data: they were rounded anew: all 5 layers."
+    ]
+
+
+def test_weights_that_are_no_longer_quantized(tmp_path: Path) -> None:
+    state = saved(tmp_path, DELAYED, quantized=True)
+    assert findings(resumed(tmp_path, state, DELAYED)) == [
+        "Other primary weights: Float8Tensor -> bfloat16: all 5 layers."
+    ]
+
+
+def test_another_config_and_other_versions(tmp_path: Path) -> None:
+    state = saved(tmp_path, DELAYED)
+    data = json.loads(state["session"]["fingerprint"])
+    data["versions"] |= {"transformer_engine": "2.19.0"}
+    state["session"]["fingerprint"] = json.dumps(data)
+    config = {**statistics(freq=2), "bf16": feature("DisableFP8Layer", ["fc1"])}
+    assert findings(resumed(tmp_path, state, DELAYED, config=config)) == [
+        "Other features that change precision: none -> DisableFP8Layer: *.fc1 (2 layers).",
+        "Other versions: transformer_engine 2.19.0 -> 2.20.2.",
+        "Another config of precision debugging.",
+    ]
+
+
+# ---------------------------------------------------------------------- how it is told
+
+
+def test_strict_raises_before_the_first_optimizer_step(tmp_path: Path) -> None:
+    state = without_extra_state(saved(tmp_path, DELAYED))
+    model = net(DELAYED, quantized=False)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with (
+        pytest.raises(ResumeAuditError, match="No scales and amax histories") as caught,
+        InspectSession(statistics(), model=model, log_dir=tmp_path, strict=True) as session,
+    ):
+        session.load_state_dict(state["session"])
+        train(model, session, DELAYED, 2)
+    assert isinstance(caught.value, PrecisionDebugError)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: "{", "is not JSON"),
+        (lambda data: "[]", "has schema None"),
+        (lambda data: json.dumps({**data, "schema": 99}), "has schema 99, and this version"),
+        (lambda data: json.dumps({**data, "layers": [{}]}), r"is damaged: layers\.0\.scope: Field required"),
+        (lambda data: json.dumps({**data, "recipes": []}), "a recipe that is not in 'recipes'"),
+    ],
+)
+def test_a_damaged_fingerprint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Any], str], message: str
+) -> None:
+    state = saved(tmp_path, DELAYED)
+    state["session"]["fingerprint"] = damage(json.loads(state["session"]["fingerprint"]))
+    assert resumed(tmp_path, state, DELAYED) is None
+    assert "The resume cannot be audited." in caplog.text
+    with pytest.raises(FingerprintError, match=message):
+        resumed(tmp_path, state, DELAYED, strict=True)
+
+
+def test_a_failure_of_the_audit_does_not_end_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("no")
+
+    state = saved(tmp_path, DELAYED)
+    for place in ("compare", "with_layers"):
+        caplog.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(f"te_precision_callbacks.session.resume_audit.{place}", fail)
+            assert resumed(tmp_path, state, DELAYED) is None
+            assert "Precision debugging failed on rank 0: auditing the resume: ZeroDivisionError: no" in caplog.text
+            with pytest.raises(ObservationError, match="auditing the resume"):
+                resumed(tmp_path, state, DELAYED, strict=True)
+
+
+def test_nothing_stays_behind(tmp_path: Path) -> None:
+    """Whether the audit came to its end or not."""
+    from torch.nn.modules.module import _global_forward_pre_hooks
+    from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+    before = len(_global_forward_pre_hooks), len(_global_optimizer_pre_hooks)
+    state = saved(tmp_path, DELAYED)
+    model = net(DELAYED, quantized=False)
+    with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
+        session.load_state_dict(state["session"])
+        assert (len(_global_forward_pre_hooks), len(_global_optimizer_pre_hooks)) == (before[0] + 1, before[1] + 1)
+        model.load_state_dict(state["model"])
+        train(model, session, DELAYED, 1)
+        assert (len(_global_forward_pre_hooks), len(_global_optimizer_pre_hooks)) == before
+        session.load_state_dict(state["session"])
+    assert (len(_global_forward_pre_hooks), len(_global_optimizer_pre_hooks)) == before
+
+
+def test_a_checkpoint_is_complete_after_the_stop_as_well(tmp_path: Path) -> None:
+    model = net(DELAYED, quantized=False)
+    with InspectSession(statistics(), log_dir=tmp_path) as session:
+        session.attach(model)
+        train(model, session, DELAYED, 3)
+        inside = session.state_dict()
+    assert session.state_dict() == inside
+    session.save_fingerprint(tmp_path)
+    assert read(tmp_path, 0)[0].to_text() == inside["fingerprint"] == (tmp_path / FILE_NAME).read_text()
+    del model
+    gc.collect()
+    assert session.state_dict() == {"iteration": 3}, "the session does not keep the model"
+
+
+def test_without_layers_there_is_no_fingerprint(tmp_path: Path) -> None:
+    with InspectSession(statistics(), model=torch.nn.Linear(2, 2), log_dir=tmp_path, allow_unmatched=True) as session:
+        assert session.state_dict() == {"iteration": 0}
+        session.save_fingerprint(tmp_path)
+    assert not (tmp_path / FILE_NAME).exists()
+
+
+# ---------------------------------------------------------------------- as docs/resuming.md has it
+
+
+def test_the_code_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two runs of it: the second one resumes. Then the report of the page, from a run."""
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks("docs/resuming.md", "python")
+    Path("config.yaml").write_text(json.dumps(statistics()))
+    loader = [torch.randn(32, 64, dtype=torch.bfloat16) for _ in range(3)]
+    for run in range(2):
+        model = net(DELAYED, quantized=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def one_step(batch: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> None:
+            with te.autocast(recipe=DELAYED):
+                model(batch).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        names = {"InspectSession": InspectSession, "Path": Path, "torch": torch, "loader": loader}
+        exec(code, names := {**names, "model": model, "train": one_step})
+        assert names["session"].iteration == 3 * (run + 1)
+    assert findings(names["session"].resume_report) == []
+
+    state = saved(tmp_path, DELAYED)
+    del state["model"]["0._extra_state"], state["model"]["1._extra_state"]
+    caplog.clear()
+    resumed(tmp_path, state, DELAYED)
+    shown = [text for text in blocks("docs/resuming.md", "text") if "differs from" in text]
+    run_id = r"run [0-9a-f]{12}"
+    (said,) = warned(caplog)
+    assert re.sub(run_id, "run", shown[0].strip()) == re.sub(run_id, "run", said.rpartition("\n")[0])
+
+
+# ---------------------------------------------------------------------- several ranks
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of two ranks that have run all cases."""
+    folder = tmp_path_factory.mktemp("two")
+    script = Path(__file__).with_name("resume_script.py")
+    for ended in ranks(script, [[str(rank), str(folder)] for rank in range(2)]):
+        assert ended.returncode == 0, ended.stderr
+    return folder
+
+
+def told(two: Path, case: str) -> list[tuple[list[str], str]]:
+    """Of each rank the findings, and what it has logged."""
+    texts = [(two / case / f"told-{rank}.txt").read_text().partition("logged:") for rank in range(2)]
+    return [(found.splitlines(), logged.strip()) for found, _, logged in texts]
+
+
+@pytest.mark.parametrize("case", ["delayed", "current", "quantized"])
+def test_a_good_resume_with_fsdp2_is_silent(two: Path, case: str) -> None:
+    assert told(two, case) == [([], ""), ([], "")]
+    saved = [read(two / case, rank)[rank] for rank in range(2)]
+    assert [fingerprint.rank for fingerprint in saved] == [0, 1]
+    assert all(layer.weights.sharded for fingerprint in saved for layer in fingerprint.layers)
+    hashes = [[layer.weights.hashes for layer in fingerprint.layers] for fingerprint in saved]
+    assert (hashes[0] != hashes[1]) == (case == "quantized"), "each rank has its own shards"
+
+
+def test_each_rank_tells_of_what_it_has_lost(two: Path) -> None:
+    for rank, (found, logged) in enumerate(told(two, "sharded without")):
+        assert found == [f"{MISSING}: all 2 layers."]
+        assert MISSING in logged
+        assert ("differs on rank 1 from" in logged) == (rank == 1)
+
+
+def test_a_state_that_only_the_first_rank_has_loaded(two: Path) -> None:
+    """DistributedDataParallel broadcasts the parameters, and no state of a recipe."""
+    first, second = told(two, "replicas")
+    assert first == ([], "")
+    assert second[0] == [f"{MISSING}: all 2 layers."]
+    assert "differs on rank 1 from" in second[1]
+
+
+def test_what_is_the_same_on_all_ranks_is_told_by_the_first(two: Path) -> None:
+    first, second = told(two, "another recipe")
+    assert first[0] == second[0] == ["Another recipe: DelayedScaling -> Float8CurrentScaling: all 2 layers."]
+    assert first[0][0] in first[1]
+    assert second[1] == ""
+
+
+def test_a_rank_without_a_fingerprint_of_its_own(two: Path) -> None:
+    """As with Lightning, whose checkpoints hold what rank 0 has."""
+    first, second = told(two, "rank 0's alone")
+    assert first == ([], "")
+    assert second[0] == ["Other scales than in the checkpoint (forward): 0."]
+    assert second[0][0] in second[1]

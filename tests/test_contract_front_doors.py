@@ -1,0 +1,106 @@
+"""A contract that breaks ends the training of every front door at its third step, with the products counted there."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from te_precision_callbacks import PrecisionDebugCallback, PrecisionDebugger, PrecisionDebugTrainerCallback
+from te_precision_callbacks.debug_options import add_debug_options, debugging
+from te_precision_callbacks.session import Coverage, PrecisionContractError
+from te_precision_callbacks.transformers import Trainer, TrainingArguments
+from tests.accelerate import loops
+from tests.lightning import models as lightning
+from tests.transformers import models as transformers
+
+BROKEN = "fp8 >= 95%"
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate_state() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def by_lightning(folder: Path, require: Any) -> Callable[[], Coverage]:
+    callback = PrecisionDebugCallback(require=require)
+    fit = lightning.trainer(folder, callbacks=[callback], max_steps=5).fit
+    return lambda: (fit(lightning.Plain(), lightning.loader(8)), callback.session.coverage())[1]
+
+
+def by_lightning_without_transformer_engine(folder: Path, require: Any) -> Callable[[], Coverage]:
+    callback = PrecisionDebugCallback(require=require)
+    fit = lightning.trainer(folder, callbacks=[callback], max_steps=5).fit
+    return lambda: (fit(lightning.Torch(), lightning.loader(8)), callback.session.coverage())[1]
+
+
+def by_accelerate(folder: Path, require: Any) -> Callable[[], Coverage]:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = loops.prepared(accelerator, loops.Plain())
+
+    def train() -> Coverage:
+        with PrecisionDebugger(accelerator, model, require=require, log_dir=folder) as debugger:
+            loops.run(accelerator, debugger, model, optimizer, loader)
+        return debugger.session.coverage()
+
+    return train
+
+
+def by_transformers(folder: Path, require: Any) -> Callable[[], Coverage]:
+    callback = PrecisionDebugTrainerCallback(require=require)
+    trainer = transformers.trainer(transformers.arguments(folder), callback, model=transformers.llama())
+    return lambda: (trainer.train(), callback.session.coverage())[1]
+
+
+def by_transformers_flag(folder: Path, require: Any) -> Callable[[], Coverage]:
+    keywords = {"debug": "te_precision", "te_precision_require": require}
+    args = transformers.arguments(folder, TrainingArguments, **keywords)
+    trainer: Any = transformers.trainer(args, model=transformers.llama(), kind=Trainer)
+    return lambda: (trainer.train(), trainer.debug_session.coverage())[1]
+
+
+def by_argparse(folder: Path, require: Any) -> Callable[[], Coverage]:
+    parser = argparse.ArgumentParser()
+    add_debug_options(parser)
+    arguments = parser.parse_args(["--debug", "te_precision", "--te_precision_require", require])
+    model = torch.nn.Linear(8, 8)
+
+    def train() -> Coverage:
+        with debugging(arguments, model, log_dir=folder) as session:
+            for _ in range(5):
+                model(torch.ones(4, 8)).sum().backward()
+                session.step()
+        return session.coverage()  # type: ignore[attr-defined, no-any-return]
+
+    return train
+
+
+FRONT_DOORS = {
+    "Lightning": by_lightning,
+    "Lightning, without Transformer Engine": by_lightning_without_transformer_engine,
+    "Accelerate": by_accelerate,
+    "Transformers": by_transformers,
+    "Transformers, by the flag": by_transformers_flag,
+    "argparse": by_argparse,
+}
+
+
+@pytest.mark.parametrize("front_door", FRONT_DOORS)
+def test_one_that_breaks(front_door: str, tmp_path: Path) -> None:
+    train = FRONT_DOORS[front_door](tmp_path, BROKEN)
+    with pytest.raises(PrecisionContractError, match=r"judged after step 3:\n- fp8 >= 95%: it is 0.0 %"):
+        train()
+
+
+@pytest.mark.parametrize("front_door", FRONT_DOORS)
+def test_one_that_holds(front_door: str, tmp_path: Path) -> None:
+    coverage = FRONT_DOORS[front_door](tmp_path, "fp32 >= 100%")()
+    assert coverage.share("fp32") == 1
+    assert {product.gemm for product in coverage} >= {"fprop", "wgrad"}

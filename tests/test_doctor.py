@@ -1,0 +1,384 @@
+"""``te-precision doctor``: on this machine, without Transformer Engine, with another version, and what it finds.
+
+Processes see what is real: an environment whose packages lack Transformer Engine, metadata of another version first on
+the path, a log folder below a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import platform
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from packaging.specifiers import SpecifierSet
+from typer.testing import CliRunner
+
+from te_precision_callbacks import cli
+from te_precision_callbacks.doctor import loggers, torch_facts
+from te_precision_callbacks.doctor.asking import NoAnswerError, ask
+from te_precision_callbacks.doctor.command import _show
+from te_precision_callbacks.doctor.examination import Examination, Failed, examine
+from te_precision_callbacks.doctor.findings import findings
+from te_precision_callbacks.doctor.log_folder import LogFolder, log_folder
+from te_precision_callbacks.doctor.loggers import Logger
+from te_precision_callbacks.doctor.packages import Package, packages
+from te_precision_callbacks.doctor.recipes import Recipes
+from te_precision_callbacks.doctor.torch_facts import Gpu, Torch
+from te_precision_callbacks.doctor.transformer_engine import TransformerEngine, transformer_engine
+from te_precision_callbacks.environment import read_environment
+from te_precision_callbacks.reference import target
+from te_precision_callbacks.vocabulary import RECIPES
+from tests.reference.processes import REPOSITORY, run
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest brings it
+
+# ---------------------------------------------------------------------- whole machines
+
+
+@pytest.mark.slow
+def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference backend stands in, and nothing is wrong; of the environment only the table's variables are told."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("TE_PRECISION_REFERENCE_INSTALL", "TE_PRECISION_REFERENCE_CAPABILITY"):
+        monkeypatch.delenv(name, raising=False)  # as the user's shell, which the tests' backend is not in
+    settings = {"NVTE_FP8_DPA_BWD": "0", "NVTE_NVTX_ENABLED": "1", "WANDB_API_KEY": "hush"}
+    for name, value in (settings | {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}).items():
+        monkeypatch.setenv(name, value)
+    done = CliRunner().invoke(cli.app, ["doctor", "--json", "--log-dir", "logs"])
+    assert done.exit_code == 0, done.output
+    assert "hush" not in done.output
+    found = json.loads(done.stdout)
+    assert found["findings"] == []
+
+    shown = {package["name"]: package for package in found["packages"]}
+    assert shown["python"]["version"] == platform.python_version()
+    assert shown["torch"]["version"] == torch.__version__
+    assert shown["transformer-engine"]["version"] == metadata.version("transformer-engine")
+    assert {package["state"] for package in found["packages"]} == {"ok"}
+
+    engine = found["transformer_engine"]
+    assert engine["backend"] == "reference"
+    assert "meta package" in engine["why_not_compiled"]
+    hopper, blackwell = engine["recipes"]
+    assert [place["chosen"] for place in engine["recipes"]] == [target.capability() == each for each in target.ALLOWED]
+    assert set(hopper["refusals"]) == {"mxfp8", "nvfp4"}
+    assert "10.0 or higher" in hopper["refusals"]["nvfp4"]
+    assert blackwell["refusals"] == {}
+    assert (hopper["default"], blackwell["default"]) == ("DelayedScaling", "MXFP8BlockScaling")
+
+    assert found["torch"]["gpus"] == []
+    assert found["torch"]["settings"]["float32_matmul_precision"] == torch.get_float32_matmul_precision()
+    (setting,) = found["environment"]["settings"]
+    assert (setting["name"], setting["value"], setting["default"]) == ("NVTE_FP8_DPA_BWD", "0", "1")
+    assert found["log_folder"]["path"] == str(tmp_path / "logs")
+    assert not found["log_folder"]["exists"]
+    assert list(tmp_path.iterdir()) == [], "nothing is left"
+    assert [(logger["name"], logger["failure"]) for logger in found["loggers"]] == [
+        ("tensorboard", ""),
+        ("wandb", ""),
+        ("mlflow", ""),
+    ]
+
+
+@pytest.fixture(scope="module")
+def without_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment that has all of this one's packages, but for Transformer Engine and trackers."""
+    folder = tmp_path_factory.mktemp("environment")
+    real = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python").symlink_to(real)
+    (folder / "pyvenv.cfg").write_text(f"home = {real.parent}\ninclude-system-site-packages = false\n")
+    site = folder / "lib" / real.name / "site-packages"
+    site.mkdir(parents=True)
+    for path in Path(torch.__path__[0]).parent.iterdir():
+        if not path.name.startswith(("transformer_engine", "wandb", "mlflow", "tensorboard")):
+            (site / path.name).symlink_to(path)
+    return folder / "bin" / "python"
+
+
+@pytest.mark.slow
+def test_a_machine_where_everything_is_wrong(without_engine: Path, tmp_path: Path) -> None:
+    """No Transformer Engine, variables that contradict each other, and a log folder below a file, for root as well."""
+    (tmp_path / "file").write_text("not a folder")
+    command = [str(without_engine), "-m", "te_precision_callbacks", "doctor", "--log-dir", "file/logs"]
+    kernels = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "0", "NVTE_FLASH_ATN_V3": "1"}
+    done = run(command, cwd=tmp_path, **kernels)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    _, _, shown = done.stdout.partition("Findings\n")
+    first, second, third, fourth = (line for line in shown.splitlines() if not line.startswith("   -> "))
+    assert first.startswith("1. (stops a run) neither the compiled Transformer Engine nor the reference backend")
+    assert "No module named 'transformer_engine'" in first
+    assert "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.20,<2.21'" in shown
+    assert "pip install 'te-precision-callbacks[reference]'" in shown
+    assert "no attention kernel is left" in second
+    assert third.startswith("3. (stops a run)")
+    assert str(tmp_path / "file") in third
+    assert "is not a folder" in third
+    assert fourth.startswith("4. (misleads) NVTE_FLASH_ATN_V3 has no effect")
+    assert "Is NVTE_FLASH_ATTN_V3 meant?" in shown
+    rows = {line.split()[0]: line for line in done.stdout.splitlines() if line.strip()}
+    assert "missing" in rows["transformer-engine"]
+    assert "not installed" in rows["mlflow"]
+
+
+def test_wrong_use() -> None:
+    done = CliRunner().invoke(cli.app, ["doctor", "--log-folder", "x"])
+    assert done.exit_code == 2
+    assert "No such option" in done.output
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def test_the_ranges_are_those_of_the_project() -> None:
+    """Of pyproject.toml as it is written, without the extras for development."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    written = [
+        *project["dependencies"],
+        *(text for name in extras if name not in ("dev", "docs") for text in extras[name]),
+    ]
+    found = {package.name: package for package in packages()}
+    assert found["python"].wanted == ">=3.10,<3.14"
+    assert set(found) == {"te-precision-callbacks", "python", *(text.partition(">")[0] for text in written)}
+    assert SpecifierSet(found["torch"].wanted) == SpecifierSet(">=2.6,<3")
+    assert found["torch"].extra == found["pydantic"].extra == ""
+    assert found["transformer-engine"].extra == "reference"
+    assert found["accelerate"].extra == "accelerate"
+
+
+@pytest.mark.parametrize(
+    ("package", "remedy"),
+    [
+        (Package("torch", "2.7", ">=2.6,<3", "", "ok"), ""),
+        (Package("torch", "2.5", ">=2.6,<3", "", "outside"), "pip install 'torch>=2.6,<3'"),
+        (
+            Package("wandb", None, ">=0.20", "trackers", "missing"),
+            "if you use it: pip install 'te-precision-callbacks[trackers]'",
+        ),
+        (Package("python", "3.9.1", ">=3.10,<3.14", "", "outside"), "use Python >=3.10,<3.14"),
+    ],
+    ids=str,
+)
+def test_what_to_do_about_a_package(package: Package, remedy: str) -> None:
+    assert package.remedy == remedy
+
+
+def test_a_log_folder(tmp_path: Path) -> None:
+    found = log_folder(tmp_path / "new" / "logs")
+    assert (found.exists, found.why_not_writable, found.why_no_locks) == (False, "", "")
+    assert found.free_bytes > 0
+    assert log_folder(tmp_path).exists
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_versions_of_driver_and_cudnn() -> None:
+    """The two forms of the driver's text, and numbers as in cudnn_version.h: 9.10.2, 8.9.2."""
+    text = "NVRM version: NVIDIA UNIX {}  570.124.06  Wed Feb 26 02:09:47 UTC 2025\nGCC version:  gcc version 12.3.0\n"
+    for kind in ("x86_64 Kernel Module", "Open Kernel Module for x86_64"):
+        assert torch_facts._driver(text.format(kind)) == "570.124.06"
+    assert [torch_facts._cudnn(number) for number in (91002, 90100, 8902)] == ["9.10.2", "9.1.0", "8.9.2"]
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module that another process finds, too."""
+    (tmp_path / "asked.py").write_text(
+        "import os, sys\n"
+        "def raises(): raise ImportError('libcudart.so.13: cannot open')\n"
+        "def aborts(): os.abort()\n"
+        "def exits(): sys.exit(3)\n"
+        "def answers(): print('hello'); return {'one': 1}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "asked", raising=False)
+    return importlib.import_module("asked")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("raises", "ImportError: libcudart.so.13: cannot open"),
+        ("aborts", "status -6"),
+        ("exits", "status 3"),
+    ],
+)
+def test_another_process_that_does_not_answer(asked: ModuleType, function: str, why: str) -> None:
+    with pytest.raises(NoAnswerError, match=why):
+        ask(getattr(asked, function), os.environ)
+
+
+@pytest.mark.slow
+def test_another_process_that_answers_after_what_it_prints(asked: ModuleType) -> None:
+    assert ask(asked.answers, os.environ) == {"one": 1}
+
+
+def test_a_logger_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that is installed and broken, and one that is not installed."""
+    (tmp_path / "broken_logger.py").write_text("raise TypeError('Descriptors cannot be created directly')")
+    monkeypatch.syspath_prepend(tmp_path)
+    failure = "TypeError: Descriptors cannot be created directly"
+    assert loggers._imported("broken_logger", "broken_logger") == Logger("broken_logger", True, None, failure)
+    assert loggers._imported("no_logger", "no_logger") == Logger("no_logger", False, None, "")
+
+
+# ---------------------------------------------------------------------- findings
+
+HERE = Examination(
+    platform="Linux",
+    packages=(Package("transformer-engine", "2.20.2", ">=2.20,<2.21", "reference", "ok"),),
+    transformer_engine=TransformerEngine(
+        {"transformer-engine": "2.20.2"},
+        "compiled",
+        "the compiled Transformer Engine",
+        "",
+        "",
+        (Recipes("this GPU", True, {"nvfp4": "Device compute capability 10.0"}, "DelayedScaling"),),
+    ),
+    torch=Torch((Gpu("NVIDIA H100", "9.0", 80 << 30),), None, "570.124.06", "12.8", "9.10.2", (), {}),
+    environment=read_environment({}),
+    log_folder=LogFolder("/logs", True, "", "", "", 1 << 40),
+    loggers=(Logger("wandb", False, None, ""),),
+)
+
+
+def but(**parts: Any) -> Examination:
+    return dataclasses.replace(HERE, **parts)
+
+
+def engine(**changed: Any) -> TransformerEngine:
+    assert isinstance(HERE.transformer_engine, TransformerEngine)
+    return dataclasses.replace(HERE.transformer_engine, **changed)
+
+
+def with_recipes(**changed: Any) -> TransformerEngine:
+    return engine(recipes=(dataclasses.replace(engine().recipes[0], **changed),))
+
+
+def told(examination: Examination) -> list[str]:
+    return [f"{finding.severity}: {finding.what} -> {finding.remedy}" for finding in findings(examination)]
+
+
+def test_a_gpu_machine_with_nothing_wrong() -> None:
+    assert told(HERE) == []
+
+
+@pytest.mark.parametrize(
+    ("examination", "words"),
+    [
+        (
+            but(packages=(Package("transformer-engine", "2.21", ">=2.20,<2.21", "reference", "outside"),)),
+            r"changes a run: transformer-engine 2.21 .* 'transformer-engine\[pytorch\]>=2.20,<2.21'",
+        ),
+        (but(packages=(Package("rich", None, ">=13", "", "missing"),)), "stops a run: rich is not installed"),
+        (
+            but(transformer_engine=engine(backend="reference", why_not_compiled="ImportError: libcudart.so.13")),
+            "changes a run: the compiled .* cannot be imported: ImportError: libcudart.so.13",
+        ),
+        (
+            but(
+                transformer_engine=engine(recipes=(Recipes("this GPU", True, dict.fromkeys(RECIPES, "8.9 or higher")),))
+            ),
+            "changes a run: no FP8 recipe runs on this GPU: 8.9 or higher",
+        ),
+        (
+            but(transformer_engine=with_recipes(default="", why_no_default="ValidationError: None")),
+            "stops a run: te.autocast\\(\\) without a recipe raises",
+        ),
+        (
+            but(transformer_engine=with_recipes(failure="KeyError: 'X'")),
+            r"stops a run: Transformer Engine cannot be asked for its recipes \(this GPU\): KeyError: 'X'",
+        ),
+        (
+            but(torch=Torch((), None, "570.1", None, None, (), {})),
+            "changes a run: there is an NVIDIA driver \\(570.1\\)",
+        ),
+        (
+            but(torch=Torch((), None, None, "13.0", None, ("driver too old",), {})),
+            "changes a run: torch warns: driver too old",
+        ),
+        (but(log_folder=LogFolder("/logs", True, "", "little space", "", 9)), "changes a run: .*little space"),
+        (but(log_folder=LogFolder("/logs", True, "", "", "no locks", 9)), "changes a run: .*no locks"),
+        (
+            but(loggers=(Logger("wandb", True, None, "TypeError"),)),
+            "changes a run: wandb is installed, but .*TypeError",
+        ),
+        (but(environment=read_environment({"NVTE_USE_FAST_MATH": "on"})), "stops a run: NVTE_USE_FAST_MATH='on'"),
+        (but(torch=Failed("ImportError: no libtorch")), "changes a run: torch could not be examined: ImportError"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_finding(examination: Examination, words: str) -> None:
+    (line,) = told(examination)
+    assert re.match(words, line), line
+
+
+@pytest.mark.slow
+def test_another_version_of_transformer_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the metadata that importlib finds first."""
+    (tmp_path / "transformer_engine-2.19.0.dist-info").mkdir()
+    text = "Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.19.0\n"
+    (tmp_path / "transformer_engine-2.19.0.dist-info" / "METADATA").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    engine = transformer_engine()
+    assert (engine.backend, engine.installed) == ("none", {"transformer-engine": "2.19.0"})
+    assert "2.19.0" in engine.why_no_reference
+    first, second = told(but(packages=packages(), transformer_engine=engine))
+    assert first.startswith("stops a run: neither the compiled Transformer Engine nor the reference backend")
+    assert "changes a run: transformer-engine 2.19.0 is installed; the versions that work are >=2.20,<2.21" in second
+
+
+def test_gpus_that_are_hidden_on_purpose_are_no_finding() -> None:
+    assert told(but(torch=Torch((), "", "570.1", "12.8", None, (), {}))) == []
+
+
+def test_the_most_serious_comes_first() -> None:
+    examination = but(
+        environment=read_environment({"NVTE_TYPO": "1", "NVTE_FLASH_ATTN": "no"}),
+        log_folder=LogFolder("/logs", True, "", "little space", "", 9),
+    )
+    assert [line.partition(":")[0] for line in told(examination)] == ["stops a run", "changes a run", "misleads"]
+
+
+@pytest.mark.slow
+def test_parts_that_fail_are_told_in_their_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each part, by a real failure that is put under it: no metadata, no Python to ask, no place for the folder."""
+    monkeypatch.setattr("te_precision_callbacks.doctor.packages.DISTRIBUTION", "no-such-distribution")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
+    examination = examine(tmp_path)
+    assert isinstance(examination.packages, Failed)
+    assert isinstance(examination.transformer_engine, Failed)
+    assert isinstance(examination.loggers, Failed)
+    assert isinstance(examination.torch, Torch)
+    assert isinstance(examination.log_folder, LogFolder)
+    _show(examination, findings(examination))
+    shown = capsys.readouterr().out
+    assert shown.count("could not be examined") == 6, "in three places, and in three findings"
+    assert "PackageNotFoundError" in shown
+    assert "no-python" in shown
+
+
+def test_text_of_others_is_shown_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    examination = but(log_folder=LogFolder("/logs/[red]\x1b[31m", True, "", "", "", 9))
+    _show(examination, ())
+    shown = capsys.readouterr().out
+    assert "/logs/[red]\\x1b[31m" in shown
+    assert "\x1b" not in shown

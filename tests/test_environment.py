@@ -1,0 +1,331 @@
+"""The table of environment variables against the sources that read them, and what is said of those that are set."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
+
+from te_precision_callbacks.environment import VARIABLES, markdown, read_environment
+from te_precision_callbacks.environment.transformer_engine import WITHOUT_INFLUENCE
+from te_precision_callbacks.records.statistics_log import OVERWRITE_VARIABLE
+from te_precision_callbacks.reference import inherited, target
+from tests.capability import any_capability, stand_for
+from tests.reference.processes import python
+
+TABLE = {variable.name: variable for variable in VARIABLES}
+SOURCE = Path(transformer_engine.__path__[0])
+SITE = SOURCE.parent
+PAGE = Path(__file__).parents[1] / "docs" / "doctor.md"
+
+# ---------------------------------------------------------------------- what Transformer Engine's Python reads
+
+
+@cache
+def texts() -> frozenset[str]:
+    """The string constants of Transformer Engine's Python that could be the name of one of its variables."""
+    return frozenset(
+        node.value
+        for tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_name(node.value)
+    )
+
+
+def is_name(text: str) -> bool:
+    return re.fullmatch(r"NVTE_\w+", text) is not None
+
+
+@cache
+def trees() -> tuple[ast.Module, ...]:
+    return tuple(
+        ast.parse(text)
+        for path in sorted(SOURCE.rglob("*.py"))
+        if "NVTE_" in (text := path.read_text(encoding="utf-8"))
+    )
+
+
+def readings() -> Iterator[tuple[str, ast.Call, ast.AST]]:
+    """Each ``os.getenv("NVTE_...")`` with the expression around it."""
+    for tree in trees():
+        for around in ast.walk(tree):
+            for node in ast.iter_child_nodes(around):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.getenv", "os.environ.get"):
+                    name = node.args[0]
+                    if isinstance(name, ast.Constant) and is_name(name.value):
+                        yield name.value, node, around
+
+
+NO_VARIABLES = {"NVTE_FP8_COLLECTION_NAME"}
+"""Texts that look like a variable: the name of a collection in JAX."""
+
+
+@pytest.mark.slow
+def test_every_variable_of_transformer_engine_is_in_the_table_or_without_influence() -> None:
+    """Of the Python that is installed: a new version shows here what it reads."""
+    assert {"NVTE_BACKWARD_OVERRIDE", "NVTE_UnfusedDPA_Emulate_FP8", "NVTE_NVTX_ENABLED"} <= texts()
+    assert sorted(texts() - TABLE.keys() - WITHOUT_INFLUENCE - NO_VARIABLES) == []
+    assert not TABLE.keys() & WITHOUT_INFLUENCE
+
+
+@pytest.mark.slow
+def test_defaults_are_those_of_the_source() -> None:
+    found = defaultdict(set)
+    for name, call, _ in readings():
+        if len(call.args) == 2 and isinstance(call.args[1], ast.Constant) and call.args[1].value is not None:
+            found[name].add(call.args[1].value)
+    compared = found.keys() & TABLE.keys()
+    assert len(compared) > 40
+    assert {name: {TABLE[name].default} for name in compared} == {name: found[name] for name in compared}
+
+
+@pytest.mark.slow
+def test_values_are_read_as_the_source_reads_them() -> None:
+    """``== "1"`` takes any other text for 0 in silence; ``int`` raises for a word."""
+    ways = defaultdict(set)
+    for name, _, around in readings():
+        if isinstance(around, ast.Compare) and ast.unparse(around).endswith("== '1'"):
+            ways[name].add("equals 1")
+        elif isinstance(around, ast.Call) and ast.unparse(around.func) == "int":
+            ways[name].add("int")
+    python_alone = [name for name in ways if name in TABLE and TABLE[name].source.endswith(".py")]
+    by_text = [name for name in python_alone if ways[name] == {"equals 1"}]
+    by_number = [name for name in python_alone if "int" in ways[name]]
+    assert min(len(by_text), len(by_number)) >= 10
+    for name in by_text:
+        fault = TABLE[name].fault("true")
+        assert fault is not None, name
+        assert not fault.stops, name
+    for name in by_number:
+        fault = TABLE[name].fault("yes")
+        assert fault is not None, name
+        assert fault.stops, name
+        assert TABLE[name].fault("1") is None
+
+
+def test_each_variable_stands_in_the_file_that_is_named() -> None:
+    """In the Python that is installed, and in ours; the sources of compiled libraries are not here."""
+    roots = (SITE, Path(__file__).parents[1])
+    files = {variable.name: [root / variable.source for root in roots] for variable in VARIABLES}
+    found = {name: path for name, paths in files.items() for path in paths if path.is_file()}
+    assert len(found) > 60
+    for name, path in found.items():
+        assert name.removeprefix("ACCELERATE_FP8_") in path.read_text(encoding="utf-8"), name
+    assert all(".py" not in TABLE[name].source for name in TABLE.keys() - found.keys())
+
+
+def test_our_own_names_are_in_the_table() -> None:
+    assert {OVERWRITE_VARIABLE, inherited.ENVIRONMENT_VARIABLE, target.ENVIRONMENT_VARIABLE} <= TABLE.keys()
+    assert TABLE[target.ENVIRONMENT_VARIABLE].default == "{}.{}".format(*target.DEFAULT)
+    for capability in target.ALLOWED:
+        assert problems({target.ENVIRONMENT_VARIABLE: "{}.{}".format(*capability)}) == []
+
+
+def test_the_page_has_the_table() -> None:
+    """Made anew by: python -m te_precision_callbacks.environment"""
+    assert markdown() in PAGE.read_text()
+    assert len(markdown().splitlines()) == len(VARIABLES) + 2
+
+
+# ---------------------------------------------------------------------- what is said of an environment
+
+
+def problems(environ: Mapping[str, str]) -> list[tuple[tuple[str, ...], bool]]:
+    return [(problem.names, problem.stops) for problem in read_environment(environ).problems]
+
+
+def test_what_is_set_is_given_with_its_value_and_nothing_else() -> None:
+    environ = {"NVTE_FP8_DPA_BWD": "0", "NVTE_NVTX_ENABLED": "1", "WANDB_API_KEY": "hush", "NVTE_TOKEN_OF_MINE": "hush"}
+    environment = read_environment(environ)
+    assert [(setting.variable.name, setting.value) for setting in environment.settings] == [("NVTE_FP8_DPA_BWD", "0")]
+    assert [problem.names for problem in environment.problems] == [("NVTE_TOKEN_OF_MINE",)]
+    assert "hush" not in repr(environment)
+    assert "WANDB" not in repr(environment)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("NVTE_FLASH_ATN", "NVTE_FLASH_ATTN"),
+        ("NVTE_BACKWARDS_OVERRIDE", "NVTE_BACKWARD_OVERRIDE"),
+        ("NVTE_UNFUSEDDPA_EMULATE_FP8", None),
+        ("NVDLFW_INSPECT_LOGLEVEL", "NVDLFW_INSPECT_LOG_LEVEL"),
+        ("TE_PRECISION_REFERENCE_CAPABILTY", "TE_PRECISION_REFERENCE_CAPABILITY"),
+    ],
+)
+def test_a_misspelled_name(name: str, meant: str | None) -> None:
+    (problem,) = read_environment({name: "1"}).problems
+    assert problem.names == (name,)
+    assert not problem.stops
+    assert problem.remedy == (f"Is {meant} meant?" if meant else "Check its spelling, or unset it.")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "stops"),
+    [
+        ("NVTE_FLASH_ATTN", "no", True),  # int("no")
+        ("NVTE_FLASH_ATTN", "2", False),  # counts as 1
+        ("NVTE_FUSED_MLA_Q_UPROJ", "-1", False),
+        ("NVTE_NVFP4_DISABLE_RHT", "true", False),
+        ("NVTE_ENABLE_CUTEDSL_BACKEND", "false", False),  # turns it on
+        ("NVTE_USE_FAST_MATH", "true", True),  # the extension
+        ("NVTE_BACKWARD_OVERRIDE", "", True),
+        ("NVTE_BACKWARD_OVERRIDE", "None", True),
+        ("NVTE_DPA_FP8_RECIPE", "MXFP8", False),
+        ("NVTE_DPA_FP8DS_AMAX_HISTLEN", "1.5", True),
+        ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "true", False),
+        ("ACCELERATE_MIXED_PRECISION", "FP8", True),
+        ("NVDLFW_INSPECT_LOG_LEVEL", "loud", False),
+        ("TE_PRECISION_REFERENCE_CAPABILITY", "8.9", True),
+    ],
+)
+def test_a_bad_value(name: str, value: str, stops: bool) -> None:
+    assert problems({name: value}) == [((name,), stops)]
+    (problem,) = read_environment({name: value}).problems
+    assert f"{name}={value!r}" in problem.what
+
+
+FINE: list[dict[str, str]] = [
+    {},
+    {variable.name: variable.default for variable in VARIABLES if variable.default},
+    {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0"},
+    {"NVTE_FLASH_ATTN": "0", "NVTE_FLASH_ATTN_V3": "0"},
+    {"NVTE_NVFP4_4OVER6": "all", "NVTE_NVFP4_DISABLE_RHT": "1", "NVTE_NVFP4_4OVER6_ERR_MODE": "mse"},
+    {"NVTE_NVFP4_4OVER6": "weights"},
+    {"NVTE_DPA_FP8_RECIPE": "MXFP8BlockScaling", "NVTE_BACKWARD_OVERRIDE": "dequantized"},
+    {"NVTE_DPA_FP8_RECIPE": "DelayedScaling", "NVTE_DPA_FP8_RECIPE_DPA": "1", "NVTE_DPA_FP8_FORMAT": "E4M3"},
+    {"NVDLFW_INSPECT_LOG_LEVEL": "debug", "NVDLFW_INSPECT_ENABLE_LOG_OVERWRITE": "0"},
+]
+
+
+@pytest.mark.parametrize("environ", FINE, ids=str)
+def test_settings_that_agree(environ: dict[str, str]) -> None:
+    ignored = {"NVTE_DPA_FP8_FORMAT", "NVTE_NVFP4_4OVER6_E4M3_USE_256", "NVTE_NVFP4_4OVER6_ERR_MODE"}
+    found = [names for names, _ in problems(environ) if len(environ) < 20 or names[0] not in ignored]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "stops"),
+    [
+        ({"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}, True),
+        ({"NVTE_NVFP4_4OVER6": "activations"}, True),
+        ({"NVTE_BACKWARD_OVERRIDE": "dequantized", "NVTE_DPA_FP8_RECIPE": "DelayedScaling"}, True),
+        ({"NVTE_DPA_FP8_RECIPE": "F16", "NVTE_DPA_FP8_RECIPE_MHA": "1"}, False),
+        ({"NVTE_DPA_FP8_RECIPE_DPA": "1"}, False),
+        ({"NVTE_FLASH_ATTN": "0", "NVTE_FLASH_ATTN_V3": "1"}, False),
+        ({"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}, False),
+        ({"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}, False),
+        ({"NVTE_CUDNN_MXFP8_NORM_OUTPUT_IN_INPUT_DTYPE": "1"}, False),
+    ],
+    ids=str,
+)
+def test_settings_that_contradict_each_other(environ: dict[str, str], stops: bool) -> None:
+    ((names, found),) = problems(environ)
+    assert environ.keys() <= set(names)
+    assert found == stops
+
+
+# ---------------------------------------------------------------------- what Transformer Engine makes of them
+
+
+def recipes(monkeypatch: pytest.MonkeyPatch, **environ: str) -> Any:
+    """Transformer Engine's recipes as a process has them that starts with these variables."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    path = SOURCE / "common" / "recipe" / "__init__.py"
+    spec = importlib.util.spec_from_file_location("recipes_of_another_process", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # its dataclasses look for it there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_defaults_of_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = recipes(
+        monkeypatch,
+        NVTE_NVFP4_DISABLE_RHT="1",
+        NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING="true",  # as if it were not set
+        NVTE_NVFP4_4OVER6_ERR_MODE="mse",
+        NVTE_FP8_BLOCK_SCALING_FP32_SCALES="1",
+        NVTE_BACKWARD_OVERRIDE="dequantized",
+    )
+    nvfp4 = found.NVFP4BlockScaling()
+    assert not nvfp4.fp4_quant_bwd_grad.random_hadamard_transform
+    assert nvfp4.fp4_quant_bwd_grad.stochastic_rounding
+    assert nvfp4.nvfp4_4over6_err_mode == "MSE"
+    assert not found.Float8BlockScaling().fp8_quant_fwd_inp.power_2_scale
+    assert found.MXFP8BlockScaling().backward_override == "dequantized"
+    with pytest.raises(ValueError, match="only supports backward_override=None"):
+        found.DelayedScaling()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "recipe"),
+    [
+        ("NVTE_BACKWARD_OVERRIDE", "", "Float8CurrentScaling"),
+        ("NVTE_NVFP4_4OVER6", "weight", "NVFP4BlockScaling"),
+        ("NVTE_NVFP4_4OVER6_ERR_MODE", "RMS", "NVFP4BlockScaling"),
+    ],
+)
+def test_a_value_that_is_said_to_stop_a_run_does(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, recipe: str
+) -> None:
+    assert read_environment({name: value}).problems[0].stops
+    with pytest.raises(ValueError, match=name):
+        getattr(recipes(monkeypatch, **{name: value}), recipe)()
+
+
+def test_no_attention_kernel_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text is the reference backend's, where Transformer Engine raises ValueError."""
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        monkeypatch.setenv(name, "0")
+    q = torch.randn(4, 2, 2, 16, dtype=torch.bfloat16)
+    with pytest.raises((ValueError, NotImplementedError)):
+        te.DotProductAttention(2, 16)(q, q, q)
+
+
+def test_4over6_of_activations_excludes_the_hadamard_transform() -> None:
+    with any_capability():
+        stand_for((10, 0))
+        layer = te.Linear(32, 32, params_dtype=torch.bfloat16)
+        recipe = NVFP4BlockScaling(nvfp4_4over6="activations")
+        with pytest.raises(ValueError, match="does not support RHT"), te.autocast(enabled=True, recipe=recipe):
+            layer(torch.randn(32, 32, dtype=torch.bfloat16))
+
+
+def test_attention_of_another_recipe_excludes_a_backward_override(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention makes a recipe of its own, which has the default of the variable."""
+    environ = {"NVTE_BACKWARD_OVERRIDE": "dequantized", "NVTE_DPA_FP8_RECIPE": "DelayedScaling"}
+    assert problems(environ) == [(("NVTE_BACKWARD_OVERRIDE", "NVTE_DPA_FP8_RECIPE"), True)]
+    attention = te.DotProductAttention(2, 16)
+    module = sys.modules[type(attention).__module__]
+    monkeypatch.setattr(module, "_dpa_fp8_recipe", environ["NVTE_DPA_FP8_RECIPE"])
+    with_default = partial(DelayedScaling, backward_override=environ["NVTE_BACKWARD_OVERRIDE"])
+    monkeypatch.setattr(module, "DelayedScaling", with_default)
+    q = torch.randn(16, 2, 2, 16, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="only supports backward_override=None"):
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling(backward_override="dequantized")):
+            attention(q, q, q)
+
+
+@pytest.mark.slow
+def test_torch_ignores_a_word_for_its_flag() -> None:
+    """As the table has it: torch 2.13 warns, and goes on without."""
+    code = "import torch; print(torch.get_float32_matmul_precision())"
+    assert python(code, fresh=True, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE="true").stdout.split() == ["highest"]

@@ -1,0 +1,149 @@
+"""Fingerprints without a run: their hash, their files, and how a comparison speaks of layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformer_engine.common import recipe as recipes
+
+from te_precision_callbacks.fingerprints import Finding, Fingerprint, FingerprintError, read
+from te_precision_callbacks.fingerprints.comparing import compare
+from te_precision_callbacks.fingerprints.files import file_name, write
+from te_precision_callbacks.fingerprints.hashing import content_hash
+from te_precision_callbacks.fingerprints.model import LayerFingerprint, Weights, merged
+from te_precision_callbacks.fingerprints.taking import recipe_fingerprint
+
+
+def layer(name: str, *, sharded: bool = False, rowwise: str = "a") -> LayerFingerprint:
+    weights = Weights("quantized", "Float8Tensor", {"rowwise": rowwise}, sharded)
+    return LayerFingerprint("", name, None, "", weights, None, None, ())
+
+
+def fingerprint(*layers: LayerFingerprint, rank: int = 0, world_size: int = 2) -> Fingerprint:
+    return Fingerprint(7, "run", rank, world_size, "config", {"torch": "2"}, layers=layers)
+
+
+# ---------------------------------------------------------------------- the hash
+
+
+@pytest.mark.parametrize("size", [1, 8, 13, 4096])
+def test_the_hash_is_the_weighted_sum_of_the_words(size: int) -> None:
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    words = np.frombuffer(data.numpy().tobytes().ljust(-(-size // 8) * 8, b"\0"), dtype="<u8")
+    expected = sum((int(word) ^ int(word) >> 32) * (2 * index + 1) for index, word in enumerate(words)) + size
+    assert content_hash(data) == f"{expected % 2**64:016x}"
+
+
+def test_the_hash_of_a_large_tensor_does_not_depend_on_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.randn(1000)
+    whole = content_hash(data)
+    monkeypatch.setattr("te_precision_callbacks.fingerprints.hashing._PIECE", 64)
+    assert content_hash(data) == whole
+
+
+def test_the_hash_tells_content_order_and_length() -> None:
+    data = torch.arange(64, dtype=torch.float32)
+    other = data.clone()
+    other[17] = -17.0
+    alike = [data, other, data.flip(0), data[:-1], torch.cat([data, torch.zeros(1)])]
+    assert len({content_hash(tensor) for tensor in alike}) == len(alike)
+    signs = data.clone()
+    signs[[17, 33]] *= -1
+    assert content_hash(signs) != content_hash(data), "two signs do not cancel"
+    assert content_hash(data, other) != content_hash(other, data)
+    assert content_hash(data.reshape(8, 8).t().contiguous().t()) == content_hash(data), "memory does not matter"
+
+
+# ---------------------------------------------------------------------- recipes
+
+
+def test_a_recipe_has_all_of_its_values() -> None:
+    scaling = recipes.Float8CurrentScaling(fp8_format=recipes.Format.E4M3)
+    scaling.fp8_quant_fwd_inp = recipes.QParams(power_2_scale=True)
+    found = recipe_fingerprint(scaling)
+    assert found.name == "Float8CurrentScaling"
+    assert found.fields["fp8_format"] == "E4M3"
+    assert found.fields["fp8_quant_fwd_inp.power_2_scale"] is True
+    assert found.fields["fp8_quant_fwd_weight.power_2_scale"] is False, "an attribute of the class"
+    assert found.fields["fp8_gemm_fprop.use_split_accumulator"] is False
+    assert found != recipe_fingerprint(recipes.Float8CurrentScaling())
+
+
+def test_a_function_in_a_recipe_has_no_address() -> None:
+    def largest(history: torch.Tensor) -> torch.Tensor:
+        return history.max()
+
+    text = recipe_fingerprint(recipes.DelayedScaling(amax_compute_algo=largest)).fields["amax_compute_algo"]
+    assert text == "function test_a_function_in_a_recipe_has_no_address.<locals>.largest"
+
+
+# ---------------------------------------------------------------------- files and ranks
+
+
+def test_each_rank_reads_its_own_file_or_all(tmp_path: Path) -> None:
+    ranks = [fingerprint(layer("a"), rank=0), fingerprint(layer("b"), rank=1)]
+    for each in ranks:
+        write(each, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(map(file_name, range(2)))
+    assert read(tmp_path, 1) == {1: ranks[1]}
+    assert read(tmp_path, 5) == dict(enumerate(ranks))
+    assert list(merged(read(tmp_path, 5).values())) == [("", "a"), ("", "b")]
+    assert read(tmp_path / "nowhere", 0) == {}
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = fingerprint(), replace(fingerprint(), iteration=8)
+    write(before, tmp_path)
+    write(after, tmp_path)
+    assert read(tmp_path, 0) == {0: after}
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            write(before, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [file_name(0)]
+    assert read(tmp_path, 0) == {0: after}
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / file_name(0)).write_bytes(b"\xff")
+    with pytest.raises(FingerprintError, match=file_name(0)):
+        read(tmp_path, 0)
+
+
+def test_shards_are_compared_at_their_own_place_alone() -> None:
+    for sharded, saved, finds in (
+        (False, {"rank": 0, "world_size": 1}, True),
+        (True, {"rank": 0, "world_size": 2}, True),
+        (True, {"rank": 1, "world_size": 2}, False),
+        (True, {"rank": 0, "world_size": 4}, False),
+    ):
+        before = fingerprint(layer("a", sharded=sharded), **saved)
+        report = compare({before.rank: before}, fingerprint(layer("a", sharded=sharded, rowwise="b")))
+        assert any("rounded anew" in finding.what for finding in report.findings) == finds, (sharded, saved)
+
+
+# ---------------------------------------------------------------------- layers in words
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        (["head"], "head"),
+        ([f"layers.{number}.fc1" for number in range(12)], "layers.*.fc1 (12 layers)"),
+        (["pp1.layers.0.fc1", "pp2.layers.3.fc1"], "pp1.layers.0.fc1, pp2.layers.3.fc1"),
+        ([f"0.experts.gemm_{number}" for number in range(8)], "*.experts.gemm_* (8 layers)"),
+        ([f"{letter}.fc1" for letter in "abcdef"], "a.fc1, b.fc1, c.fc1, d.fc1, and 2 more layers"),
+    ],
+)
+def test_many_layers_are_a_pattern(layers: list[str], words: str) -> None:
+    assert str(Finding("Something differs", tuple(layers))) == f"Something differs: {words}."
+
+
+def test_layers_that_one_side_lacks_are_not_compared() -> None:
+    before, now = fingerprint(layer("a"), layer("b")), fingerprint(layer("b", rowwise="b"), layer("c"))
+    (found,) = compare({0: before}, now).findings
+    assert found.layers == ("b",)

@@ -1,0 +1,205 @@
+"""The audit of a resume in trainings of the unmodified Trainer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformer_engine.pytorch as te
+import transformers
+from transformer_engine.common import recipe as recipes
+
+from te_precision_callbacks import PrecisionDebugTrainerCallback
+from te_precision_callbacks.fingerprints import FILE_NAME
+from te_precision_callbacks.session import ResumeAuditError
+from tests.capability import any_capability, stand_for
+from tests.conftest import statistics
+from tests.session.test_resume_audit import (
+    DELAYED,
+    MISSING,
+    RECIPES,
+    VARIABLE,
+    cut,
+    findings,
+    warned,
+    with_extra_state,
+)
+from tests.transformers.models import Net, arguments, trainer
+
+CURRENT = recipes.Float8CurrentScaling()
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+
+
+class InFp8(Net):
+    """Two layers of Transformer Engine under a recipe."""
+
+    _keys_to_ignore_on_save = None  # the Trainer reads it where a key is missing
+
+    def __init__(self, recipe: recipes.Recipe, *, quantized: bool = False) -> None:
+        with te.quantized_model_init(enabled=quantized, recipe=recipe):
+            super().__init__()
+        self.recipe = recipe
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        with te.autocast(recipe=self.recipe):
+            output = self.net(inputs)
+        return {"loss": output.pow(2).mean(), "logits": output}
+
+
+def train(
+    folder: Path,
+    model: torch.nn.Module,
+    steps: int,
+    *callbacks: Any,
+    resume: Any = None,
+    kind: Any = transformers.Trainer,
+    **keywords: Any,
+) -> PrecisionDebugTrainerCallback:
+    callback = PrecisionDebugTrainerCallback(statistics(), **keywords)
+    args = arguments(
+        folder, per_device_train_batch_size=32, max_steps=steps, save_strategy="steps", save_steps=2, learning_rate=1e-4
+    )
+    trainer(args, callback, *callbacks, model=model, kind=kind).train(resume_from_checkpoint=resume)
+    return callback
+
+
+def saved(folder: Path, recipe: recipes.Recipe, *, kind: Any = transformers.Trainer, **keywords: Any) -> Path:
+    """A checkpoint after two steps."""
+    train(folder, InFp8(recipe, **keywords), 2, kind=kind)
+    return folder / "checkpoint-2"
+
+
+def resumed(folder: Path, model: torch.nn.Module, *callbacks: Any, **keywords: Any) -> PrecisionDebugTrainerCallback:
+    return train(folder, model, 4, *callbacks, resume=True, **keywords)
+
+
+def changed(checkpoint: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
+    """The checkpoint with another state of the model."""
+    state = change(safetensors.torch.load_file(checkpoint / WEIGHTS))
+    safetensors.torch.save_file(state, checkpoint / WEIGHTS)
+    return checkpoint
+
+
+def without_extra_state(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_good_resume_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    recipe, capability = RECIPES[name]
+    with any_capability():
+        stand_for(capability)
+        checkpoint = saved(tmp_path, recipe)
+        callback = resumed(tmp_path, InFp8(recipe), strict=True)
+    assert (checkpoint / FILE_NAME).exists()
+    assert findings(callback.session.resume_report) == []
+    assert callback.session.iteration == 4
+    assert warned(caplog) == []
+
+
+def test_a_checkpoint_without_a_fingerprint(tmp_path: Path) -> None:
+    (changed(saved(tmp_path, DELAYED), without_extra_state) / FILE_NAME).unlink()
+    callback = resumed(tmp_path, InFp8(DELAYED), strict=True)
+    assert callback.session.resume_report is None
+    assert callback.session.iteration == 4
+
+
+def test_a_new_training_beside_old_checkpoints(tmp_path: Path) -> None:
+    saved(tmp_path, DELAYED)
+    callback = train(tmp_path, InFp8(CURRENT), 2, strict=True)
+    assert callback.session.resume_report is None
+
+
+def test_a_checkpoint_without_extra_state_and_what_it_did_to_the_loss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changed(saved(tmp_path, DELAYED), without_extra_state)
+    callback = resumed(tmp_path, InFp8(DELAYED))
+    assert findings(callback.session.resume_report) == [f"{MISSING}: all 2 layers."]
+    assert len(warned(caplog)) == 1
+
+    history = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    losses = {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
+    (told,) = re.findall(r"Training loss: (\S+) at step 2, before the resume; (\S+) at step 3, after it\.", caplog.text)
+    assert [float(value) for value in told] == pytest.approx([losses[2], losses[3]], rel=1e-5)
+
+
+def test_strict_ends_the_training_before_the_parameters_change(tmp_path: Path) -> None:
+    checkpoint = changed(saved(tmp_path, DELAYED), without_extra_state)
+    model = InFp8(DELAYED)
+    with pytest.raises(ResumeAuditError, match=MISSING):
+        resumed(tmp_path, model, strict=True)
+    weights = safetensors.torch.load_file(checkpoint / WEIGHTS)
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
+
+
+def test_histories_that_were_cut(tmp_path: Path) -> None:
+    changed(saved(tmp_path, DELAYED), lambda state: with_extra_state({"model": state}, cut)["model"])
+    assert findings(resumed(tmp_path, InFp8(DELAYED)).session.resume_report) == [
+        "Amax histories of 2 steps, of 4 in the checkpoint (forward and backward): all 2 layers."
+    ]
+
+
+def test_another_recipe(tmp_path: Path) -> None:
+    saved(tmp_path, DELAYED)
+    assert findings(resumed(tmp_path, InFp8(CURRENT)).session.resume_report) == [
+        "Another recipe: DelayedScaling -> Float8CurrentScaling: all 2 layers."
+    ]
+
+
+def test_scales_that_were_reset_by_hand(tmp_path: Path) -> None:
+    class ByHand(transformers.TrainerCallback):
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+            model.net[1].fp8_meta["scaling_fwd"].scale.fill_(1.0)
+
+    saved(tmp_path, DELAYED)
+    callback = resumed(tmp_path, InFp8(DELAYED), ByHand())
+    assert findings(callback.session.resume_report) == ["The scales came back as 1 (forward): net.1."]
+
+
+class SavesWithTorch(transformers.Trainer):
+    """safetensors cannot hold quantized tensors, so the Trainer alone cannot save them."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        Path(str(output_dir)).mkdir(parents=True, exist_ok=True)
+        torch.save(self.state_to_save(), Path(str(output_dir), "pytorch_model.bin"))
+
+    def state_to_save(self) -> dict[str, Any]:
+        return self.model.state_dict()  # type: ignore[no-any-return]
+
+
+class SavesInBfloat16(SavesWithTorch):
+    def state_to_save(self) -> dict[str, Any]:
+        return {
+            key: value.dequantize(dtype=torch.bfloat16) if isinstance(value, te.Float8Tensor) else value
+            for key, value in super().state_to_save().items()
+        }
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_quantized_weights_that_came_back_as_they_were(tmp_path: Path, name: str) -> None:
+    recipe, capability = RECIPES[name]
+    with any_capability():
+        stand_for(capability)
+        saved(tmp_path, recipe, quantized=True, kind=SavesWithTorch)
+        callback = resumed(tmp_path, InFp8(recipe, quantized=True), kind=SavesWithTorch, strict=True)
+    assert findings(callback.session.resume_report) == []
+
+
+def test_quantized_weights_that_went_through_bfloat16(tmp_path: Path) -> None:
+    saved(tmp_path, CURRENT, quantized=True, kind=SavesInBfloat16)
+    callback = resumed(tmp_path, InFp8(CURRENT, quantized=True), kind=SavesInBfloat16)
+    assert findings(callback.session.resume_report) == [
+        "Quantized primary weights came back with other data: they were rounded anew: all 2 layers."
+    ]
