@@ -116,7 +116,7 @@ def test_all_errors_of_a_config(here: Path) -> None:
     assert told.startswith("config.yaml: 3 errors")
     for said in (
         "line 4 column 12 (section 'watched'): 'layer_types'",
-        "line 6 (section 'watched')",
+        "line 6 column 47 (section 'watched')",
         "Did you mean 'weight'?",
     ):
         assert said in told

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformer_engine.pytorch as te
 import yaml
 
 from tests import te_debug_features as page
-from tests.check.running import KINDS, RECIPES, chain, compare, gpu_with
+from tests.check.running import BF16, KINDS, RECIPES, Chain, chain, compare, gpu_with
 from tests.conftest import feature
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,18 @@ def test_the_documented_configs(config: str, recipe: str, tmp_path: Path) -> Non
     with gpu_with(recipe):
         model = chain(random.Random(0), ["TransformerLayer", "LayerNormLinear"])
         compare(model, yaml.safe_load(CONFIGS[config]), recipe, tmp_path)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_operations(recipe: str, tmp_path: Path) -> None:
+    with gpu_with(recipe):
+        linears = [te.ops.Linear(*sizes, dtype=BF16) for sizes in ((64, 96), (96, 32))]
+        linears[1].weight.requires_grad_(False)
+        parts = {"ops": te.ops.Sequential(linears[0], te.ops.GELU(), linears[1])}
+        model = Chain(64, parts, {(96, 64): "parts.ops.0", (32, 96): "parts.ops.2"})
+        config = {"kept": feature("DisableFP8Layer", ["all"])}
+        checked = compare(model, config, recipe, tmp_path)
+    assert {product.family for product in checked.coverage} == {"te_ops"}
 
 
 def drawn_config(draw: random.Random, layers: list[str], recipe: str) -> dict[str, Any]:
