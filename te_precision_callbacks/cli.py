@@ -4,6 +4,7 @@ Usage::
 
     te-precision run train.py --epochs 3
     te-precision run -m package.train --epochs 3
+    te-precision check config.yaml --model package.module:factory
     te-precision dumps list logs/tensor_dumps
     te-precision features FakeQuant
     te-precision statistics
@@ -19,6 +20,7 @@ from typing import Annotated
 
 import typer
 
+from te_precision_callbacks.check.command import check_command
 from te_precision_callbacks.doctor.command import doctor_command
 from te_precision_callbacks.dumps.command import app as dumps
 from te_precision_callbacks.errors import PrecisionDebugError
@@ -82,6 +84,7 @@ def run(
     launch(plan, [*(["-m"] if module else []), script, *(arguments or [])])
 
 
+app.command("check")(check_command)
 app.command("features")(features_command)
 app.command("statistics")(statistics_command)
 app.command("doctor")(doctor_command)

@@ -179,12 +179,26 @@ def refusals(
             for rule in rules(scaling, capability, result_bytes=result_bytes)
         ]
         if asserted and gemm == "fprop":
-            asked += [("tokens", 8, _MODULE), ("in_features", 16, _MODULE), ("out_features", 8, _MODULE)]
+            asked += [(dimension, multiple, _MODULE) for dimension, multiple in _ASSERTED.items()]
         for dimension, multiple, asked_by in asked:
             size, before = sizes[dimension], found.get((gemm, dimension))
             if size % multiple and (before is None or before.multiple < multiple):
                 found[gemm, dimension] = Refusal(gemm, dimension, size, multiple, asked_by)
     return list(found.values())
+
+
+_ASSERTED: Mapping[Dimension, int] = {"tokens": 8, "in_features": 16, "out_features": 8}
+
+
+def asserted_refusals(*, tokens: int, in_features: int, out_features: int) -> list[Refusal]:
+    """The dimensions with which ``Linear``, ``LayerNormLinear`` and ``LayerNormMLP`` do not run under any recipe, even
+    if features run all of their GEMMs in high precision. Arguments are those of :func:`refusals`."""
+    sizes: dict[Dimension, int] = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
+    return [
+        Refusal("fprop", dimension, sizes[dimension], multiple, _MODULE)
+        for dimension, multiple in _ASSERTED.items()
+        if sizes[dimension] % multiple
+    ]
 
 
 _DIMENSIONS: Mapping[GemmName, Mapping[Size, Dimension]] = {

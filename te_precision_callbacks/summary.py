@@ -12,7 +12,6 @@ config, so they are shown as text, not as markup, and without control characters
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import chain, zip_longest
@@ -23,8 +22,9 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from te_precision_callbacks.records.coverage import Coverage, Product, pattern_of
-from te_precision_callbacks.records.precision import GemmPrecision
+from te_precision_callbacks.folding import folded, form_of
+from te_precision_callbacks.records.coverage import Coverage, Product
+from te_precision_callbacks.records.precision import GemmPrecision, in_short
 from te_precision_callbacks.records.statistics_log import EVENTS_FOLDER, STATISTICS_FOLDER
 from te_precision_callbacks.statistics.names import logged_request
 from te_precision_callbacks.statistics.series import family_of
@@ -127,14 +127,13 @@ def coverage_table(coverage: Coverage) -> Table:
     whole = coverage.macs()
     rows: dict[tuple[str, str, str], list[Product]] = {}
     for product in coverage.in_high_precision:
-        rows.setdefault((pattern_of(product.layer), product.precision, product.why), []).append(product)
+        rows.setdefault((form_of(product.layer), product.precision, product.why), []).append(product)
     ranked = sorted(rows.items(), key=lambda row: -sum(product.macs for product in row[1]))
-    for (pattern, precision, why), products in ranked[:MOST_ROWS]:
-        names = dict.fromkeys(product.layer for product in products)
+    for (_, precision, why), products in ranked[:MOST_ROWS]:
+        names = folded((product.layer for product in products), most=1)
         gemms = ", ".join(dict.fromkeys(product.gemm for product in products))
         share = 100 * sum(product.macs for product in products) / whole
-        layer = next(iter(names)) if len(names) == 1 else f"{pattern} ({len(names)})"
-        table.add_row(_name(layer), gemms, precision.upper(), f"{share:.1f} %", Text(_printable(why)))
+        table.add_row(_name(", ".join(names)), gemms, precision.upper(), f"{share:.1f} %", Text(_printable(why)))
     if len(ranked) > MOST_ROWS:
         table.caption = f"and {len(ranked) - MOST_ROWS} more: session.coverage() has all."
         table.caption_justify = "left"
@@ -289,30 +288,15 @@ def _place(statistic: str) -> int:
 
 
 def _folded(tensors: Iterable[_Tensor]) -> list[str]:
-    """``layers.{0-2,5}.fc1 activation, weight``: layers that differ in their first number are named together."""
-    numbers: dict[tuple[str, str, str], list[int]] = {}
+    """``layers.{0-2,5}.fc1 activation, weight``: layers that differ in their numbers are named together."""
+    layers: dict[str, list[str]] = {}
     for layer, tensor in tensors:
-        before, number, after = _NUMBER.fullmatch(layer).groups()  # type: ignore[union-attr]
-        numbers.setdefault((before, after if number else "", tensor), []).extend([int(number)] if number else [])
+        layers.setdefault(tensor, []).append(layer)
     of_layers: dict[str, list[str]] = {}
-    for (before, after, tensor), found in numbers.items():
-        name = f"{before}{{{_ranges(found)}}}{after}" if len(found) > 1 else before + "".join(map(str, found)) + after
-        of_layers.setdefault(name, []).append(tensor)
+    for tensor, found in layers.items():
+        for name in folded(found):
+            of_layers.setdefault(name, []).append(tensor)
     return [f"{name} {', '.join(found)}" for name, found in of_layers.items()]
-
-
-_NUMBER = re.compile(r"(.*?)(?:(?<![^.])([0-9]+)(?![^.])(.*))?", re.DOTALL)
-"""The part of a layer's name before its number, the number, and the part after it."""
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    parts: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], number]
-        else:
-            parts.append([number])
-    return ",".join("-".join(map(str, part)) for part in parts)
 
 
 def _printable(text: str) -> str:
@@ -353,16 +337,6 @@ def _broken(text: str, after: str, width: int, indent: str) -> list[str]:
 
 
 def _operands(entry: GemmPrecision | None) -> str:
-    """``FP8 E5M2 * E4M3``; one format where both operands have it, and those of an operand that changed in brackets."""
     if entry is None:
         return "not run"
-    if entry.not_run:
-        return f"not run: {entry.not_run}"
-    formats = list(entry.operands.values())
-    if len(set(formats)) == 1:
-        return formats[0]
-    if any("->" in text for text in formats):
-        return " * ".join(f"({text})" if "->" in text else text for text in formats)
-    if all(" " in text and text.split()[0] == formats[0].split()[0] for text in formats):
-        return " * ".join([formats[0], *(text.split(maxsplit=1)[1] for text in formats[1:])])
-    return " * ".join(formats)
+    return f"not run: {entry.not_run}" if entry.not_run else in_short(entry.operands)

@@ -16,6 +16,7 @@ import json
 import math
 import shutil
 import textwrap
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -84,6 +85,11 @@ def visible(text: str) -> str:
 def cell(what: object) -> str:
     """Any text as a cell of a table or as a line, without rich's markup."""
     return escape(visible(str(what)))
+
+
+def cell_lines(lines: Iterable[str]) -> str:
+    """Several texts as the lines of one cell."""
+    return "\n".join(map(cell, lines))
 
 
 def plain(value: Any) -> Any:

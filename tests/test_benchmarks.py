@@ -85,6 +85,13 @@ def test_host() -> None:
         assert case["numbers"] == case["tensors"] * 8
 
 
+def test_plan() -> None:
+    (case,) = cases_of("plan.py", "--layers", "50").values()
+    assert all(case[part] > 0 for part in ("build_s", "check_s", "rows_s"))
+    assert case["added_mib"] >= 0
+    assert case["lines"] < 40, "equal layers are one row"
+
+
 def test_dumps() -> None:
     sizes = {"layers": 1, "hidden": 64, "sequence": 32, "batch": 2}
     cases = cases_of("dumps.py", *(f"--{name}={size}" for name, size in sizes.items()), "--steps=1")

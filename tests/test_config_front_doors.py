@@ -78,7 +78,7 @@ def test_all_that_is_wrong_is_told_where_the_front_door_is_made(tmp_path: Path, 
     assert [problem.removeprefix(f"{path}, ").split(" (")[0] for problem in caught.value.problems] == [
         "line 10",
         "line 12",
-        "line 8",
+        "line 8 column 15",
         "line 15",
     ]
     assert "there is no feature 'Mine'" in str(caught.value)

@@ -79,7 +79,7 @@ def test_schedules_meet_where_a_step_is_in_both(seed: int) -> None:
 )
 def test_schedules_that_never_meet_are_refused(tmp_path: Path, statistics: str, options: str, words: str) -> None:
     text = f"{options}\ntensors: [activation]\nwhen:\n  - nonfinite\n  - mse > 1"
-    place = rf"config\.yaml, line {FIRST_OPTION + 2} \(section 'looked_at'\): "
+    place = rf"config\.yaml, line {FIRST_OPTION + 2}(?: column \d+)? \(section 'looked_at'\): "
     with pytest.raises(ConfigError, match=f"{place}the condition 'mse > 1' of DumpTensors would never .*{words}"):
         check(tmp_path, f"stats: [mse], {statistics}", text)
 
@@ -111,7 +111,7 @@ def test_schedules_that_meet_in_one_step_are_accepted(tmp_path: Path, statistics
     ],
 )
 def test_the_line_is_that_of_the_condition(tmp_path: Path, options: str, line: int) -> None:
-    place = rf"config\.yaml, line {FIRST_OPTION + line} \(section 'looked_at'\)"
+    place = rf"config\.yaml, line {FIRST_OPTION + line}(?: column \d+)? \(section 'looked_at'\)"
     with pytest.raises(ConfigError, match=f"{place}: the condition 'max > 1'") as caught:
         check(tmp_path, "stats: [mse]", options)
     assert "would never hold" in str(caught.value)

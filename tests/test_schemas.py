@@ -404,7 +404,7 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
 def test_what_a_schema_does_not_take_is_refused_with_its_place(
     tmp_path: Path, name: str, options: str, line: int, message: str
 ) -> None:
-    place = rf"config\.yaml, line {line} \(section 'my_section'\): "
+    place = rf"config\.yaml, line {line}(?: column \d+)? \(section 'my_section'\): "
     with pytest.raises(ConfigError, match=f"{place}.*{message.replace('N', repr(name), 1)}") as caught:
         load(tmp_path, name, options)
     text = str(caught.value)
@@ -467,6 +467,7 @@ PROBLEMS = [
     (19, "has 'minn'"),
     (20, "'end_step' of 'LogTensorStats' must be an integer"),
     (24, "'enabled' of 'FakeQuant' must be True or False"),
+    (23, "'FakeQuant' has neither 'gemms' nor 'gemms_struct'"),
     (31, "the key 'layers' is missing"),
     (33, "'transformer_engin' is neither"),
     (42, "item 2 of 'tensors_struct' of 'LogTensorStats' has no 'tensor'"),

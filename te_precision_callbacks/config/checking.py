@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from te_precision_callbacks.config.fields import Refused, item_of, names, words
 from te_precision_callbacks.config.levels import FeatureSchema, Misfit, levels
-from te_precision_callbacks.config.problems import KeyPath, Problems, Where, meant_for, shown, suggestion
+from te_precision_callbacks.config.problems import KeyPath, Problems, Where, meant_for, nearest, shown, suggestion
 from te_precision_callbacks.config.schemas import schema_of
 
 
@@ -43,7 +43,8 @@ def read_features(features: Mapping[str, Any], place: Where) -> dict[str, ReadOp
 
     Args:
         features: feature -> options. A feature without a schema is a user's own, and is ignored, as is a feature that
-            is not enabled.
+            is not enabled. Without a valid ``enabled``, which is reported elsewhere, the other keys are read all the
+            same.
         place: where a key stands.
 
     Raises:
@@ -55,8 +56,11 @@ def read_features(features: Mapping[str, Any], place: Where) -> dict[str, ReadOp
         schema = schema_of(name)
         if schema is None:
             continue
-        if not isinstance(written, Mapping) or written.get("enabled") is not True:
+        if not isinstance(written, Mapping) or written.get("enabled") is False:
             continue
+        if written.get("enabled") is not True:
+            misspelt = () if "enabled" in written else nearest("enabled", map(str, written), most=1)
+            written = {**{key: value for key, value in written.items() if key not in misspelt}, "enabled": True}
         with problems.noted():
             found[name] = ReadOptions(written, read_options(schema, name, written, place))
     problems.raise_any()

@@ -70,7 +70,9 @@ def read_contract(source: ContractSource) -> Contract | None:
     if source is None or isinstance(source, Contract):
         return source
     if isinstance(source, os.PathLike) or (isinstance(source, str) and source.endswith((".yaml", ".yml"))):
-        data, places = read_yaml(Path(source).expanduser())
+        twice = Problems()
+        data, places = read_yaml(Path(source).expanduser(), twice)
+        twice.raise_any()
         if not isinstance(data, Mapping) or set(data) != {CONTRACT}:
             raise ConfigError(
                 f"{places.name} is no contract: a file with a contract has one key, {CONTRACT!r}, and below it 'share',"

@@ -28,11 +28,13 @@ class Effect:
         modifies: the tensors that the feature replaces, each with the GEMM that gets the replacement.
         quantizes: whether the replacements are quantized.
         high_precision: the GEMMs that the feature runs in high precision.
+        needs_recipe: the recipe that the layer has to run; empty if any will do.
     """
 
     modifies: tuple[Pair, ...] = ()
     quantizes: bool = False
     high_precision: tuple[str, ...] = ()
+    needs_recipe: str = ""
 
 
 class Acting(Protocol):

@@ -11,8 +11,14 @@ from typing import Any, get_args
 
 from te_precision_callbacks.config.effects import NAMESPACE, conflicts
 from te_precision_callbacks.config.known import known_features
-from te_precision_callbacks.config.planning import Plan, RegisteredFeatures, Section, plan, resolve_features
-from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, shown
+from te_precision_callbacks.config.planning import (
+    Plan,
+    RegisteredFeatures,
+    Section,
+    plan,
+    resolve_features,
+)
+from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, nearest, shown
 from te_precision_callbacks.config.reading import Places, check_extent, read_yaml
 from te_precision_callbacks.config.selection import LayerNames, LayerSelector, SelectableLayer
 
@@ -118,26 +124,27 @@ def load_config(
     if isinstance(source, Config):
         return source
     known = _Known(known_features(feature.__name__ for feature in features), others=bool(feature_dirs))
+    problems = Problems()
     if source is None:
-        return _checked(DEFAULT_CONFIG, Places("the default config"), known, None)
+        return _checked(DEFAULT_CONFIG, Places("the default config"), known, None, problems)
     if isinstance(source, Mapping):
         check_extent(source, "the config mapping")
-        return _checked(source, Places("the config mapping"), known, None)
+        return _checked(source, Places("the config mapping"), known, None, problems)
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"A config must be a path, a mapping or None, not {type(source).__name__} {shown(source)}.")
     path = Path(source).expanduser()
-    data, places = read_yaml(path)
-    return _checked(data, places, known, path)
+    data, places = read_yaml(path, problems)
+    return _checked(data, places, known, path, problems)
 
 
-def _checked(data: Any, places: Places, known: _Known, source: Path | None) -> Config:
+def _checked(data: Any, places: Places, known: _Known, source: Path | None, problems: Problems) -> Config:
+    """The config, or an error with the problems that reading has found and all that are in its sections."""
     if not isinstance(data, Mapping):
         what = "is empty" if data is None else f"holds a {type(data).__name__}"
         raise ConfigError(
             f"{places.name} {what}; a config is a mapping of section names to sections, each with 'enabled', 'layers'"
             " and features."
         )
-    problems = Problems()
     sections: list[Section] = []
     layer_names: LayerNames | None = None
     for key, body in data.items():
@@ -165,14 +172,14 @@ def _section(name: str, body: Any, places: Places, known: _Known) -> Section:
         raise ConfigError(
             f"{places(name)}: a section must be a mapping with 'enabled', 'layers' and features, not {shown(body)}."
         )
-    if "enabled" not in body:
-        raise ConfigError(f"{places(name)}: the key 'enabled' is missing.{meant_for('enabled', body)}")
-    if not isinstance(body["enabled"], bool):
-        raise ConfigError(f"{places(name, 'enabled')}: 'enabled' must be True or False, not {shown(body['enabled'])}.")
     place = functools.partial(places, name, "layers")
-    if not body["enabled"]:
+    if body.get("enabled") is False:
         return Section(name, False, LayerSelector.of_no_layer(place), {}, places)
     problems = Problems()
+    if "enabled" not in body:
+        problems.add(f"{places(name)}: the key 'enabled' is missing.{meant_for('enabled', body)}")
+    elif body["enabled"] is not True:
+        problems.add(f"{places(name, 'enabled')}: 'enabled' must be True or False, not {shown(body['enabled'])}.")
     selector = LayerSelector.of_no_layer(place)
     if "layers" in body:
         with problems.noted():
@@ -180,8 +187,9 @@ def _section(name: str, body: Any, places: Places, known: _Known) -> Section:
     else:
         problems.add(f"{places(name)}: the key 'layers' is missing.{meant_for('layers', body)}")
     features: dict[str, dict[str, Any]] = {}
+    misspelt = [near for key in _SECTION_KEYS if key not in body for near in nearest(key, map(str, body), most=1)]
     for key, value in body.items():
-        if key in _SECTION_KEYS:
+        if key in (*_SECTION_KEYS, *misspelt):
             continue
         if isinstance(value, Mapping):
             features[str(key)] = {str(feature): options for feature, options in value.items()}

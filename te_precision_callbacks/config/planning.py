@@ -124,6 +124,23 @@ class Plan:
         return config
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A plan with its problems, before it is decided what becomes of them.
+
+    Attributes:
+        plan: the plan; a layer whose sections exclude each other has no features.
+        wrong: the sections that exclude each other in a layer, and the selectors that cannot be searched.
+        missing: the sections that select no layer, and the names that no layer has.
+        idle: the entries of selectors that select nothing while the others do.
+    """
+
+    plan: Plan
+    wrong: Problems
+    missing: Problems
+    idle: Problems
+
+
 def exact_pattern(names: Iterable[str]) -> str:
     """A regular expression that ``search`` finds in exactly these names; in no name if there are none."""
     return rf"\A(?:{'|'.join(re.escape(name) for name in names) or '(?!)'})\Z"
@@ -153,6 +170,29 @@ def plan(
     Raises:
         ConfigError: a feature is unknown, a section selects no layer, no layer has a given name, two sections have one
             feature for one layer, or two features exclude each other. One error reports all problems.
+    """
+    found = draft(sections, layers, registered, layer_names=layer_names)
+    found.idle.warn(logger)
+    if allow_unmatched:
+        found.missing.warn(logger)
+    else:
+        with found.wrong.noted():
+            found.missing.raise_any()
+    found.wrong.raise_any()
+    return found.plan
+
+
+def draft(
+    sections: Sequence[Section],
+    layers: Sequence[SelectableLayer],
+    registered: RegisteredFeatures,
+    *,
+    layer_names: LayerNames | None = None,
+) -> Draft:
+    """Decide which features act on which layer, and list what does not fit. Arguments are those of :func:`plan`.
+
+    Raises:
+        ConfigError: a feature is unknown.
     """
     problems = Problems()
     resolved: list[NamespacedFeatures] = []
@@ -193,15 +233,8 @@ def plan(
             with problems.noted():
                 merged[numbers] = _merge(layer, meeting, [resolved[number] for number in numbers])
         planned.append(LayerPlan(layer, tuple(section.name for section in meeting), merged[numbers]))
-    idle.warn(logger)
-    if allow_unmatched:
-        missing.warn(logger)
-    else:
-        with problems.noted():
-            missing.raise_any()
-    problems.raise_any()
     names = tuple(section.name for section in unmatched)
-    return Plan(tuple(planned), names, _otherwise_message(otherwise, layers))
+    return Draft(Plan(tuple(planned), names, _otherwise_message(otherwise, layers)), problems, missing, idle)
 
 
 def resolve_features(section: Section, registered: RegisteredFeatures, *, others: bool = False) -> NamespacedFeatures:

@@ -32,7 +32,10 @@ class Where(Protocol):
 
 
 MOST_TOLD = 20
-"""The most problems that one error describes; it counts the others."""
+"""The most problems that the text of one error has; it counts the others."""
+
+MOST_KEPT = 200
+"""The most problems that one error holds; a config with more is of another kind."""
 
 _LONGEST_PROBLEM = 4000
 _LONGEST_WORD = 200
@@ -45,6 +48,9 @@ class ConfigError(PrecisionDebugError, ValueError):
     Args:
         problems: the problems, a text each.
         more: the number of further problems.
+
+    Attributes:
+        problems: all problems, up to :data:`MOST_KEPT`; the text of the error has the first :data:`MOST_TOLD`.
     """
 
     def __init__(self, *problems: str, more: int = 0) -> None:
@@ -56,8 +62,9 @@ class ConfigError(PrecisionDebugError, ValueError):
         if len(self.problems) == 1 and not self.more:
             return self.problems[0]
         lines = [f"The config has {len(self.problems) + self.more} problems:"]
-        lines += [f"- {problem}" for problem in self.problems]
-        return "\n".join([*lines, f"- ... and {self.more} more"] if self.more else lines)
+        lines += [f"- {problem}" for problem in self.problems[:MOST_TOLD]]
+        more = self.more + max(0, len(self.problems) - MOST_TOLD)
+        return "\n".join([*lines, f"- ... and {more} more"] if more else lines)
 
 
 def shortened(text: str, most: int = 500) -> str:
@@ -73,8 +80,8 @@ class Problems:
         self._more = 0
 
     def add(self, problem: str | Callable[[], str]) -> None:
-        """Add a problem. A function is called only if its text will be shown: a suggestion takes time."""
-        if len(self._told) >= MOST_TOLD:
+        """Add a problem. A function is called only if its text will be kept: a suggestion takes time."""
+        if len(self._told) >= MOST_KEPT:
             self._more += 1
         else:
             self._told.append(problem if isinstance(problem, str) else problem())
@@ -91,10 +98,16 @@ class Problems:
 
     def warn(self, logger: logging.Logger) -> None:
         """Log the added problems as warnings."""
-        for problem in self._told:
+        for problem in self._told[:MOST_TOLD]:
             logger.warning("%s", problem)
-        if self._more:
-            logger.warning("... and %d more of this kind.", self._more)
+        more = self._more + max(0, len(self._told) - MOST_TOLD)
+        if more:
+            logger.warning("... and %d more of this kind.", more)
+
+    @property
+    def texts(self) -> list[str]:
+        """The added problems, with a last text that counts what is not kept."""
+        return [*self._told, f"... and {self._more} more"] if self._more else list(self._told)
 
     def raise_any(self) -> None:
         """Raise the added problems.

@@ -7,10 +7,11 @@ limits below allow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -24,6 +25,9 @@ MOST_ENTRIES = 200_000
 
 DEEPEST = 40
 """The most levels of a config. Those of the features here have ten."""
+
+_LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
+"""Those of YAML 1.1."""
 
 _MERGE = "tag:yaml.org,2002:merge"
 
@@ -39,31 +43,45 @@ class _Loader(_BASE):  # type: ignore[misc]
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
 
 
+class Mark(NamedTuple):
+    """Where a key or list entry begins in a file, counted from 1. The column is None for the first one of a line."""
+
+    line: int
+    column: int | None = None
+
+    def __str__(self) -> str:
+        return f"line {self.line}" if self.column is None else f"line {self.line} column {self.column}"
+
+
 @dataclass(frozen=True)
 class Places:
     """Where the keys of a config stand.
 
     Attributes:
         name: the name of the config.
-        lines: path of a key or list entry -> its line, counted from 1; empty for a mapping.
+        marks: path of a key or list entry -> where it begins; empty for a mapping.
     """
 
     name: str
-    lines: Mapping[KeyPath, int] = field(default_factory=dict)
+    marks: Mapping[KeyPath, Mark] = field(default_factory=dict)
 
     def __call__(self, section: str, *keys: str | int) -> str:
         """Where a key of a section stands, or the nearest one above it: ``config.yaml, line 7 (section 'stats')``."""
         path = (section, *keys)
-        line = next((self.lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.lines), None)
-        where = f"{self.name}, line {line}" if line else self.name
+        mark = next((self.marks[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.marks), None)
+        where = f"{self.name}, {mark}" if mark else self.name
         return f"{where} (section {shown(section)})"
 
 
-def read_yaml(path: Path) -> tuple[Any, Places]:
+def read_yaml(path: Path, problems: Problems) -> tuple[Any, Places]:
     """The content of a YAML file, and where its keys stand.
 
+    Args:
+        path: the file.
+        problems: get the keys that are given twice.
+
     Raises:
-        ConfigError: the file is missing, unreadable or too large, is not YAML, or has a key twice.
+        ConfigError: the file is missing, unreadable or too large, or is not YAML.
     """
     text = _text_of(path)
     try:
@@ -73,11 +91,9 @@ def read_yaml(path: Path) -> tuple[Any, Places]:
             node = loader.get_single_node()
             if node is None:
                 return None, Places(str(path))
-            lines: dict[KeyPath, int] = {}
-            problems = Problems()
-            _index_lines(node, (), lines, str(path), problems)
-            problems.raise_any()
-            return loader.construct_document(node), Places(str(path), lines)
+            index = _Index(str(path), _LINE_BREAK.split(text), problems)
+            index.enter(node, ())
+            return loader.construct_document(node), Places(str(path), index.marks)
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
@@ -173,34 +189,53 @@ def _line_of(path: Path, event: Any) -> str:
     return f"{path}, line {event.start_mark.line + 1}"
 
 
-def _index_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], file: str, problems: Problems) -> None:
-    """Note the line of each key and list entry below a node."""
-    if isinstance(node, yaml.MappingNode):
-        present: set[str] = set()
-        for key_node, value_node in node.value:
-            if key_node.tag == _MERGE or not isinstance(key_node, yaml.ScalarNode):
-                continue
-            key, line = str(key_node.value), key_node.start_mark.line + 1
-            key_path = (*path, key)
-            if key in present:
-                problems.add(
-                    f"{file}, line {line}: {shown(key_node.value)} is given here a second time; the first is in line"
-                    f" {lines[key_path]}. YAML would silently keep only one of them: give them different names."
-                )
-            present.add(key)
-            lines[key_path] = line
-            _index_lines(value_node, key_path, lines, file, problems)
-        for key_node, value_node in _merged(node):
-            if str(key_node.value) not in present:
-                key_path = (*path, str(key_node.value))
+class _Index:
+    """Notes where each key and list entry begins.
+
+    Args:
+        file: the name of the file.
+        lines: its lines.
+        problems: get the keys that are given twice.
+    """
+
+    def __init__(self, file: str, lines: Sequence[str], problems: Problems) -> None:
+        self.marks: dict[KeyPath, Mark] = {}
+        self._file = file
+        self._lines = lines
+        self._problems = problems
+
+    def enter(self, node: yaml.Node, path: KeyPath) -> None:
+        """Note all that is below a node."""
+        if isinstance(node, yaml.MappingNode):
+            present: set[str] = set()
+            for key_node, value_node in node.value:
+                if key_node.tag == _MERGE or not isinstance(key_node, yaml.ScalarNode):
+                    continue
+                key_path, mark = (*path, str(key_node.value)), self._mark(key_node)
+                if str(key_node.value) in present:
+                    self._problems.add(
+                        f"{self._file}, {mark}: {shown(key_node.value)} is given here a second time; the first is in"
+                        f" {self.marks[key_path]}. YAML would silently keep only one of them: give them different"
+                        " names."
+                    )
                 present.add(str(key_node.value))
-                lines[key_path] = key_node.start_mark.line + 1
-                _index_lines(value_node, key_path, lines, file, problems)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, child in enumerate(node.value):
-            key_path = (*path, index)
-            lines[key_path] = child.start_mark.line + 1
-            _index_lines(child, key_path, lines, file, problems)
+                self.marks[key_path] = mark
+                self.enter(value_node, key_path)
+            for key_node, value_node in _merged(node):
+                if str(key_node.value) not in present:
+                    key_path = (*path, str(key_node.value))
+                    present.add(str(key_node.value))
+                    self.marks[key_path] = self._mark(key_node)
+                    self.enter(value_node, key_path)
+        elif isinstance(node, yaml.SequenceNode):
+            for number, child in enumerate(node.value):
+                self.marks[(*path, number)] = self._mark(child)
+                self.enter(child, (*path, number))
+
+    def _mark(self, node: yaml.Node) -> Mark:
+        line, column = node.start_mark.line, node.start_mark.column
+        before = self._lines[line][:column] if line < len(self._lines) else ""
+        return Mark(line + 1, column + 1 if before.strip(" -?") else None)
 
 
 def _merged(node: yaml.MappingNode) -> Iterator[tuple[yaml.Node, yaml.Node]]:

@@ -234,8 +234,8 @@ scale_by_current_amax:
 """
 
     def effect(self) -> Effect:
-        """Tensors are quantized."""
-        return Effect(self.modifies(), quantizes=True)
+        """Tensors are quantized, in place of delayed scaling."""
+        return Effect(self.modifies(), quantizes=True, needs_recipe="fp8_delayed_scaling")
 
 
 class FakeQuantTensorItem(Quantization, OneTensor[TensorName]):

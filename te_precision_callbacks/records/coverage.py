@@ -11,12 +11,13 @@ for product in coverage:
 from __future__ import annotations
 
 import enum
-import re
+import functools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from te_precision_callbacks.folding import folded
 from te_precision_callbacks.records.state import StateRow
 from te_precision_callbacks.vocabulary import GEMMS
 
@@ -125,6 +126,7 @@ class Product:
         return self.precision in LOW_PRECISION["quantized"]
 
 
+@functools.cache
 def precision_of(text: str) -> str:
     """The precision of an operand's format, such as ``FP8 block E4M3``: one of :data:`PRECISIONS`, or the format in
     lower case. Of several formats in one step it is the widest."""
@@ -224,24 +226,6 @@ def _causes(products: Iterable[Product]) -> list[str]:
     for product in products:
         why = product.reason.value if product.reason is Reason.NOT_TE else product.why
         layers.setdefault(why, {})[product.layer] = None
-    texts = [f"{' and '.join(patterns(names, most=2))}{f' ({why})' if why else ''}" for why, names in layers.items()]
+    texts = [f"{' and '.join(folded(names, most=2))}{f' ({why})' if why else ''}" for why, names in layers.items()]
     more = len(texts) - _MOST_CAUSES
     return texts[:_MOST_CAUSES] + ([f"and {more} more reason{'s' if more > 1 else ''}"] if more > 0 else [])
-
-
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-
-
-def pattern_of(name: str) -> str:
-    """The name of a layer with ``*`` for each number between its dots."""
-    return _NUMBER.sub("*", name)
-
-
-def patterns(names: Collection[str], *, most: int) -> list[str]:
-    """Names of layers in few words: those that differ in their numbers alone are one, with ``*`` for a number."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        found.setdefault(pattern_of(name), []).append(name)
-    texts = [pattern if len(alike) > 1 else alike[0] for pattern, alike in found.items()]
-    more = len(texts) - most
-    return texts if more <= 0 else [*texts[:most], f"{more} more"]

@@ -48,6 +48,18 @@ class GemmPrecision:
     recipe: str = ""
 
 
+def in_short(operands: Mapping[str, str]) -> str:
+    """``FP8 E5M2 * E4M3``; one format where both operands have it, and those of an operand that changed in brackets."""
+    formats = list(operands.values())
+    if len(set(formats)) == 1:
+        return formats[0]
+    if any("->" in text for text in formats):
+        return " * ".join(f"({text})" if "->" in text else text for text in formats)
+    if all(" " in text and text.split()[0] == formats[0].split()[0] for text in formats):
+        return " * ".join([formats[0], *(text.split(maxsplit=1)[1] for text in formats[1:])])
+    return " * ".join(formats)
+
+
 class Precision(AnyIteration[GemmPrecision]):
     """The precision in which each GEMM of a run ran; calling the object gives the precision of one iteration.
 

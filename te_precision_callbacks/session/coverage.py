@@ -84,14 +84,28 @@ class CoverageHistory:
             return NOTHING
         number = max(0, bisect_right([counted.since for counted in self._counted], iteration) - 1)
         counted = self._counted[number]
-        return Coverage(_told(counted, list(precision), unconverted), state=counted.state)
+        products = in_precision(counted.products, counted.layers, list(precision), unconverted)
+        return Coverage(products, state=counted.state)
 
 
-def _told(counted: _Counted, precision: Sequence[GemmPrecision], unconverted: Mapping[str, str]) -> Iterator[Product]:
+def in_precision(
+    products: Iterable[Product],
+    layers: Mapping[str, LayerFacts],
+    precision: Sequence[GemmPrecision],
+    unconverted: Mapping[str, str],
+) -> Iterator[Product]:
+    """The products in the precision of an iteration, each with the reason why it is not in low precision.
+
+    Args:
+        products: the products.
+        layers: the facts about layers of Transformer Engine.
+        precision: that of the layers' GEMMs.
+        unconverted: layers that a trainer left without Transformer Engine, and why.
+    """
     entries: dict[tuple[str, ProductName], GemmPrecision] = {(entry.layer, entry.gemm): entry for entry in precision}
     fprops = {entry.layer: entry for entry in precision if entry.gemm == "fprop"}
     seen = set()
-    for product in counted.products:
+    for product in products:
         if product.family not in ("te", "te_ops"):
             why = unconverted.get(product.layer)
             if why is not None and product.reason is Reason.NOT_TE:
@@ -107,7 +121,7 @@ def _told(counted: _Counted, precision: Sequence[GemmPrecision], unconverted: Ma
         else:
             told = replace(product, operands=entry.operands)
             if not told.is_low:
-                reason, ref = _reason(entry, fprops.get(entry.layer), counted.layers.get(entry.layer))
+                reason, ref = _reason(entry, fprops.get(entry.layer), layers.get(entry.layer))
                 told = replace(told, reason=reason, reason_ref=ref)
             yield told
     for entry in precision:

@@ -337,22 +337,60 @@ def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> d
         layers: the names of its layers, one a set of GEMMs.
         fp8: whether its quantizers act.
     """
-    forward, backward = module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]
     override = backward_override(module) if fp8 else None
     recipe = recipe_in_force(module, fp8=fp8)
+    quantizers = module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]
     formats: dict[Operand, Format] = {}
-    for number, layer in enumerate(layers):
-        # Of each set of GEMMs input, weight and output, and the gradients of output and input; as FP8FwdTensorIdx and
-        # FP8BwdTensorIdx have it (pytorch/constants.py), and GroupedLinear's offsets.
-        of_tensor: dict[str, Any] = {}
-        if fp8:
-            of_tensor = {"activation": forward[3 * number], "weight": forward[3 * number + 1]}
-            of_tensor["gradient"] = backward[2 * number]
-        for gemm, tensors in OPERANDS.items():
-            for tensor in tensors:
-                quantizer = of_tensor.get(tensor) if override is None or gemm == "fprop" else None
-                text = quantizer_format(quantizer, module.activation_dtype, columnwise=ROWWISE[tensor] != gemm)
-                formats[Operand(layer, gemm, tensor)] = Format(text, recipe)
+    for layer, of_tensor in zip(layers, quantizers_of_layers(*quantizers, len(layers)), strict=True):
+        formats |= formats_of_layer(
+            layer, of_tensor if fp8 else {}, module.activation_dtype, recipe=recipe, backward_override=override
+        )
+    return formats
+
+
+def quantizers_of_layers(forward: Sequence[Any], backward: Sequence[Any], layers: int) -> Iterator[Mapping[str, Any]]:
+    """Tensor -> its quantizer, for each layer of a module; no quantizers where the module has none yet.
+
+    Args:
+        forward, backward: the module's quantizers, in Transformer Engine's order.
+        layers: the number of its layers, one a set of GEMMs.
+    """
+    # Of each set of GEMMs input, weight and output, and the gradients of output and input; as FP8FwdTensorIdx and
+    # FP8BwdTensorIdx have it (pytorch/constants.py), and GroupedLinear's offsets.
+    for number in range(layers):
+        if not forward:
+            yield {}
+        else:
+            yield {
+                "activation": forward[3 * number],
+                "weight": forward[3 * number + 1],
+                "gradient": backward[2 * number],
+            }
+
+
+def formats_of_layer(
+    layer: str,
+    quantizers: Mapping[str, Any],
+    high_precision: torch.dtype,
+    *,
+    recipe: str,
+    backward_override: str | None,
+) -> dict[Operand, Format]:
+    """The formats in which a layer's GEMMs run where no feature acts.
+
+    Args:
+        layer: the layer.
+        quantizers: tensor -> its quantizer; a tensor without one is in high precision.
+        high_precision: the format of a tensor that is not quantized.
+        recipe: as :func:`recipe_text`.
+        backward_override: that of the recipe.
+    """
+    formats: dict[Operand, Format] = {}
+    for gemm, tensors in OPERANDS.items():
+        for tensor in tensors:
+            quantizer = quantizers.get(tensor) if backward_override is None or gemm == "fprop" else None
+            text = quantizer_format(quantizer, high_precision, columnwise=ROWWISE[tensor] != gemm)
+            formats[Operand(layer, gemm, tensor)] = Format(text, recipe)
     return formats
 
 

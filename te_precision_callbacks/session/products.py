@@ -40,7 +40,7 @@ from te_precision_callbacks.vocabulary import OPERANDS, class_names
 
 _SOFTMAX = frozenset({"_softmax", "_safe_softmax"})
 
-_TENSORS: Mapping[ProductName, tuple[str, str]] = {
+OPERAND_NAMES: Mapping[ProductName, tuple[str, str]] = {
     "fprop": OPERANDS["fprop"],
     "dgrad": OPERANDS["dgrad"],
     "wgrad": OPERANDS["wgrad"],
@@ -507,7 +507,12 @@ def _kind(inside: tuple[str, torch.nn.Module] | None) -> str:
     """What a product is computed by: the class of the module."""
     if inside is None:
         return "torch"
-    kind = type(inside[1])
+    return kind_of(inside[1])
+
+
+def kind_of(module: torch.nn.Module) -> str:
+    """The class of a module, in words for a reason."""
+    kind = type(module)
     if kind.__name__ == _UNFUSED:
         return _UNFUSED_KERNEL
     return f"torch.nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else kind.__name__
@@ -522,7 +527,7 @@ def _summed(seen: Iterable[_Seen]) -> Iterator[Product]:
     for (layer, gemm, backward), calls in found.items():
         first = calls[0]
         n, m, k, batch = first.sizes
-        names = _OF_BACKWARD if backward and gemm not in OPERANDS else _TENSORS[gemm]
+        names = _OF_BACKWARD if backward and gemm not in OPERANDS else OPERAND_NAMES[gemm]
         formats = [" -> ".join(dict.fromkeys(call.formats[side] for call in calls)) for side in (0, 1)]
         yield Product(
             layer,

@@ -322,7 +322,8 @@ class RefusedLayers:
 
     def why(self, layer: str) -> str:
         """Why a layer, or some of its forwards, are left as they are; empty if none is."""
-        return "; ".join(str(refusal) for name, refusal in self._items() if name == layer)
+        before = [self._before[layer]] if layer in self._before else []
+        return "; ".join(map(str, (*before, *self._in_forwards.get(layer, ()))))
 
     def say(self, log: Callable[[str], None]) -> bool:
         """Name the layers that are left as they are in one warning, each layer once; return whether there are any.

@@ -165,13 +165,21 @@ def _held(found: Mapping[str, Any]) -> Iterator[Any]:
 def _sizes(place: _Failed) -> list[tuple[int, int, int]]:
     """Tokens, in_features and out_features of each layer of a module; 0 tokens if unknown."""
     module: Any = place.named.module
-    rows = place.rows or 0
+    rows, features = place.rows or 0, layer_features(module)
     if hasattr(module, "num_gemms"):
         splits = place.splits or [0] * module.num_gemms
-        return [(tokens, module.in_features, module.out_features) for tokens in splits]
+        return [(tokens, *sizes) for tokens, sizes in zip(splits, features, strict=True)]
     if hasattr(module, "fc1_weight"):
         tokens = rows * (module.tp_size if module.sequence_parallel else 1)
-        return [(tokens, *reversed(weight.shape)) for weight in (module.fc1_weight, module.fc2_weight)]
+        return [(tokens, *sizes) for sizes in features]
     # With sequence parallelism the side that is not split over features is split over tokens.
     split = module.sequence_parallel and module.parallel_mode == ("row" if place.in_backward else "column")
-    return [(rows * (module.tp_size if split else 1), module.in_features, module.out_features)]
+    return [(rows * (module.tp_size if split else 1), *features[0])]
+
+
+def layer_features(module: Any) -> list[tuple[int, int]]:
+    """in_features and out_features of each layer of a module of Transformer Engine, on this rank."""
+    if hasattr(module, "fc1_weight"):
+        sizes = (weight.shape for weight in (module.fc1_weight, module.fc2_weight))
+        return [(in_features, out_features) for out_features, in_features in sizes]
+    return [(module.in_features, module.out_features)] * getattr(module, "num_gemms", 1)

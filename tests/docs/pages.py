@@ -28,6 +28,8 @@ RUN_BY = {
     ("README.md", "python", "import lightning as L"): "tests/test_package.py",
     ("docs/accelerate.md", "python", ""): "tests/accelerate/test_page.py",
     ("docs/accelerate.md", "bash", ""): "tests/accelerate/test_page.py",
+    ("docs/check.md", "python", ""): "tests/check/test_page.py",
+    ("docs/check.md", "bash", ""): "tests/check/test_page.py",
     ("docs/coverage.md", "python", ""): "tests/docs/test_coverage_page.py",
     ("docs/coverage.md", "yaml", ""): "tests/docs/test_coverage_page.py",
     ("docs/custom-features.md", "python", ""): "tests/features/test_custom_features_page.py",

@@ -155,7 +155,7 @@ def test_a_pair_that_cannot_hold_is_refused_with_both_places(
     with pytest.raises(ConfigError) as refused:
         with InspectSession(written(tmp_path, one, other, apart=apart), model=te.Linear(32, 32), log_dir=tmp_path):
             pass
-    places = re.findall(r"config\.yaml, line (\d+) \(section '(\w+)'\)", str(refused.value))
+    places = re.findall(r"config\.yaml, line (\d+)(?: column \d+)? \(section '(\w+)'\)", str(refused.value))
     assert {section for _, section in places} == ({"first", "second"} if apart else {"first"})
     assert len({line for line, _ in places}) == 2
     assert repr(one.feature) in str(refused.value)

@@ -1,0 +1,127 @@
+"""``te-precision check``: a config's errors, and what a model will run in.
+
+Usage::
+
+    te-precision check config.yaml
+    te-precision check config.yaml --model package.module:factory --recipe mxfp8 --tokens 4096
+
+The exit code is 0; 1 with findings, such as an error of the config; 2 for wrong use. ``--json`` prints one JSON object.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from te_precision_callbacks import terminal
+from te_precision_callbacks.terminal import Json
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.check.model import CheckedModel
+    from te_precision_callbacks.config import Config
+
+_INDENT = 2
+_AUTO = "auto"
+
+
+def check_command(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="The YAML file.")],
+    *,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PACKAGE.MODULE:FUNCTION",
+            help="A function without arguments that returns a torch.nn.Module: print what the model will run in. The"
+            " model is made on the meta device if that works, otherwise on the CPU.",
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The recipe: fp8_delayed_scaling, fp8_current_scaling, fp8_block_scaling, mxfp8, nvfp4 or none; auto,"
+            " the default, is the one that Transformer Engine takes by itself on the GPU.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="The tokens of a step on one rank, for the multiply-adds and for the shapes that GEMMs refuse.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check a config, and plan on a model what each of its matrix products will run in, without running it.
+
+    The environment variable TE_PRECISION_REFERENCE_CAPABILITY (9.0 or 10.0) chooses the GPU that is planned for where
+    there is none.
+    """
+    for name, value in (("--recipe", recipe), ("--tokens", tokens)):
+        if model is None and value is not None:
+            raise typer.BadParameter("it is for a plan; give --model, too", param_hint=name)
+    if tokens is not None and tokens < 1:
+        raise typer.BadParameter(
+            f"{tokens} is less than 1; give the tokens of a step on one rank", param_hint="--tokens"
+        )
+    loaded = _loaded(config, as_json=as_json)
+    if model is None:
+        if as_json:
+            terminal.show_json({"config": config, "errors": []})
+        else:
+            terminal.show_text(_without_errors(config, loaded))
+        return
+    from te_precision_callbacks.check.printing import as_json as plan_as_json
+    from te_precision_callbacks.check.printing import show
+
+    checked, device = _checked(model, loaded, recipe or _AUTO, tokens)
+    if as_json:
+        terminal.show_json({"config": config, "errors": [], **plan_as_json(checked, model, device)})
+    else:
+        terminal.show_text(_without_errors(config, loaded))
+        show(checked, model, device)
+    if checked.findings:
+        raise typer.Exit(1)
+
+
+def _loaded(path: str, *, as_json: bool) -> Config:
+    """The config; its errors are printed, and end the command."""
+    from te_precision_callbacks.config import ConfigError, load_config
+
+    if not Path(path).expanduser().is_file():
+        load_config(path)  # whose error is one of use
+    try:
+        return load_config(path)
+    except ConfigError as error:
+        if as_json:
+            terminal.show_json({"config": path, "errors": error.problems, "further_errors": error.more})
+        else:
+            number = len(error.problems) + error.more
+            terminal.show_text(f"{path}: {number} error{'s' if number > 1 else ''}")
+            for problem in error.problems:
+                typer.echo()
+                terminal.show_text(problem, _INDENT, hanging=_INDENT)
+            if error.more:
+                terminal.show_text(f"and {error.more} more", _INDENT)
+        raise typer.Exit(1) from None
+
+
+def _checked(spec: str, config: Config, recipe: str, tokens: int | None) -> tuple[CheckedModel, str]:
+    from te_precision_callbacks import reference
+
+    reference.install_where_needed()
+    from te_precision_callbacks.check.factory import build_model
+    from te_precision_callbacks.check.model import check_model
+    from te_precision_callbacks.check.recipes import recipe_named
+
+    recipe_named(recipe)  # a wrong name is told before a model is made
+    made, device = build_model(spec)
+    return check_model(made, config, recipe=recipe, tokens=tokens), device
+
+
+def _without_errors(path: str, config: Config) -> str:
+    number, enabled = len(config.sections), len(config.enabled_sections)
+    rest = "" if enabled == number else f", of which {number - enabled} not enabled"
+    return f"{path}: no errors in {number} section{'' if number == 1 else 's'}{rest}."

@@ -1,0 +1,183 @@
+"""What a plan does not fit: the recipe that features and modules need, and the shapes that GEMMs accept.
+
+findings = [*of_recipe(recipe, modules, acting), *of_shapes(recipe, model, modules, coverage, tokens=4096)]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from te_precision_callbacks.config import Section
+from te_precision_callbacks.config.effects import NAMESPACE
+from te_precision_callbacks.folding import folded
+from te_precision_callbacks.gemm_shapes import SCALING_OF_RECIPE, asserted_refusals, refusals
+from te_precision_callbacks.naming import Model, NamedModule, named_operations
+from te_precision_callbacks.records.coverage import Coverage
+from te_precision_callbacks.session.precision import recipe_text
+from te_precision_callbacks.session.shapes import layer_features
+from te_precision_callbacks.vocabulary import GEMMS, GemmName, class_names
+
+FindingKind = Literal["config", "unmatched", "refused", "recipe", "shape", "high_precision"]
+
+KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
+
+_ANY_MULTIPLE = 1 << 10
+"""A number of tokens that no GEMM refuses."""
+
+_MOST_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that does not fit.
+
+    Attributes:
+        kind: ``config``, a problem of the config; ``unmatched``, a selector without a layer; ``refused``, layers on
+            which no feature can act; ``recipe``, what a recipe or a feature refuses; ``shape``, sizes with which a GEMM
+            does not run; ``high_precision``, nothing runs in low precision.
+        text: the finding in words, with the layers' names in short.
+        layers: the layers, if it is about some.
+    """
+
+    kind: FindingKind
+    text: str
+    layers: tuple[str, ...] = ()
+
+
+def of_recipe(
+    recipe: Any, modules: Sequence[NamedModule], acting: Mapping[str, Sequence[Section]]
+) -> Iterator[Finding]:
+    """Features that need another recipe, and modules that refuse this one.
+
+    Args:
+        recipe: one of Transformer Engine's recipes, or None.
+        modules: the modules of Transformer Engine.
+        acting: layer -> the sections that act on it.
+    """
+    own = recipe_text(recipe)
+    needing = (
+        ((section.place(NAMESPACE, feature), feature, effect.needs_recipe), layer)
+        for layer, sections in acting.items()
+        for section in sections
+        for feature, effect in section.effects.items()
+        if effect.needs_recipe not in ("", own)
+    )
+    for (place, feature, needed), names in by_key(needing).items():
+        text = f"{place}: {feature} on {listed(names)} needs the recipe {needed}, and fails under {own or 'none'}."
+        yield Finding("recipe", text, tuple(names))
+    override = getattr(recipe, "backward_override", None)
+    # pytorch/module/layernorm_mlp.py of Transformer Engine 2.20.2, _LayerNormMLP.forward
+    refusing = [named.name for named in modules if override and "LayerNormMLP" in class_names(named.module)]
+    if refusing:
+        text = (
+            f"LayerNormMLP refuses a recipe with backward_override={override!r}: {listed(refusing)}. A"
+            " LayerNormLinear and a Linear in its place take it."
+        )
+        yield Finding("recipe", text, tuple(refusing))
+
+
+def of_shapes(
+    recipe: Any, model: Model, modules: Sequence[NamedModule], coverage: Coverage, *, tokens: int | None
+) -> Iterator[Finding]:
+    """The sizes and the dtype with which GEMMs in low precision do not run.
+
+    Args:
+        recipe: one of Transformer Engine's recipes, or None.
+        model: the model.
+        modules: its modules of Transformer Engine.
+        coverage: what is planned.
+        tokens: the tokens of a step; None leaves out what depends on them. So does a layer that shares the tokens with
+            others, whose share a router decides.
+    """
+    name = recipe_text(recipe)
+    if name not in SCALING_OF_RECIPE:
+        return
+    low = by_key((product.layer, product.gemm) for product in coverage if product.is_low)
+    refused: list[tuple[tuple[str, ...], str]] = []
+    by_hadamard: list[str] = []
+    for layer in _layers(model, modules):
+        gemms = [gemm for gemm in GEMMS if gemm in low.get(layer.name, ())]
+        texts = tuple(_refused(name, layer, tokens, gemms))
+        if texts:
+            refused.append((texts, layer.name))
+        if name == "nvfp4" and "wgrad" in gemms and layer.dtype != torch.bfloat16:
+            by_hadamard.append(layer.name)
+    for texts, names in by_key(refused).items():
+        yield Finding("shape", f"{listed(names)}: {'; '.join(texts)}.", tuple(names))
+    if by_hadamard and not recipe.disable_rht:
+        # common/hadamard_transform/*.cu of Transformer Engine 2.20.2
+        text = (
+            f"NVFP4's random Hadamard transform takes bfloat16, and the weights of {listed(by_hadamard)} have another"
+            " dtype. Make them bfloat16, or set disable_rht=True in the recipe."
+        )
+        yield Finding("recipe", text, tuple(by_hadamard))
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The facts about a layer that decide which shapes it accepts.
+
+    Attributes:
+        asserts: whether it checks its operands before fprop.
+        shares_tokens: whether it gets a share of the tokens only.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    dtype: torch.dtype
+    asserts: bool
+    shares_tokens: bool
+
+
+def _layers(model: Model, modules: Sequence[NamedModule]) -> Iterator[_Layer]:
+    for named in modules:
+        shares = hasattr(named.module, "num_gemms")
+        dtype = next(p.dtype for p in named.module.parameters(recurse=False) if p.ndim > 1)
+        for layer, sizes in zip(named.layers, layer_features(named.module), strict=True):
+            yield _Layer(layer.name, *sizes, dtype, asserts=not shares, shares_tokens=shares)
+    for operation in named_operations(model):
+        module: Any = operation.module
+        dtype = next(module.parameters(recurse=False)).dtype
+        for name in operation.layers:
+            shares = len(operation.layers) > 1
+            yield _Layer(name, module.in_features, module.out_features, dtype, asserts=False, shares_tokens=shares)
+
+
+def _refused(recipe: str, layer: _Layer, tokens: int | None, gemms: Collection[GemmName]) -> Iterator[str]:
+    from transformer_engine.pytorch.utils import get_device_compute_capability
+
+    sizes = {
+        "tokens": _ANY_MULTIPLE if tokens is None or layer.shares_tokens else tokens,
+        "in_features": layer.in_features,
+        "out_features": layer.out_features,
+    }
+    found = refusals(
+        recipe,
+        get_device_compute_capability(),
+        **sizes,
+        gemms=gemms,
+        result_bytes=layer.dtype.itemsize,
+        asserted=layer.asserts,
+    )
+    if layer.asserts and "fprop" not in gemms:
+        found += asserted_refusals(**sizes)
+    return map(str, found)
+
+
+def listed(names: Iterable[str]) -> str:
+    """A few names of layers."""
+    return ", ".join(folded(names, most=_MOST_NAMED))
+
+
+def by_key(pairs: Iterable[tuple[KeyT, ValueT]]) -> dict[KeyT, list[ValueT]]:
+    """Key -> its values."""
+    found: dict[KeyT, list[ValueT]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found

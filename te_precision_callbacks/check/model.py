@@ -1,0 +1,191 @@
+"""Plans a config on a model without running it: what each matrix product will run in, and what does not fit.
+
+checked = check_model(model, load_config("config.yaml"), recipe="fp8_current_scaling", tokens=4096)
+print(checked.coverage)                            # FP8 in 91.4 % of the multiply-adds (fprop 94.2, ...); ...
+for finding in checked.findings:
+    print(finding.kind, finding.text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from te_precision_callbacks.check.findings import Finding, by_key, listed, of_recipe, of_shapes
+from te_precision_callbacks.check.recipes import AUTO, NONE, recipe_named
+from te_precision_callbacks.config import Config, ConfigError, Plan, Section
+from te_precision_callbacks.config.checking import ReadOptions
+from te_precision_callbacks.config.dumping import check_conditions
+from te_precision_callbacks.config.effects import NAMESPACE, Effect
+from te_precision_callbacks.config.keys import Scheduled
+from te_precision_callbacks.config.known import known_features
+from te_precision_callbacks.config.levels import ObservingFeature
+from te_precision_callbacks.config.planning import draft
+from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.naming import Model, named_te_modules
+from te_precision_callbacks.records.coverage import Coverage
+from te_precision_callbacks.session.planned import plan_products
+from te_precision_callbacks.session.precision import recipe_text
+from te_precision_callbacks.session.refusals import RefusedLayers
+
+
+class ActingFeature(NamedTuple):
+    """A feature that acts on a layer.
+
+    Attributes:
+        feature: its name, as in the config.
+        section: the section of the config.
+        on: the tensors or GEMMs that it is for; empty for all.
+        steps: the steps in which it acts, such as ``every step``.
+    """
+
+    feature: str
+    section: str
+    on: str
+    steps: str
+
+    def __str__(self) -> str:
+        return f"{self.section}: {self.feature}{f' of {self.on}' if self.on else ''}, {self.steps}"
+
+
+@dataclass(frozen=True)
+class CheckedModel:
+    """The plan of a config on a model.
+
+    Attributes:
+        coverage: the planned matrix products of a step, with ``runs="planned"``.
+        recipe: the recipe, as in :data:`~te_precision_callbacks.vocabulary.RECIPES`; empty for none.
+        tokens: the tokens of a step on this rank; None if they were not given: multiply-adds are then for one token.
+        layers: the number of layers of Transformer Engine that a config can select.
+        features: layer -> the features that act on it.
+        findings: what does not fit.
+        notes: what may not be meant, and is no error.
+        not_counted: modules with a weight of which no product could be planned.
+    """
+
+    coverage: Coverage
+    recipe: str
+    tokens: int | None
+    layers: int
+    features: Mapping[str, tuple[ActingFeature, ...]]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    not_counted: tuple[str, ...]
+
+
+def check_model(model: Model, config: Config, *, recipe: Any = AUTO, tokens: int | None = None) -> CheckedModel:
+    """Plan a training step of a model, without running it. Nothing of the model changes.
+
+    Args:
+        model: the model, on any device, also on ``meta``.
+        config: the config.
+        recipe: ``auto``, Transformer Engine's default recipe for the GPU; ``none``; one of
+            :data:`~te_precision_callbacks.vocabulary.RECIPES`; or one of Transformer Engine's recipe objects.
+        tokens: the tokens of a step on this rank: all dimensions of the input but the last, multiplied.
+
+    Raises:
+        RecipeError: as in :func:`~te_precision_callbacks.check.recipes.recipe_named`.
+        OptionError: ``tokens`` is not positive.
+    """
+    if tokens is not None and tokens < 1:
+        raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of a step on one rank.")
+    made = recipe_named(recipe) if isinstance(recipe, str) else recipe
+    return _Check(model, config, made, tokens, is_wanted=recipe != NONE).checked()
+
+
+class _Check:
+    """Arguments are those of :func:`check_model`.
+
+    Args:
+        is_wanted: whether low precision is.
+    """
+
+    def __init__(self, model: Model, config: Config, recipe: Any, tokens: int | None, *, is_wanted: bool) -> None:
+        self._model, self._config, self._recipe, self._tokens = model, config, recipe, tokens
+        self._is_wanted = is_wanted and recipe is not None
+        self._modules = named_te_modules(model, config.layer_names or "path")
+        self._sections = {section.name: section for section in config.enabled_sections}
+        self._findings: list[Finding] = []
+        self._notes: list[str] = []
+
+    def checked(self) -> CheckedModel:
+        plan = self._plan()
+        acting = {
+            entry.layer.name: [self._sections[name] for name in entry.sections]
+            for entry in plan.layers
+            if any(entry.features.values())
+        }
+        features = {
+            names: tuple(_features(self._sections[name] for name in names))
+            for names in {entry.sections for entry in plan.layers}
+        }
+        products = plan_products(self._model, self._modules, acting, self._recipe, tokens=self._tokens or 1)
+        self._findings += of_recipe(self._recipe, self._modules, acting)
+        self._findings += of_shapes(self._recipe, self._model, self._modules, products.coverage, tokens=self._tokens)
+        if self._is_wanted and not any(product.is_low for product in products.coverage):
+            is_there = any(product.family in ("te", "te_ops") for product in products.coverage)
+            why = "the plan says why" if is_there else "the model has no layer of Transformer Engine"
+            self._findings.append(Finding("high_precision", f"Nothing runs in low precision: {why}."))
+        return CheckedModel(
+            products.coverage,
+            recipe_text(self._recipe),
+            self._tokens,
+            sum(len(named.layers) for named in self._modules),
+            {layer: features[tuple(section.name for section in sections)] for layer, sections in acting.items()},
+            tuple(self._findings),
+            tuple(self._notes),
+            products.not_counted,
+        )
+
+    def _plan(self) -> Plan:
+        """The plan without the layers that Transformer Engine's debug path refuses."""
+        layers = [layer for named in self._modules for layer in named.layers]
+        config = self._config
+        drafted = draft(config.enabled_sections, layers, known_features(), layer_names=config.layer_names)
+        self._findings += [Finding("config", text) for text in drafted.wrong.texts]
+        self._findings += [Finding("unmatched", text) for text in drafted.missing.texts]
+        self._notes += drafted.idle.texts
+        if drafted.plan.otherwise_upstream:
+            self._notes.append(drafted.plan.otherwise_upstream)
+        try:
+            check_conditions(drafted.plan, self._config.enabled_sections, detects_overflow=True)
+        except ConfigError as error:
+            self._findings += [Finding("config", text) for text in error.problems]
+        refused = RefusedLayers(strict=False)
+        effects = {name: tuple(section.effects.values()) for name, section in self._sections.items()}
+        plan = refused.leave(drafted.plan, self._model, self._modules, effects)
+        kept = {entry.layer.name for entry in plan.layers}
+        left = (entry.layer.name for entry in drafted.plan.layers if entry.layer.name not in kept)
+        for why, names in by_key((refused.why(name), name) for name in left).items():
+            text = f"No feature can act on {listed(names)}, since Transformer Engine's debug path refuses: {why}."
+            self._findings.append(Finding("refused", text, tuple(names)))
+        return plan
+
+
+def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
+    """The features of a layer's sections, one for each schedule."""
+    for section in sections:
+        for name, options in section.features.get(NAMESPACE, {}).items():
+            if not options.get("enabled"):
+                continue
+            schema = options.schema if isinstance(options, ReadOptions) else None
+            if isinstance(schema, ObservingFeature):
+                due = [(str(_schedule(target.options)), str(target.tensor)) for target in schema.targets]
+                for steps, tensors in by_key(due).items():
+                    yield ActingFeature(name, section.name, ", ".join(tensors), steps)
+            elif schema is not None:
+                yield ActingFeature(name, section.name, _on(section.effects[name]), "every step")
+            else:
+                yield ActingFeature(name, section.name, "", "a feature of your own, of which the plan knows nothing")
+
+
+def _schedule(options: Any) -> object:
+    return options.schedule if isinstance(options, Scheduled) else "every step"
+
+
+def _on(effect: Effect) -> str:
+    """The GEMMs, with the tensors that are replaced: ``fprop (activation, weight), dgrad``."""
+    replaced = by_key(effect.modifies)
+    gemms = dict.fromkeys((*effect.high_precision, *replaced))
+    return ", ".join(f"{gemm} ({', '.join(replaced[gemm])})" if gemm in replaced else gemm for gemm in gemms)

@@ -1,0 +1,206 @@
+"""Models whose layers are known by the shapes of their weights, and what their GEMMs are handed in three steps."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as recipes
+
+from te_precision_callbacks.check import CheckedModel, check_model
+from te_precision_callbacks.config import load_config
+from te_precision_callbacks.records.coverage import Coverage
+from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.vocabulary import GEMMS
+from tests.capability import any_capability, stand_for
+from tests.session.gemm_spy import Spy
+
+BF16 = torch.bfloat16
+STEPS = 3
+TOKENS = 128
+SPLITS = [32, 96]
+
+RECIPES: Mapping[str, tuple[tuple[int, int], Callable[[], Any]]] = {
+    "fp8_delayed_scaling": ((9, 0), recipes.DelayedScaling),
+    "fp8_current_scaling": ((9, 0), recipes.Float8CurrentScaling),
+    "fp8_block_scaling": ((9, 0), recipes.Float8BlockScaling),
+    "mxfp8": ((10, 0), recipes.MXFP8BlockScaling),
+    "nvfp4": ((10, 0), recipes.NVFP4BlockScaling),
+    "none": ((9, 0), lambda: None),
+}
+"""Recipe -> a GPU that has it, and how it is made."""
+
+Operands = dict[tuple[str, str, str], str]
+"""(layer, GEMM, tensor) -> its format."""
+
+
+@contextmanager
+def gpu_with(recipe: str) -> Iterator[None]:
+    with any_capability():
+        stand_for(RECIPES[recipe][0])
+        yield
+
+
+class Grouped(torch.nn.Module):
+    """Experts that share the tokens unequally."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.experts = te.GroupedLinear(2, inputs, outputs, params_dtype=BF16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.experts(x, SPLITS)
+        return result
+
+
+class Block(torch.nn.Module):
+    """A TransformerLayer of rows."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.transformer_layer = te.TransformerLayer(
+            width, inner, 2, params_dtype=BF16, hidden_dropout=0.0, attention_dropout=0.0
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.transformer_layer(x.view(-1, 2, x.shape[-1]))
+        return result.reshape(x.shape)
+
+
+class Chain(torch.nn.Module):
+    """Modules in a row, some of them nested.
+
+    Args:
+        width: of the input.
+        parts: name -> the module.
+        shapes: (outputs, inputs) of a weight -> its layer.
+    """
+
+    def __init__(self, width: int, parts: Mapping[str, torch.nn.Module], shapes: dict[tuple[int, int], str]) -> None:
+        super().__init__()
+        self.width = width
+        self.parts = torch.nn.ModuleDict()
+        for name, part in parts.items():
+            self.parts[name] = part
+        self.shapes = shapes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts.values():
+            x = part(x)
+        return x
+
+
+def chain(draw: random.Random, kinds: Sequence[str]) -> Chain:
+    """A chain of modules of these kinds; no two weights have one shape."""
+    sides = [32 * number for number in range(1, 9)]
+    shapes: dict[tuple[int, int], str] = {}
+    parts: dict[str, torch.nn.Module] = {}
+    width = first = draw.choice(sides[1:])
+
+    def fits(*made: tuple[int, int]) -> bool:
+        return len(set(made)) == len(made) and not set(made) & set(shapes)
+
+    for number, kind in enumerate(kinds):
+        for inner in draw.sample(sides, len(sides)):
+            name, wrapped = f"part{number}", draw.random() < 0.3
+            path = f"parts.{name}" + (".0" if wrapped else "")
+            made: dict[tuple[int, int], str]
+            if kind == "TransformerLayer":
+                of_attention = f"{path}.transformer_layer.self_attention"
+                mlp = f"{path}.transformer_layer.layernorm_mlp"
+                made = {
+                    (3 * width, width): f"{of_attention}.layernorm_qkv",
+                    (width, width): f"{of_attention}.proj",
+                    (inner, width): f"{mlp}.fc1",
+                    (width, inner): f"{mlp}.fc2",
+                }
+                width_after = width
+            elif kind == "LayerNormMLP":
+                made = {(inner, width): f"{path}.fc1", (width, inner): f"{path}.fc2"}
+                width_after = width
+            else:
+                path += ".experts" if kind == "GroupedLinear" else ""
+                made = {(inner, width): path}
+                width_after = inner
+            size = {"TransformerLayer": 4, "LayerNormMLP": 2}.get(kind, 1)
+            if len(made) == size and fits(*made):
+                shapes |= made
+                part = _BUILD[kind](width, inner)
+                parts[name] = torch.nn.Sequential(part) if wrapped else part
+                width = width_after
+                break
+    return Chain(first, parts, shapes)
+
+
+_BUILD: Mapping[str, Callable[[int, int], torch.nn.Module]] = {
+    "Linear": lambda inputs, outputs: te.Linear(inputs, outputs, params_dtype=BF16),
+    "LayerNormLinear": lambda inputs, outputs: te.LayerNormLinear(inputs, outputs, params_dtype=BF16),
+    "GroupedLinear": Grouped,
+    "LayerNormMLP": lambda width, inner: te.LayerNormMLP(width, inner, params_dtype=BF16),
+    "TransformerLayer": Block,
+}
+
+KINDS = tuple(_BUILD)
+
+
+class _OfGroups(Spy):
+    """Of a GroupedLinear the rows tell the expert; other layers have all rows."""
+
+    def __init__(self, shapes: dict[tuple[int, int], str]) -> None:
+        super().__init__(shapes, {rows: f".gemm_{number}" for number, rows in enumerate(SPLITS)})
+
+
+def ran(model: Chain, config: Mapping[str, Any], recipe: Any, folder: Path) -> tuple[Operands, Coverage]:
+    """What the entries of the extension are handed in three steps of training, and what the session tells of it."""
+    spy = _OfGroups(model.shapes)
+    with (
+        warnings.catch_warnings(),
+        InspectSession(config, model=model, log_dir=folder, allow_unmatched=True, strict=True) as session,
+        spy.watching(),
+    ):
+        warnings.simplefilter("ignore")
+        for _ in range(STEPS):
+            spy.begin_step()
+            x = torch.randn(TOKENS, model.width, dtype=BF16, requires_grad=True)
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                model(x).float().sum().backward()
+            session.step()
+    assert all(handed == spy.handed for handed in spy.handed_in), "every step is alike"
+    assert all(len(formats) == 1 for formats in spy.handed.values())
+    return {operand: next(iter(formats)) for operand, formats in spy.handed.items()}, session.coverage()
+
+
+def planned(checked: CheckedModel) -> Operands:
+    """The same as it is planned."""
+    return {
+        (product.layer, product.gemm, tensor): text.removesuffix(" (modified)")
+        for product in checked.coverage
+        for tensor, text in product.operands.items()
+    }
+
+
+def compare(model: Chain, config: Mapping[str, Any], recipe: str, folder: Path) -> CheckedModel:
+    """Plan and run, in this order, and hold the one against the other."""
+    checked = check_model(model, load_config(config), recipe=recipe, tokens=TOKENS)
+    assert [finding for finding in checked.findings if finding.kind not in ("unmatched", "high_precision")] == []
+    assert {product.runs for product in checked.coverage if product.operands} <= {"planned"}
+    handed, coverage = ran(model, config, RECIPES[recipe][1](), folder)
+    assert planned(checked) == handed
+    assert of_equal_shares(checked.coverage) == of_equal_shares(coverage)
+    return checked
+
+
+def of_equal_shares(coverage: Coverage) -> dict[tuple[str, str], Any]:
+    """The products but those of experts, whose tokens only the run knows, and of attention, which is not planned."""
+    return {
+        (p.layer, p.gemm): (p.n, p.m, p.k, p.macs, dict(p.operands), p.not_run, p.reason, p.reason_ref)
+        for p in coverage
+        if p.gemm in GEMMS and "experts" not in p.layer
+        if p.operands or p.family == "te"  # the session tells nothing of what an operation leaves out
+    }

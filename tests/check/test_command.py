@@ -1,0 +1,257 @@
+"""``te-precision check``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from te_precision_callbacks import cli
+from te_precision_callbacks.check.factory import ModelFactoryError, build_model
+from tests.manual.test_command import ends, one_line
+
+CONFIG = """
+watched:
+  enabled: True
+  layers: {layer_types: [fc1]}
+  transformer_engine:
+    LogTensorStats: {enabled: True, tensors: [weight], stats: [max], freq: 10}
+kept:
+  enabled: True
+  layers: {layer_numbers: ['0-1']}
+  transformer_engine:
+    DisableFP8GEMM: {enabled: True, gemms: [dgrad]}
+later:
+  enabled: False
+"""
+
+MODELS = """
+import torch
+import transformer_engine.pytorch as te
+
+not_a_function = 3
+
+class Net(torch.nn.Module):
+    def __init__(self, blocks=4):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(te.TransformerLayer(64, 128, 4) for _ in range(blocks))
+        self.head = torch.nn.Linear(64, 100)
+
+def build():
+    print("building")
+    return Net()
+
+model = torch.nn.Linear(2, 2)
+
+def on_the_cpu_only():
+    made = Net(1)
+    assert float(torch.ones(1)) == 1
+    return made
+
+def with_argument(width):
+    return Net()
+
+def fails():
+    raise ValueError("no such width")
+
+def exits():
+    raise SystemExit("usage")
+
+def asks_for_a_gpu():
+    return Net(1).cuda()
+
+def returns_the_class():
+    return Net
+
+def returns_a_number():
+    return 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder, with a config and a module."""
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "my_models.py").write_text(MODELS)
+    (tmp_path / "broken.py").write_text("import torch\nimport nowhere_at_all\n")
+    (tmp_path / "wrong.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    before = set(sys.modules)
+    yield tmp_path
+    for name in {"my_models", "broken", "wrong"} & (set(sys.modules) - before):
+        del sys.modules[name]
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    done = CliRunner().invoke(cli.app, ["check", *arguments])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == code, done.output
+    return done.stdout
+
+
+def as_json(*arguments: str, code: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(*arguments, "--json", code=code))
+    return found
+
+
+@pytest.mark.usefixtures("here")
+def test_a_config_alone() -> None:
+    assert one_line(run("config.yaml")) == "config.yaml: no errors in 3 sections, of which 1 not enabled."
+    assert as_json("config.yaml") == {"config": "config.yaml", "errors": []}
+
+
+def test_all_errors_of_a_config(here: Path) -> None:
+    text = CONFIG.replace("[fc1]", "3").replace("weight", "weigth").replace("DisableFP8GEMM", "DisableFp8Gem")
+    (here / "config.yaml").write_text(text)
+    told = one_line(run("config.yaml", code=1))
+    assert told.startswith("config.yaml: 3 errors")
+    for said in (
+        "line 4 column 12 (section 'watched'): 'layer_types'",
+        "line 6 column 47 (section 'watched')",
+        "Did you mean 'weight'?",
+    ):
+        assert said in told
+    assert "line 11 (section 'kept')" in told
+    errors = as_json("config.yaml", code=1)["errors"]
+    assert len(errors) == 3
+    sections = "".join(f"s{number}: 3\n" for number in range(250))
+    (here / "config.yaml").write_text(sections)
+    many = as_json("config.yaml", code=1)
+    assert len(many["errors"]) + many["further_errors"] == 250
+    assert "and 50 more" in run("config.yaml", code=1)
+
+
+@pytest.mark.usefixtures("here")
+def test_the_plan_of_a_model() -> None:
+    told = run("config.yaml", "--model", "my_models:build", "--tokens", "64")
+    lines = [one_line(line) for line in told.splitlines()]
+    assert "16 layers of Transformer Engine, made on meta. Recipe: fp8_delayed_scaling, compute capability 9.0" in told
+    assert "building" not in told, "what a function prints is no part of the answer"
+    [fc1] = [line for line in lines if line.startswith("layers.{2-3}.layernorm_mlp.fc1")]
+    assert "FP8 E4M3 FP8 E5M2 * E4M3 FP8 E5M2 * E4M3" in fc1
+    assert "watched: LogTensorStats of weight, steps 0 on that are multiples of 10" in fc1
+    [kept] = [line for line in lines if line.startswith("layers.{0-1}.layernorm_mlp.fc1")]
+    assert "FP8 E4M3 FP32 FP8 E5M2 * E4M3" in kept
+    assert any("kept: DisableFP8GEMM of dgrad, every step" in line for line in lines)
+    [head] = [line for line in lines if line.startswith("head")]
+    assert head.endswith("torch.nn.Linear")
+    assert "FP8 in" in told
+
+
+@pytest.mark.usefixtures("here")
+def test_the_plan_as_json() -> None:
+    found = as_json("config.yaml", "--model", "my_models:build", "--recipe", "fp8_current_scaling")
+    assert (found["recipe"], found["device"], found["tokens"]) == ("fp8_current_scaling", "meta", None)
+    of_layer = {layer: row for row in found["plan"] for layer in row["layers"]}
+    assert len(of_layer) == 17
+    dgrad = of_layer["layers.1.self_attention.proj"]["gemms"]["dgrad"]
+    assert dgrad["operands"] == {"gradient": "FP32", "weight": "FP32"}
+    assert (dgrad["reason"], dgrad["reason_ref"]) == (
+        "a feature of the config",
+        "DisableFP8GEMM in config.yaml, line 7 (section 'kept')",
+    )
+    assert of_layer["layers.2.layernorm_mlp.fc1"]["features"] == [
+        {
+            "feature": "LogTensorStats",
+            "section": "watched",
+            "on": "weight",
+            "steps": "steps 0 on that are multiples of 10",
+        }
+    ]
+    whole = sum(row["macs"] for row in found["plan"])
+    assert whole == found["macs"] == 3 * (4 * (3 * 64 * 64 + 64 * 64 + 2 * 64 * 128) + 64 * 100)
+    assert found["share"]["fp8"] == pytest.approx(1 - (2 * 32768 + 3 * 6400) / whole)
+
+
+def test_findings_end_with_1(here: Path) -> None:
+    (here / "config.yaml").write_text(CONFIG.replace("[fc1]", "[fc9]"))
+    told = run("config.yaml", "--model", "my_models:build", "--tokens", "30", code=1)
+    assert "matches none of the 16 layers. Similar names: 'fc" in one_line(told)
+    assert "tokens is 30 and has to be a multiple of 16 (next: 32)" in one_line(told)
+    found = as_json("config.yaml", "--model", "my_models:build", "--tokens", "30", code=1)
+    assert [finding["kind"] for finding in found["findings"]] == ["unmatched", "shape"]
+
+
+def test_a_model_that_meta_cannot_make(here: Path) -> None:
+    assert as_json("config.yaml", "--model", "my_models:on_the_cpu_only")["device"] == "cpu"
+    before = list(sys.path)
+    build_model("my_models:build")
+    assert sys.path == before
+
+
+FACTORIES = {
+    "nothing": "names no function. Write package.module:function",
+    "my_models:": "names no function",
+    "my-models:build": "names no function",
+    "nowhere:build": "There is no module 'nowhere', neither in the current folder",
+    "my_model:build": "There is no module 'my_model'.* Did you mean 'my_models'?",
+    "my_models:buidl": "'my_models' has no function 'buidl'. Did you mean 'build'?",
+    "my_models:not_a_function": "'my_models:not_a_function' is no function, but 3",
+    "my_models:model": "is a model, which has been made already",
+    "my_models:with_argument": "missing 1 required positional argument: 'width'. Write package.module:function",
+    "my_models:fails": 'ValueError: no such width (FILE, line 28: raise ValueError("no such width"))',
+    "my_models:exits": "failed: SystemExit: usage",
+    "my_models:asks_for_a_gpu": "line 34: return Net(1).cuda()). It asks for a GPU, and there is none. Make the model",
+    "my_models:returns_the_class": "is no torch.nn.Module. Return an instance of it.",
+    "my_models:returns_a_number": "has returned 3, which is no torch.nn.Module",
+    "broken:build": "'broken' cannot be imported: ModuleNotFoundError: No module named 'nowhere_at_all'",
+    "wrong:build": "'wrong' cannot be imported: ZeroDivisionError: division by zero",
+}
+
+
+@pytest.mark.parametrize("spec", FACTORIES)
+def test_a_factory_that_gives_no_model(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spec: str
+) -> None:
+    told = ends(monkeypatch, capsys, "check", "config.yaml", "--model", spec)
+    for part in FACTORIES[spec].replace("FILE", str(here / "my_models.py")).split(".*"):
+        assert part in told
+    assert "Traceback" not in told
+    with pytest.raises(ModelFactoryError):
+        build_model(spec)
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("confg.yaml", "'confg.yaml' does not exist .* Did you mean 'config.yaml'?"),
+        ("config.yaml --tokens 3", "--tokens: it is for a plan; give --model, too"),
+        ("config.yaml --recipe mxfp8", "--recipe: it is for a plan"),
+        ("config.yaml --model my_models:build --tokens 0", "0 is less than 1"),
+        ("config.yaml --model my_models:build --tokens x", "--tokens .* valid int"),
+        ("config.yaml --model my_models:build --recipe mxfp", "There is no recipe 'mxfp'. Did you mean 'mxfp8'?"),
+        ("config.yaml --model my_models:build --recipe mxfp8", "refuses the recipe 'mxfp8': Device compute capability"),
+    ],
+)
+def test_wrong_use(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    told = ends(monkeypatch, capsys, "check", *shlex.split(arguments))
+    for part in message.split(" .* "):
+        assert part in told
+
+
+def test_very_many_layers_fit_on_a_screen(here: Path) -> None:
+    (here / "my_models.py").write_text(
+        "import torch\nimport transformer_engine.pytorch as te\n"
+        "def build():\n    return torch.nn.ModuleList(te.Linear(32, 32) for _ in range(500))\n"
+    )
+    told = run("config.yaml", "--model", "my_models:build", code=1)
+    assert len(told.splitlines()) < 40
+    assert "{2-499}" in told
+
+
+def test_what_is_made_on_meta_has_no_values(here: Path) -> None:
+    made, device = build_model("my_models:build")
+    assert device == "meta"
+    assert {parameter.device for parameter in made.parameters()} == {torch.device("meta")}

@@ -1,0 +1,262 @@
+"""What a plan finds: what a run would refuse or leave undone, held against such a run where there is one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as recipes
+
+from te_precision_callbacks import PrecisionDebugError
+from te_precision_callbacks.check import CheckedModel, RecipeError, check_model
+from te_precision_callbacks.check.rows import rows
+from te_precision_callbacks.config import load_config
+from te_precision_callbacks.records.coverage import Reason
+from te_precision_callbacks.session import InspectSession
+from tests.check.running import BF16, RECIPES, gpu_with
+from tests.conftest import feature
+
+WATCHED = {"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"])}
+
+
+def check(model: torch.nn.Module, config: Any = None, **keywords: Any) -> CheckedModel:
+    return check_model(model, load_config(config or WATCHED), **keywords)
+
+
+def kinds(checked: CheckedModel) -> list[str]:
+    return [finding.kind for finding in checked.findings]
+
+
+def error_of(model: torch.nn.Module, x: torch.Tensor, recipe: Any, config: Any, folder: Path) -> str:
+    """What a step raises; empty if it runs."""
+    te.quantization.FP8GlobalStateManager.reset()
+    try:
+        with (
+            warnings.catch_warnings(),
+            InspectSession(config, model=model, log_dir=folder, strict=True),
+            te.autocast(enabled=recipe is not None, recipe=recipe),
+        ):
+            warnings.simplefilter("ignore")
+            model(x).float().sum().backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+SIZES = [(64, 32, 32), (40, 32, 32), (30, 32, 32), (64, 48, 32), (64, 32, 40), (64, 20, 32), (64, 32, 30), (48, 80, 96)]
+DISABLED: dict[str, Any] = {
+    "nothing": WATCHED,
+    "all": {"s": feature("DisableFP8Layer", ["all"])},
+    "wgrad": {"s": feature("DisableFP8GEMM", ["all"], gemms=["wgrad"])},
+}
+
+
+@pytest.mark.parametrize("disabled", DISABLED)
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "none"])
+def test_a_shape_is_found_where_a_run_refuses_it(recipe: str, disabled: str, tmp_path: Path) -> None:
+    config = DISABLED[disabled]
+    with gpu_with(recipe):
+        for tokens, in_features, out_features in SIZES:
+            model = torch.nn.ModuleDict({"fc": te.Linear(in_features, out_features, bias=False, params_dtype=BF16)})
+            model.forward = lambda x, model=model: model["fc"](x)
+            checked = check(model, config, recipe=recipe, tokens=tokens)
+            x = torch.randn(tokens, in_features, dtype=BF16, requires_grad=True)
+            error = error_of(model, x, RECIPES[recipe][1](), config, tmp_path)
+            found = [finding for finding in checked.findings if finding.kind == "shape"]
+            assert bool(found) == bool(error), (tokens, in_features, out_features, found, error)
+            assert all(finding.text.startswith("fc: ") and "(next: " in finding.text for finding in found)
+            without = check(model, config, recipe=recipe)
+            assert not any("tokens" in finding.text for finding in without.findings), "which are not known"
+
+
+def test_equal_findings_of_many_layers_are_one() -> None:
+    model = torch.nn.ModuleList(te.Linear(20, 32, device="meta") for _ in range(1000))
+    [finding] = check(model, recipe="fp8_current_scaling").findings
+    assert finding.text.startswith("{0-999}: fprop: in_features is 20 and has to be a multiple of 16 (next: 32)")
+    assert len(finding.layers) == 1000
+
+
+def test_nothing_in_low_precision() -> None:
+    linear = torch.nn.Sequential(te.Linear(32, 32))
+    off = {"s": feature("DisableFP8Layer", ["all"])}
+    assert kinds(check(linear, off)) == ["high_precision"]
+    assert kinds(check(linear, recipe="none")) == [], "as it was asked for"
+    assert kinds(check(linear, off, recipe="none")) == []
+    [*_, finding] = check(torch.nn.Sequential(torch.nn.Linear(32, 32)), off).findings
+    assert (finding.kind, finding.text) == (
+        "high_precision",
+        "Nothing runs in low precision: the model has no layer of Transformer Engine.",
+    )
+
+
+def test_unmatched_sections_conflicts_and_conditions() -> None:
+    model = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+    config = {
+        "nowhere": feature("DisableFP8Layer", ["fc9"]),
+        "one": {**feature("DisableFP8Layer", []), "layers": {"exact_layer_names": ["1", "2"]}},
+        "two": feature("DisableFP8Layer", ["1"]),
+        "idle": feature("LogTensorStats", ["0", "zz"], tensors=["weight"], stats=["max"]),
+        "dumps": feature("DumpTensors", ["0"], tensors=["weight"], quantized_tensor=True, when="mean > 3"),
+    }
+    checked = check(model, config)
+    assert sorted(kinds(checked)) == ["config", "config", "unmatched", "unmatched"]
+    texts = " ".join(finding.text for finding in checked.findings)
+    for said in ("'nowhere' matches none of the 2 layers", "no layer '2'", "gives 'DisableFP8Layer' to", "mean > 3"):
+        assert said in texts
+    assert "no layer's name or class contains 'zz'" in " ".join(checked.notes)
+    assert {product.layer: product.precision for product in checked.coverage} == {"0": "fp8", "1": "fp8"}
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current_scaling", "none", "mxfp8"])
+def test_a_feature_that_needs_another_recipe(recipe: str, tmp_path: Path) -> None:
+    config = {"s": feature("PerTensorScaling", ["0"], gemms=["fprop"], tensors=["weight"])}
+    with gpu_with(recipe):
+        model = torch.nn.Sequential(te.Linear(32, 32, params_dtype=BF16))
+        [finding] = check(model, config, recipe=recipe).findings
+        assert finding.kind == "recipe"
+        assert "(section 's'): PerTensorScaling on 0 needs the recipe fp8_delayed_scaling" in finding.text
+        error = error_of(model, torch.randn(32, 32, dtype=BF16), RECIPES[recipe][1](), config, tmp_path)
+        assert "needs the recipe DelayedScaling" in error
+
+
+def test_what_recipes_refuse_of_modules(tmp_path: Path) -> None:
+    override = recipes.Float8CurrentScaling(backward_override="dequantized")
+    model = torch.nn.Sequential(te.LayerNormMLP(32, 64))
+    assert "LayerNormMLP refuses" in check(model, recipe=override).findings[0].text
+    error = error_of(model, torch.randn(32, 32), override, WATCHED, tmp_path)
+    assert "is not implemented in LayerNormMLP" in error
+    with gpu_with("nvfp4"):
+        model = torch.nn.Sequential(te.Linear(32, 32))
+        [finding] = check(model, recipe="nvfp4").findings
+        assert "Hadamard transform takes bfloat16" in finding.text
+        assert "bfloat16" in error_of(model, torch.randn(32, 32), recipes.NVFP4BlockScaling(), WATCHED, tmp_path)
+        assert check(model, recipe=recipes.NVFP4BlockScaling(disable_rht=True)).findings == ()
+
+
+def test_layers_that_the_debug_path_refuses_run_without_features() -> None:
+    off = {"s": feature("DisableFP8Layer", ["all"])}
+    delayed = te.Linear(32, 32, delay_wgrad_compute=True)
+    checked = check(torch.nn.Sequential(delayed, te.Linear(32, 32)), off)
+    [finding] = checked.findings
+    assert (finding.kind, finding.layers) == ("refused", ("0",))
+    assert "delay_wgrad_compute" in finding.text
+    assert {(p.layer, p.precision) for p in checked.coverage} == {("0", "fp8"), ("1", "fp32")}
+    assert list(checked.features) == ["1"]
+
+
+class Mixed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(10, 32)
+        self.conv = torch.nn.Conv2d(4, 8, 3, groups=2)
+        self.attention = torch.nn.MultiheadAttention(32, 2)
+        self.fc = te.Linear(32, 64)
+        self.ops = te.ops.Sequential(te.ops.Linear(64, 32), te.ops.GELU())
+        self.own = torch.nn.Module()
+        self.own.table = torch.nn.Parameter(torch.zeros(4, 4))
+        self.head = torch.nn.Linear(32, 10)
+        self.head.weight.requires_grad_(False)
+
+
+def test_modules_of_any_kind() -> None:
+    """The multiply-adds are the sizes' products, by hand."""
+    checked = check(Mixed(), recipe="fp8_current_scaling", tokens=64)
+    macs = {(p.layer, p.gemm): p.macs for p in checked.coverage}
+    of_forward = {
+        "embedding": 0,
+        "conv": 64 * 8 * 2 * 9,
+        "attention.in_proj_weight": 64 * 32 * 96,
+        "attention.out_proj": 64 * 32 * 32,
+        "fc": 64 * 32 * 64,
+        "ops.0": 64 * 64 * 32,
+        "head": 64 * 32 * 10,
+    }
+    assert {layer: count for (layer, gemm), count in macs.items() if gemm in ("fprop", "lookup")} == of_forward
+    left_out = {"head", "embedding"}
+    assert {layer: macs[layer, "wgrad"] for layer in of_forward if layer not in left_out} == {
+        layer: count for layer, count in of_forward.items() if layer not in left_out
+    }
+    [frozen] = [product for product in checked.coverage if product.not_run]
+    assert (frozen.layer, frozen.gemm, frozen.not_run) == ("head", "wgrad", "frozen weight")
+    assert checked.not_counted == ("own",)
+    reasons = {p.layer: (p.reason, p.reason_ref) for p in checked.coverage if p.gemm == "fprop" and not p.is_low}
+    assert reasons["head"] == (Reason.NOT_TE, "torch.nn.Linear")
+    assert reasons["conv"] == (Reason.NOT_TE, "torch.nn.Conv2d")
+    assert {p.layer for p in checked.coverage if p.is_low} == {"fc", "ops.0"}
+    assert checked.coverage.macs() == sum(macs.values())
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+def test_a_backward_in_high_precision(override: str) -> None:
+    recipe = recipes.Float8CurrentScaling(backward_override=override)
+    checked = check(torch.nn.Sequential(te.Linear(32, 32)), recipe=recipe)
+    told = {p.gemm: (p.precision, p.reason, p.reason_ref) for p in checked.coverage}
+    kept = ("fp32", Reason.BACKWARD_OVERRIDE, f"backward_override={override!r}")
+    assert told == {"fprop": ("fp8", None, ""), "dgrad": kept, "wgrad": kept}
+
+
+def test_experts_share_the_tokens() -> None:
+    checked = check(torch.nn.ModuleDict({"moe": te.GroupedLinear(4, 32, 64)}), recipe="none", tokens=100)
+    assert checked.coverage.macs(gemm="fprop") == 100 * 32 * 64
+    [row] = rows(checked)
+    assert row.names == ["moe.gemm_{0-3}"]
+
+
+def test_which_features_act_when() -> None:
+    config = {
+        "s": feature(
+            "LogTensorStats",
+            ["all"],
+            stats=["max"],
+            tensors_struct=[{"tensor": "weight", "freq": 5}, {"tensor": "gradient"}, {"tensor": "activation"}],
+        ),
+        "t": feature("FakeQuant", ["0"], quant_format="FP8E4M3", gemms=["fprop"], tensors=["activation", "weight"]),
+        "u": feature("DisableFP8GEMM", ["1"], gemms=["dgrad", "wgrad"]),
+    }
+    checked = check(torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32)), config)
+    logged = [
+        "s: LogTensorStats of weight, steps 0 on that are multiples of 5",
+        "s: LogTensorStats of gradient, activation, every step",
+    ]
+    assert {layer: list(map(str, features)) for layer, features in checked.features.items()} == {
+        "0": [*logged, "t: FakeQuant of fprop (activation, weight), every step"],
+        "1": [*logged, "u: DisableFP8GEMM of dgrad, wgrad, every step"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"recipe": "mxfp"}, r"no recipe 'mxfp'\. Did you mean 'mxfp8'"),
+        (
+            {"recipe": "mxfp8"},
+            r"refuses the recipe 'mxfp8': .*10\.0 or higher.*TE_PRECISION_REFERENCE_CAPABILITY=10\.0",
+        ),
+        ({"recipe": "nvfp4"}, r"refuses the recipe 'nvfp4'"),
+        ({"tokens": 0}, r"tokens=0 must be 1 or more"),
+    ],
+)
+def test_wrong_arguments(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(PrecisionDebugError, match=message):
+        check(torch.nn.Sequential(te.Linear(32, 32)), **keywords)
+
+
+def test_an_environment_variable_that_a_recipe_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any) -> None:
+        assert self.backward_override == "nothing", "NVTE_BACKWARD_OVERRIDE must be unset"
+
+    monkeypatch.setattr(recipes.Float8CurrentScaling, "__post_init__", refuse)
+    with pytest.raises(RecipeError, match=r"refuses the recipe 'fp8_current_scaling': .*NVTE_BACKWARD_OVERRIDE must"):
+        check(torch.nn.Sequential(te.Linear(32, 32)), recipe="fp8_current_scaling")
+
+
+def test_the_default_recipe_is_that_of_the_gpu() -> None:
+    model: Callable[[], torch.nn.Module] = lambda: torch.nn.Sequential(te.Linear(32, 32, params_dtype=BF16))  # noqa: E731
+    assert check(model()).recipe == "fp8_delayed_scaling"
+    with gpu_with("mxfp8"):
+        assert check(model()).recipe == "mxfp8"
