@@ -52,6 +52,13 @@ def check_command(
             help="The tokens of a step on one rank, for the multiply-adds and for the shapes that GEMMs refuse.",
         ),
     ] = None,
+    require: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CONTRACT",
+            help="What the plan must hold, such as 'fp8 >= 95%', or the path of a YAML file with a precision_contract.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check a config, and plan on a model what each of its matrix products will run in, without running it.
@@ -59,7 +66,7 @@ def check_command(
     The environment variable TE_PRECISION_REFERENCE_CAPABILITY (9.0 or 10.0) chooses the GPU that is planned for where
     there is none.
     """
-    for name, value in (("--recipe", recipe), ("--tokens", tokens)):
+    for name, value in (("--recipe", recipe), ("--tokens", tokens), ("--require", require)):
         if model is None and value is not None:
             raise typer.BadParameter("it is for a plan; give --model, too", param_hint=name)
     if tokens is not None and tokens < 1:
@@ -76,7 +83,7 @@ def check_command(
     from te_precision_callbacks.check.printing import as_json as plan_as_json
     from te_precision_callbacks.check.printing import show
 
-    checked, device = _checked(model, loaded, recipe or _AUTO, tokens)
+    checked, device = _checked(model, loaded, recipe or _AUTO, tokens, require)
     if as_json:
         terminal.show_json({"config": config, "errors": [], **plan_as_json(checked, model, device)})
     else:
@@ -108,17 +115,21 @@ def _loaded(path: str, *, as_json: bool) -> Config:
         raise typer.Exit(1) from None
 
 
-def _checked(spec: str, config: Config, recipe: str, tokens: int | None) -> tuple[CheckedModel, str]:
+def _checked(
+    spec: str, config: Config, recipe: str, tokens: int | None, require: str | None
+) -> tuple[CheckedModel, str]:
     from te_precision_callbacks import reference
 
     reference.install_where_needed()
     from te_precision_callbacks.check.factory import build_model
     from te_precision_callbacks.check.model import check_model
     from te_precision_callbacks.check.recipes import recipe_named
+    from te_precision_callbacks.config.contract import read_contract
 
     recipe_named(recipe)  # a wrong name is told before a model is made
+    contract = read_contract(require)
     made, device = build_model(spec)
-    return check_model(made, config, recipe=recipe, tokens=tokens), device
+    return check_model(made, config, recipe=recipe, tokens=tokens, require=contract), device
 
 
 def _without_errors(path: str, config: Config) -> str:

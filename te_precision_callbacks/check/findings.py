@@ -21,7 +21,7 @@ from te_precision_callbacks.session.precision import recipe_text
 from te_precision_callbacks.session.shapes import layer_features
 from te_precision_callbacks.vocabulary import GEMMS, GemmName, class_names
 
-FindingKind = Literal["config", "unmatched", "refused", "recipe", "shape", "high_precision"]
+FindingKind = Literal["config", "unmatched", "refused", "recipe", "shape", "high_precision", "contract"]
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
@@ -39,7 +39,8 @@ class Finding:
     Attributes:
         kind: ``config``, a problem of the config; ``unmatched``, a selector without a layer; ``refused``, layers on
             which no feature can act; ``recipe``, what a recipe or a feature refuses; ``shape``, sizes with which a GEMM
-            does not run; ``high_precision``, nothing runs in low precision.
+            does not run; ``high_precision``, nothing runs in low precision; ``contract``, what a contract demands
+            and the plan does not hold.
         text: the finding in words, with the layers' names in short.
         layers: the layers, if it is about some.
     """

@@ -9,13 +9,14 @@ for finding in checked.findings:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from te_precision_callbacks.check.findings import Finding, by_key, listed, of_recipe, of_shapes
 from te_precision_callbacks.check.recipes import AUTO, NONE, recipe_named
 from te_precision_callbacks.config import Config, ConfigError, Plan, Section
 from te_precision_callbacks.config.checking import ReadOptions
+from te_precision_callbacks.config.contract import ContractSource, read_contract
 from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.effects import NAMESPACE, Effect
 from te_precision_callbacks.config.keys import Scheduled
@@ -25,6 +26,7 @@ from te_precision_callbacks.config.planning import draft
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.naming import Model, named_te_modules
 from te_precision_callbacks.records.coverage import Coverage
+from te_precision_callbacks.session.contract import broken_clauses, require_layers
 from te_precision_callbacks.session.planned import plan_products
 from te_precision_callbacks.session.precision import recipe_text
 from te_precision_callbacks.session.refusals import RefusedLayers
@@ -74,7 +76,14 @@ class CheckedModel:
     not_counted: tuple[str, ...]
 
 
-def check_model(model: Model, config: Config, *, recipe: Any = AUTO, tokens: int | None = None) -> CheckedModel:
+def check_model(
+    model: Model,
+    config: Config,
+    *,
+    recipe: Any = AUTO,
+    tokens: int | None = None,
+    require: ContractSource = None,
+) -> CheckedModel:
     """Plan a training step of a model, without running it. Nothing of the model changes.
 
     Args:
@@ -83,15 +92,24 @@ def check_model(model: Model, config: Config, *, recipe: Any = AUTO, tokens: int
         recipe: ``auto``, Transformer Engine's default recipe for the GPU; ``none``; one of
             :data:`~te_precision_callbacks.vocabulary.RECIPES`; or one of Transformer Engine's recipe objects.
         tokens: the tokens of a step on this rank: all dimensions of the input but the last, multiplied.
+        require: a contract, as the front doors take it: what the plan does not hold of it is a finding. Of what is kept
+            in which type, a plan knows nothing.
 
     Raises:
+        ConfigError: ``require`` is no contract, or has a pattern that matches no layer.
         RecipeError: as in :func:`~te_precision_callbacks.check.recipes.recipe_named`.
         OptionError: ``tokens`` is not positive.
     """
     if tokens is not None and tokens < 1:
         raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of a step on one rank.")
     made = recipe_named(recipe) if isinstance(recipe, str) else recipe
-    return _Check(model, config, made, tokens, is_wanted=recipe != NONE).checked()
+    contract = read_contract(require)
+    checked = _Check(model, config, made, tokens, is_wanted=recipe != NONE).checked()
+    if contract is None:
+        return checked
+    require_layers(contract, {product.layer for product in checked.coverage})
+    broken = [Finding("contract", text) for text in broken_clauses(contract, checked.coverage)]
+    return replace(checked, findings=(*checked.findings, *broken))
 
 
 class _Check:

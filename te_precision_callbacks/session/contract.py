@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from te_precision_callbacks.config.contract import Contract, OnBroken
 from te_precision_callbacks.config.problems import ConfigError, suggestion
@@ -62,23 +62,6 @@ class ContractKeeper:
         self._judged = -1
         self._said = ""
 
-    def check_layers(self, names: Iterable[str]) -> None:
-        """Refuse a pattern that matches no layer of the model.
-
-        Args:
-            names: of all layers and modules, on all ranks.
-
-        Raises:
-            ConfigError: there is such a pattern.
-        """
-        known = list(names)
-        for pattern in self._contract.layers:
-            if not any(re.search(pattern, name) for name in known):
-                raise ConfigError(
-                    f"require=: no layer matches {pattern!r}, of which the contract demands"
-                    f" {self._contract.layers[pattern]!r}.{suggestion(pattern, known)}"
-                )
-
     def end_step(self, coverage_now: Callable[[], Coverage], changes: int, ranks: Ranks) -> None:
         """Judge, if it is time: at the step that the contract names, and where precision has changed on any rank since.
 
@@ -97,7 +80,7 @@ class ContractKeeper:
             return
         self._judged, own = changes, coverage_now()
         coverage = Coverage(ranks.pool(own), state=tuple(ranks.pool(own.state)))
-        broken = [*self._broken_shares(coverage), *self._broken_layers(coverage), *self._broken_state(coverage.state)]
+        broken = [*broken_clauses(self._contract, coverage), *_broken_state(self._contract, coverage.state)]
         if broken:
             self._tell(broken, coverage)
 
@@ -113,36 +96,63 @@ class ContractKeeper:
             logger.warning("%s", message)
         self._said = message
 
-    def _broken_shares(self, coverage: Coverage) -> Iterable[str]:
-        for share in self._contract.shares:
-            backward = _HALVES.get(share.part)
-            gemm = share.part if share.part and backward is None else None
-            found = coverage.share(share.precision, gemm=gemm, backward=backward)
-            if not share.holds(found):
-                has = "there are no such products" if math.isnan(found) else f"it is {100 * found:.1f} %"
-                yield f"{share}: {has}."
 
-    def _broken_layers(self, coverage: Coverage) -> Iterable[str]:
-        for pattern, precision in self._contract.layers.items():
-            of_pattern = [product for product in coverage if product.macs and re.search(pattern, product.layer)]
-            others = [product for product in of_pattern if product.precision not in PRECISIONS[precision]]
-            if others:
-                first = max(others, key=lambda product: product.macs)
-                more = f", and {len(others) - 1} more GEMMs" if len(others) > 1 else ""
-                yield (
-                    f"{pattern!r} must run in {precision}: {first.layer} {first.gemm} runs in {first.precision}"
-                    f"{f' ({first.why})' if first.why else ''}{more}."
-                )
+def broken_clauses(contract: Contract, coverage: Coverage) -> list[str]:
+    """What products, seen or planned, do not hold of a contract, in sentences; but for what is kept in which type."""
+    return [*_broken_shares(contract, coverage), *_broken_layers(contract, coverage)]
 
-    def _broken_state(self, state: Iterable[StateRow]) -> Iterable[str]:
-        kept: dict[str, dict[str, None]] = {}
-        for row in state:
-            kept.setdefault(row.subject, {})[row.dtype] = None
-        for subject, dtype in self._contract.state.items():
-            others = [other for other in kept.get(subject, ()) if other != dtype]
-            if others or subject not in kept:
-                found = f"some are {', '.join(others)}" if others else "none was seen"
-                yield f"{subject} must be {dtype}: {found}."
+
+def _broken_shares(contract: Contract, coverage: Coverage) -> Iterator[str]:
+    for share in contract.shares:
+        backward = _HALVES.get(share.part)
+        gemm = share.part if share.part and backward is None else None
+        found = coverage.share(share.precision, gemm=gemm, backward=backward)
+        if not share.holds(found):
+            has = "there are no such products" if math.isnan(found) else f"it is {100 * found:.1f} %"
+            yield f"{share}: {has}."
+
+
+def _broken_layers(contract: Contract, coverage: Coverage) -> Iterator[str]:
+    for pattern, precision in contract.layers.items():
+        of_pattern = [product for product in coverage if product.macs and re.search(pattern, product.layer)]
+        others = [product for product in of_pattern if product.precision not in PRECISIONS[precision]]
+        if others:
+            first = max(others, key=lambda product: product.macs)
+            more = f", and {len(others) - 1} more GEMMs" if len(others) > 1 else ""
+            yield (
+                f"{pattern!r} must run in {precision}: {first.layer} {first.gemm} runs in {first.precision}"
+                f"{f' ({first.why})' if first.why else ''}{more}."
+            )
+
+
+def _broken_state(contract: Contract, state: Iterable[StateRow]) -> Iterator[str]:
+    kept: dict[str, dict[str, None]] = {}
+    for row in state:
+        kept.setdefault(row.subject, {})[row.dtype] = None
+    for subject, dtype in contract.state.items():
+        others = [other for other in kept.get(subject, ()) if other != dtype]
+        if others or subject not in kept:
+            found = f"some are {', '.join(others)}" if others else "none was seen"
+            yield f"{subject} must be {dtype}: {found}."
+
+
+def require_layers(contract: Contract, names: Iterable[str]) -> None:
+    """Refuse a contract with a pattern that matches no layer of a model.
+
+    Args:
+        contract: the contract.
+        names: of all layers and modules, on all ranks.
+
+    Raises:
+        ConfigError: there is such a pattern.
+    """
+    known = list(names)
+    for pattern in contract.layers:
+        if not any(re.search(pattern, name) for name in known):
+            raise ConfigError(
+                f"require=: no layer matches {pattern!r}, of which the contract demands"
+                f" {contract.layers[pattern]!r}.{suggestion(pattern, known)}"
+            )
 
 
 _HALVES = {"forward": False, "backward": True}

@@ -23,7 +23,7 @@ from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.ranks import own_rank, world_size
 from te_precision_callbacks.records.model import RunInfo, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
-from te_precision_callbacks.session.contract import ContractKeeper
+from te_precision_callbacks.session.contract import ContractKeeper, require_layers
 from te_precision_callbacks.session.delivery import Delivery, Ending, SessionObservation
 from te_precision_callbacks.session.endings import ProcessEnds
 from te_precision_callbacks.session.errors import ObservationError
@@ -160,9 +160,8 @@ class Run:
         self._delivery.reduces = ranks.several
         self.model.attach(model, ranks)
         self._pools_coverage = ranks.several
-        if self._contract is not None:
-            names = ranks.pool(self.model.all_names)
-            self._contract.check_layers(names)
+        if self._options.require is not None:
+            require_layers(self._options.require, ranks.pool(self.model.all_names))
         if ranks.several and self._optimizer_steps is None:
             self._optimizer_steps = self.observation.optimizer_steps = OptimizerSteps()
         self.overflow.attach(model)

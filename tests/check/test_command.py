@@ -181,6 +181,15 @@ def test_findings_end_with_1(here: Path) -> None:
     assert [finding["kind"] for finding in found["findings"]] == ["unmatched", "shape"]
 
 
+@pytest.mark.usefixtures("here")
+def test_a_contract_that_the_plan_does_not_hold() -> None:
+    arguments = ("config.yaml", "--model", "my_models:build", "--recipe", "fp8_current_scaling", "--require")
+    assert as_json(*arguments, "fp8 >= 60%")["findings"] == []
+    found = as_json(*arguments, "fp8 >= 99%", code=1)["findings"]
+    assert [finding["kind"] for finding in found] == ["contract"]
+    assert "fp8 >= 99%: it is 79.5 %." in one_line(run(*arguments, "fp8 >= 99%", code=1))
+
+
 def test_a_model_that_meta_cannot_make(here: Path) -> None:
     assert as_json("config.yaml", "--model", "my_models:on_the_cpu_only")["device"] == "cpu"
     before = list(sys.path)
@@ -228,6 +237,8 @@ def test_a_factory_that_gives_no_model(
         ("config.yaml --tokens 3", "--tokens: it is for a plan; give --model, too"),
         ("config.yaml --recipe mxfp8", "--recipe: it is for a plan"),
         ("config.yaml --model my_models:build --tokens 0", "0 is less than 1"),
+        ("config.yaml --require 'fp8 >= 1%'", "--require: it is for a plan"),
+        ("config.yaml --model my_models:build --require 'fp9 >= 1%'", "no precision 'fp9'. Did you mean 'fp8'"),
         ("config.yaml --model my_models:build --tokens x", "--tokens .* valid int"),
         ("config.yaml --model my_models:build --recipe mxfp", "There is no recipe 'mxfp'. Did you mean 'mxfp8'?"),
         ("config.yaml --model my_models:build --recipe mxfp8", "refuses the recipe 'mxfp8': Device compute capability"),
