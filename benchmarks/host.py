@@ -5,7 +5,7 @@
 The tensors have 16 x 16 elements, so that next to nothing is the arithmetic of large tensors.
   note        microseconds a tensor: the statistics of a tensor are asked for.
   measure     microseconds a tensor: what is wanted is found, and the columns are added to the slots of the step.
-  pass        microseconds a tensor: it is read. On a CPU that is some thirty calls of torch for a small tensor.
+  pass        microseconds a tensor: it is read, by the compiled pass.
   flush       microseconds a number: the slots become numbers.
   records     microseconds a number: the records of the step, and the worst value of each series.
   log         microseconds a number: the statistics log, to the end of its write.
@@ -26,7 +26,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from measuring import TENSOR_STATISTICS, arguments, machine, progress, report
+from measuring import TENSOR_STATISTICS, arguments, as_in_a_long_run, machine, progress, report
 
 from te_precision_callbacks import reference
 
@@ -128,7 +128,7 @@ def main(given: list[str] | None = None) -> None:
     progress(described) if options.json else print(described, end="\n\n")
     cases = []
     for tensors in options.tensors:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, as_in_a_long_run():
             cases.append({**case_of(tensors, options.repeats, Path(folder)), "machine": described})
         progress(f"{tensors} tensors")
     report(cases, COLUMNS, "Microseconds: note and measure a tensor, the others a number.", as_json=options.json)
