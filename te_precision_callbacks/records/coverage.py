@@ -36,7 +36,7 @@ LOW_PRECISION: Mapping[str, frozenset[str]] = {
 HIGH_PRECISION = ("bf16", "fp16", "fp32", "fp64")
 
 PRECISIONS: Mapping[str, frozenset[str]] = {**LOW_PRECISION, **{name: frozenset({name}) for name in HIGH_PRECISION}}
-"""The words for a precision that :meth:`Coverage.share` takes -> the values of :attr:`Product.precision`."""
+"""The words for a precision that :meth:`Coverage.share` takes -> the values of ``Product.precision``."""
 
 _ORDER = ("nvfp4", "mxfp8", "fp8", "bf16", "fp16", "fp32", "fp64")
 
@@ -158,7 +158,7 @@ class Coverage(tuple[Product, ...]):
 
         Args:
             precision: one of :data:`PRECISIONS`.
-            gemm: as :attr:`Product.gemm`.
+            gemm: as ``Product.gemm``.
             backward: those of the backward, or of the forward.
 
         Raises:
