@@ -69,6 +69,7 @@ class _Seen:
         weight: the parameter that a product of the forward multiplies by.
         of: the product of the forward, for one of a backward that torch has run.
         backward: whether it belongs to a backward.
+        gradients: how many products of the backward, but for dgrad, are of this one.
     """
 
     layer: str
@@ -80,6 +81,7 @@ class _Seen:
     weight: Weight | None = None
     of: _Seen | None = None
     backward: bool = False
+    gradients: int = 0
 
     @property
     def reason(self) -> Reason | None:
@@ -377,6 +379,7 @@ class ModelProducts:
             role: Role = product.role
             if of.weight is not None and not role:
                 role = self._role_in_backward(product, of)
+            of.gradients += role != "dgrad"
             formats, sizes = (dtype_name(product.a.dtype), dtype_name(product.b.dtype)), product[2:6]
             self._seen.append(_Seen(of.layer, of.family, role, formats, sizes, of.kind, of=of, backward=True))
 
@@ -397,12 +400,9 @@ class ModelProducts:
             return next((seen for seen in reversed(self._seen) if seen.weight == weight), None)
         of_activation = [seen for operand in operands for seen in self._activations.get(operand) or ()]
         for seen in (*of_activation, *self._seen):
-            alike = (
-                seen.of is None and sorted(seen.sizes[:3]) == sorted(product[2:5]) and seen.sizes[3] == product.batch
-            )
-            if alike and sum(other.of is seen and other.role != "dgrad" for other in self._seen) < 1 + (
-                not seen.weight
-            ):
+            wanted = 1 if seen.weight is not None else 2
+            alike = sorted(seen.sizes[:3]) == sorted(product[2:5]) and seen.sizes[3] == product.batch
+            if alike and seen.of is None and seen.gradients < wanted:
                 return seen
         return None
 
@@ -467,10 +467,12 @@ class _SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, operator: Any, types: Iterable[type], arguments: Sequence[Any] = (), keywords: Any = None
     ) -> Any:
-        if any(kind.__name__ == "DTensor" for kind in types):
+        names = {kind.__name__ for kind in types}
+        if "DTensor" in names:
             return NotImplemented  # which runs operators on its shards, that are told of
         result = operator(*arguments, **(keywords or {}))
-        self._tell(operator._schema.name.rpartition("::")[2], arguments, result)
+        if "FakeTensor" not in names:  # by which a DTensor learns the shape of a result
+            self._tell(operator._schema.name.rpartition("::")[2], arguments, result)
         return result
 
 

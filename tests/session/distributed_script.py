@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 import time
+from collections import OrderedDict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 import transformer_engine.pytorch as te
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks import ranks
@@ -38,6 +41,7 @@ def main(rank: int, folder: Path) -> None:
     scopes(rank, folder)
     contract(rank, folder / "contract")
     coverage(rank, folder / "coverage")
+    sharded(rank, folder / "sharded")
     groups = [torch.distributed.new_group([index]) for index in range(2)]
     for case in CASES:
         keywords = {
@@ -61,6 +65,23 @@ def coverage(rank: int, folder: Path) -> None:
         products = session.coverage()
     macs = {f"{product.layer} {product.gemm} {product.precision}": product.macs for product in products if product.macs}
     (folder / f"{rank}.txt").write_text(repr((dict(sorted(macs.items())), products.share("fp8"))))
+
+
+def sharded(rank: int, folder: Path) -> None:
+    """torch's own layers, split over two ranks by tensor parallelism, or by fully_shard."""
+    mesh = init_device_mesh("cpu", (2,))
+    split = torch.nn.ModuleDict({"up": torch.nn.Linear(64, 128), "down": torch.nn.Linear(128, 64)})
+    for how in ("tensor parallel", "fully_shard"):
+        net = torch.nn.Sequential(OrderedDict(copy.deepcopy(split)))
+        if how == "fully_shard":
+            fully_shard(net, mesh=mesh)
+        else:
+            parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        with InspectSession(None, model=net, log_dir=folder / how, reduce=False, strict=True) as session:
+            net(torch.ones(16, 64)).sum().backward()
+            session.step()
+            macs = {f"{one.layer} {one.gemm}": one.macs for one in session.coverage() if one.macs}
+        (folder / f"{how} {rank}.txt").write_text(repr(macs))
 
 
 def contract(rank: int, folder: Path) -> None:

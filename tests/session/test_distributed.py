@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from te_precision_callbacks.vocabulary import GEMMS
 from tests.forked import ranks
 from tests.lightning.models import log_of, logged_lines, marked_lines
 
@@ -93,6 +94,15 @@ def test_the_coverage_of_all_ranks(two: Path) -> None:
             **{f"pp1.0 {gemm} fp32": 16 * 32 * 64 for gemm in ("fprop", "wgrad")},
         }
         assert share == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(("how", "width"), [("tensor parallel", 64), ("fully_shard", 128)])
+def test_what_a_rank_multiplies_of_split_layers(two: Path, how: str, width: int) -> None:
+    """Its shard under tensor parallelism, the whole weight under fully_shard; each product once."""
+    for rank in range(2):
+        products = ast.literal_eval((two / "sharded" / f"{how} {rank}.txt").read_text())
+        one = 16 * 64 * width
+        assert products == {"up fprop": one, "up wgrad": one, **{f"down {gemm}": one for gemm in GEMMS}}
 
 
 def test_a_contract_that_one_rank_breaks_is_broken_on_all(two: Path) -> None:
