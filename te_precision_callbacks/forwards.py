@@ -114,3 +114,14 @@ def innermost_autograd_frame() -> str | None:
             return name
         frame = frame.f_back
     return None
+
+
+def running_forward(module: torch.nn.Module) -> FrameType | None:
+    """The frame of the forward that a module is running; None if it runs none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        names = frame.f_code.co_varnames
+        if frame.f_code.co_name == "forward" and names[:1] == ("self",) and frame.f_locals.get("self") is module:
+            return frame
+        frame = frame.f_back
+    return None

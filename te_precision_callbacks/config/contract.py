@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 
 from te_precision_callbacks.config.conditions import Share, parse_share
 from te_precision_callbacks.config.problems import ConfigError, Problems, shown, suggestion
-from te_precision_callbacks.config.reading import Places, read_yaml
+from te_precision_callbacks.config.reading import read_yaml
 from te_precision_callbacks.records.coverage import PRECISIONS
 from te_precision_callbacks.records.state import SUBJECTS
 
@@ -84,7 +84,6 @@ def read_contract(source: ContractSource) -> Contract | None:
     if isinstance(source, Mapping):
         if set(source) == {CONTRACT}:
             source = source[CONTRACT]
-        places = Places("require=")
         return _read(source, lambda *keys: f"require={''.join(f'[{key!r}]' for key in keys)}")
     raise ConfigError(
         "require= must be a condition such as 'fp8 >= 95%', the path of a YAML file, or a mapping, not"

@@ -103,7 +103,6 @@ def in_precision(
         unconverted: layers that a trainer left without Transformer Engine, and why.
     """
     entries: dict[tuple[str, ProductName], GemmPrecision] = {(entry.layer, entry.gemm): entry for entry in precision}
-    fprops = {entry.layer: entry for entry in precision if entry.gemm == "fprop"}
     seen = set()
     for product in products:
         if product.family not in ("te", "te_ops"):
@@ -121,7 +120,7 @@ def in_precision(
         else:
             told = replace(product, operands=entry.operands)
             if not told.is_low:
-                reason, ref = _reason(entry, fprops.get(entry.layer), layers.get(entry.layer))
+                reason, ref = _reason(entry, layers.get(entry.layer))
                 told = replace(told, reason=reason, reason_ref=ref)
             yield told
     for entry in precision:
@@ -129,7 +128,7 @@ def in_precision(
             yield Product.left_out(entry.layer, "te", entry.gemm, entry.not_run)
 
 
-def _reason(entry: GemmPrecision, fprop: GemmPrecision | None, facts: LayerFacts | None) -> tuple[Reason, str]:
+def _reason(entry: GemmPrecision, facts: LayerFacts | None) -> tuple[Reason, str]:
     """Why a GEMM of Transformer Engine runs in high precision."""
     if entry.recipe == HIGH_PRECISION:
         return Reason.NO_AUTOCAST, Reason.NO_AUTOCAST.value

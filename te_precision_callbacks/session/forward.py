@@ -22,14 +22,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
 
 from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.errors import FeatureError
-from te_precision_callbacks.forwards import ForwardClassifier, ForwardKind, outside_of_dynamo
+from te_precision_callbacks.forwards import ForwardClassifier, ForwardKind, outside_of_dynamo, running_forward
 from te_precision_callbacks.gemm_events import Listener
 from te_precision_callbacks.naming import Model, NamedModule, NamedOperation
 from te_precision_callbacks.session.delayed_scaling import DelayedScalingLayers
@@ -540,13 +539,8 @@ def _input_of(module: torch.nn.Module) -> Any:
 
     The input is the first argument of TE 2.20.2's forwards, which keep its name.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        names = frame.f_code.co_varnames
-        if frame.f_code.co_name == "forward" and names[:1] == ("self",) and frame.f_locals.get("self") is module:
-            return frame.f_locals.get(names[1])
-        frame = frame.f_back
-    return None
+    frame = running_forward(module)
+    return None if frame is None else frame.f_locals.get(frame.f_code.co_varnames[1])
 
 
 _OVERRIDDEN = (

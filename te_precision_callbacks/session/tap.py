@@ -30,12 +30,11 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
 
-from te_precision_callbacks.forwards import ForwardKind, outside_of_dynamo
+from te_precision_callbacks.forwards import ForwardKind, outside_of_dynamo, running_forward
 from te_precision_callbacks.gemm_events import (
     GEMM_OF_LAYOUT,
     OUTSIDE,
@@ -691,13 +690,8 @@ def _no_sources(given: Sequence[Any]) -> dict[tuple[int, str], Any]:
 
 def _arguments_of_forward(module: Any) -> dict[str, Any]:
     """The arguments of the forward that a module is running, by their names."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        names = frame.f_code.co_varnames
-        if frame.f_code.co_name == "forward" and names[:1] == ("self",) and frame.f_locals.get("self") is module:
-            return dict(frame.f_locals)
-        frame = frame.f_back
-    return {}
+    frame = running_forward(module)
+    return {} if frame is None else dict(frame.f_locals)
 
 
 def _sources_of_experts(given: Sequence[Any]) -> dict[tuple[int, str], Any]:

@@ -19,7 +19,17 @@ from te_precision_callbacks.session import ResumeAuditError
 from tests.accelerate.loops import Plain, prepared, run
 from tests.capability import any_capability, stand_for
 from tests.conftest import statistics
-from tests.session.test_resume_audit import DELAYED, MISSING, RECIPES, VARIABLE, cut, findings, warned, with_extra_state
+from tests.session.test_resume_audit import (
+    DELAYED,
+    MISSING,
+    RECIPES,
+    VARIABLE,
+    cut,
+    findings,
+    warned,
+    with_extra_state,
+    without_extra_state,
+)
 
 CURRENT = recipes.Float8CurrentScaling()
 WEIGHTS = "pytorch_model.bin"
@@ -91,10 +101,6 @@ def changed(checkpoint: Path, change: Callable[[dict[str, Any]], dict[str, Any]]
     """The checkpoint with another state of the model."""
     torch.save(change(torch.load(checkpoint / WEIGHTS)), checkpoint / WEIGHTS)
     return checkpoint
-
-
-def without_extra_state(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if not key.endswith("_extra_state")}
 
 
 @pytest.mark.parametrize("quantized", [False, True])

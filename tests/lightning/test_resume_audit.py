@@ -16,7 +16,17 @@ from te_precision_callbacks.session import ResumeAuditError
 from tests.capability import any_capability, stand_for
 from tests.conftest import statistics
 from tests.lightning.models import Plain, loader, trainer
-from tests.session.test_resume_audit import DELAYED, MISSING, RECIPES, VARIABLE, cut, findings, warned, with_extra_state
+from tests.session.test_resume_audit import (
+    DELAYED,
+    MISSING,
+    RECIPES,
+    VARIABLE,
+    cut,
+    findings,
+    warned,
+    with_extra_state,
+    without_extra_state,
+)
 
 CURRENT = recipes.Float8CurrentScaling()
 
@@ -68,10 +78,6 @@ def changed(checkpoint: Path, change: Callable[[dict[str, Any]], dict[str, Any]]
     content["state_dict"] = change(content["state_dict"])
     torch.save(content, checkpoint)
     return checkpoint
-
-
-def without_extra_state(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if not key.endswith("_extra_state")}
 
 
 @pytest.mark.parametrize("quantized", [False, True])

@@ -192,9 +192,13 @@ def test_a_step_that_runs_forward_and_backward_inside_of_the_optimizer(tmp_path:
 # ---------------------------------------------------------------------- what is found
 
 
-def without_extra_state(state: State) -> State:
-    state["model"] = {key: value for key, value in state["model"].items() if not key.endswith("_extra_state")}
-    return state
+def without_extra_state(weights: State) -> State:
+    """A model's state without the scales and amax histories."""
+    return {key: value for key, value in weights.items() if not key.endswith("_extra_state")}
+
+
+def model_without_extra_state(state: State) -> State:
+    return {**state, "model": without_extra_state(state["model"])}
 
 
 MISSING = "No scales and amax histories were restored: the first step runs with scales of 1"
@@ -202,7 +206,7 @@ MISSING = "No scales and amax histories were restored: the first step runs with 
 
 def test_a_checkpoint_without_extra_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
-    report = resumed(tmp_path, without_extra_state(saved(tmp_path, DELAYED)), DELAYED)
+    report = resumed(tmp_path, model_without_extra_state(saved(tmp_path, DELAYED)), DELAYED)
     assert findings(report) == [f"{MISSING}: all 5 layers."]
     (said,) = warned(caplog)
     assert MISSING in said
@@ -343,7 +347,7 @@ def test_another_config_and_other_versions(tmp_path: Path) -> None:
 
 
 def test_strict_raises_before_the_first_optimizer_step(tmp_path: Path) -> None:
-    state = without_extra_state(saved(tmp_path, DELAYED))
+    state = model_without_extra_state(saved(tmp_path, DELAYED))
     model = net(DELAYED, quantized=False)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with (

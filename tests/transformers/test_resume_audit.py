@@ -29,6 +29,7 @@ from tests.session.test_resume_audit import (
     findings,
     warned,
     with_extra_state,
+    without_extra_state,
 )
 from tests.transformers.models import Net, arguments, trainer
 
@@ -89,10 +90,6 @@ def changed(checkpoint: Path, change: Callable[[dict[str, Any]], dict[str, Any]]
     state = change(safetensors.torch.load_file(checkpoint / WEIGHTS))
     safetensors.torch.save_file(state, checkpoint / WEIGHTS)
     return checkpoint
-
-
-def without_extra_state(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if not key.endswith("_extra_state")}
 
 
 @pytest.mark.parametrize("name", RECIPES)
