@@ -28,6 +28,7 @@ constexpr int kAhead = 2048;         // bytes: not every processor, as some virt
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Units __attribute__((vector_size(4 * kLanes)));
 typedef float HalfFloats __attribute__((vector_size(2 * kLanes)));
 typedef double Doubles __attribute__((vector_size(4 * kLanes)));  // of half as many lanes
 typedef int64_t Longs __attribute__((vector_size(4 * kLanes)));
@@ -39,11 +40,71 @@ typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int32_t kMagnitude = 0x7fffffff;
 constexpr int32_t kInfinityBits = 0x7f800000;
+constexpr uint32_t kNone = 0xffffffff;
+
+// What holds of each lane of Ints, and the lanes of which it has held. AVX-512 has masks of bits, whose bits are counted
+// beside the vectors; else each lane is 0 or -1.
+#if defined(__AVX512F__)
+typedef __mmask16 Mask;
+typedef int64_t Count;
+inline Mask is_less(Ints a, Ints b) { return _mm512_cmplt_epi32_mask((__m512i)a, (__m512i)b); }
+inline Mask is_zero(Ints a) { return _mm512_testn_epi32_mask((__m512i)a, (__m512i)a); }
+inline Mask is_zero(Floats a) { return _mm512_cmp_ps_mask((__m512)a, _mm512_setzero_ps(), _CMP_EQ_OQ); }
+inline Mask is_greater(Floats a, Floats b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ); }
+inline Floats where(Mask mask, Floats a, Floats b) { return (Floats)_mm512_mask_blend_ps(mask, (__m512)b, (__m512)a); }
+inline Ints or_zero(Mask mask, Ints a) { return (Ints)_mm512_maskz_mov_epi32(mask, (__m512i)a); }
+inline Mask both(Mask a, Mask b) { return a & b; }
+inline Mask first_alone(Mask a, Mask b) { return a & ~b; }
+inline void add_to(Count& count, Mask mask) { count += __builtin_popcount(mask); }
+#else
+typedef Ints Mask;
+typedef Ints Count;
+inline Mask is_less(Ints a, Ints b) { return a < b; }
+inline Mask is_zero(Ints a) { return a == 0; }
+inline Mask is_zero(Floats a) { return a == 0.0f; }
+inline Mask is_greater(Floats a, Floats b) { return a > b; }
+inline Floats where(Mask mask, Floats a, Floats b) { return mask ? a : b; }
+inline Ints or_zero(Mask mask, Ints a) { return a & mask; }
+inline Mask both(Mask a, Mask b) { return a & b; }
+inline Mask first_alone(Mask a, Mask b) { return a & ~b; }
+inline void add_to(Count& count, Mask mask) { count -= mask; }
+#endif
+
+// The two halves of a vector as doubles. GCC 12 would convert quarters and put them together.
+struct Halves {
+  Doubles half[2];
+};
+
+inline Halves as_doubles(Floats x) {
+#if defined(__AVX512F__)
+  const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)x), 1));
+  return {{(Doubles)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)x)), (Doubles)_mm512_cvtps_pd(high)}};
+#elif defined(__AVX2__)
+  const __m128 low = _mm256_castps256_ps128((__m256)x), high = _mm256_extractf128_ps((__m256)x, 1);
+  return {{(Doubles)_mm256_cvtps_pd(low), (Doubles)_mm256_cvtps_pd(high)}};
+#else
+  HalfFloats halves[2];
+  std::memcpy(halves, &x, sizeof(halves));
+  return {{__builtin_convertvector(halves[0], Doubles), __builtin_convertvector(halves[1], Doubles)}};
+#endif
+}
+
+// sum + x * x. The square of a float is exact in a double, so that one rounding or two give the same sum; that of a
+// difference of floats is not, and is rounded once where the processor can.
+inline Doubles plus_square(Doubles sum, Doubles x) {
+#if defined(__AVX512F__)
+  return (Doubles)_mm512_fmadd_pd((__m512d)x, (__m512d)x, (__m512d)sum);
+#elif defined(__FMA__)
+  return (Doubles)_mm256_fmadd_pd((__m256d)x, (__m256d)x, (__m256d)sum);
+#else
+  return sum + x * x;
+#endif
+}
 
 struct Sums {
   double finite, zeros, sum, square_sum, abs_sum, underflows, overflows, error_square_sum;
   float max, negated_min;
-  int32_t smallest;  // bits of the smallest magnitude but 0, less 1; kMagnitude for none
+  uint32_t smallest;  // bits of the smallest magnitude but 0, less 1; kNone if there is none
 };
 
 constexpr float power_of_two(int exponent) {
@@ -149,12 +210,16 @@ inline double total(V lanes) {
   return sum;
 }
 
+#if defined(__AVX512F__)
+inline double total(Count count) { return static_cast<double>(count); }
+#endif
+
 template <typename Values, typename Codes>
 Sums measure_piece(const char* values, const uint8_t* codes, int64_t count, float scale_inv) {
   constexpr bool kCompares = !std::is_same<Codes, None>::value;
-  Ints finite_count{}, zero_count{}, underflow_count{}, overflow_count{};
-  Ints smallest = Ints{} + kMagnitude;
-  Floats max = Floats{} - kInfinity, negated_min = max;
+  Count finite_count{}, zero_count{}, underflow_count{}, overflow_count{};
+  Units smallest = Units{} + kNone;
+  Floats max = Floats{} - kInfinity, min = Floats{} + kInfinity;
   Doubles sum[2]{}, square_sum[2]{}, abs_sum[2]{}, error_square_sum[2]{};
   char rest[4 * kLanes];
   uint8_t rest_of_codes[kLanes];
@@ -174,36 +239,33 @@ Sums measure_piece(const char* values, const uint8_t* codes, int64_t count, floa
     }
     __builtin_prefetch(from + kAhead);
     const Floats x = Values::load(from);
-    const Ints bits = bits_of<Ints>(x), is_finite = (bits & kMagnitude) < kInfinityBits;
-    const Ints zeroed = bits & is_finite, magnitude = zeroed & kMagnitude;
-    const Floats number = bits_of<Floats>(zeroed);
-    finite_count -= is_finite;
-    zero_count -= magnitude == 0;
-    const Floats or_lowest = is_finite ? x : Floats{} - kInfinity, negated = is_finite ? -x : Floats{} - kInfinity;
+    const Ints bits = bits_of<Ints>(x);
+    const Mask is_finite = is_less(bits & kMagnitude, Ints{} + kInfinityBits);
+    const Ints zeroed = or_zero(is_finite, bits), magnitude = zeroed & kMagnitude;
+    const Mask is_0 = is_zero(magnitude);
+    add_to(finite_count, is_finite);
+    add_to(zero_count, is_0);
+    const Floats or_lowest = where(is_finite, x, Floats{} - kInfinity);
+    const Floats or_highest = where(is_finite, x, Floats{} + kInfinity);
     max = or_lowest > max ? or_lowest : max;
-    negated_min = negated > negated_min ? negated : negated_min;
-    const Ints last_if_zero = (magnitude - 1) & kMagnitude;
+    min = or_highest < min ? or_highest : min;
+    const Units last_if_zero = (Units)(magnitude - 1);
     smallest = last_if_zero < smallest ? last_if_zero : smallest;
-    HalfFloats halves[2];
-    std::memcpy(halves, &number, sizeof(halves));
-    Floats quantized;
+    const Halves wide = as_doubles(bits_of<Floats>(zeroed));
+    for (int half = 0; half < 2; ++half) {
+      sum[half] += wide.half[half];
+      square_sum[half] = plus_square(square_sum[half], wide.half[half]);
+      abs_sum[half] += magnitude_of(wide.half[half]);
+    }
     if constexpr (kCompares) {
       __builtin_prefetch(from_codes + kAhead);
-      quantized = Codes::decode(load_bytes(from_codes)) * scale_inv;
-      underflow_count -= is_finite & (magnitude != 0) & (quantized == 0.0f);
-      overflow_count -= is_finite & (bits_of<Floats>(magnitude) > Codes::kLargest * scale_inv);
-      quantized = bits_of<Floats>(bits_of<Ints>(quantized) & is_finite);
-    }
-    for (int half = 0; half < 2; ++half) {
-      const Doubles wide = __builtin_convertvector(halves[half], Doubles);
-      sum[half] += wide;
-      square_sum[half] += wide * wide;
-      abs_sum[half] += magnitude_of(wide);
-      if constexpr (kCompares) {
-        HalfFloats quantized_halves[2];
-        std::memcpy(quantized_halves, &quantized, sizeof(quantized_halves));
-        const Doubles error = wide - __builtin_convertvector(quantized_halves[half], Doubles);
-        error_square_sum[half] += error * error;
+      const Floats quantized = Codes::decode(load_bytes(from_codes)) * scale_inv;
+      const Floats largest = Floats{} + Codes::kLargest * scale_inv;
+      add_to(underflow_count, first_alone(both(is_finite, is_zero(quantized)), is_0));
+      add_to(overflow_count, both(is_finite, is_greater(bits_of<Floats>(magnitude), largest)));
+      const Halves other = as_doubles(bits_of<Floats>(or_zero(is_finite, bits_of<Ints>(quantized))));
+      for (int half = 0; half < 2; ++half) {
+        error_square_sum[half] = plus_square(error_square_sum[half], wide.half[half] - other.half[half]);
       }
     }
   }
@@ -218,11 +280,13 @@ Sums measure_piece(const char* values, const uint8_t* codes, int64_t count, floa
   found.overflows = total(overflow_count);
   found.error_square_sum = total(error_square_sum[0] + error_square_sum[1]);
   found.max = found.negated_min = -kInfinity;
-  found.smallest = kMagnitude;
+  found.smallest = kNone;
+  const Floats maxima = max, minima = min;  // so that those of the loop stay in registers
+  const Units smallest_bits = smallest;
   for (int i = 0; i < kLanes; ++i) {
-    if (max[i] > found.max) found.max = max[i];
-    if (negated_min[i] > found.negated_min) found.negated_min = negated_min[i];
-    if (smallest[i] < found.smallest) found.smallest = smallest[i];
+    if (maxima[i] > found.max) found.max = maxima[i];
+    if (-minima[i] > found.negated_min) found.negated_min = -minima[i];
+    if (smallest_bits[i] < found.smallest) found.smallest = smallest_bits[i];
   }
   return found;
 }
@@ -261,7 +325,7 @@ extern "C" __attribute__((visibility("default"))) void te_precision_one_pass(
   }
   Sums all{};
   all.max = all.negated_min = -kInfinity;
-  all.smallest = kMagnitude;
+  all.smallest = kNone;
   for (const Sums& one : of_piece) {
     all.finite += one.finite;
     all.zeros += one.zeros;
@@ -290,5 +354,5 @@ extern "C" __attribute__((visibility("default"))) void te_precision_one_pass(
   }
   maxima[0] = all.max;
   maxima[1] = all.negated_min;
-  maxima[2] = all.smallest == kMagnitude ? -kInfinity : -bits_of<float>(all.smallest + 1);
+  maxima[2] = all.smallest == kNone ? -kInfinity : -bits_of<float>(all.smallest + 1);
 }
