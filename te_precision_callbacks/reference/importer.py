@@ -5,8 +5,8 @@ Usage::
     sys.meta_path.insert(0, Finder(cuda_on_cpu=True))
 
 No file of Transformer Engine changes on disk, and no bytecode of a rewritten module is written next to the module:
-:mod:`te_precision_callbacks.reference.code_cache` keeps it elsewhere. Four modules get more than a rewritten
-syntax tree: ``transformer_engine.common``, which would look for the compiled libraries, the one triton kernel that
+:mod:`te_precision_callbacks.reference.code_cache` keeps it elsewhere. Five modules get more than a rewritten
+syntax tree: ``transformer_engine.common``, which would look for the compiled libraries, the two triton kernels that
 Transformer Engine's modules launch by themselves, attention over several ranks, which the backend does not have, and
 ``nvdlfw_inspect.utils``, which executes debug features by file path, bypassing import hooks.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -116,6 +117,35 @@ def _pad_columnwise_scale_inv(inp: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(inp, (0, -columns % 4, 0, -rows % 128))
 
 
+class _GroupedBiasLoader(RewritingLoader):
+    """Loads ``transformer_engine.pytorch.triton.grouped_dbias_dscales``, with its kernel in torch where triton cannot
+    run."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        if self.cuda_on_cpu:
+            module.__dict__["_launch_grouped_dbias"] = _launch_grouped_dbias
+
+
+def _launch_grouped_dbias(
+    dy: torch.Tensor,
+    offsets: torch.Tensor,
+    dbias: torch.Tensor,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dscales: torch.Tensor | None,
+) -> None:
+    """Replaces Transformer Engine's function of this name: adds the sum over the rows of each group to ``dbias``, the
+    rows times ``scales`` where there are any, and to ``dscales`` each row times the ``bias`` of its group."""
+    for group, (first, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        rows = dy[first:end].float()
+        if scales is None or bias is None or dscales is None:
+            dbias[group] += rows.sum(0)
+            continue
+        dbias[group] += (rows * scales[first:end].float().unsqueeze(1)).sum(0)
+        dscales[first:end] += rows @ bias[group].float()
+
+
 class _ContextParallelLoader(RewritingLoader):
     """Loads Transformer Engine's attention over several ranks, whose one entry then says that it is missing."""
 
@@ -151,6 +181,7 @@ _SPECIAL_LOADERS: dict[str, Callable[[str, str, bool], SourceFileLoader]] = {
     "nvdlfw_inspect.utils": _FeatureExecutorLoader,
     "transformer_engine.common": _CommonLoader,
     "transformer_engine.pytorch.attention.dot_product_attention.context_parallel": _ContextParallelLoader,
+    "transformer_engine.pytorch.triton.grouped_dbias_dscales": _GroupedBiasLoader,
     "transformer_engine.pytorch.triton.pad": _PadLoader,
 }
 

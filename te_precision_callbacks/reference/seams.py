@@ -172,7 +172,13 @@ SEAMS = (
         "transformer_engine/pytorch/triton/pad.py",
         "def pad_columnwise_scale_inv(",
         "a function in torch",
-        "The one triton kernel that is launched in training without being asked for: gathering MXFP8 data.",
+        "A triton kernel that is launched in training without being asked for: gathering MXFP8 data.",
+    ),
+    Seam(
+        "transformer_engine/pytorch/triton/grouped_dbias_dscales.py",
+        "def _launch_grouped_dbias(",
+        "a function in torch",
+        "A triton kernel that is launched in training without being asked for: the bias of grouped tensors.",
     ),
 )
 

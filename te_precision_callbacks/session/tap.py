@@ -2,8 +2,9 @@
 
 Read from Transformer Engine 2.20.2. While installed, these are replaced, and nothing else:
 
-- ``general_gemm`` and ``general_grouped_gemm`` (``pytorch/cpp_extensions/gemm.py``) under every name under which a
-  Python module has imported them: Transformer Engine's modules, ``te.ops``, and a user's own.
+- ``general_gemm``, ``general_grouped_gemm`` and ``general_grouped_gemm_for_grouped_tensor``
+  (``pytorch/cpp_extensions/gemm.py``) under every name under which a Python module has imported them: Transformer
+  Engine's modules, ``te.ops``, and a user's own.
 - ``prepare_forward`` and ``end_forward`` of the modules, which each forward calls with the module, and ``forward`` and
   ``backward`` of their autograd Functions. The layer of a forward is kept in the autograd context, since its backward
   runs in another thread.
@@ -19,6 +20,9 @@ With ``fuse_wgrad_accumulation=True`` the wgrad GEMM writes into the weight's ``
 over all micro-batches so far. The product itself exists nowhere, and a difference of two sums is not exact. So if a
 feature is about to look at the product, the same GEMM runs once before, into a separate tensor of the type of
 ``main_grad``, without any effect on training.
+
+How many rows an expert has stands on the device where a GEMM is that of grouped tensors. It is read on the host only in
+steps in which something looks at the GEMM.
 """
 
 from __future__ import annotations
@@ -237,7 +241,11 @@ class GemmTap:
         from transformer_engine.pytorch.ops import fuser
 
         self._current = _Current()
-        around_functions = {"general_gemm": self._around_gemm, "general_grouped_gemm": self._around_grouped}
+        around_functions = {
+            "general_gemm": self._around_gemm,
+            "general_grouped_gemm": self._around_grouped,
+            "general_grouped_gemm_for_grouped_tensor": self._around_grouped_tensors,
+        }
         wrapped: dict[int, Any] = {}
         around_attention = {"fused_attn_fwd": self._around_attention, "fused_attn_bwd": self._around_attention}
         arounds_of_all = {**around_functions, **around_attention}
@@ -499,6 +507,9 @@ class GemmTap:
     def _around_grouped(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         return self._around(upstream, _GROUPED_GEMM, _of_experts, grouped=True)
 
+    def _around_grouped_tensors(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        return self._around(upstream, _GROUPED_TENSOR_GEMM, _of_grouped_tensors, grouped=True)
+
     def _around_attention(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(upstream)
 
@@ -650,7 +661,8 @@ _GROUPED_GEMM = (
     "grad",
     "accumulate",
 )
-"""The first parameters of ``general_gemm`` and ``general_grouped_gemm``."""
+_GROUPED_TENSOR_GEMM = ("A", "B", "out")
+"""The first parameters of ``general_gemm``, of ``general_grouped_gemm``, and of that for grouped tensors."""
 
 
 def _of_one(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
@@ -666,6 +678,16 @@ def _of_experts(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, An
         plain = isinstance(whole, torch.Tensor) and type(whole) in (torch.Tensor, torch.nn.Parameter)
         outs = torch.split(whole, list(rows)) if plain else [None] * len(taken["A"])
     return zip(taken["A"], taken["B"], outs, strict=True)
+
+
+def _of_grouped_tensors(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
+    """A, B and result of each expert's GEMM, from grouped tensors or lists."""
+    return zip(*(_matrices(taken[name]) for name in _GROUPED_TENSOR_GEMM), strict=True)
+
+
+def _matrices(operand: Any) -> Sequence[Any]:
+    """A copy of the grouped tensor is split, since splitting changes it."""
+    return operand if isinstance(operand, (list, tuple)) else operand.copy().split_into_quantized_tensors()
 
 
 def _is_of_transformer_engine(module: Any) -> bool:

@@ -29,6 +29,7 @@ file                         content
 ``partial_cast.py``          quantizing shards of master weights
 ``quantization.py``          quantize, dequantize and their relatives
 ``operands.py``, ``gemm.py`` matrix products
+``grouped.py``               grouped tensors, and their GEMMs
 ``normalization.py``         LayerNorm, RMSNorm
 ``activation.py``            GELU, SwiGLU and their relatives
 ``softmax.py``               scaled and masked softmax
@@ -113,6 +114,17 @@ from te_precision_callbacks.reference.extension.enums import (
 )
 from te_precision_callbacks.reference.extension.fused_attention import fused_attn_bwd, fused_attn_fwd
 from te_precision_callbacks.reference.extension.gemm import generic_gemm, te_general_grouped_gemm
+from te_precision_callbacks.reference.extension.grouped import (
+    bgrad_group_quantize,
+    get_grouped_gemm_setup_workspace_size,
+    group_dequantize,
+    group_quantize,
+    splits_to_offsets,
+    splits_to_offsets_multi,
+    te_general_grouped_gemm_for_discrete_in,
+    te_general_grouped_gemm_for_discrete_out,
+    te_general_grouped_gemm_for_grouped_tensor,
+)
 from te_precision_callbacks.reference.extension.missing import (
     CommOverlap,
     CommOverlapHelper,

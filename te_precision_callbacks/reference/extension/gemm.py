@@ -32,6 +32,7 @@ from te_precision_callbacks.reference.errors import MissingFunctionError, Refere
 from te_precision_callbacks.reference.extension.activation import GELU
 from te_precision_callbacks.reference.extension.buffers import matrix_shape
 from te_precision_callbacks.reference.extension.dtypes import torch_dtype
+from te_precision_callbacks.reference.extension.enums import DType
 from te_precision_callbacks.reference.extension.operands import FP8_BLOCKS, Operand, logical_shape, operand
 from te_precision_callbacks.reference.extension.quantization import quantize_result, row_sum
 from te_precision_callbacks.reference.target import capability
@@ -231,6 +232,24 @@ def te_general_grouped_gemm(
         if gelu_input is not None:
             pre_gelu_out[index].copy_(gelu_input.view(pre_gelu_out[index].shape))
     return list(bias)
+
+
+def product_into(
+    out: torch.Tensor,
+    a: Any,
+    transa: bool,
+    b: Any,
+    transb: bool,
+    alpha: float,
+    beta: float,
+    use_split_accumulator: bool,
+) -> None:
+    """``out = alpha * op(B) @ op(A) + beta * out``, for an ``out`` of as many elements in any shape."""
+    if not out.numel():
+        return
+    shaped, added = out.view(_result_shape_of(a, transa, b, transb)), beta != 0.0
+    of_result = (shaped, None, None, None, DType.kBFloat16, False, None, False, None, 0, added, use_split_accumulator)
+    generic_gemm(a, transa, b, transb, *of_result, alpha=alpha, beta=beta)
 
 
 def _product(a: Operand, transa: bool, b: Operand, transb: bool, alpha: float) -> torch.Tensor:

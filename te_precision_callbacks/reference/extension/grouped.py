@@ -1,0 +1,319 @@
+"""Grouped tensors: matrices of one width that lie in one buffer, such as the rows of all experts.
+
+Usage::
+
+    grouped = group_quantize(tensor, quantizer, 3, torch.tensor([16, 0, 48]))
+    te_general_grouped_gemm_for_discrete_in(weights, True, grouped, False, out, None, None, one, zero, ...)
+
+``group_quantize`` and its kin of ``pytorch/csrc/extensions/cast.cpp``, the last functions of ``gemm.cpp``, and the
+offsets of ``misc.cpp`` (TE 2.20). Each matrix is quantized and multiplied as it would be alone; what is grouped is
+where the results lie. On a GPU these functions never read on the host how many rows a matrix has; here they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, SupportsInt
+
+import torch
+
+from te_precision_callbacks.numerics.scaling import amax_of, fp8_scale
+from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.reference.extension.dtypes import fp8_format, torch_dtype
+from te_precision_callbacks.reference.extension.gemm import product_into
+from te_precision_callbacks.reference.extension.operands import dequantized
+from te_precision_callbacks.reference.extension.quantization import quantize, row_sum
+from te_precision_callbacks.vocabulary import class_names
+
+_BUFFERS = {
+    "data": ("_rowwise_data", "_data"),
+    "columnwise_data": ("_columnwise_data", "_transpose"),
+    "scale_inv": ("_rowwise_scale_inv", "_scale_inv"),
+    "columnwise_scale_inv": ("_columnwise_scale_inv", "_scale_inv"),
+    "amax": ("_amax_rowwise",),
+    "columnwise_amax": ("_amax_columnwise",),
+}
+"""A buffer of a grouped tensor -> the buffers of its matrices that lie in it, by the class of the matrices."""
+
+_ATTRIBUTES = {"data": "rowwise_data"}
+"""A buffer -> the name of its attribute, where that is another."""
+
+
+def splits_to_offsets(first_dims: torch.Tensor, logical_last_dim: int) -> torch.Tensor:
+    """The first element of each matrix, and the number of all: int64, [matrices + 1].
+
+    Args:
+        first_dims: the rows of each matrix, int64.
+        logical_last_dim: the columns of all.
+    """
+    return _offsets(first_dims, logical_last_dim, leading_zero=True).to(torch.int64)
+
+
+def splits_to_offsets_multi(
+    split_sizes: torch.Tensor,
+    device: Any,
+    *,
+    strides: Sequence[int],
+    include_leading_zero: Sequence[bool],
+    dtypes: Sequence[torch.dtype],
+    bulk_allocate: bool = False,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The rows of each matrix as int64, and their running sums, each multiplied by a stride.
+
+    Args:
+        split_sizes: the rows of each matrix.
+        device: of the results.
+        strides: a factor for each result.
+        include_leading_zero: for each result, whether it begins with 0.
+        dtypes: of the results.
+        bulk_allocate: has no effect, since each result has its own memory here.
+    """
+    sizes = split_sizes.to(device=device, dtype=torch.int64)
+    wanted = zip(strides, include_leading_zero, dtypes, strict=True)
+    return sizes, [_offsets(sizes, stride, leading_zero=zero).to(dtype) for stride, zero, dtype in wanted]
+
+
+def _offsets(sizes: torch.Tensor, stride: int, *, leading_zero: bool) -> torch.Tensor:
+    sums = torch.cumsum(sizes * stride, 0)
+    return torch.cat([sums.new_zeros(1), sums]) if leading_zero else sums
+
+
+def get_grouped_gemm_setup_workspace_size(num_tensors: int) -> int:
+    """Bytes of a workspace, which the reference backend does not use."""
+    return 0
+
+
+@torch.no_grad()
+def group_quantize(
+    tensor: torch.Tensor,
+    quantizer: Any,
+    num_tensors: int,
+    first_dims: torch.Tensor | None,
+    last_dims: torch.Tensor | None = None,
+    tensor_offsets: torch.Tensor | None = None,
+    noop_flag: torch.Tensor | None = None,
+    output: Any = None,
+) -> Any:
+    """Quantize the matrices in a tensor, each with scales of its own, into a grouped tensor.
+
+    Args:
+        tensor: two dimensions; the matrices lie in it one behind another, and what is behind the last one is not read.
+        quantizer: of all matrices.
+        num_tensors: how many they are.
+        first_dims: the rows of each, int64; None where all have the same.
+        last_dims: the columns of each likewise.
+        tensor_offsets: the first element of each; kept in the result.
+        noop_flag: float32, [1]; 1 leaves the data of ``output`` as they are.
+        output: a grouped tensor to write to.
+
+    Raises:
+        ReferenceBackendError: a tensor of other dimensions, or an ``output`` of another quantizer or number.
+    """
+    if tensor.dim() != 2:
+        raise ReferenceBackendError(f"A grouped tensor is made of 2 dimensions; {tuple(tensor.shape)} was given.")
+    if output is not None:
+        if first_dims is not None or output.quantizer is not quantizer or output.num_tensors != num_tensors:
+            raise ReferenceBackendError(
+                "group_quantize: an output that is written again needs matrices of one shape, their number, and the"
+                " quantizer that has made it."
+            )
+        if noop_flag is not None and noop_flag.item() == 1:
+            return output
+    buffers = _quantized(tensor, _parts(tensor, num_tensors, first_dims, last_dims), quantizer)
+    if output is not None:
+        for name, buffer in buffers.items():
+            if buffer is not None:
+                getattr(output, _ATTRIBUTES.get(name, name)).copy_(buffer)
+        return output
+    return _grouped(tensor, num_tensors, first_dims, last_dims, tensor_offsets, quantizer, buffers)
+
+
+@torch.no_grad()
+def bgrad_group_quantize(
+    tensor: torch.Tensor,
+    quantizer: Any,
+    num_tensors: int,
+    first_dims: torch.Tensor | None,
+    last_dims: torch.Tensor | None = None,
+    tensor_offsets: torch.Tensor | None = None,
+) -> tuple[Any, torch.Tensor]:
+    """:func:`group_quantize`, and for each matrix the sum over its rows: [matrices, columns], of the type of
+    ``tensor``."""
+    grouped = group_quantize(tensor, quantizer, num_tensors, first_dims, last_dims, tensor_offsets)
+    parts = _parts(tensor, num_tensors, first_dims, last_dims)
+    return grouped, torch.stack([row_sum(part).to(tensor.dtype) for part in parts])
+
+
+@torch.no_grad()
+def group_dequantize(input: Any, otype: SupportsInt) -> Any:
+    """A grouped tensor as one in high precision, of type ``otype``."""
+    whole = torch.zeros(tuple(input.logical_shape), dtype=torch_dtype(otype), device=_device(input))
+    flat, first = whole.view(-1), 0
+    for part in _matrices(input):
+        values = dequantized(part).reshape(-1)
+        flat[first : first + values.numel()] = values.to(whole.dtype)
+        first += values.numel()
+    dims = input.first_dims, input.last_dims
+    return _grouped(whole, input.num_tensors, *dims, input.tensor_offsets, None, {"data": flat})
+
+
+def _device(grouped: Any) -> torch.device:
+    device: torch.device = (grouped.columnwise_data if grouped.rowwise_data is None else grouped.rowwise_data).device
+    return device
+
+
+def _parts(
+    tensor: torch.Tensor, num_tensors: int, first_dims: torch.Tensor | None, last_dims: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """The matrices, as views of the tensor."""
+    rows, columns = tensor.shape
+    if first_dims is None and last_dims is None:
+        rows = rows // num_tensors
+    shapes = list(zip(_dims(first_dims, rows, num_tensors), _dims(last_dims, columns, num_tensors), strict=True))
+    sizes = [first * last for first, last in shapes]
+    pieces = torch.split(tensor.reshape(-1)[: sum(sizes)], sizes)
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def _dims(dims: torch.Tensor | None, common: int, count: int) -> list[int]:
+    return [common] * count if dims is None else [int(one) for one in dims.tolist()]
+
+
+def _quantized(tensor: torch.Tensor, parts: Sequence[torch.Tensor], quantizer: Any) -> dict[str, torch.Tensor | None]:
+    """The buffers of the quantized matrices."""
+    current_scaling = "Float8CurrentScalingQuantizer" in class_names(quantizer)
+    if current_scaling and not quantizer.rowwise_usage:
+        # Unlike the kernel of one tensor, the grouped one writes the columnwise direction alone too.
+        writing = quantizer.copy()
+        writing.set_usage(rowwise=True)
+    else:
+        writing = quantizer
+    quantized = [quantize(part, writing) for part in parts]
+    if writing is not quantizer:
+        for one in quantized:
+            one.update_usage(rowwise_usage=False)
+    found = {name: _packed(quantized, names) for name, names in _BUFFERS.items()}
+    for data, scale_inv in (("data", "scale_inv"), ("columnwise_data", "columnwise_scale_inv")):
+        codes = found[data]
+        if codes is None:
+            found[scale_inv] = None
+        else:  # as long as the tensor, also where the matrices do not fill it
+            left = tensor.numel() - sum(part.numel() for part in parts)
+            left = left * codes.numel() // max(1, tensor.numel() - left)
+            found[data] = torch.nn.functional.pad(codes, (0, left))
+    if current_scaling:
+        zero = torch.zeros(1, device=tensor.device)
+        amax = torch.cat([amax_of(part).view(1) if part.numel() else zero for part in parts])
+        settings = {"power_of_two": quantizer.force_pow_2_scales, "epsilon": quantizer.amax_epsilon}
+        scale = fp8_scale(amax, fp8_format(quantizer.dtype).max, **settings)
+        found |= {"amax": amax, "scale": scale}
+        for name in ("scale_inv", "columnwise_scale_inv"):  # that of a matrix without elements too
+            found[name] = None if found[name] is None else torch.reciprocal(scale)
+    return found
+
+
+def _packed(parts: Sequence[Any], names: Iterable[str]) -> torch.Tensor | None:
+    """A buffer of all matrices, one behind another; None where they have none."""
+    for name in names:
+        pieces = [piece for part in parts if (piece := getattr(part, name, None)) is not None]
+        if pieces:
+            return torch.cat([piece.reshape(-1) for piece in pieces])
+    return None
+
+
+def _grouped(
+    tensor: torch.Tensor,
+    num_tensors: int,
+    first_dims: torch.Tensor | None,
+    last_dims: torch.Tensor | None,
+    tensor_offsets: torch.Tensor | None,
+    quantizer: Any,
+    buffers: dict[str, Any],
+) -> Any:
+    from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor
+    from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import GroupedTensorStorage
+
+    rows, columns = tensor.shape
+    internal = quantizer is not None and quantizer.internal
+    if tensor_offsets is None and (first_dims is not None or last_dims is not None):
+        sizes = (rows if first_dims is None else first_dims) * (columns if last_dims is None else last_dims)
+        tensor_offsets = splits_to_offsets(torch.as_tensor(sizes), 1)
+    return (GroupedTensorStorage if internal else GroupedTensor)(
+        shape=(rows, columns),
+        stride=[columns, 1],
+        dtype=tensor.dtype,
+        num_tensors=num_tensors,
+        quantizer=quantizer,
+        first_dims=first_dims,
+        last_dims=last_dims,
+        tensor_offsets=tensor_offsets,
+        with_gemm_swizzled_scales=quantizer is not None and quantizer.optimize_for_gemm,
+        **buffers,
+    )
+
+
+# --- GEMMs -----------------------------------------------------------------------------------------------------------
+
+
+def te_general_grouped_gemm_for_grouped_tensor(
+    A: Any,
+    transa: bool,
+    B: Any,
+    transb: bool,
+    D: Any,
+    bias: Any,
+    bias_scale: torch.Tensor | None,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    workspace_setup: torch.Tensor,
+    workspace_cublas: torch.Tensor,
+    use_split_accumulator: bool,
+    math_sm_count: int = 0,
+) -> Any:
+    """``D = alpha * A * B + beta * D``, and a bias, for each matrix of grouped tensors.
+
+    Args:
+        A, B: grouped tensors, or a list of matrices.
+        transa, transb: whether each matrix is transposed.
+        D: takes the results: a grouped tensor in high precision, or a list of tensors.
+        bias: a grouped tensor of rows, or None.
+        bias_scale: a factor for the bias of each row of D, or None.
+        alpha, beta: float32, a number for each matrix, or one for all.
+        workspace_setup, workspace_cublas, math_sm_count: have no effect.
+        use_split_accumulator: as in :func:`generic_gemm`.
+
+    Returns:
+        ``D``.
+
+    Raises:
+        ReferenceBackendError: operands of which there are not equally many, or that do not fit.
+    """
+    operands = [_matrices(operand) for operand in (A, B, D)]
+    if len({len(matrices) for matrices in operands}) != 1:
+        counts = ", ".join(str(len(matrices)) for matrices in operands)
+        raise ReferenceBackendError(f"Grouped GEMM needs equally many matrices in A, B and D; they have {counts}.")
+    alphas, betas = (factor.expand(len(operands[0])).tolist() for factor in (alpha, beta))
+    for a, b, out, factor, of_old in zip(*operands, alphas, betas, strict=True):
+        product_into(out, a, transa, b, transb, factor, of_old, use_split_accumulator)
+    if bias is not None:
+        _add_bias(operands[2], _matrices(bias), bias_scale)
+    return D
+
+
+te_general_grouped_gemm_for_discrete_in = te_general_grouped_gemm_for_grouped_tensor
+te_general_grouped_gemm_for_discrete_out = te_general_grouped_gemm_for_grouped_tensor
+
+
+def _add_bias(results: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], scale: torch.Tensor | None) -> None:
+    first = 0
+    for result, row in zip(results, rows, strict=True):
+        added = row.float().view(1, -1)
+        if scale is not None:
+            added = added * scale[first : first + result.shape[0]].float().view(-1, 1)
+        first += result.shape[0]
+        result.copy_(result.float() + added)
+
+
+def _matrices(operand: Any) -> list[Any]:
+    """The matrices of a grouped tensor, or of a list. A copy of the grouped tensor keeps what splitting it finds."""
+    return list(operand) if isinstance(operand, (list, tuple)) else operand.copy().split_into_quantized_tensors()
