@@ -12,6 +12,7 @@ repository, version = (
 )
 files = f"{repository}/blob/v{version}"
 readme = Path("README.md").read_text(encoding="utf-8")
+readme = re.sub(r"(?<=\]\()(?=docs/images/)", f"{repository}/raw/v{version}/", readme)
 setup(
     long_description=re.sub(r"\]\((?![a-z]+:|#)", f"]({files}/", readme),
     long_description_content_type="text/markdown",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sysconfig
 import warnings
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from te_precision_callbacks import PrecisionDebugCallback, reference
 from te_precision_callbacks.summary import summary
 
-HERE = Path(__file__).parent
+HERE = Path(os.path.relpath(Path(__file__).parent))
 
 
 class StandardLibraryBytes(Dataset[torch.Tensor]):
@@ -123,6 +124,7 @@ def main(arguments: list[str] | None = None) -> ByteLanguageModel:
     console = Console()
     console.print(summary(callback.session))
     console.print(f"TensorBoard: tensorboard --logdir {board.log_dir}", soft_wrap=True)
+    console.print(f"Report: te-precision report {board.log_dir}", soft_wrap=True)
     console.print("Loss: " + _curve(model.losses))
     return model
 

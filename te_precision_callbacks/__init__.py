@@ -12,8 +12,9 @@ Importing this package is quick and imports no framework; each name is imported 
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from te_precision_callbacks.lazy import lazy_names
 
 if TYPE_CHECKING:
     from te_precision_callbacks.accelerate import PrecisionDebugger
@@ -33,22 +34,4 @@ __all__ = [
     "load_config",
 ]
 
-_HOMES = {
-    "ConfigError": "te_precision_callbacks.config",
-    "InspectSession": "te_precision_callbacks.session",
-    "PrecisionDebugCallback": "te_precision_callbacks.lightning",
-    "PrecisionDebugError": "te_precision_callbacks.errors",
-    "PrecisionDebugTrainerCallback": "te_precision_callbacks.transformers",
-    "PrecisionDebugger": "te_precision_callbacks.accelerate",
-    "load_config": "te_precision_callbacks.config",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__)

@@ -5,6 +5,9 @@ Usage::
     te-precision run train.py --epochs 3
     te-precision run -m package.train --epochs 3
     te-precision check config.yaml --model package.module:factory
+    te-precision show logs --follow
+    te-precision compare bf16 fp8 --noise bf16_again
+    te-precision report logs -o report.html
     te-precision dumps list logs/tensor_dumps
     te-precision features FakeQuant
     te-precision statistics
@@ -20,12 +23,16 @@ from typing import Annotated
 
 import typer
 
+from te_precision_callbacks import terminal
 from te_precision_callbacks.check.command import check_command
+from te_precision_callbacks.comparing.command import compare_command
 from te_precision_callbacks.doctor.command import doctor_command
 from te_precision_callbacks.dumps.command import app as dumps
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.manual.command import features_command, statistics_command
 from te_precision_callbacks.reference.launch import Backend
+from te_precision_callbacks.report.command import report_command
+from te_precision_callbacks.showing.command import show_command
 
 app = typer.Typer(
     name="te-precision",
@@ -85,6 +92,9 @@ def run(
 
 
 app.command("check")(check_command)
+app.command("compare")(compare_command)
+app.command("show")(show_command)
+app.command("report")(report_command)
 app.command("features")(features_command)
 app.command("statistics")(statistics_command)
 app.command("doctor")(doctor_command)
@@ -95,5 +105,6 @@ def main() -> None:
     try:
         app()
     except PrecisionDebugError as error:
-        typer.echo(f"te-precision: {error}", err=True)
+        lines = map(terminal.visible, str(error).split("\n"))  # messages quote names from files
+        typer.echo("te-precision: " + "\n".join(lines), err=True)
         raise SystemExit(2) from None

@@ -69,11 +69,13 @@ class DebugRun(Protocol):
 
 
 def add_debug_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--debug NAME [NAME ...]``, ``--te_precision_config`` and ``--te_precision_require`` to a parser.
+    """Add ``--debug NAME [NAME ...]`` and ``--te_precision_config``, ``_require``, ``_records`` and ``_report`` to a
+    parser.
 
     The flag may be given several times, and takes ``"a b"`` as ``a b``; an unknown name ends the program with a message
     that lists all names. The results, for :func:`debugging`, are ``arguments.debug``, a tuple, and
-    ``arguments.te_precision_config`` and ``arguments.te_precision_require``, each a text or None.
+    ``arguments.te_precision_config``, ``arguments.te_precision_require`` and ``arguments.te_precision_records``, each a
+    text or None, and ``arguments.te_precision_report``, True or False.
     """
     parser.add_argument(
         "--debug",
@@ -95,6 +97,19 @@ def add_debug_options(parser: argparse.ArgumentParser) -> None:
         "--te-precision-require",
         metavar="CONTRACT",
         help=f"with --debug {TE_PRECISION}: what the run must hold, such as 'fp8 >= 95%%', or the path of a YAML file",
+    )
+    parser.add_argument(
+        "--te_precision_records",
+        "--te-precision-records",
+        metavar="RECORDS",
+        help=f"with --debug {TE_PRECISION}: 'on' (the default) or 'off', or the most that a rank records of the run,"
+        " such as '64GiB'",
+    )
+    parser.add_argument(
+        "--te_precision_report",
+        "--te-precision-report",
+        action="store_true",
+        help=f"with --debug {TE_PRECISION}: write the page of the run, report.html, into the log folder at its end",
     )
 
 
@@ -128,21 +143,33 @@ def debugging(arguments: argparse.Namespace, model: Model, **keywords: Unpack[Se
             ``activation_overflow`` on its own uses only ``reduce`` and ``process_group``, and ignores the others.
 
     Raises:
-        OptionError: the parser does not have the options; the config or the contract was given without
-            ``te_precision``; a keyword is unknown, or its value is invalid.
+        OptionError: the parser does not have the options; what belongs to ``te_precision`` was given
+            without it; a keyword is unknown, or its value is invalid.
         UnknownDebugOptionError: an unknown name.
         ConfigError: the config cannot be used.
     """
     try:
         debug, config = parse_debug(arguments.debug), arguments.te_precision_config
         require = getattr(arguments, "te_precision_require", None)
+        records = getattr(arguments, "te_precision_records", None)
+        report = getattr(arguments, "te_precision_report", False)
     except AttributeError as error:
         raise OptionError(
             f"The arguments have no {error.name!r}: call add_debug_options(parser) before parsing."
         ) from None
-    check_options_of_te_precision(debug, te_precision_config=config, te_precision_require=require)
+    check_options_of_te_precision(
+        debug,
+        te_precision_config=config,
+        te_precision_require=require,
+        te_precision_records=records,
+        te_precision_report=report,
+    )
     if require is not None:
         keywords["require"] = require
+    if records is not None:
+        keywords["records"] = records
+    if report:
+        keywords["report"] = report
     if "debug" in keywords:
         raise OptionError("debugging() takes no debug=: its value is in the parsed arguments.")
     from te_precision_callbacks.options import SessionOptions

@@ -60,17 +60,18 @@ def _listed(valid: Sequence[str]) -> str:
 
 
 def check_options_of_te_precision(debug: Iterable[str], **given: object) -> None:
-    """Refuse a config, or a contract, that nothing would read.
+    """Refuse a config, a contract, or a choice of records or of a report, that nothing would read.
 
     Args:
         debug: the debug options.
-        **given: the values of ``te_precision_config`` and ``te_precision_require``.
+        **given: the values of ``te_precision_config``, ``te_precision_require``, ``te_precision_records`` and
+            ``te_precision_report``; None or False where it was not given.
 
     Raises:
         OptionError: one was given, but ``te_precision`` is not among the options.
     """
     for name, value in given.items():
-        if value is not None and TE_PRECISION not in debug:
+        if value is not None and value is not False and TE_PRECISION not in debug:
             raise OptionError(
                 f"{name}={value!r} is read only with the debug option {TE_PRECISION!r}. Add --debug {TE_PRECISION} (or"
                 f" debug={TE_PRECISION!r}), or leave {name} out."

@@ -90,12 +90,18 @@ class ForwardClassifier:
             return ForwardKind.OBSERVED if reentrant else ForwardKind.SILENT
         if torch.is_grad_enabled():
             return ForwardKind.OBSERVED
-        # Without gradients, but inside a Function's forward: a reentrant checkpoint, which recomputes it later.
-        return ForwardKind.SILENT if innermost_autograd_frame() == "forward" else self._evaluation
+        # A reentrant checkpoint recomputes it later.
+        return self._evaluation if in_evaluation() else ForwardKind.SILENT
 
 
 def _always() -> bool:
     return True
+
+
+def in_evaluation() -> bool:
+    """Whether what runs in the forward of a training step is an evaluation, as of a teacher: without gradients, and not
+    inside of a Function's forward, which runs without them, as that of a reentrant checkpoint."""
+    return not torch.is_grad_enabled() and innermost_autograd_frame() != "forward"
 
 
 def innermost_autograd_frame() -> str | None:

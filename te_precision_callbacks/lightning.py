@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from typing_extensions import Unpack
 
 from te_precision_callbacks.config.loading import ConfigSource
@@ -23,8 +24,10 @@ from te_precision_callbacks.errors import MissingExtraError
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, check_step_on, spelled_out
 from te_precision_callbacks.records import MetricSelection
 from te_precision_callbacks.records.loggers import (
+    REPORT_NAME,
     Histogram,
     LoggerSink,
+    add_report_to_wandb,
     add_to_tensorboard,
     names_for_mlflow,
     wandb_histogram,
@@ -100,6 +103,7 @@ class PrecisionDebugCallback(Callback):
         self._restored_iteration: int | None = None
         self._last_global_step = 0
         self._step_of_batch: int | None = None
+        self._numbers = TrainerNumbers()
 
     @property
     def session(self) -> InspectSession | SessionOutcome:
@@ -146,12 +150,14 @@ class PrecisionDebugCallback(Callback):
         self._outcome = None
         self._restored_iteration = None
         self._step_of_batch = None
+        self._numbers = TrainerNumbers()
         select = MetricSelection(self._options.prefix, self._options.log_filter)
         self._session = InspectSession.from_options(self._options)
         self._session.start(
             log_dir=self._options.log_dir or _log_dir_of(trainer),
             sinks=[_LoggerSink(receiver, select) for receiver in trainer.loggers if trainer.is_global_zero],
             stop_at_sigterm=False,  # the trainer takes it, and calls on_exception
+            front_door="lightning",
         )
         self._session.eval_mode_counts = False  # the trainer says when it evaluates
         self._session.trainer_steps = True
@@ -189,7 +195,9 @@ class PrecisionDebugCallback(Callback):
         # Counted once however many optimizers stepped: global_step counts each of them.
         stepped = trainer.global_step != self._last_global_step
         self._last_global_step = trainer.global_step
+        self._numbers.note(trainer, outputs)
         if stepped or self._step_on == "batch":
+            self._live.log(self._numbers.take(trainer), self._step_of_batch)
             self._live.step(self._step_of_batch)
 
     def _logging_step(self, trainer: Trainer) -> int:
@@ -217,25 +225,32 @@ class PrecisionDebugCallback(Callback):
             self._session.tell_of_evaluation(f"trainer.{trainer.state.fn.value}()")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Observe again."""
+        """Observe again, and record what the validation has logged."""
         if self._session is not None:
             self._session.observing = True
+            if not trainer.sanity_checking:
+                self._session.log(self._numbers.logged(trainer), self._step_of_batch)
 
     # ------------------------------------------------------------------ resume
 
     def state_dict(self) -> dict[str, Any]:
-        """The debug iteration, and the fingerprint of the state of low precision, for the checkpoint."""
+        """The debug iteration, and the fingerprints of the state of low precision on all ranks, for the checkpoint."""
         if self._session is None:
             return {}
-        return {**self._session.state_dict(), "step_on": self._step_on, "global_step": self._last_global_step}
+        return {
+            **self._session.state_dict(all_ranks=True),
+            "step_on": self._step_on,
+            "global_step": self._last_global_step,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the debug iteration from a checkpoint, and audit the resume.
 
         An iteration that was counted in another way is ignored.
         """
-        if self._session is not None and self._session.running and "fingerprint" in state_dict:
-            self._session.load_state_dict({"fingerprint": state_dict["fingerprint"]})
+        saved = {key: value for key, value in state_dict.items() if key != "iteration"}
+        if self._session is not None and self._session.running:
+            self._session.load_state_dict(saved)
         if state_dict.get("step_on") == self._step_on and self._options.start_step is None:
             self._restored_iteration = int(state_dict["iteration"])
             self._last_global_step = int(state_dict["global_step"])
@@ -259,6 +274,43 @@ class PrecisionDebugCallback(Callback):
         finally:
             if was_running and trainer.is_global_zero and self._mailbox.in_child:
                 self._mailbox.put(SessionOutcome.of(self._session))
+
+
+class TrainerNumbers:
+    """The numbers of a step that Lightning has: the loss, the learning rate, the scale of the loss, and all that the
+    module logs."""
+
+    def __init__(self) -> None:
+        self._losses: list[torch.Tensor] = []
+        self._seen: dict[str, torch.Tensor] = {}
+
+    def note(self, trainer: Trainer, outputs: Any) -> None:
+        """Note the loss of a batch, which Lightning has divided by the number of batches that it accumulates."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self._losses.append(loss.detach())
+
+    def take(self, trainer: Trainer) -> dict[str, Any]:
+        """The numbers of the step that ends."""
+        found: dict[str, Any] = {}
+        if self._losses:
+            found["loss"] = torch.stack([loss.float().reshape(()) for loss in self._losses]).sum()
+            self._losses = []
+        rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups if "lr" in group]
+        if rates:
+            found["lr"] = rates[0]
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None and scaler.is_enabled():
+            found["loss_scale"] = scaler.get_scale()
+        return {**found, **self.logged(trainer)}
+
+    def logged(self, trainer: Trainer) -> dict[str, Any]:
+        """What was logged since the last call: Lightning keeps what was logged before, in the same memory."""
+        metrics = dict(trainer.callback_metrics)
+        seen = {name: value.data_ptr() for name, value in self._seen.items()}
+        new = {name: value for name, value in metrics.items() if value.data_ptr() != seen.get(name)}
+        self._seen = metrics
+        return new
 
 
 def _log_dir_of(trainer: Trainer) -> Path:
@@ -300,6 +352,15 @@ class _LoggerSink(LoggerSink):
             self._receiver.log_metrics(_named_for(self._receiver, metrics), step=step)
         for name, counts in histograms.items():
             _log_histogram(self._receiver, name, counts, step)
+
+    def report(self, path: Path) -> None:
+        """Attach the page of the run, or log its path."""
+        if isinstance(self._receiver, WandbLogger):
+            add_report_to_wandb(self._receiver.experiment, path)
+        elif isinstance(self._receiver, TensorBoardLogger):
+            self._receiver.experiment.add_text(REPORT_NAME, str(path))
+        else:
+            self._receiver.log_hyperparams({REPORT_NAME: str(path)})
 
 
 def _log_histogram(receiver: Logger, name: str, counts: Sequence[float], step: int) -> None:

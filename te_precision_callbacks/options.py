@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
@@ -18,10 +19,11 @@ from te_precision_callbacks.config.loading import Config, ConfigSource, load_con
 from te_precision_callbacks.config.problems import suggestion
 from te_precision_callbacks.config.selection import LayerNames
 from te_precision_callbacks.debug_values import DebugValue, parse_debug
-from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.errors import MissingExtraError, OptionError
 from te_precision_callbacks.records.metrics import LogFilter, MetricSelection
 from te_precision_callbacks.records.model import Sink
 from te_precision_callbacks.scopes import Scope, check_scope
+from te_precision_callbacks.store.limits import Records, record_limit
 
 __all__ = ["SessionKeywords", "SessionOptions", "StatisticsLogRanks", "StepOn"]
 
@@ -49,6 +51,8 @@ class SessionKeywords(TypedDict, total=False):
     process_group: torch.distributed.ProcessGroup | None
     reduce: bool
     statistics_log: StatisticsLogRanks
+    records: Records
+    report: bool
     start_step: int | None
     layer_names: LayerNames | None
     scope: Scope
@@ -79,6 +83,10 @@ class SessionOptions:
         statistics_log: which ranks write the statistics log. ``"rank0"``: the first of the ranks that reduce together,
             which all have the same numbers, writes all numbers; the others write only their own. ``"all"``: each rank.
             ``"off"``: none.
+        records: whether the run is recorded in ``<log_dir>/precision_records``: ``"on"``, ``"off"``, or a size such as
+            ``"64GiB"``, the most that a rank records of a run; ``"on"`` means 16 GiB. See docs/records.md.
+        report: whether the page of the run is written to ``<log_dir>/report.html`` when it has ended without an error,
+            and attached to Weights & Biases; other loggers get its path. See docs/report.md.
         start_step: the debug iteration at start. None: 0, or the resumed step.
         layer_names: the names of layers, in selectors and in all output. ``"upstream"``: exactly the names and numbers
             of nvidia-dlfw-inspect's ``infer_and_assign_layer_names``, for a config that was written for those.
@@ -114,6 +122,8 @@ class SessionOptions:
     process_group: torch.distributed.ProcessGroup | None = None
     reduce: bool = True
     statistics_log: StatisticsLogRanks = "rank0"
+    records: Records = "on"
+    report: bool = False
     start_step: int | None = None
     layer_names: LayerNames | None = None
     scope: Scope = ""
@@ -135,6 +145,7 @@ class SessionOptions:
         Raises:
             OptionError: a keyword is unknown, or its value is invalid.
             ConfigError: the config cannot be used.
+            MissingExtraError: ``report=True`` without plotly.
         """
         known = {entry.name for entry in fields(cls)}
         for key in keywords:
@@ -142,7 +153,7 @@ class SessionOptions:
                 raise OptionError("step_on= is an option of PrecisionDebugCallback and PrecisionDebugger only.")
             if key not in known:
                 raise OptionError(f"There is no option {key!r}.{suggestion(key, known)}")
-        for key in ("reduce", "precision_features_in_eval", "keep_precision", "allow_unmatched", "strict"):
+        for key in ("reduce", "report", "precision_features_in_eval", "keep_precision", "allow_unmatched", "strict"):
             if not isinstance(keywords.get(key, True), bool):
                 raise OptionError(f"{key}= must be True or False, not {keywords[key]!r}.")
         if keywords.get("keep_precision") and keywords.get("precision_features_in_eval") is False:
@@ -157,6 +168,10 @@ class SessionOptions:
         if statistics_log not in get_args(StatisticsLogRanks):
             known_ranks = ", ".join(map(repr, get_args(StatisticsLogRanks)))
             raise OptionError(f"statistics_log= must be one of {known_ranks}, not {statistics_log!r}.")
+        if not record_limit(keywords.get("records", "on")) and keywords.get("report"):
+            raise OptionError("report=True makes a page of what is recorded, but records='off' records nothing.")
+        if keywords.get("report") and find_spec("plotly") is None:
+            raise MissingExtraError("te_precision_callbacks.report", "report")
         observe = keywords.get("observe", "debug")
         if observe not in get_args(Observe):
             raise OptionError(f"observe= must be one of {', '.join(map(repr, get_args(Observe)))}, not {observe!r}.")

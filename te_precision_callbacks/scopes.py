@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -48,10 +48,44 @@ def found_scope(module: torch.nn.Module) -> FoundScope:
     return FoundScope(stage, experts)
 
 
-def _of_megatron(parameters: list[torch.nn.Parameter]) -> tuple[str, str]:
-    """The scope by Megatron Core's ``parallel_state.py`` 0.16.1; expert layers' parameters have ``allreduce=False``."""
+def mesh_sizes(modules: Iterable[torch.nn.Module]) -> dict[str, int]:
+    """How the ranks of the job are arranged: the number of ranks in each dimension, as far as known.
+
+    Args:
+        modules: the modules of this rank.
+
+    Returns:
+        By Megatron's parallel state, ``dp``, ``tp``, ``pp``, ``cp`` and ``ep``; otherwise by the device meshes of the
+        parameters, their own names of dimensions, ``dim0`` etc. where they have none. Empty if neither is there.
+    """
+    state = _megatron()
+    if state is not None:
+        return {
+            "dp": state.get_data_parallel_world_size(),
+            "tp": state.get_tensor_model_parallel_world_size(),
+            "pp": state.get_pipeline_model_parallel_world_size(),
+            "cp": state.get_context_parallel_world_size(),
+            "ep": state.get_expert_model_parallel_world_size(),
+        }
+    found: dict[str, int] = {}
+    for mesh in map(_mesh, (each for module in modules for each in module.parameters(recurse=False))):
+        if mesh is not None:
+            root = mesh._get_root_mesh()
+            names = root.mesh_dim_names or [f"dim{number}" for number in range(root.ndim)]
+            found.update({name: root.size(number) for number, name in enumerate(names)})
+    return found
+
+
+def _megatron() -> Any:
+    """Megatron Core's module ``parallel_state``, of 0.16.1; None where it is not in use."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
-    if state is None or not state.model_parallel_is_initialized():
+    return state if state is not None and state.model_parallel_is_initialized() else None
+
+
+def _of_megatron(parameters: list[torch.nn.Parameter]) -> tuple[str, str]:
+    """The scope by Megatron Core's parallel state; expert layers' parameters have ``allreduce=False``."""
+    state = _megatron()
+    if state is None:
         return "", ""
     stage = experts = ""
     if state.get_pipeline_model_parallel_world_size() > 1:

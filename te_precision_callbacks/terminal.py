@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
@@ -42,10 +42,10 @@ def table(*columns: str) -> Table:
     return made
 
 
-def show(what: Table | str) -> None:
-    """Print a table, or a line with rich's markup."""
-    console = Console(highlight=False, soft_wrap=not isinstance(what, Table))
-    if isinstance(what, Table) and not console.is_terminal:
+def show(what: RenderableType) -> None:
+    """Print a table or the like, or a line with rich's markup."""
+    console = Console(highlight=False, soft_wrap=isinstance(what, str))
+    if not isinstance(what, str) and not console.is_terminal:
         console = Console(highlight=False, width=_WHOLE_LINES)
     console.print(what)
 
@@ -74,7 +74,12 @@ def show_text(text: str, indent: int = 0, hanging: int = 0) -> None:
 
 def show_json(what: Any) -> None:
     """Print a value as JSON: without dataclasses, and "nan", "inf" or "-inf" for a number that is not finite."""
-    typer.echo(json.dumps(plain(what), indent=2, allow_nan=False))
+    typer.echo(as_json(what))
+
+
+def as_json(what: Any) -> str:
+    """The text of :func:`show_json`."""
+    return json.dumps(plain(what), indent=2, allow_nan=False)
 
 
 def visible(text: str) -> str:

@@ -108,3 +108,13 @@ def test_dumps() -> None:
     operands = tokens * hidden + 3 * hidden * hidden + tokens * 3 * hidden
     least = 4 * (operands + tokens * 3 * hidden) + operands
     assert least < case["bytes_per_step"] < least + operands + 4 * (1 << 13)
+
+
+def test_records() -> None:
+    cases = cases_of("records.py", "--values=20000", "--series=200")
+    assert list(cases) == ["write", "open", "read", "import", "compare", "report"]
+    for case in cases.values():
+        assert case["seconds"] > 0
+        assert case["peak_mib"] > 0
+        assert case["files_mib"] > 0
+    assert 0 < cases["write"]["handed_us"] < cases["write"]["cpu_us"]

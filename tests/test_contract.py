@@ -61,6 +61,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a number": (3, r"must be a condition such as"),
     "a pattern": ({"layers": {"(": "fp8"}}, r"is no regular expression"),
     "a precision of layers": ({"layers": {"mlp": "e4m3"}}, r"'e4m3' is no precision"),
+    "a list of precisions": ({"layers": {"mlp": ["fp8"]}}, r"\[.fp8.\] is no precision"),
     "layers in a list": ({"layers": ["mlp"]}, r"must be a mapping of patterns"),
     "a subject": ({"state": {"optimiser": "float32"}}, r"nothing is called 'optimiser'. Did you mean 'optimizer"),
     "a type": ({"state": {"optimizer": "fp32"}}, r"'fp32' is no type. Did you mean 'float32'"),

@@ -123,6 +123,12 @@ def test_te_precision_is_a_session(tmp_path: Path, keeper: Keeper, more: list[st
     assert logged_lines(tmp_path) == {("0_activation_max", step): batch(step).max().item() for step in range(3)}
 
 
+@pytest.mark.parametrize("flags", [[], ["--te_precision_report"], ["--te-precision-report"]])
+def test_the_page_of_the_run(tmp_path: Path, flags: list[str]) -> None:
+    train(parser().parse_args(["--debug", "te_precision", *flags, "--steps", "1"]), net(), log_dir=tmp_path)
+    assert (tmp_path / "report.html").exists() == bool(flags)
+
+
 @pytest.mark.parametrize("flags", [["activation_overflow"], ["activation_overflow", "te_precision"]])
 def test_an_overflow_stops_the_loop(tmp_path: Path, flags: list[str]) -> None:
     model = net()
@@ -173,6 +179,8 @@ def test_what_cannot_work_is_an_error_before_the_loop(tmp_path: Path) -> None:
         debugging(argparse.Namespace(debug=["overflow"], te_precision_config=None), net())
     with pytest.raises(OptionError, match=r"my.yaml.*--debug te_precision"):
         debugging(parser().parse_args(["--te_precision_config", "my.yaml"]), net())
+    with pytest.raises(OptionError, match=r"te_precision_report=True.*--debug te_precision"):
+        debugging(parser().parse_args(["--te_precision_report"]), net())
     with pytest.raises(ConfigError, match=r"no_such\.yaml"):
         debugging(parser().parse_args(["--debug", "te_precision", "--te_precision_config", "no_such.yaml"]), net())
     with pytest.raises(OptionError, match="log_dri"):

@@ -15,6 +15,7 @@ from te_precision_callbacks.fingerprints.comparing import compare
 from te_precision_callbacks.fingerprints.files import file_name, write
 from te_precision_callbacks.fingerprints.hashing import content_hash
 from te_precision_callbacks.fingerprints.model import LayerFingerprint, Weights, merged
+from te_precision_callbacks.fingerprints.pooling import of_rank
 from te_precision_callbacks.fingerprints.taking import recipe_fingerprint
 
 
@@ -147,3 +148,13 @@ def test_layers_that_one_side_lacks_are_not_compared() -> None:
     before, now = fingerprint(layer("a"), layer("b")), fingerprint(layer("b", rowwise="b"), layer("c"))
     (found,) = compare({0: before}, now).findings
     assert found.layers == ("b",)
+
+
+def test_of_pooled_fingerprints_each_rank_has_its_own_or_all() -> None:
+    alike, other = fingerprint(layer("fc"), rank=0), fingerprint(layer("fc", rowwise="b"), rank=2)
+    pool = [{"ranks": [0, 1], "fingerprint": alike.to_text()}, {"ranks": [2], "fingerprint": other.to_text()}]
+    assert of_rank(pool, 1) == {1: replace(alike, rank=1)}
+    assert of_rank(pool, 2) == {2: other}
+    assert sorted(of_rank(pool, 5)) == [0, 1, 2]
+    with pytest.raises(FingerprintError, match="The fingerprints are damaged"):
+        of_rank([{"rank": 0}], 0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import random
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from te_precision_callbacks.folding import folded
+from tests.properties import examples
 
 
 @pytest.mark.parametrize(
@@ -49,10 +51,9 @@ def unfolded(text: str) -> set[str]:
     return {"".join(each) for each in itertools.product(*choices)}
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_text_stands_for_exactly_its_names(seed: int) -> None:
-    draw = random.Random(seed)
-    names = {f"m.{draw.randrange(4)}.e.{draw.randrange(4)}.fc{draw.choice('12')}" for _ in range(draw.randrange(1, 30))}
+@given(names=st.sets(st.from_regex(r"m\.[0-3]\.e\.([0-3]|1[0-2])\.fc[12]", fullmatch=True), min_size=1, max_size=30))
+@examples(100)
+def test_a_text_stands_for_exactly_its_names(names: set[str]) -> None:
     texts = folded(sorted(names))
     found = [name for text in texts for name in unfolded(text)]
     assert sorted(found) == sorted(names)

@@ -136,6 +136,8 @@ WITHOUT_SESSION = (
     "config",
     "summary",
     "fingerprints",
+    "comparing",
+    "showing",
 )
 
 
@@ -160,6 +162,7 @@ def test_readers_load_neither_the_session_nor_transformer_engine() -> None:
     """As it is, with what packages import by themselves."""
     code = (
         "import sys, te_precision_callbacks.dumps, te_precision_callbacks.records, te_precision_callbacks.debug_utils\n"
+        "import te_precision_callbacks.comparing.comparing, te_precision_callbacks.showing.view\n"
         "loaded = [name for name in sys.modules if name.startswith(('te_precision_callbacks.session',"
         " 'te_precision_callbacks.config', 'te_precision_callbacks.features', 'transformer_engine.', 'nvdlfw'))]\n"
         "assert not loaded, loaded"

@@ -65,6 +65,25 @@ print([name for name in {FRAMEWORKS} if name in sys.modules])"""
     assert python(code, fresh=True).strip() == "[]"
 
 
+def test_the_command_line_imports_no_library_of_numbers_before_a_command_needs_it() -> None:
+    code = """
+import sys, te_precision_callbacks.cli
+print([name for name in ("torch", "numpy", "pyarrow", "plotly", "pandas") if name in sys.modules])
+import te_precision_callbacks.store
+print([name for name in ("torch", "plotly", "pandas") if name in sys.modules])"""
+    assert python(code, fresh=True).split("\n")[:2] == ["[]", "[]"]
+
+
+@pytest.mark.parametrize("package", ["check", "comparing", "dumps", "report"])
+def test_every_lazy_name_of_a_part_is_there(package: str) -> None:
+    part = importlib.import_module(f"te_precision_callbacks.{package}")
+    for name in part.__all__:
+        assert getattr(part, name) is not None
+    assert set(part.__all__) <= set(dir(part))
+    with pytest.raises(AttributeError, match=f"module 'te_precision_callbacks.{package}' has no attribute 'nothing'"):
+        _ = part.nothing
+
+
 def test_every_lazy_name_is_there() -> None:
     for name in te_precision_callbacks.__all__:
         assert getattr(te_precision_callbacks, name).__name__ == name
@@ -227,7 +246,7 @@ def test_an_installed_wheel_holds_the_features_and_asks_for_no_transformer_engin
     zipfile.ZipFile(built("wheel", tmp_path)).extractall(tmp_path / "site")
     (metadata,) = (tmp_path / "site").glob("*.dist-info")
     links = re.findall(r"\]\(([^)]+)\)", (metadata / "METADATA").read_text())
-    here = re.compile(r"https://github\.com/[\w-]+/te-precision-callbacks/blob/v[\d.]+/([^#]+)")
+    here = re.compile(r"https://github\.com/[\w-]+/te-precision-callbacks/(?:blob|raw)/v[\d.]+/([^#]+)")
     found = [here.match(link) for link in links if "NVIDIA" not in link and not link.startswith("#")]
     assert len(found) > 20
     assert all(link is not None and (ROOT / link[1]).is_file() for link in found), (

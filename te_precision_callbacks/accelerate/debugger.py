@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 from typing_extensions import Self, Unpack
 
 from te_precision_callbacks.accelerate.conversion import roots_of, warn_of_unconverted
-from te_precision_callbacks.accelerate.tracking import TrackerSink
+from te_precision_callbacks.accelerate.tracking import LoggedNumbers, TrackerSink
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.naming import Model
@@ -103,6 +103,7 @@ class PrecisionDebugger:
         self._next_iteration: int | None = None
         self._checkpoint: Path | None = None
         self._stopped = False
+        self._logged: LoggedNumbers | None = None
         self._notices = Notices()
         self._hook_checkpoints()
 
@@ -143,7 +144,9 @@ class PrecisionDebugger:
         folder = self._accelerator.logging_dir or self._accelerator.project_dir or "."
         select = MetricSelection(self._options.prefix, self._options.log_filter)
         try:
-            session.start(log_dir=Path(folder), sinks=[TrackerSink(self._accelerator, select)], counts_from=1)
+            sink = TrackerSink(self._accelerator, select)
+            session.start(log_dir=Path(folder), sinks=[sink], counts_from=1, front_door="accelerate")
+            self._logged = LoggedNumbers(self._accelerator, self._session.log, of_session=lambda: sink.is_logging)
             self._take_up_iteration()
             if self._checkpoint is not None:
                 session.load_fingerprint(self._checkpoint)
@@ -196,6 +199,9 @@ class PrecisionDebugger:
             if was_running:
                 session.stop(error)
         finally:
+            if self._logged is not None:
+                self._logged.remove()
+                self._logged = None
             if was_running:
                 self._stopped = True
                 self._next_iteration = session.iteration
@@ -251,7 +257,8 @@ class PrecisionDebugger:
             return
         path = folder / STATE_FILE
         try:
-            path.write_text(json.dumps({"iteration": iteration, "step_on": self._step_on}), encoding="utf-8")
+            state = {"iteration": iteration, "step_on": self._step_on, **self._session.resumed_loss.saved()}
+            path.write_text(json.dumps(state), encoding="utf-8")
         except OSError as error:
             logger.warning("The debug iteration cannot be saved: %s. Training goes on.", error)
 
@@ -270,6 +277,7 @@ class PrecisionDebugger:
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
             iteration, step_on = int(state["iteration"]), state["step_on"]
+            self._session.resumed_loss.restore(state)
         except (OSError, ValueError, TypeError, KeyError) as error:
             logger.warning(
                 "%s holds no debug iteration (%s: %s). The current count continues.", path, type(error).__name__, error

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -11,8 +14,10 @@ from accelerate import Accelerator
 from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.records import MetricSelection, StepRecords
 from te_precision_callbacks.records.loggers import (
+    REPORT_NAME,
     Histogram,
     LoggerSink,
+    add_report_to_wandb,
     add_to_tensorboard,
     names_for_mlflow,
     wandb_histogram,
@@ -28,6 +33,8 @@ class TrackerSink(LoggerSink):
         super().__init__(select)
         self._accelerator = accelerator
         self._notices = Notices()
+        self.is_logging = False
+        """Whether the sink is logging, and not the script."""
 
     def write(self, records: StepRecords) -> None:
         """Log on the main process only."""
@@ -42,10 +49,27 @@ class TrackerSink(LoggerSink):
             return
         if metrics:
             for_mlflow = any(tracker.name == "mlflow" for tracker in trackers)
-            self._accelerator.log(names_for_mlflow(metrics) if for_mlflow else metrics, step=step)
+            self.is_logging = True
+            try:
+                self._accelerator.log(names_for_mlflow(metrics) if for_mlflow else metrics, step=step)
+            finally:
+                self.is_logging = False
         if histograms:
             for tracker in trackers:
                 _log_histograms(tracker, histograms, step)
+
+    def report(self, path: Path) -> None:
+        """Attach the page of the run, or log its path."""
+        for tracker in self._accelerator.trackers if self._accelerator.is_main_process else ():
+            if tracker.name == "wandb":
+                add_report_to_wandb(tracker.tracker, path)
+            elif tracker.name == "tensorboard":
+                tracker.writer.add_text(REPORT_NAME, str(path))
+                tracker.writer.flush()
+            elif tracker.name == "aim":  # Accelerate 1.15: its configuration would replace the script's
+                tracker.writer[REPORT_NAME] = str(path)
+            else:
+                tracker.store_init_configuration({REPORT_NAME: str(path)})
 
     def _warn(self) -> None:
         if not self._notices.first("no tracker"):
@@ -61,6 +85,44 @@ class TrackerSink(LoggerSink):
             " tracker, %s.",
             missing,
         )
+
+
+class LoggedNumbers:
+    """Listens to ``accelerator.log``, until it is removed.
+
+    Args:
+        accelerator: the accelerator, whose attribute ``log`` is replaced.
+        take: a method that gets what the script logs, and the step; its object is not kept alive.
+        of_session: whether it is the session that logs.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        take: Callable[[Mapping[str, Any], int | None], None],
+        of_session: Callable[[], bool],
+    ) -> None:
+        self._accelerator = accelerator
+        self._found = accelerator.__dict__.get("log")
+        original, take_or_none = accelerator.log, weakref.WeakMethod(take)
+
+        @functools.wraps(original)
+        def log(values: dict[str, Any], step: int | None = None, *rest: Any, **keywords: Any) -> Any:
+            take = take_or_none()
+            if take is not None and isinstance(values, Mapping) and not of_session():
+                take(values, step if isinstance(step, int) else None)
+            return original(values, step, *rest, **keywords)
+
+        self._log = accelerator.log = log
+
+    def remove(self) -> None:
+        """Listen no longer; what somebody else has put there since stays."""
+        if self._accelerator.__dict__.get("log") is not self._log:
+            return
+        if self._found is None:
+            del self._accelerator.log
+        else:
+            self._accelerator.log = self._found
 
 
 def _log_histograms(tracker: Any, histograms: Mapping[str, Histogram], step: int) -> None:

@@ -12,29 +12,16 @@ Usage::
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
+from te_precision_callbacks.lazy import lazy_names
+
 if TYPE_CHECKING:
-    from te_precision_callbacks.check.factory import ModelFactoryError
+    from te_precision_callbacks.check.factory import BatchError, ModelFactoryError
     from te_precision_callbacks.check.findings import Finding
     from te_precision_callbacks.check.model import ActingFeature, CheckedModel, check_model
     from te_precision_callbacks.check.recipes import RecipeError
 
-__all__ = ["ActingFeature", "CheckedModel", "Finding", "ModelFactoryError", "RecipeError", "check_model"]
+__all__ = ["ActingFeature", "BatchError", "CheckedModel", "Finding", "ModelFactoryError", "RecipeError", "check_model"]
 
-_HERE = "te_precision_callbacks.check"
-_HOMES = {
-    "ActingFeature": f"{_HERE}.model",
-    "CheckedModel": f"{_HERE}.model",
-    "Finding": f"{_HERE}.findings",
-    "ModelFactoryError": f"{_HERE}.factory",
-    "RecipeError": f"{_HERE}.recipes",
-    "check_model": f"{_HERE}.model",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -4,6 +4,7 @@ Usage::
 
     te-precision check config.yaml
     te-precision check config.yaml --model package.module:factory --recipe mxfp8 --tokens 4096
+    te-precision check config.yaml --model package.module:factory --batch package.module:another_factory
 
 The exit code is 0; 1 with findings, such as an error of the config; 2 for wrong use. ``--json`` prints one JSON object.
 """
@@ -52,6 +53,15 @@ def check_command(
             help="The tokens of a step on one rank, for the multiply-adds and for the shapes that GEMMs refuse.",
         ),
     ] = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PACKAGE.MODULE:FUNCTION",
+            help="A function without arguments that returns what the model's forward is called with, in place of"
+            " --tokens: a tensor, a mapping of keywords, or a tuple of positional arguments. The plan then has the"
+            " sizes of all products.",
+        ),
+    ] = None,
     require: Annotated[
         str | None,
         typer.Option(
@@ -66,13 +76,16 @@ def check_command(
     The environment variable TE_PRECISION_REFERENCE_CAPABILITY (9.0 or 10.0) chooses the GPU that is planned for where
     there is none.
     """
-    for name, value in (("--recipe", recipe), ("--tokens", tokens), ("--require", require)):
+    given = {"--recipe": recipe, "--tokens": tokens, "--batch": batch, "--require": require}
+    for name, value in given.items():
         if model is None and value is not None:
             raise typer.BadParameter("it is for a plan; give --model, too", param_hint=name)
     if tokens is not None and tokens < 1:
         raise typer.BadParameter(
             f"{tokens} is less than 1; give the tokens of a step on one rank", param_hint="--tokens"
         )
+    if tokens is not None and batch is not None:
+        raise typer.BadParameter("a batch tells the tokens of each layer; give one of the two", param_hint="--tokens")
     loaded = _loaded(config, as_json=as_json)
     if model is None:
         if as_json:
@@ -83,12 +96,12 @@ def check_command(
     from te_precision_callbacks.check.printing import as_json as plan_as_json
     from te_precision_callbacks.check.printing import show
 
-    checked, device = _checked(model, loaded, recipe or _AUTO, tokens, require)
+    checked, device = _checked(model, loaded, recipe or _AUTO, tokens, batch, require)
     if as_json:
-        terminal.show_json({"config": config, "errors": [], **plan_as_json(checked, model, device)})
+        terminal.show_json({"config": config, "errors": [], **plan_as_json(checked, model, device, batch)})
     else:
         terminal.show_text(_without_errors(config, loaded))
-        show(checked, model, device)
+        show(checked, model, device, batch)
     if checked.findings:
         raise typer.Exit(1)
 
@@ -116,20 +129,27 @@ def _loaded(path: str, *, as_json: bool) -> Config:
 
 
 def _checked(
-    spec: str, config: Config, recipe: str, tokens: int | None, require: str | None
+    spec: str, config: Config, recipe: str, tokens: int | None, batch_spec: str | None, require: str | None
 ) -> tuple[CheckedModel, str]:
+    """The plan, and the device that the model was made on."""
     from te_precision_callbacks import reference
 
     reference.install_where_needed()
-    from te_precision_callbacks.check.factory import build_model
+    from te_precision_callbacks.check.dry_run import NotOnMetaError
+    from te_precision_callbacks.check.factory import build_batch, build_model
     from te_precision_callbacks.check.model import check_model
     from te_precision_callbacks.check.recipes import recipe_named
     from te_precision_callbacks.config.contract import read_contract
 
     recipe_named(recipe)  # a wrong name is told before a model is made
     contract = read_contract(require)
+    batch = None if batch_spec is None else build_batch(batch_spec)
     made, device = build_model(spec)
-    return check_model(made, config, recipe=recipe, tokens=tokens, require=contract), device
+    try:
+        return check_model(made, config, recipe=recipe, tokens=tokens, batch=batch, require=contract), device
+    except NotOnMetaError:  # many forwards cannot run there: the CPU tells whether it is the batch's fault
+        made, device = build_model(spec, on_meta=False)
+        return check_model(made, config, recipe=recipe, batch=batch, require=contract), device
 
 
 def _without_errors(path: str, config: Config) -> str:

@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,39 +23,96 @@ from torch.overrides import TorchFunctionMode
 from te_precision_callbacks.config.problems import nearest, shortened, shown
 from te_precision_callbacks.errors import PrecisionDebugError
 
-_SPELLING = "Write package.module:function; the function takes no arguments and returns a torch.nn.Module."
-
 
 class ModelFactoryError(PrecisionDebugError):
     """The function of ``--model`` cannot be found, fails, or returns something else than a model."""
 
 
-def build_model(spec: str) -> tuple[torch.nn.Module, str]:
+class BatchError(PrecisionDebugError):
+    """The function of ``--batch`` cannot be found, fails, or returns what a model's forward cannot be called with."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What a function makes.
+
+    Attributes:
+        what: in a word.
+        returns: what it returns, in words.
+        error: is raised where it does not.
+    """
+
+    what: str
+    returns: str
+    error: type[PrecisionDebugError]
+
+    @property
+    def spelling(self) -> str:
+        """How to name the function."""
+        return f"Write package.module:function; the function takes no arguments and returns {self.returns}."
+
+
+_MODEL = _Wanted("model", "a torch.nn.Module", ModelFactoryError)
+_BATCH = _Wanted(
+    "batch", "a tensor, a mapping of keywords, or a tuple of positional arguments for the model's forward", BatchError
+)
+
+
+def build_model(spec: str, *, on_meta: bool = True) -> tuple[torch.nn.Module, str]:
     """The model that a function makes, and the device that it was made on.
 
     Modules are found as ``python -m`` finds them, in the current folder too. What the function prints goes to stderr.
 
     Args:
         spec: ``package.module:function``.
+        on_meta: whether to try the meta device.
 
     Raises:
         ModelFactoryError: there is no such function, it needs arguments or a GPU, raises, or returns no module.
     """
     with _as_from_here():
-        factory = _found(spec)
-        try:
-            with torch.device("meta"), _OnMeta():
-                return _module(factory(), spec), "meta"
-        except ModelFactoryError:
-            raise
-        except (Exception, SystemExit):
-            pass  # many models cannot be made there: the CPU tells whether it is the function's own mistake
-        try:
-            return _module(factory(), spec), "cpu"
-        except ModelFactoryError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise ModelFactoryError(_failed(f"{shown(spec)} failed", error)) from error
+        factory = _found(spec, _MODEL)
+        if on_meta:
+            try:
+                with meta_device():
+                    return _module(factory(), spec), "meta"
+            except ModelFactoryError:
+                raise
+            except (Exception, SystemExit):
+                pass  # many models cannot be made there: the CPU tells whether it is the function's own mistake
+        return _module(_called(factory, spec, _MODEL), spec), "cpu"
+
+
+def build_batch(spec: str) -> Any:
+    """The batch that a function makes: a tensor, a mapping or a tuple, with tensors on the CPU.
+
+    Args:
+        spec: as of :func:`build_model`.
+
+    Raises:
+        BatchError: there is no such function, it needs arguments or a GPU, raises, or returns something else.
+    """
+    with _as_from_here():
+        made = _called(_found(spec, _BATCH), spec, _BATCH)
+    require_batch(made, f"{shown(spec)} has returned ")
+    return made
+
+
+def require_batch(batch: object, said: str = "") -> None:
+    """Raise :class:`BatchError` for what is no batch; ``said`` stands before its value."""
+    if isinstance(batch, (torch.Tensor, Mapping, tuple)):
+        return
+    text = f"{said}{shown(batch)}, which is no batch. A batch is {_BATCH.returns}."
+    if isinstance(batch, list):
+        text += " Write a tuple in place of the list: its values are the arguments."
+    raise BatchError(text)
+
+
+@contextlib.contextmanager
+def meta_device() -> Iterator[None]:
+    """Make all new tensors on the meta device."""
+    with torch.device("meta"), _OnMeta():
+        yield
 
 
 class _OnMeta(TorchFunctionMode):
@@ -81,30 +139,38 @@ def _as_from_here() -> Iterator[None]:
         sys.path[:] = before
 
 
-def _found(spec: str) -> Callable[[], object]:
+def _called(factory: Callable[[], object], spec: str, wanted: _Wanted) -> object:
+    try:
+        return factory()
+    except (Exception, SystemExit) as error:
+        raise wanted.error(_failed_factory(f"{shown(spec)} failed", error, wanted)) from error
+
+
+def _found(spec: str, wanted: _Wanted) -> Callable[[], object]:
+    spelling = wanted.spelling
     module_name, colon, name = spec.partition(":")
     if not (colon and name and all(part.isidentifier() for part in module_name.split("."))):
-        raise ModelFactoryError(f"{shown(spec)} names no function. {_SPELLING}")
+        raise wanted.error(f"{shown(spec)} names no function. {spelling}")
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ModelFactoryError(_failed(f"{module_name!r} cannot be imported", error)) from error
-        raise ModelFactoryError(
+            raise wanted.error(_failed_factory(f"{module_name!r} cannot be imported", error, wanted)) from error
+        raise wanted.error(
             f"There is no module {error.name!r}, neither in the current folder nor in the environment."
-            f"{_meant(error.name, _modules_here())} {_SPELLING}"
+            f"{_meant(error.name, _modules_here())} {spelling}"
         ) from None
     except (Exception, SystemExit) as error:
-        raise ModelFactoryError(_failed(f"{module_name!r} cannot be imported", error)) from error
+        raise wanted.error(_failed_factory(f"{module_name!r} cannot be imported", error, wanted)) from error
     for part in name.split("."):
         if not hasattr(found, part):
             callables = [each for each in dir(found) if not each.startswith("_") and callable(getattr(found, each))]
-            raise ModelFactoryError(f"{module_name!r} has no function {part!r}.{_meant(part, callables)} {_SPELLING}")
+            raise wanted.error(f"{module_name!r} has no function {part!r}.{_meant(part, callables)} {spelling}")
         found = getattr(found, part)
-    if isinstance(found, torch.nn.Module):
-        raise ModelFactoryError(f"{shown(spec)} is a model, which has been made already. {_SPELLING}")
+    if isinstance(found, (torch.nn.Module, torch.Tensor)):
+        raise wanted.error(f"{shown(spec)} is a {wanted.what}, which has been made already. {spelling}")
     if not callable(found):
-        raise ModelFactoryError(f"{shown(spec)} is no function, but {shown(found)}. {_SPELLING}")
+        raise wanted.error(f"{shown(spec)} is no function, but {shown(found)}. {spelling}")
     return found  # type: ignore[no-any-return]
 
 
@@ -124,19 +190,23 @@ def _module(made: object, spec: str) -> torch.nn.Module:
     raise ModelFactoryError(f"{shown(spec)} has returned {shown(made)}, which is no torch.nn.Module.{hint}")
 
 
-def _failed(what: str, error: BaseException) -> str:
-    """What has failed, the exception, and the line that raised it."""
-    text = f"{what}: {type(error).__name__}: {shortened(str(error))}"
-    place = _place(error)
-    text += f" ({place})." if place else "."
+def _failed_factory(what: str, error: BaseException, wanted: _Wanted) -> str:
+    """What has failed, the exception, the line that raised it, and what to do."""
+    text, place = failed(what, error), _place(error)
     if isinstance(error, TypeError) and "argument" in str(error) and not place:
-        return f"{text} {_SPELLING}"
+        return f"{text} {wanted.spelling}"
     if any(word in str(error) for word in ("CUDA", "cuda", "NVIDIA driver")):
         return (
-            f"{text} It asks for a GPU, and there is none. Make the model without .cuda() and without a device, which"
-            " the training script can choose afterwards."
+            f"{text} It asks for a GPU, and there is none. Make the {wanted.what} without .cuda() and without a device,"
+            " which the training script can choose afterwards."
         )
     return text
+
+
+def failed(what: str, error: BaseException) -> str:
+    """What has failed, the exception, and the line of the user's own code that raised it."""
+    text, place = f"{what}: {type(error).__name__}: {shortened(str(error))}", _place(error)
+    return f"{text} ({place})." if place else f"{text}."
 
 
 def _place(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from te_precision_callbacks.folding import folded
 from te_precision_callbacks.gemm_shapes import SCALING_OF_RECIPE, asserted_refusals, refusals
 from te_precision_callbacks.naming import Model, NamedModule, named_operations
 from te_precision_callbacks.records.coverage import Coverage
+from te_precision_callbacks.reference import is_installed
 from te_precision_callbacks.session.precision import recipe_text
 from te_precision_callbacks.session.shapes import layer_features
 from te_precision_callbacks.vocabulary import GEMMS, GemmName, class_names
@@ -83,7 +84,13 @@ def of_recipe(
 
 
 def of_shapes(
-    recipe: Any, model: Model, modules: Sequence[NamedModule], coverage: Coverage, *, tokens: int | None
+    recipe: Any,
+    model: Model,
+    modules: Sequence[NamedModule],
+    coverage: Coverage,
+    *,
+    tokens: int | None = None,
+    tokens_of: Mapping[str, Sequence[int]] | None = None,
 ) -> Iterator[Finding]:
     """The sizes and the dtype with which GEMMs in low precision do not run.
 
@@ -94,6 +101,7 @@ def of_shapes(
         coverage: what is planned.
         tokens: the tokens of a step; None leaves out what depends on them. So does a layer that shares the tokens with
             others, whose share a router decides.
+        tokens_of: layer -> the tokens of each of its calls, in place of ``tokens``.
     """
     name = recipe_text(recipe)
     if name not in SCALING_OF_RECIPE:
@@ -103,7 +111,8 @@ def of_shapes(
     by_hadamard: list[str] = []
     for layer in _layers(model, modules):
         gemms = [gemm for gemm in GEMMS if gemm in low.get(layer.name, ())]
-        texts = tuple(_refused(name, layer, tokens, gemms))
+        counts = [tokens] if tokens_of is None else tokens_of.get(layer.name, ())
+        texts = tuple(dict.fromkeys(text for count in counts for text in _refused(name, layer, count, gemms)))
         if texts:
             refused.append((texts, layer.name))
         if name == "nvfp4" and "wgrad" in gemms and layer.dtype != torch.bfloat16:
@@ -117,6 +126,17 @@ def of_shapes(
             " dtype. Make them bfloat16, or set disable_rht=True in the recipe."
         )
         yield Finding("recipe", text, tuple(by_hadamard))
+
+
+def without_kernel(layers: Sequence[str]) -> Finding:
+    """Attention that no kernel takes; of these layers."""
+    text = (
+        f"Transformer Engine has no kernel for the attention of {listed(layers)} with these inputs and this recipe on"
+        " this GPU, and fails. NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 in the environment makes it say why."
+    )
+    if is_installed():
+        text += " The reference backend has attention in FP8 for compute capability 10.0 alone; a GPU may have more."
+    return Finding("recipe", text, tuple(layers))
 
 
 @dataclass(frozen=True)

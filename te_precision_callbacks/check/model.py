@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from te_precision_callbacks.check.findings import Finding, by_key, listed, of_recipe, of_shapes
+from te_precision_callbacks.check.dry_run import dry_run
+from te_precision_callbacks.check.findings import Finding, by_key, listed, of_recipe, of_shapes, without_kernel
 from te_precision_callbacks.check.recipes import AUTO, NONE, recipe_named
 from te_precision_callbacks.config import Config, ConfigError, Plan, Section
 from te_precision_callbacks.config.checking import ReadOptions
@@ -58,12 +59,15 @@ class CheckedModel:
     Attributes:
         coverage: the planned matrix products of a step, with ``runs="planned"``.
         recipe: the recipe, as in :data:`~te_precision_callbacks.vocabulary.RECIPES`; empty for none.
-        tokens: the tokens of a step on this rank; None if they were not given: multiply-adds are then for one token.
+        tokens: the tokens of a step on this rank; None if they were not given: multiply-adds are then for one token, or
+            for the batch.
+        has_batch: whether the products are those of a forward and backward with a batch.
         layers: the number of layers of Transformer Engine that a config can select.
         features: layer -> the features that act on it.
         findings: what does not fit.
         notes: what may not be meant, and is no error.
         not_counted: modules with a weight of which no product could be planned.
+        not_reached: with a batch, the modules with a weight and the layers that the forward does not call.
     """
 
     coverage: Coverage
@@ -74,6 +78,8 @@ class CheckedModel:
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
     not_counted: tuple[str, ...]
+    not_reached: tuple[str, ...] = ()
+    has_batch: bool = False
 
 
 def check_model(
@@ -82,9 +88,13 @@ def check_model(
     *,
     recipe: Any = AUTO,
     tokens: int | None = None,
+    batch: Any = None,
     require: ContractSource = None,
 ) -> CheckedModel:
     """Plan a training step of a model, without running it. Nothing of the model changes.
+
+    With a batch the forward and backward are called once for the sizes of all products, on the model's device; layers
+    of Transformer Engine quantize nothing in it. On ``meta`` nothing is computed.
 
     Args:
         model: the model, on any device, also on ``meta``.
@@ -92,19 +102,24 @@ def check_model(
         recipe: ``auto``, Transformer Engine's default recipe for the GPU; ``none``; one of
             :data:`~te_precision_callbacks.vocabulary.RECIPES`; or one of Transformer Engine's recipe objects.
         tokens: the tokens of a step on this rank: all dimensions of the input but the last, multiplied.
+        batch: what the model's forward is called with, in place of ``tokens``: a tensor, a mapping of keywords, or a
+            tuple of positional arguments. Tensors are copied to the model's device.
         require: a contract, as the front doors take it: what the plan does not hold of it is a finding. Of what is kept
             in which type, a plan knows nothing.
 
     Raises:
         ConfigError: ``require`` is no contract, or has a pattern that matches no layer.
         RecipeError: as in :func:`~te_precision_callbacks.check.recipes.recipe_named`.
-        OptionError: ``tokens`` is not positive.
+        OptionError: ``tokens`` is not positive, or there is a batch as well.
+        BatchError: the forward or backward does not run with ``batch``.
     """
+    if tokens is not None and batch is not None:
+        raise OptionError("tokens= and batch= were given: a batch tells the tokens of each layer. Give one of them.")
     if tokens is not None and tokens < 1:
         raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of a step on one rank.")
     made = recipe_named(recipe) if isinstance(recipe, str) else recipe
     contract = read_contract(require)
-    checked = _Check(model, config, made, tokens, is_wanted=recipe != NONE).checked()
+    checked = _Check(model, config, made, tokens, batch, is_wanted=recipe != NONE).checked()
     if contract is None:
         return checked
     require_layers(contract, {product.layer for product in checked.coverage})
@@ -119,8 +134,10 @@ class _Check:
         is_wanted: whether low precision is.
     """
 
-    def __init__(self, model: Model, config: Config, recipe: Any, tokens: int | None, *, is_wanted: bool) -> None:
-        self._model, self._config, self._recipe, self._tokens = model, config, recipe, tokens
+    def __init__(
+        self, model: Model, config: Config, recipe: Any, tokens: int | None, batch: Any, *, is_wanted: bool
+    ) -> None:
+        self._model, self._config, self._recipe, self._tokens, self._batch = model, config, recipe, tokens, batch
         self._is_wanted = is_wanted and recipe is not None
         self._modules = named_te_modules(model, config.layer_names or "path")
         self._sections = {section.name: section for section in config.enabled_sections}
@@ -138,9 +155,21 @@ class _Check:
             names: tuple(_features(self._sections[name] for name in names))
             for names in {entry.sections for entry in plan.layers}
         }
-        products = plan_products(self._model, self._modules, acting, self._recipe, tokens=self._tokens or 1)
+        ran = None
+        if self._batch is not None:
+            ran = dry_run(self._model, self._modules, self._batch, self._recipe)
+        products = plan_products(self._model, self._modules, acting, self._recipe, tokens=self._tokens or 1, ran=ran)
         self._findings += of_recipe(self._recipe, self._modules, acting)
-        self._findings += of_shapes(self._recipe, self._model, self._modules, products.coverage, tokens=self._tokens)
+        self._findings += of_shapes(
+            self._recipe,
+            self._model,
+            self._modules,
+            products.coverage,
+            tokens=self._tokens,
+            tokens_of=None if ran is None else ran.tokens,
+        )
+        if ran is not None and ran.without_kernel:
+            self._findings.append(without_kernel(ran.without_kernel))
         if self._is_wanted and not any(product.is_low for product in products.coverage):
             is_there = any(product.family in ("te", "te_ops") for product in products.coverage)
             why = "the plan says why" if is_there else "the model has no layer of Transformer Engine"
@@ -154,6 +183,8 @@ class _Check:
             tuple(self._findings),
             tuple(self._notes),
             products.not_counted,
+            products.not_reached,
+            ran is not None,
         )
 
     def _plan(self) -> Plan:

@@ -14,22 +14,25 @@ from te_precision_callbacks.check.model import CheckedModel
 from te_precision_callbacks.check.rows import Row, rows
 from te_precision_callbacks.folding import folded
 from te_precision_callbacks.records.coverage import PRECISIONS
+from te_precision_callbacks.vocabulary import GEMMS, GemmName
 
 _INDENT = 2
 _MOST_NAMES = 8
 _MOST_ROWS = 60
+_WITHOUT_WEIGHT = ("qk", "pv", "other")
 
 
-def show(checked: CheckedModel, model: str, device: str) -> None:
+def show(checked: CheckedModel, model: str, device: str, batch: str | None = None) -> None:
     """Print a plan as a table, with its findings.
 
     Args:
         checked: the plan.
         model: the name of the model.
         device: the device that the model was made on.
+        batch: the name of its batch; None without one.
     """
     terminal.show_text(
-        f"{model}: {checked.layers} layers of Transformer Engine, made on {device}. {_conditions(checked)}"
+        f"{model}: {checked.layers} layers of Transformer Engine, made on {device}. {_conditions(checked, batch)}"
     )
     found = rows(checked)
     table = terminal.table("layer", "fprop", "dgrad", "wgrad", "multiply-adds", "why not low, and what acts")
@@ -46,6 +49,9 @@ def show(checked: CheckedModel, model: str, device: str) -> None:
             f"Not planned, since their classes do not tell what they multiply: {names}. session.coverage() counts them"
             " in a run."
         )
+    if checked.not_reached:
+        names = ", ".join(folded(checked.not_reached, most=_MOST_NAMES))
+        terminal.show_text(f"The forward does not reach these: {names}.")
     for note in checked.notes:
         typer.echo()
         for number, line in enumerate(note.splitlines()):
@@ -57,18 +63,20 @@ def show(checked: CheckedModel, model: str, device: str) -> None:
         terminal.show_text(finding.text, _INDENT, hanging=_INDENT)
 
 
-def _conditions(checked: CheckedModel) -> str:
-    """The recipe, the GPU and the tokens that the plan is for."""
+def _conditions(checked: CheckedModel, batch: str | None) -> str:
+    """The recipe, the GPU, and the tokens or the batch that the plan is for."""
     from transformer_engine.pytorch.utils import get_device_compute_capability
 
     capability = "{}.{}".format(*get_device_compute_capability())
-    tokens = "multiply-adds of one token" if checked.tokens is None else f"{checked.tokens} tokens a step"
-    return f"Recipe: {checked.recipe or 'none'}, compute capability {capability}, {tokens}."
+    of = f"{checked.tokens} tokens a step"
+    if checked.tokens is None:
+        of = "multiply-adds of one token" if batch is None else f"the batch of {batch}"
+    return f"Recipe: {checked.recipe or 'none'}, compute capability {capability}, {of}."
 
 
 def _cells(row: Row, whole: int) -> list[str]:
     names, more = row.names[:_MOST_NAMES], len(row.names) - _MOST_NAMES
-    gemms = [str(row.gemms[gemm]) if gemm in row.gemms else "" for gemm in ("fprop", "dgrad", "wgrad")]
+    gemms = [_formats(row, gemm) for gemm in GEMMS]
     share = f" ({100 * row.macs / whole:.1f} %)" if whole else ""
     beside = [row.family] if row.family == "lookup" else []
     texts = [*beside, *([row.why] if row.why else []), *map(str, row.features)]
@@ -80,7 +88,19 @@ def _cells(row: Row, whole: int) -> list[str]:
     ]
 
 
-def as_json(checked: CheckedModel, model: str, device: str) -> dict[str, Any]:
+def _formats(row: Row, gemm: GemmName) -> str:
+    """The formats of a GEMM; of products without a weight those of the forward as of ``fprop``, and those of the
+    backward as of ``dgrad``."""
+    if gemm in row.gemms or gemm == "wgrad":
+        return str(row.gemms.get(gemm, ""))
+    behind = " backward" if gemm == "dgrad" else ""
+    found = {name: str(row.gemms[f"{name}{behind}"]) for name in _WITHOUT_WEIGHT if f"{name}{behind}" in row.gemms}
+    if len(set(found.values())) == 1:
+        return f"{', '.join(found)}: {next(iter(found.values()))}"
+    return "; ".join(f"{name}: {text}" for name, text in found.items())
+
+
+def as_json(checked: CheckedModel, model: str, device: str, batch: str | None = None) -> dict[str, Any]:
     """A plan as an object for JSON. Arguments are those of :func:`show`."""
     coverage = checked.coverage
     return {
@@ -88,6 +108,7 @@ def as_json(checked: CheckedModel, model: str, device: str) -> dict[str, Any]:
         "device": device,
         "recipe": checked.recipe or "none",
         "tokens": checked.tokens,
+        "batch": batch,
         "macs": coverage.macs(),
         "share": {name: coverage.share(name) for name in PRECISIONS if coverage.macs(name)},
         "plan": [
@@ -101,6 +122,7 @@ def as_json(checked: CheckedModel, model: str, device: str) -> dict[str, Any]:
             for row in rows(checked)
         ],
         "not_counted": checked.not_counted,
+        "not_reached": checked.not_reached,
         "findings": checked.findings,
         "notes": checked.notes,
     }

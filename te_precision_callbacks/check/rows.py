@@ -49,7 +49,8 @@ class Row:
     Attributes:
         layers: their names.
         family: as :attr:`Product.family`.
-        gemms: GEMM, or ``lookup`` -> what is planned.
+        gemms: GEMM, ``lookup``, ``qk``, ``pv`` or ``other``, the last three with ``backward`` behind them for those of
+            the backward -> what is planned.
         features: what acts on them.
         macs: the multiply-adds of all of them in a step.
     """
@@ -86,19 +87,23 @@ def rows(checked: CheckedModel) -> list[Row]:
     alike: dict[object, list[str]] = {}
     for layer, products in of_layer.items():
         planned = tuple(
-            (p.family, p.gemm, tuple(p.operands.items()), p.not_run, p.reason, p.reason_ref) for p in products
+            (p.family, _name(p), tuple(p.operands.items()), p.not_run, p.reason, p.reason_ref) for p in products
         )
         alike.setdefault((planned, checked.features.get(layer, ())), []).append(layer)
     return [
         Row(
             tuple(layers),
             of_layer[layers[0]][0].family,
-            {product.gemm: PlannedGemm.of(product) for product in _in_order(of_layer[layers[0]])},
+            {_name(product): PlannedGemm.of(product) for product in _in_order(of_layer[layers[0]])},
             checked.features.get(layers[0], ()),
             sum(product.macs for layer in layers for product in of_layer[layer]),
         )
         for layers in alike.values()
     ]
+
+
+def _name(product: Product) -> str:
+    return f"{product.gemm} backward" if product.backward and product.gemm not in GEMMS else product.gemm
 
 
 def _in_order(products: list[Product]) -> list[Product]:

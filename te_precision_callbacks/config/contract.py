@@ -133,7 +133,7 @@ def _layers(data: Any, place: Callable[..., str]) -> dict[str, str]:
             re.compile(str(pattern))
         except re.error as error:
             problems.add(f"{place(pattern)}: {shown(pattern)} is no regular expression: {error}.")
-        if precision not in PRECISIONS:
+        if not isinstance(precision, str) or precision not in PRECISIONS:
             problems.add(f"{place(pattern)}: {_no_precision(precision)}")
         found[str(pattern)] = str(precision)
     problems.raise_any()

@@ -16,8 +16,9 @@ Usage::
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from te_precision_callbacks.lazy import lazy_names
 
 if TYPE_CHECKING:
     from te_precision_callbacks.dumps.comparing import Comparison, Difference, compare
@@ -57,20 +58,4 @@ __all__ = [
     "save",
 ]
 
-_HERE = "te_precision_callbacks.dumps"
-_HOMES = {
-    **dict.fromkeys(("Comparison", "Difference", "compare"), "comparing"),
-    **dict.fromkeys(("Dump", "dequantize"), "contents"),
-    **dict.fromkeys((name for name in __all__ if name.endswith("Error")), "errors"),
-    **dict.fromkeys(("Entry", "Foreign", "Listing", "list"), "listing"),
-    "Header": "header",
-    "load": "files",
-    "save": "saving",
-}
-
-
-def __getattr__(name: str) -> object:
-    # Each name is imported when it is first used: the command line asks for its help without torch.
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{_HERE}.{_HOMES[name]}"), "list_dumps" if name == "list" else name)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,11 +11,14 @@ from te_precision_callbacks.dumps.budget import Budget, Limits
 from te_precision_callbacks.dumps.contents import Dump
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.files import SUFFIXES, write_new
+from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.dumps.names import file_stem, iteration_folder, numbered, rank_folder
 from te_precision_callbacks.dumps.sizes import most_bytes
 from te_precision_callbacks.dumps.writer import Stop, Writer
 
 logger = logging.getLogger(__name__)
+
+_MOST_TOLD = 10_000
 
 
 class Job(NamedTuple):
@@ -40,12 +44,14 @@ class Disk:
     Attributes:
         folder: the log folder.
         files, nbytes: the number of files and bytes written so far.
+        written: the headers of the last files, until somebody takes them.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files = 0
         self.nbytes = 0
+        self.written: deque[Header] = deque(maxlen=_MOST_TOLD)
         self._writer: Writer[Job] = Writer(self._write)
         self._budget: Budget | None = None
         self._exhausted: set[Limits] = set()
@@ -125,4 +131,5 @@ class Disk:
         budget.count(nbytes)
         self.files += 1
         self.nbytes += nbytes
+        self.written.append(header)
         return None

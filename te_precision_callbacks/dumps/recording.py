@@ -33,6 +33,7 @@ from te_precision_callbacks.dumps.contents import Dump, dump_of, kind_is_known
 from te_precision_callbacks.dumps.disk import Disk, Job
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.files import TORCH
+from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.dumps.wanted import Wanted, has_nonfinite, quantized_form
 from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.ranks import own_rank
@@ -127,6 +128,11 @@ class Recorder:
         """Wait until all noted dumps that are wanted are on the disk."""
         self._disk.drain()
         self._tell()
+
+    def take_written(self) -> list[Header]:
+        """The headers of the dumps that were written since the last call; of very many, the last ones."""
+        written = self._disk.written
+        return [written.popleft() for _ in range(len(written))]
 
     def close(self) -> None:
         """End the run: decide about held dumps, and wait until all are written. Closing twice does nothing.

@@ -98,6 +98,11 @@ _DEBUGGING = (
         ("TE_PRECISION_REFERENCE_CAPABILITY", "9.0", _CAPABILITIES, "the GPU that the reference backend emulates"),
     ),
     *variables(
+        "te_precision_callbacks/reference/extension/versions.py",
+        "numerics",
+        ("TE_PRECISION_REFERENCE_CUBLASLT", "120905", integer, "the cuBLASLt that the reference backend reports"),
+    ),
+    *variables(
         "te_precision_callbacks/reference/inherited.py",
         "precision",
         ("TE_PRECISION_REFERENCE_INSTALL", "", anything, "child processes install the reference backend"),

@@ -33,7 +33,7 @@ from te_precision_callbacks.naming import NamedModule
 from te_precision_callbacks.numerics.layouts import PER_TENSOR, gemm_operand, is_quantized, scaling_mode, stored
 from te_precision_callbacks.vocabulary import class_names
 
-_QUANTIZED = frozenset({"QuantizedTensorStorage", "GroupedTensorStorage"})
+QUANTIZED = frozenset({"QuantizedTensorStorage", "GroupedTensorStorage"})
 
 
 def with_layers(
@@ -149,7 +149,7 @@ def _digest(tensor: torch.Tensor) -> TensorDigest:
     return TensorDigest(len(tensor), float(tensor.min()), float(tensor.max()), content_hash(tensor))
 
 
-def _weights_of(module: Any, number: int) -> list[Any]:
+def weights_of(module: Any, number: int) -> list[Any]:
     """The weights of one of a module's layers, as they are on this rank."""
     if "LayerNormMLP" in class_names(module):
         names = [("fc1_weight", "fc2_weight")[number]]
@@ -159,10 +159,10 @@ def _weights_of(module: Any, number: int) -> list[Any]:
 
 
 def _weights(module: Any, number: int) -> Weights:
-    weights = _weights_of(module, number)
+    weights = weights_of(module, number)
     local = [getattr(weight, "_local_tensor", weight) for weight in weights]  # a DTensor holds its shard (torch 2.13)
     sharded = getattr(module, "tp_size", 1) > 1 or any(hasattr(weight, "_local_tensor") for weight in weights)
-    quantized = [weight for weight in local if not _QUANTIZED.isdisjoint(class_names(weight))]
+    quantized = [weight for weight in local if not QUANTIZED.isdisjoint(class_names(weight))]
     if not quantized:
         return Weights("high", _joined(str(weight.dtype).partition(".")[2] for weight in local), {}, sharded)
     hashes = {}

@@ -20,11 +20,13 @@ from te_precision_callbacks.records.loggers import (
     wandb_histogram,
 )
 from te_precision_callbacks.records.metrics import LogFilter, MetricSelection, metric_name
-from te_precision_callbacks.records.model import LayerInfo, Row, RunInfo, Sink, StepRecords
+from te_precision_callbacks.records.model import Event, EventSink, LayerInfo, Row, RunInfo, Scalars, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
 from te_precision_callbacks.records.worst import Worst
 
 __all__ = [
+    "Event",
+    "EventSink",
     "Histogram",
     "LayerInfo",
     "LogFilter",
@@ -32,6 +34,7 @@ __all__ = [
     "MetricSelection",
     "Row",
     "RunInfo",
+    "Scalars",
     "Sink",
     "StatisticsLog",
     "StepRecords",

@@ -23,9 +23,13 @@ class LayerHistory:
 
     Args:
         iterations: those that have run.
+
+    Attributes:
+        changes: how often layers were put.
     """
 
     def __init__(self, iterations: Iterations) -> None:
+        self.changes = 0
         self._iterations = iterations
         self._since: list[int] = []
         self._layers: list[tuple[LayerInfo, ...]] = []
@@ -37,6 +41,7 @@ class LayerHistory:
 
     def put(self, iteration: int, layers: Iterable[LayerInfo]) -> None:
         """Let layers be those of an iteration and of the following ones, until others are put."""
+        self.changes += 1
         while self._since and self._since[-1] >= iteration:
             del self._since[-1], self._layers[-1]
         before = {info.name: info for info in self.now}
@@ -50,6 +55,15 @@ class LayerHistory:
             if self._since[-1] not in self._iterations:
                 del self._since[-1], self._layers[-1]
             self.put(iteration, layers)
+
+    def spans(self) -> list[LayerInfo]:
+        """All layers that there were, each as often as it was another, with the iterations in which it was so."""
+        found: dict[tuple[str, int], LayerInfo] = {}
+        for number, layers in enumerate(self._layers):
+            later = list(zip(self._since[number + 1 :], self._layers[number + 1 :], strict=True))
+            for info in layers:
+                found.setdefault((info.name, info.since), replace(info, until=_until(info, later)))
+        return list(found.values())
 
     def at(self, iteration: int) -> tuple[LayerInfo, ...]:
         """The layers in an iteration. Raises IterationError where it has not run."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import Self
@@ -128,3 +129,29 @@ class LoggerSink(Sink):
             step: the step at which the trainer's own metrics of the same batch are logged.
         """
         raise NotImplementedError
+
+    def report(self, path: Path) -> None:
+        """Take the page of the run, which ``report=True`` has written at its end: attach it, or log where it is.
+
+        Args:
+            path: the file.
+        """
+        return
+
+
+REPORT_NAME = "te/report"
+"""The name under which loggers have the path of the page."""
+
+
+def add_report_to_wandb(run: Any, path: Path) -> None:
+    """Attach the page of a run to a run of Weights & Biases, as an artifact of the type ``report``.
+
+    Args:
+        run: the ``wandb.Run``.
+        path: the page.
+    """
+    import wandb
+
+    artifact = wandb.Artifact(f"te-precision-report-{run.id}", type="report")
+    artifact.add_file(str(path))
+    run.log_artifact(artifact)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,8 @@ class StepRecords:
             were gathered but not yet stepped when the run ended, and all numbers after a reduction that failed.
         own: [numbers]: for each number, whether it belongs to this rank alone. False: it is reduced over ranks, and all
             ranks have the same number. Numbers that a user's own feature logs are not reduced.
+        observe_seconds: the seconds that the session has spent at the end of the step before the sinks got its numbers;
+            None if that is not known.
         unscaled: the layers that ran delayed scaling in this step with the scale 1, before there is an amax of an
             earlier step. The quantization statistics of their tensors (66 to 89 % of a gradient may underflow) say
             nothing about later steps, and are left out of the worst values of several steps.
@@ -62,6 +65,7 @@ class StepRecords:
     local: bool = False
     own: Sequence[bool] = ()
     unscaled: frozenset[str] = frozenset()
+    observe_seconds: float | None = None
 
     @classmethod
     def from_rows(
@@ -160,6 +164,8 @@ class LayerInfo:
         module_class: the class of its module, such as ``LayerNormLinear``.
         sections: the sections of the config that select it.
         features: namespace -> feature -> options, as handed to nvidia-dlfw-inspect.
+        scope: what distinguishes the layer from those of other ranks at its path; the first part of its name. Empty if
+            nothing has to.
         given: the name that the script has given to the layer, which the statistics log and ``summary`` use; empty if
             there is no such name, or if another layer has the same name.
         refused: why Transformer Engine's debug path refuses the layer, or some forwards of it. These are left as they
@@ -175,6 +181,7 @@ class LayerInfo:
     module_class: str
     sections: tuple[str, ...]
     features: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    scope: str = ""
     given: str = ""
     refused: str = ""
     exec_fwd: int | None = None
@@ -205,6 +212,51 @@ class RunInfo:
     config: str
 
 
+Severity = Literal["info", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened in a run.
+
+    Attributes:
+        kind: ``precision_changed``, ``nonfinite``, ``dump_written``, ...; docs/records.md has all.
+        text: what happened, in words.
+        iteration: the debug iteration in which it happened.
+        severity: ``info``, ``warning`` or ``error``.
+        phase: ``forward``, ``backward``, ``step`` or ``checkpoint``; None if that does not matter.
+        layer, tensor, gemm: what it is about; empty if it is about more.
+        data: more of it, for programs: JSON values.
+        wall_time: when, in seconds since the epoch.
+    """
+
+    kind: str
+    text: str
+    iteration: int
+    severity: Severity = "info"
+    phase: str | None = None
+    layer: str = ""
+    tensor: str = ""
+    gemm: str = ""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    wall_time: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """Numbers that the trainer logs: its loss, the norm of its gradient, its learning rate, the scale of its loss.
+
+    Attributes:
+        iteration: the debug iteration to which they belong.
+        logging_step: the step under which they are logged.
+        values: name -> number.
+    """
+
+    iteration: int
+    logging_step: int
+    values: Mapping[str, float]
+
+
 @runtime_checkable
 class Sink(Protocol):
     """A receiver of records. A sink that raises is reported once and dropped; with ``strict=True`` it ends the run.
@@ -227,4 +279,17 @@ class Sink(Protocol):
 
     def close(self, error: BaseException | None) -> None:
         """End the run: called once; ``error`` is the exception that ended it, None after a normal end."""
+        return
+
+
+@runtime_checkable
+class EventSink(Sink, Protocol):
+    """A sink that also receives what happens in a run, and the trainer's own numbers; on every rank."""
+
+    def event(self, event: Event) -> None:
+        """Receive something that happened."""
+        return
+
+    def scalars(self, scalars: Scalars) -> None:
+        """Receive numbers that the trainer logs."""
         return

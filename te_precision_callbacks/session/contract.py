@@ -62,7 +62,7 @@ class ContractKeeper:
         self._judged = -1
         self._said = ""
 
-    def end_step(self, coverage_now: Callable[[], Coverage], changes: int, ranks: Ranks) -> None:
+    def end_step(self, coverage_now: Callable[[], Coverage], changes: int, ranks: Ranks) -> str | None:
         """Judge, if it is time: at the step that the contract names, and where precision has changed on any rank since.
 
         Args:
@@ -70,21 +70,23 @@ class ContractKeeper:
             changes: how often this rank's products, or their precision, have changed so far.
             ranks: those that judge together.
 
+        Returns:
+            What is broken, in words; empty if nothing is; None if it was not the time.
+
         Raises:
             PrecisionContractError: the contract is broken, and is not only to be warned of; on all ranks.
         """
         self._steps += 1
         if self._steps < self._contract.by_step:
-            return
+            return None
         if not ranks.any(self._judged != changes):
-            return
+            return None
         self._judged, own = changes, coverage_now()
         coverage = Coverage(ranks.pool(own), state=tuple(ranks.pool(own.state)))
         broken = [*broken_clauses(self._contract, coverage), *_broken_state(self._contract, coverage.state)]
-        if broken:
-            self._tell(broken, coverage)
+        return self._tell(broken, coverage) if broken else ""
 
-    def _tell(self, broken: Sequence[str], coverage: Coverage) -> None:
+    def _tell(self, broken: Sequence[str], coverage: Coverage) -> str:
         listed = "\n".join(f"- {text}" for text in broken)
         message = f"The run breaks its precision contract (require=), judged after step {self._steps}:\n{listed}"
         offenders = _offenders(coverage)
@@ -95,6 +97,7 @@ class ContractKeeper:
         if own_rank() == 0 and message != self._said:
             logger.warning("%s", message)
         self._said = message
+        return message
 
 
 def broken_clauses(contract: Contract, coverage: Coverage) -> list[str]:

@@ -29,13 +29,22 @@ class LayerFacts:
 
 
 @dataclass(frozen=True)
-class _Counted:
-    """The products of a step, and the facts about layers then."""
+class Counted:
+    """The products of a step, and the facts about layers then.
+
+    Attributes:
+        since: the iteration of the step.
+        products: as they were counted.
+        layers: the facts about layers of Transformer Engine.
+        state: what the model and its optimizers keep.
+        until: the last iteration for which that holds; None while it holds.
+    """
 
     since: int
     products: tuple[Product, ...]
     layers: Mapping[str, LayerFacts]
     state: tuple[StateRow, ...]
+    until: int | None = None
 
 
 class CoverageHistory:
@@ -47,7 +56,7 @@ class CoverageHistory:
     """
 
     def __init__(self) -> None:
-        self._counted: list[_Counted] = []
+        self._counted: list[Counted] = []
         self.of_other_ranks: tuple[Product, ...] = ()
         self.changes = 0
 
@@ -61,7 +70,7 @@ class CoverageHistory:
         """Let products, and what is kept, be those of an iteration and of the following ones, until others are put."""
         self.changes += 1
         self._counted = [counted for counted in self._counted if counted.since < iteration]
-        self._counted.append(_Counted(iteration, products, layers, state))
+        self._counted.append(Counted(iteration, products, layers, state))
 
     def put_of_ranks(self, products: Iterable[Product]) -> None:
         """Keep the products of layers that other ranks alone have.
@@ -71,6 +80,12 @@ class CoverageHistory:
         """
         own = {product.layer for counted in self._counted for product in counted.products}
         self.of_other_ranks = tuple(product for product in products if product.layer not in own)
+
+    def spans(self) -> list[Counted]:
+        """All that was put, with the iterations for which it holds."""
+        ends = [counted.since - 1 for counted in self._counted[1:]]
+        found = [replace(counted, until=end) for counted, end in zip(self._counted, ends, strict=False)]
+        return found + self._counted[-1:]
 
     def at(self, iteration: int, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]) -> Coverage:
         """The products of an iteration.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
@@ -36,6 +37,7 @@ class Ending:
 
     Attributes:
         iteration, logging_step: the numbers of the step.
+        begun: when its end began, by ``time.perf_counter``.
         is_remainder: whether this is no step, but the remainder gathered when the session was stopped.
         local: whether the statistics belong to this rank alone although statistics are reduced.
         records: the records for the sinks; None if there are none.
@@ -44,6 +46,7 @@ class Ending:
 
     iteration: int
     logging_step: int
+    begun: float = field(default_factory=time.perf_counter)
     is_remainder: bool = False
     local: bool = False
     records: StepRecords | None = None
@@ -181,6 +184,11 @@ class Delivery:
             logger.error("The statistics gathered since the last step could not be written.", exc_info=error)
 
     @property
+    def last_logging_step(self) -> int | None:
+        """The logging step of the last step; None before the first one."""
+        return self._last_logging_step
+
+    @property
     def completed(self) -> int:
         """The first iteration that was not run to its end."""
         ending = self.ending
@@ -191,7 +199,7 @@ class Delivery:
         if not scalars and not measured:
             return None
         try:
-            values = _to_floats([value for _, value in scalars])
+            values = to_floats([value for _, value in scalars])
             table = self._findings.series
             own = [table.intern(*parsed_log_name(name, self._model.layer_names)) for name, _ in scalars]
             series = np.concatenate([*(found.series for found in measured), np.array(own, dtype=np.int32)])
@@ -213,6 +221,7 @@ class Delivery:
             local=ending.local,
             own=[False] * reduced + [True] * (len(series) - reduced),
             unscaled=self._delayed_scaling.unscaled(ending.iteration, self._model.modules, layers),
+            observe_seconds=time.perf_counter() - ending.begun,
         )
         self._findings.statistics.add(records)
         return records
@@ -236,7 +245,14 @@ class SessionObservation(Observation):
         """Nothing."""
 
 
-def _to_floats(values: Sequence[Any]) -> list[float]:
+def is_number(value: object) -> bool:
+    """Whether :func:`to_floats` takes it: a number, or a tensor with one element."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, (int, float)) or getattr(value, "shape", None) == ()
+
+
+def to_floats(values: Sequence[Any]) -> list[float]:
     """Numbers and one-element tensors as float64, with one copy from each device."""
     tensors = [(index, value) for index, value in enumerate(values) if isinstance(value, torch.Tensor)]
     floats = [math.nan if isinstance(value, torch.Tensor) else float(value) for value in values]

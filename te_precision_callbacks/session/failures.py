@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch.distributed
 
@@ -29,6 +30,8 @@ class ObservationFailures:
         self._rank = rank
         self._count = 0
         self._reported: set[tuple[object, ...]] = set()
+        self.on_report: Callable[[str], None] | None = None
+        """Called with the text of each failure that is reported."""
 
     def report(self, doing: str, of: str, error: BaseException) -> None:
         """Note a failure.
@@ -55,6 +58,8 @@ class ObservationFailures:
                 logger.warning("%s cannot be observed: %s. Training goes on without it.", where, text)
             return
         self._count += 1
+        if not known and self.on_report is not None:
+            self.on_report(f"{where}: {_text(error)}")
         if not known and _is_lost_connection(error):
             logger.error(
                 "%s: rank %d cannot reach the other ranks. One of them has probably ended: its own output says why. %s",

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from te_precision_callbacks.config.comparing import config_hash, flat_config
+from te_precision_callbacks.config.comparing import FlatConfig, config_hash, flat_config
 from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, Section, resolve_features
 from te_precision_callbacks.debug_values import ACTIVATION_OVERFLOW
@@ -64,6 +64,7 @@ class ObservedModel:
         attached: whether there is a model.
         given_names: layer -> the name that the script gave to it and to no other layer.
         config_hash: of the config with its registered features; empty before the attach.
+        flat_config: the config with its registered features; empty before the attach.
         overrides: layer -> the features that can change the precision of its GEMMs, if it has any.
     """
 
@@ -82,6 +83,7 @@ class ObservedModel:
         self.attached = False
         self.given_names: dict[str, str] = {}
         self.config_hash = ""
+        self.flat_config: FlatConfig = {}
         self.overrides: Mapping[str, tuple[str, ...]] = {}
         self._options = options
         self._inspector = inspector
@@ -124,7 +126,7 @@ class ObservedModel:
         plan, sections = ranks.together(lambda: self._plan(model, layers, layers_of_all))
         config = {"layer_names": repr(options.layer_names), **flat_config(options.config.enabled_sections, sections)}
         ranks.require_alike(config, inspector.iteration)
-        self.config_hash = config_hash(config)
+        self.flat_config, self.config_hash = config, config_hash(config)
         self._take_names(layers_of_all, plan)
         if not options.config.enabled_sections:
             logger.warning("The config (%s) has no enabled section, so nothing is done.", self.config_source)
@@ -299,6 +301,11 @@ class ObservedModel:
         """The names of all modules of this rank and of their layers."""
         return [*dict.fromkeys([*self._module_names.values(), *sorted(self.layer_names)])]
 
+    @property
+    def layers_of_other_ranks(self) -> list[Layer]:
+        """The layers that other ranks alone have, where ranks reduce together."""
+        return [layer for layer in self._layers_of_all if layer.name not in self.layer_names]
+
     def _count_products(self) -> None:
         """Count the matrix products of the next step."""
         self._hooks.count_products(self._model, self._module_names)
@@ -383,6 +390,7 @@ def _layer_infos(
             module_class=layer.types[0],
             sections=planned[layer.name].sections if layer.name in planned else (),
             features=planned[layer.name].features if layer.name in planned else {},
+            scope=layer.scope,
             given=given_names.get(layer.name, ""),
             refused=refused.why(layer.name),
         )

@@ -3,12 +3,15 @@
     planned = plan_products(model, modules, acting, recipe, tokens=4096)
     planned.coverage.share("fp8")     # as session.coverage() of the step that was planned
     planned.not_counted               # modules with a weight of which no product is planned
+    planned = plan_products(model, modules, acting, recipe, ran=ran)      # of a step whose products are known
 
 The formats are those of the quantizers that Transformer Engine makes for the recipe, changed by what the features of a
 config do. Some things are assumed, since modules do not tell them: each layer of Transformer Engine runs in
 ``te.autocast`` with the recipe; its input needs a gradient; tensors in high precision have the dtype of the layer's
 weight; each token goes through every layer once; the experts of a GroupedLinear share the tokens equally; a convolution
-computes one place for each token. What attention multiplies depends on the lengths of sequences, and is not planned.
+computes one place for each token. What attention multiplies depends on the lengths of sequences, and is not planned. Of
+a step whose products are known, nothing but the formats of Transformer Engine's layers is planned, and only the dtype
+of what is in high precision is assumed.
 
 Read from Transformer Engine 2.20.2: ``TransformerEngineBaseModule.set_meta_tensor`` and ``BasicOperation.
 reset_recipe_state``, which make a layer's quantizers.
@@ -17,8 +20,8 @@ reset_recipe_state``, which make a layer's quantizers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 import torch.nn.modules.conv
@@ -26,7 +29,7 @@ import torch.nn.modules.conv
 from te_precision_callbacks.config.effects import Acting
 from te_precision_callbacks.naming import Model, NamedModule, module_names, named_operations, named_roots
 from te_precision_callbacks.records.coverage import Coverage, Family, Product, Reason
-from te_precision_callbacks.records.precision import FROZEN, GemmPrecision
+from te_precision_callbacks.records.precision import FROZEN, NO_BACKWARD, GemmPrecision
 from te_precision_callbacks.records.precision import HIGH_PRECISION as NO_RECIPE
 from te_precision_callbacks.session.coverage import LayerFacts, in_precision, kept_by_sections
 from te_precision_callbacks.session.precision import (
@@ -43,22 +46,52 @@ from te_precision_callbacks.session.products import OPERAND_NAMES, kind_of
 from te_precision_callbacks.session.shapes import layer_features
 from te_precision_callbacks.vocabulary import OPERANDS, GemmName
 
+NOT_REACHED = "the forward does not reach it"
+"""Why a product of a step whose products are known is not among them."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """The matrix products of a step whose forward and backward have been called for them.
+
+    Attributes:
+        products: in the order in which they ran; those of Transformer Engine's layers without formats.
+        recipes: layer of Transformer Engine -> the recipe in force when it was called; None for high precision.
+        tokens: layer of Transformer Engine -> the rows of its input, of each call.
+        left_out: the GEMMs of these layers that their backward leaves out, and why.
+        without_kernel: attention that no kernel of Transformer Engine's takes.
+    """
+
+    products: tuple[Product, ...]
+    recipes: Mapping[str, Any]
+    tokens: Mapping[str, Sequence[int]]
+    left_out: Mapping[Gemm, str]
+    without_kernel: Sequence[str]
+
 
 @dataclass(frozen=True)
 class PlannedProducts:
     """The planned matrix products of a model.
 
     Attributes:
-        coverage: the products, in the order of the module tree.
+        coverage: the products, in the order of the module tree; in that in which they ran, where that is known.
         not_counted: the paths of modules that hold a matrix, and are of a class whose products are not known.
+        not_reached: the paths of modules, and the layers, that hold a matrix and have not been called.
     """
 
     coverage: Coverage
-    not_counted: tuple[str, ...]
+    not_counted: tuple[str, ...] = ()
+    not_reached: tuple[str, ...] = ()
 
 
 def plan_products(
-    model: Model, modules: Sequence[NamedModule], acting: Mapping[str, Sequence[Acting]], recipe: Any, *, tokens: int
+    model: Model,
+    modules: Sequence[NamedModule],
+    acting: Mapping[str, Sequence[Acting]],
+    recipe: Any,
+    *,
+    tokens: int = 1,
+    ran: Ran | None = None,
 ) -> PlannedProducts:
     """Plan the products of a training step.
 
@@ -68,8 +101,10 @@ def plan_products(
         acting: layer -> the sections of the config that act on it.
         recipe: one of Transformer Engine's recipes; None for high precision.
         tokens: the tokens of a step on this rank.
+        ran: the products of a step, in place of its tokens.
     """
-    return _Planner(model, modules, acting, recipe, tokens).planned()
+    planner = _Planner(model, modules, acting, recipe, tokens, ran)
+    return planner.planned() if ran is None else planner.planned_of(ran)
 
 
 class _Planner:
@@ -82,6 +117,7 @@ class _Planner:
         acting: Mapping[str, Sequence[Acting]],
         recipe: Any,
         tokens: int,
+        ran: Ran | None,
     ) -> None:
         self._model = model
         self._named = {id(named.module): named for named in modules}
@@ -89,6 +125,7 @@ class _Planner:
         self._acting = acting
         self._recipe = recipe
         self._tokens = tokens
+        self._recipes = {} if ran is None else ran.recipes
         self._products: list[Product] = []
         self._precision: list[GemmPrecision] = []
         self._facts: dict[str, LayerFacts] = {}
@@ -119,16 +156,50 @@ class _Planner:
         products = in_precision(self._products, self._facts, self._precision, {})
         return PlannedProducts(Coverage(products), tuple(not_counted))
 
+    def planned_of(self, ran: Ran) -> PlannedProducts:
+        """Plan the formats of a step whose products are known."""
+        roots = [root for _, root in named_roots(self._model) or ()]
+        below = {id(module): module for root in roots for module in root.modules()}
+        self._trains = any(parameter.requires_grad for root in roots for parameter in root.parameters())
+        reached = {product.layer for product in ran.products}
+        not_reached: list[str] = []
+        counted: set[int] = set()
+        for key, path in module_names(self._model).items():
+            module = below[key]
+            named = self._named[key].layers if key in self._named else ()
+            layers = [layer.name for layer in named] or list(self._operations.get(key, ()))
+            if layers:
+                missing = [layer for layer in layers if layer not in reached]
+                not_reached += missing
+                if key in self._named:
+                    self._plan_module(module, layers)
+                else:
+                    self._plan_operation(module, layers)
+            elif not any(layer == path or layer.startswith(f"{path}.") for layer in reached) and any(
+                p.ndim > 1 and id(p) not in counted for p in module.parameters(recurse=False)
+            ):
+                not_reached.append(path)
+            counted.update(map(id, module.parameters(recurse=False)))
+        seen = [replace(product, runs="planned") if product.runs == "seen" else product for product in ran.products]
+        products = list(in_precision(seen, self._facts, self._precision, {}))
+        have = {(product.layer, product.gemm) for product in products}
+        for layer, family, gemm in ((planned.layer, planned.family, planned.gemm) for planned in self._products):
+            if (layer, gemm) not in have:
+                why = ran.left_out.get(Gemm(layer, cast(GemmName, gemm)), NO_BACKWARD)
+                products.append(Product.left_out(layer, family, gemm, why if layer in reached else NOT_REACHED))
+        return PlannedProducts(Coverage(products), not_reached=tuple(not_reached))
+
     # ------------------------------------------------------------------ Transformer Engine
 
     def _plan_module(self, module: Any, layers: Sequence[str]) -> None:
         left_out = gemms_left_out(module, layers, input_needs_gradient=self._trains)
         made: list[list[Any]] = [[], []]
-        if self._recipe is not None:
+        recipe = self._recipe_of(layers)
+        if recipe is not None:
             roles = module.get_quantizer_roles
             counts = 3 * len(layers), 2 * len(layers)
             made = [
-                self._quantizers(mode, count, roles(fwd=mode == "forward", num_quantizers=count))
+                _quantizers(recipe, mode, count, roles(fwd=mode == "forward", num_quantizers=count))
                 for mode, count in zip(("forward", "backward"), counts, strict=True)
             ]
         of_layers = quantizers_of_layers(made[0], made[1], len(layers))
@@ -143,9 +214,10 @@ class _Planner:
         left_out = {Gemm(layer, "wgrad"): FROZEN for layer in layers} if frozen else {}
         forward: list[Any] = []
         backward: list[Any] = []
-        if self._recipe is not None:
+        recipe = self._recipe_of(layers)
+        if recipe is not None:
             forward, backward = (
-                self._quantizers(mode, module.num_quantizers(mode), module.get_quantizer_roles(mode))
+                _quantizers(recipe, mode, module.num_quantizers(mode), module.get_quantizer_roles(mode))
                 for mode in ("forward", "backward")
             )
         for number, layer in enumerate(layers):
@@ -156,12 +228,9 @@ class _Planner:
             sizes = module.in_features, module.out_features
             self._plan_layer(layer, "te_ops", quantizers, weights[0].dtype, sizes, len(layers), left_out)
 
-    def _quantizers(self, mode: str, count: int, roles: Any) -> list[Any]:
-        from transformer_engine.pytorch.quantization import RecipeState
-
-        state = RecipeState.create(self._recipe, mode=mode, num_quantizers=count, roles=roles)
-        made: list[Any] = state.make_quantizers()
-        return made
+    def _recipe_of(self, layers: Sequence[str]) -> Any:
+        """The recipe of a module, given its layers."""
+        return self._recipes.get(layers[0], self._recipe)
 
     def _plan_layer(
         self,
@@ -174,8 +243,9 @@ class _Planner:
         left_out: Mapping[Gemm, str],
     ) -> None:
         """Plan the GEMMs of a layer, one of several groups that share the tokens."""
-        override = None if self._recipe is None else self._recipe.backward_override
-        recipe = recipe_text(self._recipe)
+        in_force = self._recipe_of([layer])
+        override = None if in_force is None else in_force.backward_override
+        recipe = recipe_text(in_force)
         formats = formats_of_layer(layer, quantizers, dtype, recipe=recipe, backward_override=override)
         sections = self._acting.get(layer, ())
         kept = kept_by_sections(sections)
@@ -183,7 +253,7 @@ class _Planner:
         self._facts[layer] = LayerFacts(kept, override or "")
         rows = max(1, self._tokens // groups)
         macs = self._tokens * sizes[0] * sizes[1] // groups
-        for gemm, (n, m, k) in _sizes(rows, *sizes).items():
+        for gemm, (n, m, k) in gemm_sizes(rows, *sizes).items():
             not_run = left_out.get(Gemm(layer, gemm), "")
             if not_run:
                 self._products.append(Product.left_out(layer, family, gemm, not_run))
@@ -232,7 +302,7 @@ class _Planner:
         batch: int = 1,
     ) -> None:
         macs = self._tokens * sizes[0] * sizes[1] * batch
-        for gemm, (n, m, k) in _sizes(self._tokens, *sizes).items():
+        for gemm, (n, m, k) in gemm_sizes(self._tokens, *sizes).items():
             if gemm != "fprop" and not self._trains:
                 continue
             if gemm == "wgrad" and not weight.requires_grad:
@@ -247,7 +317,15 @@ class _Planner:
             )
 
 
-def _sizes(tokens: int, in_features: int, out_features: int) -> Mapping[GemmName, tuple[int, int, int]]:
+def _quantizers(recipe: Any, mode: str, count: int, roles: Any) -> list[Any]:
+    from transformer_engine.pytorch.quantization import RecipeState
+
+    state = RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=roles)
+    made: list[Any] = state.make_quantizers()
+    return made
+
+
+def gemm_sizes(tokens: int, in_features: int, out_features: int) -> Mapping[GemmName, tuple[int, int, int]]:
     """n, m and k of each GEMM of a layer, as in :class:`Product`."""
     return {
         "fprop": (tokens, out_features, in_features),

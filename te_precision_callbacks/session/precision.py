@@ -137,6 +137,11 @@ class PrecisionAudit:
         self._write()
         return self._history.at(iteration)
 
+    def spans(self) -> Iterator[GemmPrecision]:
+        """What is known of all iterations, as ``PrecisionHistory.spans``."""
+        self._write()
+        return self._history.spans()
+
     def _write(self) -> None:
         """Bring what was noted in this iteration into the history; the iteration may go on.
 

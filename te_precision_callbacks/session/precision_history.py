@@ -17,6 +17,9 @@ from te_precision_callbacks.vocabulary import GEMMS, GemmName
 
 _DOUBT = 1 << len(GEMMS)
 
+MOST_SPANS = 64
+"""The most changes of a layer that :meth:`PrecisionHistory.spans` gives."""
+
 
 class Format(NamedTuple):
     """The format of a GEMM's operand, and the recipe under which its layer ran; no recipe in high precision."""
@@ -140,6 +143,25 @@ class PrecisionHistory:
             number = bisect_right(entries.since, iteration) - 1
             if number >= 0:
                 yield from (entry for gemm in GEMMS for entry in self._entry(layer, gemm, entries, number))
+
+    def spans(self) -> Iterator[GemmPrecision]:
+        """What is known of all GEMMs, by layer and GEMM, each as often as it was another; of a layer that has changed
+        more often than :data:`MOST_SPANS` times, only the last changes."""
+        for layer, entries in self._layers.items():
+            first = max(0, len(entries.since) - MOST_SPANS)
+            since = [*entries.since[first:], None]
+            of_layer = [self._facts[number] for number in entries.facts[first:]]
+            for column, gemm in enumerate(GEMMS):
+                facts = [fact[column] for fact in of_layer]
+                begins = [place for place, fact in enumerate(facts) if not place or fact != facts[place - 1]]
+                for begin, end in zip(begins, [*begins[1:], len(facts)], strict=True):
+                    fact, begun, after = facts[begin], since[begin], since[end]
+                    if fact is None or begun is None:
+                        continue
+                    seen = any(bits >> column & 1 for bits in entries.seen[first + begin : first + end])
+                    operands, recipe = joined(fact.operands)
+                    until = None if after is None else after - 1
+                    yield GemmPrecision(layer, gemm, operands, seen, fact.not_run, begun, until, recipe)
 
     def _entry(self, layer: str, gemm: GemmName, entries: _Entries, number: int) -> Iterator[GemmPrecision]:
         column = GEMMS.index(gemm)

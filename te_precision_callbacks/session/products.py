@@ -17,7 +17,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 import torch.nn.modules.conv
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from te_precision_callbacks.forwards import NO_BACKWARD, ForwardKind, innermost_autograd_frame
+from te_precision_callbacks.forwards import NO_BACKWARD, ForwardKind, in_evaluation, innermost_autograd_frame
 from te_precision_callbacks.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
 from te_precision_callbacks.matrix_products import MatrixProduct, Role, is_product, products_of
 from te_precision_callbacks.naming import SURROUNDS, Model, named_roots
@@ -35,8 +35,8 @@ from te_precision_callbacks.records.precision import FROZEN, NO_INPUT_GRADIENT
 from te_precision_callbacks.records.state import StateRow
 from te_precision_callbacks.session.marks import Marks, Weight, Weights, tensors_in
 from te_precision_callbacks.session.precision import dtype_name, format_of, quantizer_format
-from te_precision_callbacks.session.state import OF_OPERATOR, KeptState
-from te_precision_callbacks.vocabulary import OPERANDS, class_names
+from te_precision_callbacks.session.state import LOSSES, OF_OPERATOR, REDUCING, KeptState
+from te_precision_callbacks.vocabulary import OPERANDS, GemmName, class_names
 
 _SOFTMAX = frozenset({"_softmax", "_safe_softmax"})
 
@@ -88,7 +88,7 @@ class _Seen:
         """Why it does not run in low precision, as far as its place tells."""
         if self.family in ("te", "te_ops", "lookup"):
             return None
-        return Reason.ATTENTION if self.kind in (_UNFUSED_KERNEL, _FUSED, _OTHER_KERNEL) else Reason.NOT_TE
+        return Reason.ATTENTION if self.kind in (UNFUSED_KERNEL, FUSED, OTHER_KERNEL) else Reason.NOT_TE
 
     @property
     def gemm(self) -> ProductName:
@@ -118,6 +118,7 @@ class ModelProducts:
         self._report = report
         self._is_paused = is_paused
         self._in_gemm_layer = in_gemm_layer
+        self._is_muted = False
         self._put_back: list[Callable[[], None]] = []
         self._state = KeptState(report)
         self._forget({})
@@ -153,7 +154,7 @@ class ModelProducts:
             paths |= {id(part): path for part in modules[key].modules()}
         self._forget({key: (path, modules[key]) for key, path in paths.items()})
         self._operations, self.attentions = frozenset(operations), attentions
-        self._state.watch(model)
+        self._state.watch(model, lambda: self._is_active and torch._C._current_graph_task_id() == NO_BACKWARD)
         self.counting = True
         for root in roots:
             self._surround_calls(root)
@@ -180,19 +181,24 @@ class ModelProducts:
     def _surround_calls(self, root: Any) -> None:
         """Be active while a model is called; of Lightning's modules while they take a training step."""
         own = root._compiled_call_impl
-        around = _CallOfOneModule(self._around(root._call_impl if own is None else own))
+        around = _CallOfOneModule(self._around(root._call_impl if own is None else own, self._state.note_logits))
         setattr(around, SURROUNDS, own)
         self._replace(root, "_compiled_call_impl", around)
         if "LightningModule" in class_names(root):
             self._replace(root, "training_step", _TrainingStepOfOneModule(self._around(root.training_step), root))
 
-    def _around(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def _around(self, upstream: Callable[..., Any], tell: Callable[[Any], None] | None = None) -> Callable[..., Any]:
+        """Around a call: be active in it, and ``tell`` of its result."""
+
         @functools.wraps(upstream)
         def around(*arguments: Any, **keywords: Any) -> Any:
-            if self._is_active or not self.counting or not torch.is_grad_enabled() or self._is_paused():
+            if not self.counting or not torch.is_grad_enabled() or self._is_paused():
                 return upstream(*arguments, **keywords)
-            with self._active():
-                return upstream(*arguments, **keywords)
+            with nullcontext() if self._is_active else self._active():
+                result = upstream(*arguments, **keywords)
+            if tell is not None:
+                tell(result)
+            return result
 
         return around
 
@@ -229,10 +235,25 @@ class ModelProducts:
         """Count a GEMM of a layer of Transformer Engine; a listener of the tap."""
         if not self.counting or event.kind is not ForwardKind.OBSERVED:
             return
-        call, layer = event.call, event.layer
+        call = event.call
         b, a = (format_of(operand.data, columnwise=operand.columnwise) for operand in (event.b, event.a))
+        self.see_gemm(event.layer, event.gemm, (call.n, call.m, call.k), (b, a))
+
+    def see_gemm(
+        self, layer: str, gemm: GemmName, sizes: tuple[int, int, int], formats: tuple[str, str] = ("", "")
+    ) -> None:
+        """Count a GEMM of a layer of Transformer Engine: its n, m and k, and the formats of its operands."""
         family: Family = "te_ops" if layer in self._operations else "te"
-        self._seen.append(_Seen(layer, family, event.gemm, (b, a), (call.n, call.m, call.k, 1)))
+        self._seen.append(_Seen(layer, family, gemm, formats, (*sizes, 1)))
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Look at no operator of torch."""
+        self._is_muted = True
+        try:
+            yield
+        finally:
+            self._is_muted = False
 
     def enter_attention(self, layer: str, kind: ForwardKind) -> None:
         """Note that a forward of Transformer Engine's attention begins."""
@@ -246,11 +267,11 @@ class ModelProducts:
         query, key, value = (format_of(tensor, columnwise=False) for tensor in (event.query, event.key, event.value))
         if event.backward:
             gradient = format_of(event.gradient, columnwise=False)
-            scores = _format_made_by(event.scores, gradient)
-            self._see_attention(event.layer, event.sizes, (scores, key), (gradient, value), _FUSED, backward=True)
+            scores = format_made_by(event.scores, gradient)
+            self.see_attention(event.layer, event.sizes, (scores, key), (gradient, value), FUSED, backward=True)
         else:
-            probabilities = _format_made_by(event.probabilities, query)
-            self._see_attention(event.layer, event.sizes, (query, key), (probabilities, value), _FUSED)
+            probabilities = format_made_by(event.probabilities, query)
+            self.see_attention(event.layer, event.sizes, (query, key), (probabilities, value), FUSED)
 
     def leave_attention(self, layer: str, kind: ForwardKind, given: Mapping[str, Any]) -> None:
         """Count the products of attention that no operator and no event has told of, by their sizes."""
@@ -259,11 +280,11 @@ class ModelProducts:
         tensors = given["query_layer"], given["key_layer"], given["value_layer"]
         query, key, value = (format_of(tensor, columnwise=False) for tensor in tensors)
         sizes = AttentionSizes.of(*tensors, given["qkv_format"])
-        self._see_attention(layer, sizes, (query, key), (query, value), _OTHER_KERNEL)
+        self.see_attention(layer, sizes, (query, key), (query, value), OTHER_KERNEL)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            self._see_attention(layer, sizes, (query, key), (query, value), _OTHER_KERNEL, backward=True)
+            self.see_attention(layer, sizes, (query, key), (query, value), OTHER_KERNEL, backward=True)
 
-    def _see_attention(
+    def see_attention(
         self,
         layer: str,
         sizes: AttentionSizes,
@@ -273,6 +294,15 @@ class ModelProducts:
         *,
         backward: bool = False,
     ) -> None:
+        """Count the products of attention.
+
+        Args:
+            layer: its name.
+            sizes: their sizes.
+            qk, pv: the formats of the operands of each.
+            kind: what computes them: :data:`FUSED`, :data:`UNFUSED_KERNEL` or :data:`OTHER_KERNEL`.
+            backward: whether they are those of the backward, two of each.
+        """
         batch, rows, columns, size, size_v = sizes
         products: tuple[tuple[Role, tuple[str, str], tuple[int, int, int, int]], ...] = (
             ("qk", qk, (rows, columns, size, batch)),
@@ -285,15 +315,18 @@ class ModelProducts:
     def _look(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
         """Note a call of an operator of torch."""
         try:
-            if self._in_gemm_layer():
+            if self._is_muted or self._in_gemm_layer():
                 return
             in_backward = torch._C._current_graph_task_id() != NO_BACKWARD
             products = products_of(operator, arguments, result)
-            if not is_product(operator):
+            if in_backward and operator in REDUCING:
+                self._state.note_reduced(operator, arguments)
+            elif not is_product(operator):
                 if not in_backward:
                     self._follow(operator, arguments, result)
             elif not in_backward:
-                self._note_forward(operator, products, result)
+                if not in_evaluation():
+                    self._note_forward(operator, products, result)
             elif torch.is_grad_enabled() and innermost_autograd_frame() in ("unpack_hook", "backward"):
                 self._note_forward(operator, products, result, again=True)
             else:
@@ -306,6 +339,8 @@ class ModelProducts:
         results = list(tensors_in([result]))
         if operator in OF_OPERATOR and self._innermost_module() is not None:
             self._state.note(operator, results[0])
+        if operator in LOSSES:
+            self._state.note_loss(arguments[0])
         for tensor in tensors_in(arguments):
             if operator == "_to_copy":
                 self._weights.follow(tensor, result)
@@ -484,9 +519,9 @@ _UNFUSED = "UnfusedDotProductAttention"
 _ATTENTION = "DotProductAttention"
 """Transformer Engine's attention, whose parts, one for each way to compute it, have its name."""
 
-_UNFUSED_KERNEL = "Transformer Engine's unfused attention"
-_FUSED = "Transformer Engine's fused attention"
-_OTHER_KERNEL = "another kernel of Transformer Engine's attention, counted by its sizes"
+UNFUSED_KERNEL = "Transformer Engine's unfused attention"
+FUSED = "Transformer Engine's fused attention"
+OTHER_KERNEL = "another kernel of Transformer Engine's attention, counted by its sizes"
 
 _COMPILED = "CompiledFunctionBackward"
 """The node of a graph that torch.compile has compiled."""
@@ -500,7 +535,7 @@ def _is_attention(module: torch.nn.Module) -> bool:
     )
 
 
-def _format_made_by(quantizer: Any, otherwise: str) -> str:
+def format_made_by(quantizer: Any, otherwise: str) -> str:
     """The format that attention rounds a tensor of its own to; without a quantizer, as in MXFP8, that of an operand."""
     return otherwise if quantizer is None else quantizer_format(quantizer, torch.float32, columnwise=False)
 
@@ -516,7 +551,7 @@ def kind_of(module: torch.nn.Module) -> str:
     """The class of a module, in words for a reason."""
     kind = type(module)
     if kind.__name__ == _UNFUSED:
-        return _UNFUSED_KERNEL
+        return UNFUSED_KERNEL
     return f"torch.nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else kind.__name__
 
 

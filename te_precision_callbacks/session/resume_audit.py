@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import logging
-import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from te_precision_callbacks.fingerprints.comparing import compare, for_log
 from te_precision_callbacks.fingerprints.files import read, write
 from te_precision_callbacks.fingerprints.model import Fingerprint, FingerprintError
+from te_precision_callbacks.fingerprints.pooling import Pool, Pooled, of_rank
 from te_precision_callbacks.fingerprints.taking import with_layers, with_recipes
 from te_precision_callbacks.forwards import outside_of_dynamo
 from te_precision_callbacks.naming import Layer, NamedModule
@@ -32,6 +32,7 @@ from te_precision_callbacks.session.errors import ResumeAuditError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.findings import Findings
 from te_precision_callbacks.session.model import ObservedModel
+from te_precision_callbacks.store.files import new_run_id
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,10 @@ class ResumeAudit:
         findings: know how layers trained, and get the report.
         failures: get failures of the audit.
         strict: whether findings raise.
+
+    Attributes:
+        run_id: the name of this run, which its checkpoints get.
+        resumed_run: the name of the run that the last checkpoint to be restored came from; empty if there is none.
     """
 
     def __init__(
@@ -70,7 +75,9 @@ class ResumeAudit:
         self._findings = findings
         self._failures = failures
         self._strict = strict
-        self._run = uuid.uuid4().hex[:12]
+        self.run_id = new_run_id()
+        self.resumed_run = ""
+        self._pool = Pool()
         self._left: list[tuple[weakref.ref[torch.nn.Module], str, tuple[Layer, ...]]] = []
         self._config, self._overrides = "", dict[str, tuple[str, ...]]()
         self._saved: Mapping[int, Fingerprint] = {}
@@ -90,6 +97,18 @@ class ResumeAudit:
         """
         fingerprint = self._take(iteration)
         return None if fingerprint is None else fingerprint.to_text()
+
+    def pooled(self, iteration: int) -> Pooled | None:
+        """The fingerprints of all ranks that save together, on rank 0, which waits for them for a short time; on other
+        ranks that of the rank. None as of :meth:`text`, which has the arguments and errors too."""
+        fingerprint = self._take(iteration)
+        if fingerprint is None:
+            return None
+        try:
+            return self._pool.pooled(fingerprint)
+        except Exception as error:
+            self._failures.report("collecting", "the fingerprints of all ranks", error)
+            return None
 
     def save(self, folder: Path, iteration: int) -> None:
         """Write this rank's fingerprint into the folder of a checkpoint.
@@ -126,7 +145,7 @@ class ResumeAudit:
         model = self._model
         facts = Fingerprint(
             iteration=iteration,
-            run=self._run,
+            run=self.run_id,
             rank=own_rank(),
             world_size=world_size(),
             config=self._config if model is None else model.config_hash,
@@ -142,11 +161,12 @@ class ResumeAudit:
 
     # ------------------------------------------------------------------ a checkpoint is restored
 
-    def expect(self, saved: str | Path) -> None:
+    def expect(self, saved: str | Path | Pooled) -> None:
         """Compare the model with the fingerprints of a checkpoint, once it is restored and has run.
 
         Args:
-            saved: the text of a fingerprint, or the folder of a checkpoint, which may have none.
+            saved: the text of a fingerprint; the folder of a checkpoint, which may have none; or what :meth:`pooled`
+                has returned.
 
         Raises:
             FingerprintError: with ``strict=True``, a fingerprint cannot be read; otherwise a warning says so.
@@ -155,6 +175,8 @@ class ResumeAudit:
         try:
             if isinstance(saved, Path):
                 self._saved = read(saved, own_rank())
+            elif isinstance(saved, list):
+                self._saved = of_rank(saved, own_rank())
             else:
                 fingerprint = Fingerprint.from_text(saved)
                 self._saved = {fingerprint.rank: fingerprint}
@@ -164,6 +186,7 @@ class ResumeAudit:
             logger.warning("The resume cannot be audited. %s", error)
             return
         if self._saved:
+            self.resumed_run = next(iter(self._saved.values())).run
             self._handles = [
                 register_module_forward_pre_hook(outside_of_dynamo(self._before_forward)),
                 register_optimizer_step_pre_hook(outside_of_dynamo(self._before_optimizer_step)),

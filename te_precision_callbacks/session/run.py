@@ -6,9 +6,10 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.ranks import own_rank, world_size
 from te_precision_callbacks.records.model import RunInfo, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
+from te_precision_callbacks.session.chronicle import Chronicle
 from te_precision_callbacks.session.contract import ContractKeeper, require_layers
 from te_precision_callbacks.session.delivery import Delivery, Ending, SessionObservation
 from te_precision_callbacks.session.endings import ProcessEnds
@@ -33,11 +35,14 @@ from te_precision_callbacks.session.forward import MOST_FORWARDS, ForwardHooks
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.overflow import OverflowWatch
 from te_precision_callbacks.session.parallel import OptimizerSteps, Ranks
+from te_precision_callbacks.session.reporting import tell_command, write_page
 from te_precision_callbacks.session.resume_audit import ResumeAudit, versions
 from te_precision_callbacks.session.shapes import explain_shape
 from te_precision_callbacks.session.signals import Uninterrupted
 from te_precision_callbacks.session.sinks import Sinks
 from te_precision_callbacks.session.upstream import Inspector
+from te_precision_callbacks.store.limits import record_limit
+from te_precision_callbacks.store.sink import RecordSink
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +54,13 @@ class Loop:
     Attributes:
         trainer_steps: whether a trainer calls ``step``, so a missing call needs no warning.
         counts_from: the step under which iteration 0 is logged, unless ``step`` gets another one.
+        front_door: what has started the session, for records: ``lightning``, ``accelerate``, ``transformers``.
         has_left: whether the loop has ended without stopping the session; None if it always stops it.
     """
 
     trainer_steps: bool = False
     counts_from: int = 0
+    front_door: str = "session"
     has_left: Callable[[], bool] | None = None
 
 
@@ -119,11 +126,18 @@ class Run:
         )
         self.model = ObservedModel(options, inspector, self.hooks, engine, findings, failures, notices)
         self.resume_audit = ResumeAudit(self.model, findings, failures, strict=options.strict)
-        self._sinks = Sinks([*self._statistics_logs(), *sinks, *options.sinks], self._describe, failures)
+        limit = record_limit(options.records)
+        self._records = RecordSink(findings.log_dir, limit) if limit else None
+        own: list[Sink] = [*self._statistics_logs(), *([] if self._records is None else [self._records])]
+        self._sinks = Sinks([*own, *sinks, *options.sinks], self._describe, failures)
         self._delivery = Delivery(inspector, self.model, findings, self._sinks, failures, self.hooks.delayed_scaling)
         self._delivery.reduces = self._ranks.several
         self.observation = SessionObservation(engine, recorder, self._delivery, reduce=options.reduce)
         self._pools_coverage = False
+        self._chronicle = Chronicle(
+            options, self.model, findings, self.resume_audit, self._sinks, self._records, failures, loop.front_door
+        )
+        failures.on_report = self._say_failed
         self._contract = None if options.require is None else ContractKeeper(options.require, options.on_broken)
         self.overflow = OverflowWatch(options, recorder, self._has_been_left)
         self.hooks.on_many_forwards = self._say_forgotten
@@ -170,7 +184,11 @@ class Run:
         """As ``InspectSession.step``."""
         inspector, delivery = self.inspector, self._delivery
         if self.overflow.detector is not None:
-            self.overflow.detector.look()
+            try:
+                self.overflow.detector.look()
+            except Exception as error:
+                self._chronicle.tell_error(error, inspector.iteration)
+                raise
         if self.is_forked:
             if self._notices.first("forked"):
                 logger.warning(
@@ -202,6 +220,7 @@ class Run:
         self.model.say_refused()
         self.model.note_order()
         self.model.note_products()
+        self._chronicle.begin(self._ranks)
         self._sinks.start()  # with the iteration at which the run begins
         try:
             self.inspector.step()
@@ -210,19 +229,43 @@ class Run:
             self._delivery.take_local(ending)
         self.hooks.begin(self.inspector.iteration)
         self.model.follow()
+        self._chronicle.tell_changes(ending.iteration)
         try:
             records = self._delivery.hand_over(ending)
         finally:
             self.overflow.tell_recorder()
             self.observation.recorder.end_step()
+        self._chronicle.tell_dumps(self.observation.recorder.take_written())
         findings = self._findings
         if self._pools_coverage:
             self._pools_coverage = False
             findings.coverage.put_of_ranks(self._ranks.pool(findings.coverage_at(ending.iteration)))
         if self._contract is not None:
             now = functools.partial(findings.coverage_at, ending.iteration)
-            self._contract.end_step(now, findings.audit.changes + findings.coverage.changes, self._ranks)
+            changes = findings.audit.changes + findings.coverage.changes
+            with self._chronicle.judging(ending.iteration) as verdict:
+                verdict.text = self._contract.end_step(now, changes, self._ranks)
         return records
+
+    def log(self, values: Mapping[str, Any], logging_step: int | None) -> int | None:
+        """As ``InspectSession.log``; the step under which they are logged, None in a forked process."""
+        if self.is_forked:
+            return None
+        iteration, last = self.inspector.iteration, self._delivery.last_logging_step
+        if logging_step is None:
+            logging_step = iteration + self._loop.counts_from
+        elif logging_step == last and iteration:
+            iteration -= 1
+        self._chronicle.log(iteration, logging_step, values)
+        return logging_step
+
+    def tell_of_checkpoint(self) -> None:
+        """Tell the sinks that a checkpoint has taken the state."""
+        self._chronicle.tell_checkpoint(self.inspector.iteration)
+
+    def _say_failed(self, text: str) -> None:
+        ending = self._delivery.ending
+        self._chronicle.tell_failure(text, self.inspector.iteration if ending is None else ending.iteration)
 
     def stop(self, error: BaseException | None, logging_step: int | None, summarize: Callable[[], None]) -> None:
         """Write the statistics gathered since the last step, and undo all changes.
@@ -240,11 +283,22 @@ class Run:
             then.callback(self._close_dumps, error, guard)
             then.callback(self._put_back, keeps=keeps)
             then.callback(self._write_summary, summarize)
+            then.callback(self._tell_report, error, guard)
             then.callback(self._tell_coverage)
             then.callback(self._close_sinks, error, guard)
             if self.model.attached:
                 self.model.say_refused()
+                then.callback(self._tell_the_end, error)
                 self._delivery.hand_over_remainder(logging_step, guard, counts_from=self._loop.counts_from)
+
+    def _tell_the_end(self, error: BaseException | None) -> None:
+        """Tell the sinks what they have not been told yet."""
+        iteration = self.inspector.iteration
+        with suppress(ObservationError):  # with strict=True; something else has ended the run already
+            if error is not None:
+                self._chronicle.tell_error(error, iteration)
+            self._chronicle.tell_dumps(self.observation.recorder.take_written())
+            self._chronicle.tell_changes(iteration, at_last=True)
 
     def _tell_coverage(self) -> None:
         """Tell in one line how much ran in low precision."""
@@ -254,6 +308,23 @@ class Run:
             if coverage:
                 logger.info("%s.", coverage)
                 self.inspector.log(str(coverage))
+
+    def _tell_report(self, error: BaseException | None, guard: Uninterrupted) -> None:
+        """Name the command that makes a page of the recorded run, and write the page if that is wanted.
+
+        It takes its time, so a run that an error or a signal has ended only gets the command named.
+        """
+        if own_rank() != 0 or self._records is None or self._records.place is None:
+            return
+        log_dir, run_id = self._findings.log_dir, self._records.place.run_id
+        try:
+            tell_command(log_dir, run_id)
+            if self._options.report and error is None:
+                with guard.interruptible():
+                    write_page(log_dir, run_id, self._sinks)
+        except Exception as failure:
+            with suppress(ObservationError):
+                self._failures.report("writing", "the report", failure)
 
     def _put_back(self, *, keeps: bool) -> None:
         """Undo everything that the run changed in the process; with ``keeps``, all but the features that stay."""
@@ -364,6 +435,8 @@ class Run:
             with guard.interruptible():
                 self._sinks.close(error)
             raise
+        finally:
+            self._failures.on_report = None
 
     def _write_summary(self, summarize: Callable[[], None]) -> None:
         """Write the summary into the log folder, on one rank."""

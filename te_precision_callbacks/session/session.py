@@ -23,6 +23,7 @@ from te_precision_callbacks.session.endings import ProcessEnds
 from te_precision_callbacks.session.errors import SessionError
 from te_precision_callbacks.session.findings import Findings, Results
 from te_precision_callbacks.session.resume_audit import ResumeAudit
+from te_precision_callbacks.session.resumed_loss import ResumedLoss
 from te_precision_callbacks.session.run import Loop, Run
 from te_precision_callbacks.session.upstream import import_transformer_engine, warn_unless_supported
 
@@ -96,6 +97,7 @@ class InspectSession(Results):
         super().__init__(self._no_findings(None))
         self._notices = Notices()
         self._loop = Loop()
+        self._resumed_loss = ResumedLoss()
         self._classify = ForwardClassifier(precision_features_in_eval=options.precision_features_in_eval)
 
     def _no_findings(self, log_dir: Path | None) -> Findings:
@@ -170,6 +172,11 @@ class InspectSession(Results):
         return None if self._run is None or not self._run.live else self._run.overflow.detector
 
     @property
+    def resumed_loss(self) -> ResumedLoss:
+        """The training loss that :meth:`log` got last, for a checkpoint that has no :meth:`state_dict`."""
+        return self._resumed_loss
+
+    @property
     def unconverted(self) -> Mapping[str, str]:
         """Layers that a trainer left without Transformer Engine, name -> why. A front door sets it after the start."""
         return self._findings.unconverted
@@ -187,6 +194,7 @@ class InspectSession(Results):
         sinks: Iterable[Sink] = (),
         stop_at_sigterm: bool = True,
         counts_from: int = 0,
+        front_door: str = "session",
     ) -> InspectSession:
         """Start nvidia-dlfw-inspect with all features; nothing is observed before :meth:`attach`.
 
@@ -195,6 +203,7 @@ class InspectSession(Results):
             sinks: receivers of records, called before those of the options.
             stop_at_sigterm: stop before SIGTERM ends the process, if the script has set no handler for SIGTERM.
             counts_from: the step under which iteration 0 is logged if :meth:`step` gets no other step.
+            front_door: what starts the session, for the records of the run.
 
         Raises:
             SessionError: a session is running already in this process, or nothing can be written to the log folder.
@@ -219,7 +228,7 @@ class InspectSession(Results):
         self._findings = self._no_findings(log_dir)
         self._findings.started_at = _place_in_script()
         self._notices = Notices()
-        self._loop.counts_from = counts_from
+        self._loop.counts_from, self._loop.front_door = counts_from, front_door
         self._run = run = Run(self._options, sinks, self._findings, self._classify, self._loop, self._notices)
         self._resume_audit = run.resume_audit
         _last_started = weakref.ref(self)
@@ -268,7 +277,27 @@ class InspectSession(Results):
         run = self._running("step()")
         if not run.model.attached:
             raise SessionError("step(): the session has no model. Call attach(model) first, or pass model=.")
-        return run.step(logging_step)
+        records = run.step(logging_step)
+        self._tell_of_loss()
+        return records
+
+    def log(self, scalars: Mapping[str, Any], logging_step: int | None = None) -> None:
+        """Record numbers of the training: its loss, the norm of its gradient, its learning rate, the scale of its loss.
+
+        Call this before :meth:`step`, or after it with the ``logging_step`` of that step. Sinks that take such numbers
+        get them; the trainer's loggers do not. A tensor is copied to the host later, with others. Without a running
+        session nothing happens.
+
+        Args:
+            scalars: name -> number, or tensor with one element. Names that reports and comparisons know: ``loss``,
+                ``grad_norm``, ``lr``, ``loss_scale``. What is neither is left out.
+            logging_step: the step under which they are logged. None: that of the current iteration.
+        """
+        if self._run is not None and self._run.live:
+            step = self._run.log(scalars, logging_step)
+            if step is not None:
+                self._resumed_loss.note(step, scalars)
+                self._tell_of_loss()
 
     def stop(self, error: BaseException | None = None, logging_step: int | None = None) -> None:
         """End the session and undo everything that it changed. Does nothing if the session is not running.
@@ -304,22 +333,32 @@ class InspectSession(Results):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to continue the run: ``iteration``, and ``fingerprint``, a text, of this rank's state
-        of low precision. Take it together with the model's state, on any rank; also after :meth:`stop`.
+    def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
+        """What a checkpoint needs to continue the run: ``iteration``; ``fingerprint``, a text, of this rank's state
+        of low precision; and ``loss`` and ``loss_step``, the training loss that :meth:`log` got last. Take it together
+        with the model's state, on any rank; also after :meth:`stop`.
+
+        Args:
+            all_ranks: of a checkpoint that rank 0 writes for all: rank 0 gets ``fingerprints`` of all ranks that call
+                this. It waits up to 10 seconds for them; the others do not wait.
 
         There is no fingerprint before :meth:`attach`, and for a model without layers of Transformer Engine.
 
         Raises:
             ObservationError: with ``strict=True``, the fingerprint could not be taken.
         """
-        state: dict[str, Any] = {"iteration": self.iteration}
+        state: dict[str, Any] = {"iteration": self.iteration, **self._resumed_loss.saved()}
+        self._tell_of_checkpoint()
+        if all_ranks:
+            pooled = None if self._resume_audit is None else self._resume_audit.pooled(self.iteration)
+            return state if pooled is None else {**state, "fingerprints": pooled}
         text = None if self._resume_audit is None else self._resume_audit.text(self.iteration)
         return state if text is None else {**state, "fingerprint": text}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the iteration of a checkpoint, unless there is ``start_step=``, and audit the resume: in the
-        first step the model is compared with the fingerprint. Call this before the first forward; the model may be
+        first step the model is compared with the fingerprint. If they differ, the loss of the checkpoint and the first
+        one that :meth:`log` gets are told. Call this before the first forward; the model may be
         restored before or after it. A key that is missing changes nothing.
 
         Args:
@@ -332,7 +371,10 @@ class InspectSession(Results):
         run = self._running("load_state_dict()")
         if "iteration" in state and self._options.start_step is None:
             run.count_from(int(state["iteration"]))
-        if "fingerprint" in state:
+        self._resumed_loss.restore(state)
+        if "fingerprints" in state:
+            run.resume_audit.expect(list(state["fingerprints"]))
+        elif "fingerprint" in state:
             run.resume_audit.expect(str(state["fingerprint"]))
 
     def save_fingerprint(self, folder: Path) -> None:
@@ -343,6 +385,7 @@ class InspectSession(Results):
             ObservationError: with ``strict=True``, the fingerprint could not be taken or written.
         """
         if self._resume_audit is not None:
+            self._tell_of_checkpoint()
             self._resume_audit.save(folder, self.iteration)
 
     def load_fingerprint(self, folder: Path) -> None:
@@ -354,6 +397,14 @@ class InspectSession(Results):
             FingerprintError: with ``strict=True``, a fingerprint cannot be read.
         """
         self._running("load_fingerprint()").resume_audit.expect(folder)
+
+    def _tell_of_loss(self) -> None:
+        if own_rank() == 0:
+            self._resumed_loss.tell(self._findings.resume)
+
+    def _tell_of_checkpoint(self) -> None:
+        if self._run is not None and self._run.live:
+            self._run.tell_of_checkpoint()
 
     # ------------------------------------------------------------------ what front doors tell
 

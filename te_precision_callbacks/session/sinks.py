@@ -7,9 +7,11 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from te_precision_callbacks.notices import Notices
-from te_precision_callbacks.records.model import RunInfo, Sink, StepRecords
+from te_precision_callbacks.records.loggers import LoggerSink
+from te_precision_callbacks.records.model import Event, EventSink, RunInfo, Scalars, Sink, StepRecords
 from te_precision_callbacks.session.failures import ObservationFailures
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ class Sinks:
         self._notices = Notices()
         self._records: StepRecords | None = None
         self._left: list[Sink] = []
+        self._early: list[Event | Scalars] = []
 
     def start(self) -> None:
         """Start all sinks, once; after an interruption, only sinks that were not started."""
@@ -55,6 +58,23 @@ class Sinks:
             self._begun = True
             run = self._describe()
             self._each("starting", self._to_start, lambda sink: sink.start(run))
+            early, self._early = self._early, []
+            for told in early:
+                self.tell(told)
+
+    def tell(self, told: Event | Scalars) -> None:
+        """Tell the sinks that take it what has happened, or what the trainer logs; those before the first step once
+        they are started."""
+        if not self._begun or self._to_start:
+            self._early.append(told)
+            return
+        takers = [sink for sink in self._sinks if isinstance(sink, EventSink)]
+        self._each("telling", [*takers], lambda sink: _tell(sink, told))
+
+    def drop(self, sink: Sink) -> None:
+        """Do without a sink that was not started."""
+        self._sinks = [other for other in self._sinks if other is not sink]
+        self._to_start = [other for other in self._to_start if other is not sink]
 
     def write(self, records: StepRecords) -> None:
         """Hand a step's records to all sinks; after an interruption, to sinks that have not finished writing them."""
@@ -70,6 +90,11 @@ class Sinks:
             self._to_close = list(self._sinks) if self._begun else []
         self._each("closing", self._to_close, lambda sink: sink.close(error))
 
+    def report(self, path: Path) -> None:
+        """Hand the file of the run's report to the trainer's loggers, which are closed as sinks, and open still."""
+        reporting: dict[int, LoggerSink] = {id(sink): sink for sink in self._sinks if isinstance(sink, LoggerSink)}
+        self._each("handing the report to", [*reporting.values()], lambda sink: reporting[id(sink)].report(path))
+
     def _each(self, doing: str, left: list[Sink], call: Callable[[Sink], None]) -> None:
         """Call the sinks in ``left``; each leaves the list when its call has ended."""
         failed: list[tuple[Sink, Exception]] = []
@@ -78,7 +103,7 @@ class Sinks:
             try:
                 call(sink)
             except Exception as error:
-                self._drop(sink, error if doing != "closing" else None)
+                self._drop(sink, error if self._to_close is None else None)  # closing, and later, once is enough
                 failed.append((sink, error))
             left.pop(0)
         for sink, failure in failed:
@@ -120,3 +145,11 @@ class Sinks:
                     1000 * spent.seconds / spent.writes,
                 )
                 return
+
+
+def _tell(sink: Sink, told: Event | Scalars) -> None:
+    if isinstance(sink, EventSink):
+        if isinstance(told, Event):
+            sink.event(told)
+        else:
+            sink.scalars(told)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -12,14 +12,29 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from te_precision_callbacks.forwards import outside_of_dynamo
 from te_precision_callbacks.naming import Model, named_roots
 from te_precision_callbacks.records.state import StateRow
+from te_precision_callbacks.session.marks import tensors_in
 from te_precision_callbacks.session.precision import format_of
-from te_precision_callbacks.vocabulary import name_of_format
+from te_precision_callbacks.vocabulary import class_names, name_of_format
 
 OF_OPERATOR = {
     **dict.fromkeys(("native_layer_norm", "native_batch_norm", "native_group_norm", "_fused_rms_norm"), "norm"),
     **dict.fromkeys(("_softmax", "_safe_softmax"), "softmax"),
 }
 """Operator of torch 2.13 -> what its result is counted as."""
+
+REDUCING = {
+    **dict.fromkeys(("allreduce_", "allreduce_coalesced_", "reduce_", "all_reduce", "all_reduce_coalesced"), 0),
+    **dict.fromkeys(("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"), 1),
+    **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"), 0),
+}
+"""Collective of ``c10d`` and ``_c10d_functional`` of torch 2.13 that sums over ranks -> the number of the argument with
+what it sums."""
+
+LOSSES = frozenset({"_log_softmax"})
+"""Operators whose first argument are logits."""
+
+_NODES_OF_PARAMETERS = frozenset({"torch::autograd::AccumulateGrad", "RegisterPostBackwardFunctionBackward"})
+"""The nodes of torch 2.13's autograd in which gradients of parameters are reduced; the second one is fully_shard's."""
 
 _MASTER = "master_param"
 """The key under which Transformer Engine 2.20.2's FusedAdam keeps a weight in another type."""
@@ -37,30 +52,80 @@ class KeptState:
         self._parameters: tuple[torch.nn.Parameter, ...] = ()
         self._rows: dict[tuple[str, str, int], int] = {}
         self._results: Counter[tuple[str, str]] = Counter()
-        self._remove: Callable[[], None] = _nothing
+        self._sizes: Counter[tuple[str, str]] = Counter()
+        self._of_losses: list[tuple[str, int]] = []
+        self._removals: list[Callable[[], None]] = []
 
-    def watch(self, model: Model) -> None:
-        """Look at a model, and at the next steps of its optimizers."""
+    def watch(self, model: Model, is_counting: Callable[[], bool]) -> None:
+        """Look at a model, at the calls of its blocks, and at the next steps of its optimizers.
+
+        Args:
+            model: the model.
+            is_counting: whether a call of a block is one of training.
+        """
         self.close()
         roots = [root for _, root in named_roots(model) or ()]
         self._parameters = tuple(dict.fromkeys(parameter for root in roots for parameter in root.parameters()))
-        self._remove = register_optimizer_step_post_hook(outside_of_dynamo(self._look)).remove
+        self._removals.append(register_optimizer_step_post_hook(outside_of_dynamo(self._look)).remove)
+
+        def enter(module: torch.nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+            if is_counting():
+                found = (value for value in (*arguments, *keywords.values()) if _is_stream(value))
+                self._note("residual", next(found, None))
+
+        for block in (block for root in roots for block in _blocks(root)):
+            hook = block.register_forward_pre_hook(outside_of_dynamo(enter), with_kwargs=True)
+            self._removals.append(hook.remove)
 
     def close(self) -> None:
         """Look no longer."""
-        self._remove()
-        self._remove = _nothing
-        self._parameters, self._rows, self._results = (), {}, Counter()
+        while self._removals:
+            self._removals.pop()()
+        self._parameters, self._rows = (), {}
+        self._results, self._sizes, self._of_losses = Counter(), Counter(), []
 
     def note(self, operator: str, result: torch.Tensor) -> None:
         """Count the result of one of :data:`OF_OPERATOR`."""
         self._results[OF_OPERATOR[operator], _type(result)] += 1
 
+    def note_reduced(self, operator: str, arguments: Sequence[Any]) -> None:
+        """Count what one of :data:`REDUCING` sums over ranks in a backward, if that are gradients of parameters.
+
+        These are reduced behind the nodes of autograd that sum them up; what a layer of tensor parallelism reduces, in
+        a node of its own.
+        """
+        node = torch._C._current_autograd_node()
+        if node is None or node.name() in _NODES_OF_PARAMETERS:
+            for tensor in tensors_in([arguments[REDUCING[operator]]]):
+                self._note("reduce", tensor)
+
+    def note_logits(self, result: Any) -> None:
+        """Count what a model has returned: its ``logits``, or its first tensor."""
+        try:
+            logits = result.get("logits") if isinstance(result, Mapping) else getattr(result, "logits", None)
+            found = [logits, *(result if isinstance(result, (list, tuple)) else [result])]
+            self._note("logits", next(filter(_is_stream, found), None))
+        except Exception as error:
+            self._report("looking at the result of", "the model", error)
+
+    def note_loss(self, logits: torch.Tensor) -> None:
+        """Note what one of :data:`LOSSES` takes."""
+        self._of_losses.append((_type(logits), _bytes(logits)))
+
+    def _note(self, subject: str, tensor: torch.Tensor | None) -> None:
+        if tensor is not None:
+            self._results[subject, _type(tensor)] += 1
+            self._sizes[subject, _type(tensor)] += _bytes(tensor)
+
     def rows(self) -> tuple[StateRow, ...]:
         """What was seen; of the model what it has now."""
         self._add("parameter", self._parameters)
         tensors: Counter[tuple[str, str]] = Counter()
-        sizes: Counter[tuple[str, str]] = Counter()
+        sizes = Counter(self._sizes)
+        if not any(subject == "logits" for subject, _ in self._results):
+            for dtype, size in self._of_losses:
+                self._results["logits", dtype] += 1
+                sizes["logits", dtype] += size
         for (subject, dtype, _), size in self._rows.items():
             tensors[subject, dtype] += 1
             sizes[subject, dtype] += size
@@ -86,7 +151,7 @@ class KeptState:
 
     def _add(self, subject: str, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
-            self._rows[subject, _type(tensor), id(tensor)] = tensor.numel() * tensor.element_size()
+            self._rows[subject, _type(tensor), id(tensor)] = _bytes(tensor)
 
 
 def _type(tensor: torch.Tensor) -> str:
@@ -96,5 +161,26 @@ def _type(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _nothing() -> None:
-    pass
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _is_stream(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a value is a floating-point tensor of more than a number."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
+
+
+def _blocks(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The blocks of a model: modules with modules in them, of one class, in a list of at least two; the outermost.
+
+    None of a model that is compiled, in part or as a whole: with a hook, it would be compiled anew.
+    """
+    if any(m._compiled_call_impl is not None or "OptimizedModule" in class_names(m) for m in root.modules()):
+        return
+    for module in root.children():
+        members = list(module) if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)) else []
+        alike = len(members) > 1 and len({type(member) for member in members}) == 1
+        if alike and all(any(True for _ in member.children()) for member in members):
+            yield from members
+        else:
+            yield from _blocks(module)

@@ -20,6 +20,7 @@ from te_precision_callbacks.debug_values import (
     parse_debug,
 )
 from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.store.limits import record_limit
 from te_precision_callbacks.transformers.unwatched import warn_where_unwatched
 
 
@@ -66,11 +67,14 @@ class TrainingArguments(transformers.TrainingArguments):
         te_precision_config: with ``te_precision``, the path of the config, or a mapping. None: statistics on every
             Transformer Engine layer.
         te_precision_require: with ``te_precision``, what the run must hold: as ``require=`` of the callback.
+        te_precision_records: with ``te_precision``, whether the run is recorded: as ``records=`` of the callback.
+        te_precision_report: with ``te_precision``, whether the page of the run is written at its end: as ``report=`` of
+            the callback.
 
     Raises:
         UnknownDebugOptionError: a name is unknown, also inside a list; a ValueError.
-        OptionError: ``te_precision_config`` or ``te_precision_require`` without ``te_precision``, or a config of
-            another type.
+        OptionError: ``te_precision_config``, ``te_precision_require``, ``te_precision_records`` or
+            ``te_precision_report`` without ``te_precision``, or of a type that it does not take.
         ConfigError: ``te_precision_require`` is no contract.
     """
 
@@ -98,6 +102,22 @@ class TrainingArguments(transformers.TrainingArguments):
         },
     )
 
+    te_precision_records: str | None = field(
+        default=None,
+        metadata={
+            "help": "With --debug te_precision: 'on' (the default) or 'off', or the most that a rank records of the"
+            " run, such as '64GiB'."
+        },
+    )
+
+    te_precision_report: bool = field(
+        default=False,
+        metadata={
+            "help": "With --debug te_precision: write the page of the run, report.html, into the log folder at its end,"
+            " and hand it to the integrations of --report_to."
+        },
+    )
+
     def __post_init__(self) -> None:
         options = parse_options(self.debug)
         config: Any = self.te_precision_config
@@ -107,8 +127,18 @@ class TrainingArguments(transformers.TrainingArguments):
                 f" {type(config).__name__} {config!r}."
             )
         require: Any = self.te_precision_require
-        check_options_of_te_precision(options, te_precision_config=config, te_precision_require=require)
+        records: Any = self.te_precision_records
+        check_options_of_te_precision(
+            options,
+            te_precision_config=config,
+            te_precision_require=require,
+            te_precision_records=records,
+            te_precision_report=self.te_precision_report,
+        )
+        if not isinstance(self.te_precision_report, bool):
+            raise OptionError(f"te_precision_report= must be True or False, not {self.te_precision_report!r}.")
         read_contract(require)
+        record_limit("on" if records is None else records)
         if isinstance(config, os.PathLike):
             self.te_precision_config = os.fspath(config)
         self.debug = [option for option in options if isinstance(option, DebugOption)]

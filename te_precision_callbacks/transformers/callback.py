@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.records import MetricSelection
 from te_precision_callbacks.session import InspectSession, SessionError, running_session
+from te_precision_callbacks.session.resumed_loss import loss_after_resume
 from te_precision_callbacks.transformers.closing import DebugCallback, close_with, refuse_data_parallel
 from te_precision_callbacks.transformers.history import HistorySummary
 from te_precision_callbacks.transformers.loop import find_handler, find_loop
 from te_precision_callbacks.transformers.reporting import Reporting, TrainerEvent
-from te_precision_callbacks.transformers.resumed_loss import loss_after_resume
 from te_precision_callbacks.transformers.training import Training, close_abandoned
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,12 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         elif state.is_world_process_zero:
             reporting = Reporting(handler, MetricSelection(self._options.prefix, self._options.log_filter))
         session = InspectSession.from_options(self._options)
-        session.start(log_dir=Path(args.output_dir or "."), sinks=reporting.sinks if reporting else (), counts_from=1)
+        session.start(
+            log_dir=Path(args.output_dir or "."),
+            sinks=reporting.sinks if reporting else (),
+            counts_from=1,
+            front_door="transformers",
+        )
         try:
             if self._options.start_step is None:
                 session.iteration = state.global_step
@@ -220,6 +226,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         if self._training is None or not self._training.running or not state.log_history:
             return
         entry: dict[str, Any] = state.log_history[-1]
+        self._training.session.log(_numbers(keywords.get("logs") or {}), state.global_step)
         if entry.get("step") == state.global_step:
             self._training.history.update(entry)
         self._tell_of_loss(state)
@@ -259,3 +266,10 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             self._finalizer = None
         if self._training is not None:
             self._training.close(error, at_once=at_once)
+
+
+def _numbers(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """What the trainer logs, without what only counts or measures time."""
+    skipped = ("epoch", "step", "total_flos")
+    known = {"learning_rate": "lr"}
+    return {known.get(name, name): value for name, value in logs.items() if name not in skipped}

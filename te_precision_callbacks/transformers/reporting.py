@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -24,8 +25,10 @@ from transformers.trainer_callback import CallbackHandler
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.records import MetricSelection
 from te_precision_callbacks.records.loggers import (
+    REPORT_NAME,
     Histogram,
     LoggerSink,
+    add_report_to_wandb,
     add_to_tensorboard,
     names_for_mlflow,
     wandb_histogram,
@@ -50,6 +53,7 @@ class Reporting:
 
     Attributes:
         event: the last event of the training. None: the integrations are not open, and get no statistics.
+        sinks: one for each integration.
     """
 
     def __init__(self, handler: CallbackHandler, select: MetricSelection) -> None:
@@ -58,6 +62,13 @@ class Reporting:
         self.event: TrainerEvent | None = None
         self.select = select
         self.sinks = [_IntegrationSink(integration, self) for integration in integrations]
+
+    def take(self, event: TrainerEvent | None) -> None:
+        """Take the event that the training is at. With one, the integrations are open."""
+        self.event = event
+        if event is not None:
+            for sink in self.sinks:
+                sink.find_run()
 
 
 class _OwnName(str):
@@ -80,6 +91,20 @@ class _IntegrationSink(LoggerSink):
         self._integration = integration
         self._reporting = reporting
         self._known: set[str] = set()
+        self._run: Any = None
+
+    def find_run(self) -> None:
+        """Keep the run that the integration writes, once it is open: of MLflow its number, of TensorBoard its writer.
+        An integration forgets it, or closes it, when the training ends, which is before the page is written."""
+        if self._run is not None:
+            return
+        integration = self._integration
+        if isinstance(integration, WandbCallback):
+            self._run = integration._wandb.run
+        elif isinstance(integration, TensorBoardCallback):
+            self._run = integration.tb_writer
+        elif isinstance(integration, MLflowCallback) and (active := integration._ml_flow.active_run()) is not None:
+            self._run = active.info.run_id
 
     def log(self, metrics: dict[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
         """Log at the step of the trainer's own metrics; does nothing after the training."""
@@ -93,6 +118,22 @@ class _IntegrationSink(LoggerSink):
         except Exception as error:
             name = type(self._integration).__name__
             raise ReportingError(f"{name} could not log statistics: {type(error).__name__}: {error}") from error
+
+    def report(self, path: Path) -> None:
+        """Attach the page of the run to W&B's, or write its path into those of TensorBoard and MLflow."""
+        integration, run = self._integration, self._run
+        if run is None:
+            return
+        if isinstance(integration, WandbCallback):
+            add_report_to_wandb(run, path)
+        elif isinstance(integration, TensorBoardCallback):
+            run.add_text(REPORT_NAME, str(path))
+            if integration.tb_writer is None:
+                run.close()  # again: a closed writer has opened another file of its folder
+            else:
+                run.flush()
+        elif isinstance(integration, MLflowCallback):
+            integration._ml_flow.MlflowClient().set_tag(run, REPORT_NAME, str(path))
 
     def _log(self, event: TrainerEvent, metrics: dict[str, float], step: int) -> None:
         integration = self._integration

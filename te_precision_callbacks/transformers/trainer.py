@@ -17,6 +17,7 @@ from te_precision_callbacks.debug_values import (
 )
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.session import InspectSession, SessionError
+from te_precision_callbacks.store.limits import Records
 from te_precision_callbacks.transformers.arguments import parse_options
 from te_precision_callbacks.transformers.callback import PrecisionDebugTrainerCallback
 from te_precision_callbacks.transformers.closing import closing, refuse_data_parallel
@@ -27,7 +28,7 @@ class Trainer(transformers.Trainer):
     """``transformers.Trainer`` that acts on ``--debug activation_overflow`` and ``--debug te_precision``.
 
     The class is also a mixin, in any order: ``class MyTrainer(Trainer, Seq2SeqTrainer)``. If the other class comes
-    first, its constructor does not take the two keywords below: put the options into ``args``.
+    first, its constructor does not take the keywords below: put the options into ``args``.
 
     Every exception that ends a training, including KeyboardInterrupt, also ends the debugging at once. The same holds
     for a :class:`PrecisionDebugTrainerCallback` among ``callbacks``.
@@ -37,6 +38,9 @@ class Trainer(transformers.Trainer):
         debug: debug options in addition to those of ``args.debug``, in the same form; the options of transformers too.
         te_precision_config: the config of ``te_precision``, instead of ``args.te_precision_config``.
         te_precision_require: the contract of ``te_precision``, instead of ``args.te_precision_require``.
+        te_precision_records: whether ``te_precision`` records the run, instead of ``args.te_precision_records``.
+        te_precision_report: whether ``te_precision`` writes the page of the run, instead of
+            ``args.te_precision_report``.
         **keywords: as transformers' Trainer takes them.
 
     Raises:
@@ -57,6 +61,8 @@ class Trainer(transformers.Trainer):
         debug: DebugValue = None,
         te_precision_config: ConfigSource = None,
         te_precision_require: ContractSource = None,
+        te_precision_records: Records | None = None,
+        te_precision_report: bool | None = None,
         **keywords: Any,
     ) -> None:
         more = parse_options(debug)
@@ -68,7 +74,19 @@ class Trainer(transformers.Trainer):
         require = te_precision_require
         if require is None:
             require = getattr(self.args, "te_precision_require", None)
-        check_options_of_te_precision(options, te_precision_config=config, te_precision_require=require)
+        records = te_precision_records
+        if records is None:
+            records = getattr(self.args, "te_precision_records", None)
+        report = te_precision_report
+        if report is None:
+            report = getattr(self.args, "te_precision_report", False)
+        check_options_of_te_precision(
+            options,
+            te_precision_config=config,
+            te_precision_require=require,
+            te_precision_records=records,
+            te_precision_report=report,
+        )
         if options != self.args.debug:
             self.args = copy.copy(self.args)  # the caller may give it to another trainer
             self.args.debug = list[Any](options)
@@ -78,7 +96,10 @@ class Trainer(transformers.Trainer):
         if precision:
             self._refuse_second_callback()
             watch = (ACTIVATION_OVERFLOW,) if overflow else ()
-            self.add_callback(PrecisionDebugTrainerCallback(config, debug=watch, require=require))
+            recorded: Records = "on" if records is None else records
+            self.add_callback(
+                PrecisionDebugTrainerCallback(config, debug=watch, require=require, records=recorded, report=report)
+            )
         elif overflow:
             self.add_callback(ActivationOverflowCallback())
 

@@ -102,7 +102,7 @@ class Training:
 
     def _take(self, event: TrainerEvent | None) -> None:
         if self._reporting is not None:
-            self._reporting.event = event
+            self._reporting.take(event)
 
 
 def close_abandoned() -> None:

@@ -103,20 +103,31 @@ def mlflow_metrics(store: Path) -> dict[str, dict[int, float]]:
 
 def wandb_history(folder: Path) -> dict[int, dict[str, Any]]:
     """Step -> name -> value, from the file of the only offline run, once the service has written its end."""
-    from wandb.proto import wandb_internal_pb2
-
-    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     rows: dict[int, dict[str, Any]] = {}
-    records: list[Any] = []
-    deadline = time.monotonic() + 60
-    while not any(record.WhichOneof("record_type") == "exit" for record in records) and time.monotonic() < deadline:
-        records = [wandb_internal_pb2.Record.FromString(content) for content in _leveldb_log(path.read_bytes())]
-    for record in records:
+    for record in wandb_records(folder):
         if record.WhichOneof("record_type") == "history":
             items = {(item.key or "/".join(item.nested_key)): item.value_json for item in record.history.item}
             row = rows.setdefault(record.history.step.num, {})
             row.update({name: json.loads(value) for name, value in items.items() if not name.startswith("_")})
     return rows
+
+
+def wandb_artifacts(folder: Path) -> list[tuple[str, list[str]]]:
+    """The type and the files of each artifact, from the file of the only offline run."""
+    artifacts = [each.artifact for each in wandb_records(folder) if each.WhichOneof("record_type") == "artifact"]
+    return [(each.type, [entry.path for entry in each.manifest.contents]) for each in artifacts]
+
+
+def wandb_records(folder: Path) -> list[Any]:
+    """The records in the file of the only offline run, once the service has written its end."""
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    records: list[Any] = []
+    deadline = time.monotonic() + 60
+    while not any(record.WhichOneof("record_type") == "exit" for record in records) and time.monotonic() < deadline:
+        records = [wandb_internal_pb2.Record.FromString(content) for content in _leveldb_log(path.read_bytes())]
+    return records
 
 
 def _leveldb_log(data: bytes) -> Iterator[bytes]:

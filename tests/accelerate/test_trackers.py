@@ -15,9 +15,19 @@ from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import TERecipeKwargs
 
 from te_precision_callbacks.accelerate import PrecisionDebugger
-from tests.accelerate.loops import Plain, Torch, mlflow_metrics, prepared, run, sample, train, wandb_history
+from tests.accelerate.loops import (
+    Plain,
+    Torch,
+    mlflow_metrics,
+    prepared,
+    run,
+    sample,
+    train,
+    wandb_artifacts,
+    wandb_history,
+)
 from tests.conftest import Keeper, statistics
-from tests.lightning.models import board_scalars, logged_lines
+from tests.lightning.models import board_scalars, board_text, logged_lines
 
 CONFIG = {
     "stats": {
@@ -44,6 +54,7 @@ class Kept(GeneralTracker):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[dict[str, float], int | None]] = []
+        self.configuration: dict[str, Any] = {}
 
     @property
     def tracker(self) -> list[Any]:
@@ -55,7 +66,7 @@ class Kept(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        pass
+        self.configuration |= values
 
     @on_main_process
     def log(self, values: dict[str, float], step: int | None = None, **_: Any) -> None:
@@ -169,6 +180,26 @@ def test_more_metrics_than_mlflow_takes_in_a_request(offline_trackers: Path, tmp
     assert len(of_layers) == len(lines) == (24 * 6 - 1) * 8, "nothing asks for the gradient of the first layer's input"
     for layer in (1, 23):
         assert store[f"te.{layer}/dgrad/l2_norm"] == {1: lines[f"{layer}_dgrad_l2_norm", 0]}
+
+
+@pytest.mark.slow
+def test_every_tracker_gets_the_report(offline_trackers: Path, tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    kept = Kept()
+    accelerator = Accelerator(log_with=["tensorboard", "mlflow", "wandb", kept], project_dir=str(tmp_path / "run"))
+    accelerator.init_trackers("project", {"batch": 4})
+    model, optimizer, loader = prepared(accelerator, Plain(), batches=2)
+    with PrecisionDebugger(accelerator, model, statistics(), log_dir=tmp_path / "logs", report=True) as debugger:
+        run(accelerator, debugger, model, optimizer, loader)
+    report = str(tmp_path / "logs" / "report.html")
+    assert board_text(tmp_path / "run" / "project", "te/report") == [report], "before the trackers are closed"
+    accelerator.end_training()
+    (experiment,) = [each for each in MlflowClient().search_experiments() if each.name == "project"]
+    (of_mlflow,) = MlflowClient().search_runs([experiment.experiment_id])
+    assert of_mlflow.data.params == {"batch": "4", "te/report": report}
+    assert kept.configuration == {"batch": 4, "te/report": report}
+    assert wandb_artifacts(tmp_path) == [("report", ["report.html"])]
 
 
 def test_the_scripts_own_step(tmp_path: Path) -> None:

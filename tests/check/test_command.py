@@ -39,10 +39,21 @@ import transformer_engine.pytorch as te
 not_a_function = 3
 
 class Net(torch.nn.Module):
-    def __init__(self, blocks=4):
+    def __init__(self, blocks=4, spare=False):
         super().__init__()
         self.layers = torch.nn.ModuleList(te.TransformerLayer(64, 128, 4) for _ in range(blocks))
         self.head = torch.nn.Linear(64, 100)
+        if spare:
+            self.spare = torch.nn.Linear(64, 64)
+
+    def forward(self, x, rows=None):
+        for layer in self.layers:
+            x = layer(x)
+        return {"logits": self.head(x if rows is None else x[:rows])}
+
+class WithNumbers(Net):
+    def forward(self, x):
+        return super().forward(x, rows=1 + int(x.sum() > 0))
 
 def build():
     print("building")
@@ -72,6 +83,24 @@ def returns_the_class():
 
 def returns_a_number():
     return 3
+
+def asks_for_numbers():
+    return WithNumbers()
+
+def with_a_spare_layer():
+    return Net(spare=True)
+
+def batch():
+    return torch.ones(32, 2, 64)
+
+def keywords():
+    return {"x": torch.ones(30, 1, 64), "rows": 16}
+
+def too_wide():
+    return (torch.ones(32, 2, 65),)
+
+def returns_a_list():
+    return [torch.ones(32, 2, 64)]
 """
 
 
@@ -172,6 +201,32 @@ def test_the_plan_as_json() -> None:
     assert found["share"]["fp8"] == pytest.approx(1 - (2 * 32768 + 3 * 6400) / whole)
 
 
+@pytest.mark.usefixtures("here")
+def test_the_plan_with_a_batch() -> None:
+    arguments = ("config.yaml", "--recipe", "fp8_current_scaling", "--model")
+    found = as_json(*arguments, "my_models:build", "--batch", "my_models:batch")
+    assert (found["device"], found["tokens"], found["batch"]) == ("meta", None, "my_models:batch")
+    of_layer = {layer: row for row in found["plan"] for layer in row["layers"]}
+    layers = 3 * (4 * (3 * 64 * 64 + 64 * 64 + 2 * 64 * 128) + 64 * 100) * 64
+    attention = 3 * 4 * (2 * 2 * 4 * 32 * 32 * 16)
+    assert found["macs"] == layers + attention
+    assert set(of_layer["layers.0.self_attention.core_attention"]["gemms"]) == {
+        "qk",
+        "pv",
+        "qk backward",
+        "pv backward",
+    }
+    assert found["not_reached"] == []
+    numbers = as_json(*arguments, "my_models:asks_for_numbers", "--batch", "my_models:batch")
+    assert numbers["device"] == "cpu"
+    assert numbers["macs"] == found["macs"] - 3 * (64 - 2 * 2) * 64 * 100
+    told = run(*arguments, "my_models:build", "--batch", "my_models:keywords", code=1)
+    assert "the batch of my_models:keywords." in one_line(told)
+    assert "tokens is 30 and has to be a multiple of 16 (next: 32)" in one_line(told)
+    told = run(*arguments, "my_models:with_a_spare_layer", "--batch", "my_models:batch")
+    assert "The forward does not reach these: spare." in told
+
+
 def test_findings_end_with_1(here: Path) -> None:
     (here / "config.yaml").write_text(CONFIG.replace("[fc1]", "[fc9]"))
     told = run("config.yaml", "--model", "my_models:build", "--tokens", "30", code=1)
@@ -207,9 +262,9 @@ FACTORIES = {
     "my_models:not_a_function": "'my_models:not_a_function' is no function, but 3",
     "my_models:model": "is a model, which has been made already",
     "my_models:with_argument": "missing 1 required positional argument: 'width'. Write package.module:function",
-    "my_models:fails": 'ValueError: no such width (FILE, line 28: raise ValueError("no such width"))',
+    "my_models:fails": 'ValueError: no such width (FILE, line 39: raise ValueError("no such width"))',
     "my_models:exits": "failed: SystemExit: usage",
-    "my_models:asks_for_a_gpu": "line 34: return Net(1).cuda()). It asks for a GPU, and there is none. Make the model",
+    "my_models:asks_for_a_gpu": "line 45: return Net(1).cuda()). It asks for a GPU, and there is none. Make the model",
     "my_models:returns_the_class": "is no torch.nn.Module. Return an instance of it.",
     "my_models:returns_a_number": "has returned 3, which is no torch.nn.Module",
     "broken:build": "'broken' cannot be imported: ModuleNotFoundError: No module named 'nowhere_at_all'",
@@ -229,6 +284,9 @@ def test_a_factory_that_gives_no_model(
         build_model(spec)
 
 
+PLAN = "config.yaml --model my_models:build"
+
+
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -239,6 +297,15 @@ def test_a_factory_that_gives_no_model(
         ("config.yaml --model my_models:build --tokens 0", "0 is less than 1"),
         ("config.yaml --require 'fp8 >= 1%'", "--require: it is for a plan"),
         ("config.yaml --model my_models:build --require 'fp9 >= 1%'", "no precision 'fp9'. Did you mean 'fp8'"),
+        ("config.yaml --batch my_models:batch", "--batch: it is for a plan"),
+        (f"{PLAN} --batch my_models:batch --tokens 3", "a batch tells the tokens"),
+        (f"{PLAN} --batch my_models:bach", "no function 'bach'. Did you mean 'batch'?"),
+        (f"{PLAN} --batch my_models:fails", "ValueError: no such width"),
+        (f"{PLAN} --batch my_models:model", "is a batch, which has been made already"),
+        (f"{PLAN} --batch my_models:with_argument", "'width'. Write package.module:function"),
+        (f"{PLAN} --batch my_models:returns_a_number", "has returned 3, which is no batch"),
+        (f"{PLAN} --batch my_models:returns_a_list", "Write a tuple in place of the list"),
+        (f"{PLAN} --batch my_models:too_wide", "failed with the batch (float32[32, 2, 65])"),
         ("config.yaml --model my_models:build --tokens x", "--tokens .* valid int"),
         ("config.yaml --model my_models:build --recipe mxfp", "There is no recipe 'mxfp'. Did you mean 'mxfp8'?"),
         ("config.yaml --model my_models:build --recipe mxfp8", "refuses the recipe 'mxfp8': Device compute capability"),

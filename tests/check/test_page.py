@@ -38,9 +38,9 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         done = CliRunner().invoke(cli.app, arguments)
         assert done.exit_code == 0, done.output
         outputs.append([line.split() for line in done.output.splitlines()])
-    [drawn] = blocks(PAGE, "text")
-    for line in drawn.splitlines():
-        assert line.split() in outputs[1], line
+    for drawn, output in zip(blocks(PAGE, "text"), outputs[1:], strict=True):
+        for line in drawn.splitlines():
+            assert line.split() in output, line
     del sys.modules["my_models"]
 
     names: dict[str, Any] = {}

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import transformer_engine.pytorch as te
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
+from te_precision_callbacks.vocabulary import GEMMS, OPERANDS
 from tests import te_debug_features as page
 from tests.check.running import BF16, KINDS, RECIPES, Chain, chain, compare, gpu_with
 from tests.conftest import feature
+from tests.properties import examples, randoms
+
+TENSORS = ("activation", "weight", "gradient")
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,46 +64,60 @@ def test_operations(recipe: str, tmp_path: Path) -> None:
     assert {product.family for product in checked.coverage} == {"te_ops"}
 
 
-def drawn_config(draw: random.Random, layers: list[str], recipe: str) -> dict[str, Any]:
+@st.composite
+def configs(draw: st.DrawFn, layers: list[str], recipe: str) -> dict[str, Any]:
     """Features on some of the layers, at most one that changes precision on each."""
     config: dict[str, Any] = {"watched": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"])}
+    changes = [
+        "",
+        "DisableFP8Layer",
+        "DisableQuantizationLayer",
+        "DisableFP8GEMM",
+        "DisableQuantizationGEMM",
+        "FakeQuant",
+        *(["PerTensorScaling"] if recipe == "fp8_delayed_scaling" else []),
+    ]
     for number, layer in enumerate(layers):
-        gemms = draw.sample(["fprop", "dgrad", "wgrad"], draw.randint(1, 3))
-        changes: list[tuple[str, dict[str, Any]]] = [
-            ("DisableFP8Layer", {}),
-            ("DisableQuantizationLayer", {}),
-            ("DisableFP8GEMM", {"gemms": gemms}),
-            ("DisableQuantizationGEMM", {"gemms_struct": [{"gemm": gemm} for gemm in gemms]}),
-            (
-                "FakeQuant",
-                {
-                    "gemms": gemms,
-                    "tensors": draw.sample(["activation", "weight", "gradient"], 2),
-                    "quant_format": draw.choice(["FP8E4M3", "FP8E5M2", "MXFP8E4M3"]),
-                },
-            ),
-        ]
-        if recipe == "fp8_delayed_scaling":
-            changes.append(("PerTensorScaling", {"gemms": gemms, "tensors": ["activation", "weight", "gradient"]}))
-        name, options = draw.choice([*changes, ("", {})])
-        if name:
-            section = feature(name, [], **options)
-            config[f"s{number}"] = {**section, "layers": {"exact_layer_names": [layer]}}
+        name: str = draw(st.sampled_from(changes))
+        if not name:
+            continue
+        options: dict[str, Any] = {}
+        gemms = draw(st.lists(st.sampled_from(GEMMS), min_size=1, unique=True))
+        if name == "DisableQuantizationGEMM":
+            options = {"gemms_struct": [{"gemm": gemm} for gemm in gemms]}
+        elif not name.endswith("Layer"):
+            options = {"gemms": gemms}
+        if name in ("FakeQuant", "PerTensorScaling"):
+            taking_part = sorted({tensor for gemm in gemms for tensor in OPERANDS[gemm]})
+            others = draw(st.lists(st.sampled_from(TENSORS), unique=True))
+            options["tensors"] = list(dict.fromkeys([draw(st.sampled_from(taking_part)), *others]))
+        if name == "FakeQuant":
+            options["quant_format"] = draw(st.sampled_from(["FP8E4M3", "FP8E5M2", "MXFP8E4M3", "MXFP8E5M2"]))
+        section = feature(name, [], **options)
+        config[f"s{number}"] = {**section, "layers": {"exact_layer_names": [layer]}}
     return config
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_any_model_and_config(seed: int, tmp_path: Path) -> None:
-    draw = random.Random(seed)
-    recipe = list(RECIPES)[seed % len(RECIPES)]
-    with gpu_with(recipe):
-        model = chain(draw, draw.choices(KINDS, k=draw.randint(1, 3)))
-        for parameter in model.parameters():
-            parameter.requires_grad_(parameter.ndim == 1 or draw.random() < 0.8)
+@st.composite
+def models(draw: st.DrawFn) -> Chain:
+    """Modules in a row, some of whose weights are frozen."""
+    model = chain(draw(randoms()), draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=3)))
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.ndim == 1 or draw(st.integers(0, 4)) != 4)
+    return model
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@given(data=st.data())
+@examples(8, shrink=False)  # which runs each example anew
+def test_any_model_and_config(recipe: str, data: st.DataObject) -> None:
+    with gpu_with(recipe), TemporaryDirectory() as folder:
+        model = data.draw(models())
         layers = [
             name
             for path in model.shapes.values()
             for name in ([f"{path}.gemm_0", f"{path}.gemm_1"] if path.endswith("experts") else [path])
         ]
-        checked = compare(model, drawn_config(draw, layers, recipe), recipe, tmp_path)
+        config = data.draw(configs(layers, recipe))
+        checked = compare(model, config, recipe, Path(folder))
     assert {product.layer for product in checked.coverage} == set(layers)

@@ -15,7 +15,7 @@ from tests.conftest import Keeper
 from tests.docs.pages import blocks
 from tests.lightning.models import board_scalars
 
-PRINTER, LARGEST, BOARD = blocks("docs/sinks.md", "python")
+PRINTER, ALARM, LARGEST, BOARD = blocks("docs/sinks.md", "python")
 NUMBERS = 2 * 2 * 2  # layers, tensors, statistics
 
 
@@ -50,6 +50,18 @@ def test_the_printer(names: dict[str, Any]) -> None:
     assert (first, last) == ("rank 0 of 1, 2 layers", "done")
     assert len(lines) == 4 * NUMBERS
     assert {line.rsplit(" ", 1)[0] for line in lines} >= {f"{step} 1 gradient std" for step in range(4)}
+
+
+def test_the_alarm(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    exec(ALARM, names)
+
+    class Fails(Sink):
+        def write(self, records: StepRecords) -> None:
+            if records.iteration == 2:
+                raise ValueError("no room")
+
+    train(names, Fails(), names["Alarm"]())
+    assert capsys.readouterr().out == "2 writing records to Fails: ValueError: no room\n"
 
 
 def test_the_columns(names: dict[str, Any], keeper: Keeper) -> None:

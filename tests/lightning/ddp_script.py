@@ -50,19 +50,24 @@ class FailsOnOneRank(Plain):
 def main(strategy: str, folder: Path, failing_rank: int | None) -> None:
     start_method = {"ddp": "popen", "ddp_spawn": "spawn", "ddp_fork": "fork"}[strategy]
     callback = PrecisionDebugCallback(statistics(tensors=["activation", "gradient"]), log_dir=folder / "debug")
-    trainer(
+    made = trainer(
         folder,
         devices=2,
         strategy=DDPStrategy(start_method=start_method, process_group_backend="gloo", timeout=timedelta(seconds=30)),
         logger=CSVLogger(folder, name="csv", version=""),
         callbacks=[callback],
         use_distributed_sampler=False,
-    ).fit(FailsOnOneRank(failing_rank))
+    )
+    made.fit(FailsOnOneRank(failing_rank))
+    if strategy == "ddp":
+        made.save_checkpoint(folder / "saved.ckpt")
     found = callback.session
     if not isinstance(found, InspectSession):  # of rank 0, in another process
         rich.print(summary(found))
     largest = {row.layer: row.value for row in found.last_statistics if (row.tensor, row.statistic) == FIRST}
-    print("FOUND", found.iteration, found.running, {entry.layer for entry in found.precision}, largest["net.0"])
+    layers = {entry.layer for entry in found.precision}
+    told = f"FOUND {found.iteration} {found.running} {layers} {largest['net.0']}\n"
+    print(told, end="", flush=True)  # at once: the ranks print into one pipe
 
 
 if __name__ == "__main__":

@@ -95,6 +95,8 @@ def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
         "process_group": None,
         "reduce": False,
         "statistics_log": "all",
+        "records": "64GiB",
+        "report": False,
         "start_step": 5,
         "layer_names": "upstream",
         "scope": "pp1",
@@ -123,6 +125,8 @@ def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
     kept = (
         "process_group",
         "reduce",
+        "records",
+        "report",
         "start_step",
         "layer_names",
         "prefix",

@@ -39,6 +39,9 @@ def test_two_ranks_log_one_set_of_numbers(tmp_path: Path, strategy: str) -> None
     assert float(told.split()[-1]) == metrics["te.net.0/activation/max"][3]
     if strategy != "ddp":
         assert "Precision that really ran" in result.stdout
+    else:
+        [state] = torch.load(tmp_path / "saved.ckpt")["callbacks"].values()
+        assert [entry["ranks"] for entry in state["fingerprints"]] == [[0, 1]], "of both ranks, which are alike"
     for rank in (0, 1):
         events = tmp_path / "debug" / "nvdlfw_inspect_logs" / f"nvdlfw_inspect_globalrank-{rank}.log"
         assert "LAYER=net.0" in events.read_text()

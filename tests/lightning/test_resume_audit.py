@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks import PrecisionDebugCallback
+from te_precision_callbacks.fingerprints import FingerprintError
 from te_precision_callbacks.session import ResumeAuditError
 from tests.capability import any_capability, stand_for
 from tests.conftest import statistics
@@ -55,18 +57,20 @@ class InFp8(Plain):
             return super().training_step(batch, batch_idx)
 
 
-def saved(folder: Path, recipe: recipes.Recipe, **keywords: Any) -> Path:
+def saved(folder: Path, recipe: recipes.Recipe, callbacks: Sequence[L.Callback] = (), **keywords: Any) -> Path:
     """A checkpoint after two steps."""
     callback = PrecisionDebugCallback(statistics(), log_dir=folder / "first")
-    made = trainer(folder, callbacks=[callback], max_steps=2)
+    made = trainer(folder, callbacks=[callback, *callbacks], max_steps=2)
     made.fit(InFp8(recipe, **keywords), loader(4, size=32))
     made.save_checkpoint(folder / "saved.ckpt")
     return folder / "saved.ckpt"
 
 
-def resumed(folder: Path, model: InFp8, checkpoint: Path, **keywords: Any) -> PrecisionDebugCallback:
+def resumed(
+    folder: Path, model: InFp8, checkpoint: Path, callbacks: Sequence[L.Callback] = (), **keywords: Any
+) -> PrecisionDebugCallback:
     callback = PrecisionDebugCallback(statistics(), log_dir=folder / "second", **keywords)
-    trainer(folder, callbacks=[callback], max_steps=4, max_epochs=2).fit(
+    trainer(folder, callbacks=[callback, *callbacks], max_steps=4, max_epochs=2).fit(
         model, loader(4, size=32), ckpt_path=checkpoint
     )
     return callback
@@ -98,6 +102,44 @@ def test_a_checkpoint_without_extra_state(tmp_path: Path, caplog: pytest.LogCapt
     callback = resumed(tmp_path, InFp8(DELAYED), checkpoint)
     assert findings(callback.session.resume_report) == [f"{MISSING}: all 2 layers."]
     assert caplog.text.count(MISSING) == 1
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "message"), [("{", "is not JSON"), ('{"schema": 99}', "has schema 99, and this version")]
+)
+def test_a_fingerprint_that_is_damaged_or_of_another_version(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fingerprint: str, message: str
+) -> None:
+    checkpoint = saved(tmp_path, DELAYED)
+    content = torch.load(checkpoint)
+    (state,) = (state for state in content["callbacks"].values() if "fingerprints" in state)
+    state["fingerprints"] = [{"ranks": [0], "fingerprint": fingerprint}]
+    torch.save(content, checkpoint)
+    callback = resumed(tmp_path, InFp8(DELAYED), checkpoint)
+    assert "The resume cannot be audited." in caplog.text
+    assert message in caplog.text
+    assert (callback.session.resume_report, callback.session.iteration) == (None, 4)
+    with pytest.raises(FingerprintError, match=message):
+        resumed(tmp_path, InFp8(DELAYED), checkpoint, strict=True)
+
+
+class Losses(L.Callback):
+    """The losses by global_step."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, float] = {}
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, *rest: Any) -> None:
+        self.seen[trainer.global_step] = float(outputs["loss"])
+
+
+def test_what_a_bad_resume_did_to_the_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    losses = Losses()
+    changed(saved(tmp_path, DELAYED, callbacks=[losses]), without_extra_state)
+    resumed(tmp_path, InFp8(DELAYED), tmp_path / "saved.ckpt", callbacks=[losses])
+    assert caplog.text.count("Training loss") == 1
+    expected = f"{losses.seen[2]:.6g} at step 1, before the resume; {losses.seen[3]:.6g} at step 2, after it."
+    assert f"Training loss: {expected}" in caplog.text
 
 
 def test_strict_ends_the_fit_before_the_parameters_change(tmp_path: Path) -> None:

@@ -17,12 +17,15 @@ reference.install()
 
 import torch
 import transformer_engine.pytorch as te
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformer_engine.common.recipe import Float8CurrentScaling
+from torch.nn.parallel import DistributedDataParallel
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
 from te_precision_callbacks import ranks
+from te_precision_callbacks.fingerprints import pooling
 from te_precision_callbacks.session import InspectSession, PrecisionContractError
 from tests.conftest import feature, statistics
 from tests.session.taps import assert_alike, layers_of, spied, tapped
@@ -42,6 +45,8 @@ def main(rank: int, folder: Path) -> None:
     contract(rank, folder / "contract")
     coverage(rank, folder / "coverage")
     sharded(rank, folder / "sharded")
+    reduced(rank, folder / "reduced")
+    fingerprints(rank, folder / "fingerprints")
     groups = [torch.distributed.new_group([index]) for index in range(2)]
     for case in CASES:
         keywords = {
@@ -82,6 +87,51 @@ def sharded(rank: int, folder: Path) -> None:
             session.step()
             macs = {f"{one.layer} {one.gemm}": one.macs for one in session.coverage() if one.macs}
         (folder / f"{how} {rank}.txt").write_text(repr(macs))
+
+
+def reduced(rank: int, folder: Path) -> None:
+    """The types in which gradients are summed over ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+    half: dict[str, Any] = {"param_dtype": torch.bfloat16}
+    single = {"device_id": torch.device("cpu")}  # of FullyShardedDataParallel, which looks for a GPU otherwise
+    for how in ("DDP", "DDP with a hook", "fully_shard", "FSDP1", "tensor parallel"):
+        net: torch.nn.Module = torch.nn.Sequential(
+            OrderedDict(up=torch.nn.Linear(64, 32), down=torch.nn.Linear(32, 64))
+        )
+        if how.startswith("DDP"):
+            net = DistributedDataParallel(net)
+            if how.endswith("hook"):
+                net.register_comm_hook(None, fp16_compress_hook)
+        elif how == "fully_shard":
+            fully_shard(net, mesh=mesh, mp_policy=MixedPrecisionPolicy(**half, reduce_dtype=torch.float32))
+        elif how == "FSDP1":
+            policy = MixedPrecision(**half, reduce_dtype=torch.bfloat16)
+            net = FullyShardedDataParallel(net, mixed_precision=policy, **single)
+        else:
+            parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        with InspectSession(None, model=net, log_dir=folder / how, reduce=False, strict=True) as session:
+            net(torch.ones(16, 64, requires_grad=True)).sum().backward()
+            session.step()
+            rows = {row.dtype: row.bytes for row in session.coverage().state if row.subject == "reduce"}
+        (folder / f"{how} {rank}.txt").write_text(repr(rows))
+
+
+def fingerprints(rank: int, folder: Path) -> None:
+    """What a checkpoint of rank 0 has, of ranks that are alike, of others, and of a rank that saves alone."""
+    usual, pooling.WAITING = pooling.WAITING, 20.0
+    torch.manual_seed(0)
+    net = te.Linear(32, 32)
+    with InspectSession(statistics(), model=net, log_dir=folder, reduce=False) as session:
+        for case in ("alike", "different", "alone"):
+            with te.autocast(recipe=DelayedScaling(reduce_amax=False)):
+                net(torch.ones(16, 32) * (1 + rank * (case == "different"))).sum().backward()
+            session.step()
+            if case == "alone":
+                pooling.WAITING = 0.2
+            if case != "alone" or rank == 0:
+                found = [session.state_dict(all_ranks=True)["fingerprints"] for _ in range(2)][-1]
+                (folder / f"{case} {rank}.txt").write_text(repr([entry["ranks"] for entry in found]))
+    pooling.WAITING = usual
 
 
 def contract(rank: int, folder: Path) -> None:

@@ -398,6 +398,26 @@ BLOCKS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
+class Taught(torch.nn.Module):
+    """A student, and a teacher that runs without gradients in the same forward: of Transformer Engine, and of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = torch.nn.ModuleList([te.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)])
+        self.teacher = torch.nn.ModuleList([te.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = self.teacher[1](self.teacher[0](x))
+        result: torch.Tensor = self.student[1](self.student[0](x)) - wanted
+        return result
+
+
+def test_what_runs_without_gradients_in_a_step_is_not_counted(tmp_path: Path) -> None:
+    coverage = trained(Case(Taught, lambda: torch.ones(TOKENS, WIDTH), {}), tmp_path)
+    assert found(coverage) == {**linear("student.0", WIDTH, WIDTH, dgrad=False), **linear("student.1", WIDTH, WIDTH)}
+
+
 @pytest.mark.parametrize("block", BLOCKS)
 def test_what_a_checkpoint_computes_again_is_not_counted_again(block: str, tmp_path: Path) -> None:
     assert found(trained(gpt(block=BLOCKS[block]), tmp_path)) == GPT

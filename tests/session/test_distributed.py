@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from te_precision_callbacks.store import open_run
 from te_precision_callbacks.vocabulary import GEMMS
 from tests.forked import ranks
 from tests.lightning.models import log_of, logged_lines, marked_lines
@@ -42,6 +43,34 @@ def test_reduction(two: Path, case: str, expected: list[dict[int, float] | None]
         lines = logged_lines(two / case, rank)
         assert {step: value for (name, step), value in lines.items() if name == NAME} == expected[rank]
         assert not set().union(*marked_lines(two / case, rank).values()), "nothing is out of the ordinary"
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("world", {None: {0: 2.0, 1: 2.0, 2: 2.0}}),
+        ("own group", {0: {0: 1.0, 1: 1.0, 2: 1.0}, 1: {0: 2.0, 1: 2.0, 2: 2.0}}),
+        ("no reduction", {0: {0: 1.0, 1: 1.0, 2: 1.0}, 1: {0: 2.0}}),
+    ],
+)
+def test_the_ranks_record_one_run(two: Path, case: str, expected: dict[int | None, dict[int, float]]) -> None:
+    run = open_run(two / case)
+    assert (run.notes, run.segments[0].world) == ((), 2)
+    found = {}
+    for row in run.series.to_pylist():
+        if row["statistic"] == "max":
+            table = run.values([row["series"]])
+            found[row["rank"]] = dict(zip(table["iteration"].to_pylist(), table["value"].to_pylist(), strict=True))
+    assert found == expected
+    assert run.steps["iteration"].to_pylist() == [0, 1, 2]
+
+
+def test_the_records_of_a_pipeline_have_the_layers_of_all_ranks(two: Path) -> None:
+    run = open_run(two / "coverage")
+    assert run.ordered_layers == ["pp0.0", "pp1.0"]
+    assert {row["scope"] for row in run.layers.to_pylist()} == {"pp0", "pp1"}
+    assert {row["layer"] for row in run.gemms.to_pylist()} == {"pp0.0", "pp1.0"}
+    assert {row["scope"] for row in run.series.to_pylist()} == {"pp0", "pp1"}
 
 
 def test_events_of_gemms_with_split_layers_and_experts(two: Path) -> None:
@@ -103,6 +132,37 @@ def test_what_a_rank_multiplies_of_split_layers(two: Path, how: str, width: int)
         products = ast.literal_eval((two / "sharded" / f"{how} {rank}.txt").read_text())
         one = 16 * 64 * width
         assert products == {"up fprop": one, "up wgrad": one, **{f"down {gemm}": one for gemm in GEMMS}}
+
+
+NUMBERS = 2 * 64 * 32 + 32 + 64
+"""Of the two layers' parameters."""
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("DDP", {"float32": 4 * NUMBERS}),
+        ("DDP with a hook", {"float16": 2 * NUMBERS}),
+        ("fully_shard", {"float32": 4 * NUMBERS}),
+        ("FSDP1", {"bfloat16": 2 * NUMBERS}),
+        ("tensor parallel", {}),  # it reduces activations and their gradients alone
+    ],
+)
+def test_in_which_type_gradients_are_reduced(two: Path, how: str, expected: dict[str, int]) -> None:
+    for rank in range(2):
+        assert ast.literal_eval((two / "reduced" / f"{how} {rank}.txt").read_text()) == expected
+
+
+def test_a_checkpoint_of_rank_0_has_the_fingerprints_of_all_ranks(two: Path) -> None:
+    """Of ranks that are alike one; and a rank that saves alone does not wait for good."""
+    found = {path.stem: ast.literal_eval(path.read_text()) for path in (two / "fingerprints").glob("* [01].txt")}
+    assert found == {
+        "alike 0": [[0, 1]],
+        "alike 1": [[1]],
+        "different 0": [[0], [1]],
+        "different 1": [[1]],
+        "alone 0": [[0]],
+    }
 
 
 def test_a_contract_that_one_rank_breaks_is_broken_on_all(two: Path) -> None:

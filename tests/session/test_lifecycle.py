@@ -169,7 +169,7 @@ def test_a_session_in_the_folder_of_a_running_one_leaves_its_logs_alone(tmp_path
 
 
 def test_a_session_without_a_statistics_log(tmp_path: Path) -> None:
-    assert run(model(), statistics(), 1, tmp_path, statistics_log="off").iterations == [0]
+    assert run(model(), statistics(), 1, tmp_path, statistics_log="off", records="off").iterations == [0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["nvdlfw_inspect_logs", "precision_summary.txt"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -20,6 +21,7 @@ from transformer_engine.debug.pytorch.debug_state import TEDebugState
 from te_precision_callbacks.engine.kernels import native
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.session.upstream import Snapshot
+from te_precision_callbacks.store import sink
 from tests.conftest import feature, statistics
 
 LAYERS = 8
@@ -76,9 +78,15 @@ def growth(net: torch.nn.Module, step: Callable[[], Any], first: int, last: int)
 @pytest.mark.slow
 def test_memory_stays_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "PAYS_FROM", 0)  # it is compiled in the first step, not in a later one
+    monkeypatch.setattr(sink, "FLUSH_SECONDS", 0.001)
     net = model()
     with InspectSession(CONFIG, model=net, log_dir=tmp_path) as session:
-        blocks, caches = growth(net, session.step, first=50, last=150)
+
+        def step() -> None:
+            session.step()
+            time.sleep(0.02)  # until the thread has written the step, which waits for it in memory
+
+        blocks, caches = growth(net, step, first=50, last=150)
     assert abs(blocks) < 150, "three in two steps"
     assert abs(caches) < 40_000
 

@@ -430,6 +430,40 @@ def test_a_checkpoint_is_complete_after_the_stop_as_well(tmp_path: Path) -> None
     assert session.state_dict() == {"iteration": 3}, "the session does not keep the model"
 
 
+@pytest.mark.parametrize("when", ["before the backward", "after the step"])
+def test_what_a_bad_resume_did_to_the_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture, when: str) -> None:
+    """As far as the loop logs it, here a loss of its own that each step adds 1 to."""
+
+    def run(folder: Path, state: State | None, steps: range) -> State:
+        model = net(DELAYED, quantized=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with InspectSession(statistics(), model=model, log_dir=folder) as session:
+            if state is not None:
+                session.load_state_dict(state["session"])
+                model.load_state_dict(state["model"], strict=False)
+            for step in steps:
+                with te.autocast(recipe=DELAYED):
+                    loss = model(torch.randn(32, 64, dtype=torch.bfloat16)).float().sum()
+                told = {"lr": 0.01, "loss": loss - loss.detach() + 0.5 * step}
+                if when == "before the backward":
+                    session.log(told)
+                loss.backward()
+                optimizer.step()
+                session.step()
+                if when == "after the step":
+                    session.log(told, step)
+        assert session.state_dict()["loss"] == 0.5 * steps[-1]
+        return {"model": model.state_dict(), "session": session.state_dict()}
+
+    state = run(tmp_path / "first", None, range(3))
+    run(tmp_path / "good", state, range(3, 5))
+    assert "Training loss" not in caplog.text
+    state["model"] = {key: value for key, value in state["model"].items() if not key.endswith("_extra_state")}
+    run(tmp_path / "bad", state, range(3, 5))
+    assert caplog.text.count("Training loss") == 1
+    assert "Training loss: 1 at step 2, before the resume; 1.5 at step 3, after it." in caplog.text
+
+
 def test_without_layers_there_is_no_fingerprint(tmp_path: Path) -> None:
     with InspectSession(statistics(), model=torch.nn.Linear(2, 2), log_dir=tmp_path, allow_unmatched=True) as session:
         assert session.state_dict() == {"iteration": 0}
@@ -468,7 +502,7 @@ def test_the_code_of_the_page(
     caplog.clear()
     resumed(tmp_path, state, DELAYED)
     shown = [text for text in blocks("docs/resuming.md", "text") if "differs from" in text]
-    run_id = r"run [0-9a-f]{12}"
+    run_id = r"run \d{8}-\d{6}-\d{3}-[0-9a-f]{6}"
     (said,) = warned(caplog)
     assert re.sub(run_id, "run", shown[0].strip()) == re.sub(run_id, "run", said.rpartition("\n")[0])
 

@@ -164,6 +164,18 @@ def test_a_config_that_nothing_reads_is_an_error() -> None:
         parsed("--debug", "activation_overflow", "--te_precision_config", "my.yaml")
 
 
+def test_the_report_on_the_command_line() -> None:
+    assert not parsed("--debug", "te_precision").te_precision_report
+    assert parsed("--debug", "te_precision", "--te_precision_report").te_precision_report is True
+    with pytest.raises(OptionError, match=r"te_precision_report=True is read only with .*--debug te_precision"):
+        parsed("--te_precision_report")
+    with pytest.raises(OptionError, match="te_precision_report= must be True or False"):
+        arguments(Path("run"), TrainingArguments, debug="te_precision", te_precision_report="report.html")
+    args = arguments(Path("run"), TrainingArguments, debug="te_precision", te_precision_records="off")
+    with pytest.raises(OptionError, match="records='off' records nothing"):
+        trainer(args, kind=Trainer, te_precision_report=True)
+
+
 # ---------------------------------------------------------------------- the trainer
 
 

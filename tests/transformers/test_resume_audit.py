@@ -16,7 +16,7 @@ import transformers
 from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks import PrecisionDebugTrainerCallback
-from te_precision_callbacks.fingerprints import FILE_NAME
+from te_precision_callbacks.fingerprints import FILE_NAME, FingerprintError
 from te_precision_callbacks.session import ResumeAuditError
 from tests.capability import any_capability, stand_for
 from tests.conftest import statistics
@@ -110,6 +110,21 @@ def test_a_checkpoint_without_a_fingerprint(tmp_path: Path) -> None:
     callback = resumed(tmp_path, InFp8(DELAYED), strict=True)
     assert callback.session.resume_report is None
     assert callback.session.iteration == 4
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "message"), [("{", "is not JSON"), ('{"schema": 99}', "has schema 99, and this version")]
+)
+def test_a_fingerprint_that_is_damaged_or_of_another_version(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fingerprint: str, message: str
+) -> None:
+    (saved(tmp_path, DELAYED) / FILE_NAME).write_text(fingerprint)
+    with pytest.raises(FingerprintError, match=message):
+        resumed(tmp_path, InFp8(DELAYED), strict=True)
+    callback = resumed(tmp_path, InFp8(DELAYED))
+    assert "The resume cannot be audited." in caplog.text
+    assert message in caplog.text
+    assert (callback.session.resume_report, callback.session.iteration) == (None, 4)
 
 
 def test_a_new_training_beside_old_checkpoints(tmp_path: Path) -> None:

@@ -1,0 +1,154 @@
+"""Calls a model's forward and backward once, for the sizes of its matrix products alone.
+
+ran = dry_run(model, modules, batch, recipe)
+ran.products           # as the first step of a session counts them; of Transformer Engine's layers without formats
+ran.recipes["proj"]    # the recipe in force when a layer of Transformer Engine was called
+
+A model on the meta device runs there, where tensors have shapes and no values. Nothing of the model changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.check.factory import BatchError, failed, meta_device, require_batch
+from te_precision_callbacks.check.stand_ins import stand_ins
+from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.naming import Model, NamedModule, module_names, named_operations, named_roots
+from te_precision_callbacks.session.planned import Ran
+from te_precision_callbacks.session.products import ModelProducts
+
+
+class NotOnMetaError(BatchError):
+    """A forward has failed on the meta device, which may be the device's fault."""
+
+
+def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: Any) -> Ran:
+    """Call a model with a batch, inside of ``te.autocast`` with a recipe, and run the backward of its loss.
+
+    The loss is the ``loss`` of the result, or the sum of all that it holds and that needs a gradient.
+
+    Args:
+        model: one module.
+        modules: its modules of Transformer Engine.
+        batch: a tensor, a mapping of keywords, or a tuple of positional arguments.
+        recipe: one of Transformer Engine's recipes; None for high precision.
+
+    Raises:
+        BatchError: the model is not one module, the batch is none, or the forward or backward raises with it.
+        NotOnMetaError: so on the meta device.
+    """
+    import transformer_engine.pytorch as te
+
+    require_batch(batch)
+    if not isinstance(model, torch.nn.Module):
+        raise BatchError("A batch needs one model to be called with it; plan several models one by one, or by tokens.")
+    place = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    on_meta = place.type == "meta"
+    failures: list[Exception] = []
+    products = ModelProducts(lambda doing, what, error: failures.append(error), lambda: False, lambda: False)
+    operations = [layer for operation in named_operations(model) for layer in operation.layers]
+    arguments, keywords = _arguments(_moved(batch, place))
+    in_backward = False
+    try:
+        with _left_as_it_is(model), meta_device() if on_meta else contextlib.nullcontext():
+            products.watch(model, module_names(model), operations)
+            with stand_ins(model, modules, products) as seen:
+                with te.autocast(enabled=recipe is not None, recipe=recipe):
+                    result = model(*arguments, **keywords)
+                in_backward = True
+                outputs = _outputs(result)
+                if outputs:
+                    torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+            if failures:
+                raise failures[0]
+            counted = products.end_step()
+    except PrecisionDebugError:
+        raise
+    except Exception as error:
+        of = "backward" if in_backward else "forward"
+        kind = NotOnMetaError if on_meta and not isinstance(error, TypeError) else BatchError
+        said = _said(batch)
+        raise kind(
+            failed(f"The model's {of} failed with the batch ({said})", error)
+            + " Give what a step of training calls the model with; or give --tokens (tokens= in Python) in place of"
+            " a batch."
+        ) from error
+    finally:
+        products.close()
+    found = () if counted is None else counted[0]
+    return Ran(found, seen.recipes, seen.tokens, seen.left_out, seen.without_kernel)
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), {str(name): value for name, value in batch.items()}
+    return (batch if isinstance(batch, tuple) else (batch,)), {}
+
+
+def _moved(value: Any, place: torch.device) -> Any:
+    """A value with its tensors on a device, each as a leaf."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(place).requires_grad_(value.requires_grad)
+    if isinstance(value, Mapping):
+        return {name: _moved(part, place) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        parts = [_moved(part, place) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def _outputs(result: Any) -> list[torch.Tensor]:
+    """What the backward begins with."""
+    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        return [loss]
+    return [tensor for tensor in _tensors(result) if tensor.requires_grad]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))
+
+
+def _said(value: Any) -> str:
+    """A batch in short: its shapes."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={_said(part)}" for name, part in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_said, value))
+    return type(value).__name__
+
+
+@contextlib.contextmanager
+def _left_as_it_is(model: Model) -> Iterator[None]:
+    """Put back gradients, buffers, and the state of random numbers."""
+    roots = [root for _, root in named_roots(model) or ()]
+    gradients = [(parameter, parameter.grad) for root in roots for parameter in root.parameters()]
+    buffers = [(buffer, buffer.clone()) for root in roots for buffer in root.buffers() if not buffer.is_meta]
+    devices = sorted({p.device for p, _ in gradients if p.device.type == "cuda"}, key=str)
+    try:
+        with torch.random.fork_rng([device.index for device in devices]):
+            yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)

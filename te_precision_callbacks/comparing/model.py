@@ -1,0 +1,244 @@
+"""What a comparison finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Origin = Literal["made here", "inherited"]
+
+
+@dataclass(frozen=True)
+class FactDifference:
+    """A fact in which the sides differ.
+
+    Attributes:
+        name: such as ``versions.torch``, ``recipes``, ``coverage``; ``config`` for a line of the config.
+        a, b: what it is; empty where a side does not have it.
+    """
+
+    name: str
+    a: str
+    b: str
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A statistic that departs, and stays away.
+
+    Attributes:
+        statistic: its name.
+        gemm: the GEMM, if the number belongs to one; else empty.
+        iteration: the first one.
+        until: the last one.
+        steps: how many steps of the series it lasts.
+        to_the_end: whether it lasts to the end of what was compared.
+        a, b: the medians of both sides over these steps.
+        difference: the median of b - a over these steps, in ``unit``.
+        unit: ``powers of two`` for magnitudes, ``points`` for percentages, ``dB``, or ``of its size`` for what may have
+            any sign.
+        spread: how much the statistic differs ordinarily, in ``unit``; None without a noise floor.
+        bound: the difference from which on it counts, in ``unit``.
+    """
+
+    statistic: str
+    gemm: str
+    iteration: int
+    until: int
+    steps: int
+    to_the_end: bool
+    a: float
+    b: float
+    difference: float
+    unit: str
+    spread: float | None
+    bound: float
+
+    @property
+    def strength(self) -> float:
+        """How far beyond its bound it is, as a multiple of it."""
+        return abs(self.difference) / self.bound
+
+
+@dataclass(frozen=True)
+class Parting:
+    """A tensor in which the sides part.
+
+    Attributes:
+        scope, layer, tensor: what; layer and tensor are empty for a number of the trainer, such as the loss.
+        rank: the rank whose own numbers they are; None if they are reduced over ranks.
+        iteration: the first one.
+        departures: the statistics that depart, the strongest first.
+        origin: ``made here`` if nothing that the tensor is made of has departed by as much before; else ``inherited``.
+        source: the tensor that it inherits most of the difference from, such as ``layers.3.fc1 weight``; else empty.
+    """
+
+    scope: str
+    layer: str
+    tensor: str
+    rank: int | None
+    iteration: int
+    departures: tuple[Departure, ...]
+    origin: Origin
+    source: str
+
+    @property
+    def strongest(self) -> Departure:
+        """The statistic that is farthest beyond its bound."""
+        return self.departures[0]
+
+    @property
+    def name(self) -> str:
+        """Layer, tensor and rank, in words."""
+        subject = " ".join(part for part in (self.layer, self.tensor) if part) or self.strongest.statistic
+        return subject if self.rank is None else f"{subject} (rank {self.rank})"
+
+
+@dataclass(frozen=True)
+class FirstUnequal:
+    """The first number that is not the same on both sides, to the last bit.
+
+    Attributes:
+        iteration: when.
+        scope, layer, tensor, statistic: what; layer and tensor are empty for a number of the trainer.
+    """
+
+    iteration: int
+    scope: str
+    layer: str
+    tensor: str
+    statistic: str
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """What could be compared.
+
+    Attributes:
+        series: how many series are on both sides, with a step in common.
+        without_steps: how many are on both sides, with none.
+        only_a, only_b: how many are on one side only.
+        layers: how many layers are on both sides.
+        layers_only_a, layers_only_b: the layers that are on one side only.
+        statistics_only_a, statistics_only_b: the statistics that are on one side only.
+        values: how many numbers of each side were compared.
+        first, last: iterations of the steps that both sides have.
+    """
+
+    series: int
+    without_steps: int
+    only_a: int
+    only_b: int
+    layers: int
+    layers_only_a: tuple[str, ...]
+    layers_only_b: tuple[str, ...]
+    statistics_only_a: tuple[str, ...]
+    statistics_only_b: tuple[str, ...]
+    values: int
+    first: int | None
+    last: int | None
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Where the ordinary spread is known from.
+
+    Attributes:
+        sides: what was compared with A, and with each other.
+        without: how many of the series that pair have no counterpart there; fixed bounds hold for them.
+    """
+
+    sides: tuple[str, ...]
+    without: int
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """A known bound for the difference of two losses.
+
+    Attributes:
+        name: of what against what.
+        bound: relative, such as 0.0025.
+        source: who has measured it.
+        holds: whether the losses are within it; None if the runs are not of these precisions.
+    """
+
+    name: str
+    bound: float
+    source: str
+    holds: bool | None
+
+
+@dataclass(frozen=True)
+class LossComparison:
+    """The loss curves, smoothed by a running median.
+
+    Attributes:
+        name: the number's name.
+        steps: how many steps both have.
+        window: the steps of the running median.
+        stable_since: the iteration from which on a quarter of the steps is left, the stable phase.
+        a, b: the means in the stable phase.
+        relative: the mean of (b - a) / |a| in the stable phase.
+        largest: the largest |b - a| / |a| of the last three quarters, and ``largest_at`` its iteration.
+        floor: the largest magnitude of ``relative`` among the sides of the noise; None without one.
+        yardsticks: the known bounds.
+    """
+
+    name: str
+    steps: int
+    window: int
+    stable_since: int
+    a: float
+    b: float
+    relative: float
+    largest: float
+    largest_at: int
+    floor: float | None
+    yardsticks: tuple[Yardstick, ...]
+
+    @property
+    def is_finding(self) -> bool:
+        """Whether the difference is beyond a yardstick that is for these runs, and beyond the noise."""
+        broken = any(yardstick.holds is False for yardstick in self.yardsticks)
+        return broken and (self.floor is None or abs(self.relative) > self.floor)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How two runs differ, two ranks of a run, or two steps.
+
+    Attributes:
+        a, b: what the sides are.
+        facts: what differs beside the numbers: config, versions, recipe, environment, coverage.
+        pairing: what could be compared.
+        lasting: the steps that a difference must last.
+        floor: where the ordinary spread is known from; None without one.
+        ordered: whether the order of execution is known; else layers are in the order of their first numbers.
+        parted: the tensors in which the sides part, by iteration, and within one by the order of execution.
+        first_unequal: the first number that differs at all; None if none does.
+        loss: the losses; None if a side has none.
+        notes: what is missing or damaged, in words.
+    """
+
+    a: str
+    b: str
+    facts: tuple[FactDifference, ...]
+    pairing: Pairing
+    lasting: int
+    floor: Floor | None
+    ordered: bool
+    parted: tuple[Parting, ...]
+    first_unequal: FirstUnequal | None
+    loss: LossComparison | None
+    notes: tuple[str, ...]
+
+    @property
+    def first(self) -> Parting | None:
+        """Where they part first; None if they do not."""
+        return self.parted[0] if self.parted else None
+
+    @property
+    def has_findings(self) -> bool:
+        """Whether they part, or their losses do."""
+        return bool(self.parted) or (self.loss is not None and self.loss.is_finding)

@@ -1,0 +1,125 @@
+"""The scale on which a statistic's differences are judged.
+
+    scale = scale_of("activation", "cur_amax")     # MAGNITUDE: powers of two
+    scale.unit, scale.least, scale.bound
+
+An amax of 400 beside one of 200 is as far as 0.04 beside 0.02, and a share of 6 % beside 5 % as far as 2 % beside 1 %:
+magnitudes differ by factors, shares by points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from te_precision_callbacks.statistics.names import logged_request
+from te_precision_callbacks.statistics.table import Worse
+
+Values = npt.NDArray[np.float64]
+
+_BELOW = 20.0
+"""How many powers of two the number 0 is below the smallest other number of a series."""
+
+_INFINITE, _NAN = 2000.0, 4000.0
+"""Where inf and nan stand on every scale: beyond all numbers, and each at its own place."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A scale.
+
+    Attributes:
+        name: what is told apart by it.
+        unit: the unit of a difference.
+        least: the smallest spread that is believed, however little noise has been seen.
+        bound: the smallest difference that counts where no noise is known.
+        onto: values, and the magnitude of each one's series -> places on the scale.
+        back: places and magnitudes -> values.
+    """
+
+    name: str
+    unit: str
+    least: float
+    bound: float
+    onto: Callable[[Values, Values], Values]
+    back: Callable[[Values, Values], Values]
+
+    def places(self, values: Values, magnitudes: Values) -> Values:
+        """Where values are on the scale.
+
+        Args:
+            values: float64, of any sign, inf and nan too.
+            magnitudes: for each value one that is the same for its whole series and above 0: of a
+                :data:`MAGNITUDE` the smallest but 0, else the ordinary size.
+        """
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            found = self.onto(values, magnitudes)
+        found = np.where(np.isinf(values), np.copysign(_INFINITE, values), found)
+        return np.where(np.isnan(values), _NAN, found)
+
+    def values(self, places: Values, magnitudes: Values) -> Values:
+        """The values at the places of finite values."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self.back(places, magnitudes)
+
+
+def _powers(values: Values, magnitudes: Values) -> Values:
+    above = np.log2(np.abs(values)) - np.log2(magnitudes) + _BELOW
+    return np.where(values == 0, 0.0, np.sign(values) * above)
+
+
+def _from_powers(places: Values, magnitudes: Values) -> Values:
+    return np.asarray(np.where(places == 0, 0.0, np.sign(places) * magnitudes * 2.0 ** (np.abs(places) - _BELOW)))
+
+
+def _same(values: Values, magnitudes: Values) -> Values:
+    return values
+
+
+MAGNITUDE = Scale("magnitude", "powers of two", 0.01, 1.0, _powers, _from_powers)
+LEVEL = Scale(
+    "level",
+    "of its size",
+    0.02,
+    6.0,
+    lambda values, sizes: np.arcsinh(values / sizes),
+    lambda places, sizes: sizes * np.sinh(places),
+)
+SHARE = Scale("share", "points", 0.02, 5.0, _same, _same)
+DECIBELS = Scale("decibels", "dB", 0.1, 3.0, _same, _same)
+POWERS = Scale("powers", "powers of two", 0.05, 4.0, _same, _same)
+COUNT = Scale(
+    "count",
+    "powers of two",
+    0.01,
+    1.0,
+    lambda values, sizes: np.log2(1 + np.abs(values)),
+    lambda places, sizes: 2.0 ** np.fmax(places, 0.0) - 1,
+)
+
+_BY_UNIT = {
+    "of the tensor": MAGNITUDE,
+    "square of the tensor's": MAGNITUDE,
+    "%": SHARE,
+    "dB": DECIBELS,
+    "powers of two": POWERS,
+    "elements": COUNT,
+}
+
+
+def scale_of(tensor: str, statistic: str) -> Scale:
+    """The scale of a statistic.
+
+    Args:
+        tensor: the tensor; empty for a number of the trainer or of a user's own feature.
+        statistic: its name in records.
+    """
+    request = logged_request(statistic) if tensor else None
+    if request is None:
+        return SHARE if statistic.endswith("%") else LEVEL
+    if request.statistic.worse is Worse.AWAY_FROM_ZERO:
+        return LEVEL
+    return _BY_UNIT.get(request.statistic.unit, LEVEL)

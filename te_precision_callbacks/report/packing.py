@@ -1,0 +1,185 @@
+"""Packs arrays for a page: each becomes a text of base64 that the browser unpacks, and a scale makes numbers bytes.
+
+packed = Packed(most=9_000_000)
+packed.put(np.arange(3.0))                  # {"id": 0, "dtype": "float64", "shape": [3]}
+scale = Scale.of(values)
+scale.bytes(values, present)                # uint8: 0 for no number, 1 to LEVELS for finite ones
+
+The bytes of numbers with several bytes are stored apart (first all first bytes, then all second ones): smooth curves
+compress better so.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Bytes = npt.NDArray[np.uint8]
+
+LEVELS = 250
+"""The bytes 1 to LEVELS are finite numbers."""
+
+ZERO, MINUS_INF, INF, NAN = 251, 252, 253, 254
+"""The bytes of what has no place on a scale; 0 is no number. ZERO is used by logarithmic scales only."""
+
+_NARROW = 1e-3
+"""Below this ratio of smallest to largest a scale is logarithmic."""
+
+_FAR = 1e-2
+"""Below this ratio of median to largest magnitude a scale for both signs is not linear."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A scale that places finite numbers between two limits.
+
+    Attributes:
+        kind: ``linear``; ``log`` for numbers that are not negative; ``asinh`` for numbers of both signs, whose place is
+            that of asinh(value / bend).
+        low, high: the limits.
+        bend: below it an ``asinh`` scale is linear.
+        centred: whether the limits are the same on both sides of 0.
+    """
+
+    kind: Literal["linear", "log", "asinh"]
+    low: float
+    high: float
+    bend: float = 1.0
+    centred: bool = False
+
+    @classmethod
+    def of(cls, values: Floats, *, centred: bool = False) -> Scale:
+        """The scale for some numbers: linear, unless they span several orders of magnitude.
+
+        Args:
+            values: any numbers.
+            centred: whether 0 is in the middle, for numbers whose sign matters.
+        """
+        finite = values[np.isfinite(values)]
+        if not finite.size:
+            return cls("linear", 0.0, 1.0)
+        low, high = float(finite.min()), float(finite.max())
+        if low >= 0 and not centred:
+            positive = finite[finite > 0]
+            least = float(positive.min()) if positive.size else high
+            return cls("log", least, high) if least < _NARROW * high else cls("linear", low, high)
+        sizes = np.abs(finite[finite != 0])
+        most, middle = (float(sizes.max()), float(np.median(sizes))) if sizes.size else (1.0, 1.0)
+        if centred:
+            low, high = -most, most
+        return cls("asinh" if middle < _FAR * most else "linear", low, high, middle, centred)
+
+    def bytes(self, values: Floats, present: npt.NDArray[np.bool_]) -> Bytes:
+        """The bytes of numbers, each that of the nearest level."""
+        finite = present & np.isfinite(values)
+        inner = finite & (values > 0) if self.kind == "log" else finite
+        low, high = self._place(np.array([self.low, self.high]))
+        width = high - low
+        place = self._place(np.where(inner, values, self.low))
+        level = np.rint((place - low) / width * (LEVELS - 1)) if width > 0 else np.zeros(values.shape)
+        found = np.where(inner, np.clip(level, 0, LEVELS - 1) + 1, 0)
+        found = np.where(finite & ~inner, ZERO, found)
+        found = np.where(present & np.isnan(values), NAN, found)
+        found = np.where(present & np.isposinf(values), INF, found)
+        return np.where(present & np.isneginf(values), MINUS_INF, found).astype(np.uint8)
+
+    def numbers(self, levels: Bytes) -> Floats:
+        """The numbers that bytes stand for, as the page reads them; nan for no number."""
+        low, high = self._place(np.array([self.low, self.high]))
+        place = low + (levels.astype(np.float64) - 1) / (LEVELS - 1) * (high - low)
+        found = self._value(place)
+        for byte, value in ((0, np.nan), (NAN, np.nan), (ZERO, 0.0), (INF, np.inf), (MINUS_INF, -np.inf)):
+            found = np.where(levels == byte, value, found)
+        return np.asarray(found, np.float64)
+
+    def _value(self, place: Floats) -> Floats:
+        if self.kind == "log":
+            return np.asarray(np.exp(place))
+        return place if self.kind == "linear" else np.asarray(self.bend * np.sinh(place))
+
+    def _place(self, values: Floats) -> Floats:
+        if self.kind == "log":
+            return np.asarray(np.log(values))
+        return values if self.kind == "linear" else np.asarray(np.arcsinh(values / self.bend))
+
+    @property
+    def described(self) -> Mapping[str, Any]:
+        """The scale for the page."""
+        return {
+            "kind": self.kind,
+            "low": self.low,
+            "high": self.high,
+            "bend": self.bend,
+            "centred": self.centred,
+        }
+
+
+def compressed(data: bytes) -> str:
+    """Bytes as base64 of a zlib stream."""
+    return base64.b64encode(zlib.compress(data, 6)).decode()
+
+
+@dataclass
+class Packed:
+    """The arrays of a page, within a budget.
+
+    Attributes:
+        most: the most characters of all texts together.
+        texts: the text of each array, by its id.
+        size: the characters of all texts.
+    """
+
+    most: int
+    texts: list[str] = field(default_factory=list)
+    size: int = 0
+    _known: dict[str, int] = field(default_factory=dict)
+
+    def put(self, values: npt.NDArray[Any]) -> dict[str, Any]:
+        """Store an array, whatever the budget; one that is there already is not stored again.
+
+        Returns:
+            Where the page finds it.
+        """
+        return self._kept(_packed(values), values)
+
+    def try_put(self, *arrays: npt.NDArray[Any]) -> list[dict[str, Any]] | None:
+        """Store arrays if all of them fit.
+
+        Returns:
+            Where the page finds each; None if they do not fit.
+        """
+        texts = [_packed(values) for values in arrays]
+        if self.size + sum(len(text) for text in texts if text not in self._known) > self.most:
+            return None
+        return [self._kept(text, values) for text, values in zip(texts, arrays, strict=True)]
+
+    def _kept(self, text: str, values: npt.NDArray[Any]) -> dict[str, Any]:
+        if text not in self._known:
+            self._known[text] = len(self.texts)
+            self.texts.append(text)
+            self.size += len(text) + 1
+        return {"id": self._known[text], "dtype": values.dtype.name, "shape": list(values.shape)}
+
+
+def _packed(values: npt.NDArray[Any]) -> str:
+    flat = np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<"), copy=False)
+    return compressed(flat.reshape(-1).view(np.uint8).reshape(-1, flat.itemsize).T.tobytes())
+
+
+def steps_between(iterations: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """The first iteration and the differences to the one before: numbers that repeat."""
+    return np.diff(iterations, prepend=0).astype(np.int32)
+
+
+def narrowed(values: Floats) -> npt.NDArray[Any]:
+    """The numbers as float32 if that changes none of them."""
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32)
+    return narrow if np.array_equal(narrow.astype(np.float64), values, equal_nan=True) else values

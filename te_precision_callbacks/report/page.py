@@ -1,0 +1,142 @@
+"""An HTML page that needs nothing but itself: its data, its script, and the plotting library. The page of a run.
+
+write_report(run, "report.html")
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from te_precision_callbacks.errors import MissingExtraError
+from te_precision_callbacks.report.data import PageData
+from te_precision_callbacks.report.packing import compressed
+from te_precision_callbacks.report.subjects import ReportError
+from te_precision_callbacks.store.recorded import RecordedRun
+from te_precision_callbacks.terminal import plain, visible
+
+MOST_BYTES = 10_000_000
+"""The most bytes of a page."""
+
+_SHARED = ("unpack", "values", "dom", "plots", "shell", "heatmap")
+"""The files of every page's script, in the order in which they stand in it."""
+
+_OF_A_RUN = ("summary", "ranges", "layer", "profile", "config", "main")
+
+FOR_FACTS = 1_200_000
+"""What is kept for the facts of a run, which come beside its numbers."""
+
+
+class Frame:
+    """A page without its data.
+
+    Attributes:
+        size: its characters.
+
+    Args:
+        scripts: the files of the page's own script, behind those of every page; the last opens it.
+
+    Raises:
+        MissingExtraError: plotly is not installed.
+    """
+
+    def __init__(self, scripts: Sequence[str]) -> None:
+        script = "".join(_part(f"{name}.js") for name in (*_SHARED, *scripts))
+        self._filled = {
+            "STYLE": _part("page.css"),
+            "SCRIPT": f'"use strict";\n(() => {{\n{script}}})();\n',
+            "PLOTLY": compressed(_plotly().encode()),
+        }
+        self._frame = _part("page.html")
+        self.size = len(self._frame) + sum(map(len, self._filled.values()))
+
+    def filled(self, title: str, told: Mapping[str, Any], arrays: Sequence[str]) -> str:
+        """The page.
+
+        Args:
+            title: as a text; it stands there before the page is drawn.
+            told: what goes into its JSON; numbers may be nan and inf.
+            arrays: the texts of a :class:`te_precision_callbacks.report.packing.Packed`.
+        """
+        filled = {
+            **self._filled,
+            "TITLE": html.escape(title),
+            "DATA": compressed(json.dumps(plain(told), separators=(",", ":"), allow_nan=False).encode()),
+            "ARRAYS": "\n".join(arrays),
+        }
+        first, *others = self._frame.split("{{")
+        pieces = [first]
+        for other in others:
+            name, _, rest = other.partition("}}")
+            pieces += [filled[name], rest]
+        return "".join(pieces)
+
+
+def page(run: RecordedRun, *, most: int = MOST_BYTES) -> str:
+    """The page of a run.
+
+    Args:
+        run: the run.
+        most: the most bytes of the page, unless the overview alone needs more.
+
+    Raises:
+        ReportError: the run has no numbers.
+        MissingExtraError: plotly is not installed.
+    """
+    frame = Frame(_OF_A_RUN)
+    data = PageData.of(run, most - frame.size - FOR_FACTS)
+    named = data.told["run"]
+    return frame.filled(named["id"] or Path(named["path"]).name, data.told, data.arrays)
+
+
+def write_report(run: RecordedRun, path: str | os.PathLike[str], *, most: int = MOST_BYTES) -> Path:
+    """Write the page of a run.
+
+    Args:
+        run: the run, from :func:`te_precision_callbacks.store.open_run`.
+        path: the file; its folder is made where it is missing.
+        most: the most bytes of the page.
+
+    Returns:
+        The file.
+
+    Raises:
+        ReportError: the run has no numbers, or the file cannot be written.
+        MissingExtraError: plotly is not installed.
+    """
+    return write_bytes(path, page(run, most=most).encode())
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
+    """Write a file whole: another reader sees the former one or all of it.
+
+    Raises:
+        ReportError: it cannot be written.
+    """
+    found = Path(path)
+    part = found.with_name(f"{found.name}.part")
+    try:
+        found.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(data)
+        part.replace(found)
+    except OSError as error:
+        raise ReportError(f"{visible(str(found))} cannot be written: {error.strerror or error}.") from error
+    return found
+
+
+def _plotly() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise MissingExtraError("te_precision_callbacks.report", "report") from None
+    script: str = get_plotlyjs()
+    return script
+
+
+def _part(name: str) -> str:
+    return files("te_precision_callbacks.report").joinpath("page", name).read_text(encoding="utf-8")

@@ -1,0 +1,158 @@
+// The pages of a comparison: what differs, where the sides part first, both curves of each series, and heat maps of the
+// difference.
+
+const SIDES = () => [colourOf("activation", 0), "#d55e00"];
+const MOST_PLOTS = 24;
+
+async function unpackedCurve(report, arrays) {
+  const [between, ...columns] = await Promise.all(arrays.map((each) => report.arrays.get(each)));
+  return [stepsFrom(between), ...columns];
+}
+
+const whatNode = ({ layer, tensor, rank }, statistic) => layer < 0 ? statistic
+  : [el("span", { class: "mono" }, shortened(report.layers[layer].name, 60)), ` ${tensor}`, rank === REDUCED ? "" : ` (rank ${rank})`];
+
+const curveLink = (parting, departure, ...children) => link({
+  page: "layer", layer: parting.layer < 0 ? "" : report.layers[parting.layer].name, tensor: parting.tensor,
+  statistic: departure.statistic, step: departure.iteration, rank: parting.rank === REDUCED ? "" : parting.rank,
+}, ...children);
+
+const sentences = (texts) => texts.map((text) => el("p", {}, text));
+
+function partedCard(report) {
+  if (!report.parted.length) return null;
+  const beyond = report.floor ? "#beyond its ordinary spread" : "#of what counts";
+  const rows = report.parted.map((parting) => {
+    const [departure] = parting.departures, more = parting.departures.length - 1;
+    return [
+      shown(parting.iteration), curveLink(parting, departure, whatNode(parting, departure.statistic)),
+      `${departure.statistic}${more > 0 ? `, ${more} more` : ""}`, departure.a, departure.b, departure.difference, departure.times, parting.origin,
+    ];
+  });
+  return card("All that parts", {
+    about: `By the step at which it begins, and within a step in the order of execution. Each line leads to both curves.${report.parted_total > rows.length ? ` The first ${shown(rows.length)} of ${shown(report.parted_total)} tensors.` : ""}`,
+    extra: [csvButton("departures", ["step", "layer", "tensor", "rank", "statistic", "gemm", "a", "b", "difference", "times", "origin"], () =>
+      report.parted.flatMap((parting) => parting.departures.map((each) => [
+        each.iteration, parting.layer < 0 ? "" : report.layers[parting.layer].name, parting.tensor, parting.rank === REDUCED ? "" : parting.rank,
+        each.statistic, each.gemm, each.a, each.b, each.difference, each.times, parting.origin,
+      ])))],
+  }, table(["#step", "where", "statistic", "#A", "#B", "#difference", beyond, "origin"], rows, { tall: true }));
+}
+
+// The losses of both sides, and how far apart they are beside what is known to be ordinary.
+function losses(report) {
+  const { loss } = report;
+  if (!loss?.arrays) return [null, () => {}];
+  const curves = plotNode(280, "The losses of both sides"), apart = plotNode(280, "How far apart the losses are");
+  const made = card("Loss", {
+    extra: [csvButton("losses", ["step", "a", "b", "a smoothed", "b smoothed", "difference in %"], async () => {
+      const [steps, ...columns] = await unpackedCurve(report, loss.arrays);
+      return steps.map((step, at) => [step, ...columns.map((column) => column[at])]);
+    })],
+  }, sentences(loss.sentences), el("div", { class: "two" }, curves, apart));
+  async function render() {
+    const [steps, a, b, smoothA, smoothB, relative] = await unpackedCurve(report, loss.arrays);
+    const [colourA, colourB] = SIDES();
+    const faint = { showlegend: false, opacity: 0.3, hoverinfo: "skip", hovertemplate: null, mode: "lines" };
+    await draw(curves, [
+      line("A", { steps, values: a }, colourA, { extra: faint }), line("B", { steps, values: b }, colourB, { extra: faint }),
+      line(`A, running median of ${loss.window}`, { steps, values: smoothA }, colourA),
+      line(`B, running median of ${loss.window}`, { steps, values: smoothB }, colourB),
+      ...notFinite("A", { steps, values: a }, colourA), ...notFinite("B", { steps, values: b }, colourB),
+    ], { xaxis: { title: { text: "step" } }, yaxis: wantsLog([{ values: a }, { values: b }]) ? logAxis([{ values: a }, { values: b }]) : { title: { text: plotText(loss.name) }, exponentformat: "power" }, yaxis2: MARKS_AXIS, hovermode: "x unified" });
+    const bounds = [...loss.yardsticks.map(({ name, bound, holds }) => [name, bound, holds === null ? "dot" : "dash"]), ...(loss.floor === null ? [] : [["the noise", loss.floor, "longdash"]])];
+    const stable = steps.filter((step) => step >= loss.stable_since);
+    const limits = bounds.map(([name, bound, dash], at) => ({
+      type: "scatter", mode: "lines", name: plotText(name), x: [steps[0], steps.at(-1), null, steps[0], steps.at(-1)], y: [bound, bound, null, -bound, -bound],
+      line: { color: OTHER_COLOURS[(at + 2) % OTHER_COLOURS.length], width: 1.4, dash }, hovertemplate: `±${shown(bound)} %<extra>${plotText(name)}</extra>`,
+    }));
+    await draw(apart, [line("B against A", { steps, values: relative }, colourB, { unit: "%" }), ...limits, ...notFinite("B against A", { steps, values: relative }, colourB)], {
+      xaxis: { title: { text: "step" } }, yaxis: { title: { text: "(B - A) / |A|" }, ticksuffix: " %" }, yaxis2: MARKS_AXIS,
+      shapes: stable.length > 1 ? [{ type: "rect", x0: stable[0], x1: stable.at(-1), yref: "paper", y0: 0, y1: 1, fillcolor: "rgba(127,127,127,0.12)", line: { width: 0 }, layer: "below" }] : [],
+    });
+  }
+  return [made, render];
+}
+
+async function comparisonPage(report) {
+  const [loss, drawLoss] = losses(report), [first] = report.parted;
+  const tiles = [["A, the reference", report.a], ["B", report.b], ["Noise floor", report.floor ? report.floor.join(", ") : "none"], ["Tensors that part", shown(report.parted_total)]];
+  return [[
+    el("h1", {}, report.name), notes(report, "What is missing"),
+    el("dl", { class: "tiles" }, tiles.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
+    card("Where they part first", {}, el("div", { class: "finding first" }, sentences(report.first)),
+      first && el("p", {}, curveLink(first, first.departures[0], "Both curves"))),
+    partedCard(report), loss,
+    el("div", { class: "two" },
+      card("Facts that differ", {}, report.facts.length ? table(["fact", "A", "B"], report.facts, { tall: true }) : el("p", { class: "quiet" }, "None that were recorded.")),
+      card("What was compared", {}, sentences(report.what))),
+  ], drawLoss];
+}
+
+const labelOf = ({ layer, tensor, statistic, gemm, rank }) => layer < 0 ? statistic
+  : `${statistic} of ${tensor}${gemm ? ` (${gemm})` : ""}${rank === REDUCED ? "" : `, rank ${rank}`}`;
+
+// Both curves of a series, with what is ordinary around A.
+function curvePlot(report, one) {
+  const node = plotNode(230, `Both sides of ${labelOf(one)}`);
+  const made = card(labelOf(one), {
+    about: one.every > 1 ? `Every ${one.every}th of its steps.` : "",
+    extra: [one.departs && el("span", { class: "badge exact" }, "departs"), csvButton(labelOf(one), ["step", "a", "b", "ordinary from", "ordinary to"], async () => {
+      const [steps, ...columns] = await unpackedCurve(report, one.arrays);
+      return steps.map((step, at) => [step, ...columns.map((column) => column[at])]);
+    })],
+  }, node);
+  async function render() {
+    const [steps, a, b, low, high] = await unpackedCurve(report, one.arrays);
+    const [colourA, colourB] = SIDES(), sides = [{ values: a }, { values: b }];
+    const log = wantsLog(sides), step = Number(state.now.step);
+    const edge = (values) => Array.from(values, (value) => Number.isFinite(value) && !(log && value <= 0) ? value : null);
+    const limit = { type: "scatter", mode: "lines", x: steps, line: { width: 0 }, hoverinfo: "skip", showlegend: false };
+    await draw(node, [
+      { ...limit, y: edge(low) },
+      { ...limit, y: edge(high), fill: "tonexty", fillcolor: "rgba(127,127,127,0.22)", name: report.floor ? "ordinary" : "too little to count", showlegend: true },
+      line("A", { steps, values: a }, colourA), line("B", { steps, values: b }, colourB),
+      ...notFinite("A", { steps, values: a }, colourA), ...notFinite("B", { steps, values: b }, colourB),
+    ], {
+      hovermode: "x unified", xaxis: { title: { text: "step" } }, yaxis2: MARKS_AXIS,
+      legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom", traceorder: "normal" },
+      yaxis: log ? logAxis(sides) : { exponentformat: "power" },
+      shapes: state.now.step === "" ? [] : [{ type: "line", x0: step, x1: step, yref: "paper", y0: 0, y1: 1, line: { color: isDark() ? "#fff" : "#000", width: 1, dash: "dot" } }],
+    });
+  }
+  return [made, render];
+}
+
+async function curvesPage(report) {
+  const { layer, tensor, statistic, rank } = state.now;
+  const number = report.layers.findIndex((each) => each.name === layer);
+  const fits = (one) => (!tensor || one.tensor === tensor) + (!statistic || one.statistic === statistic) + (rank === "" || String(one.rank) === rank);
+  const own = report.curves.filter((one) => one.layer === number).sort((a, b) => fits(b) - fits(a) || b.departs - a.departs);
+  const plots = own.slice(0, MOST_PLOTS).map((one) => curvePlot(report, one));
+  const names = [...new Set(report.curves.map((one) => one.layer))].sort((a, b) => a - b);
+  const partings = report.parted.filter((parting) => parting.layer === number);
+  return [[
+    el("h1", { class: "layer-name" }, number < 0 ? "The trainer's numbers" : layer),
+    el("div", { class: "controls" }, choice("Layer", names.map((each) => each < 0 ? ["", "the trainer's numbers"] : [report.layers[each].name, shortened(report.layers[each].name, 60)]), number < 0 ? "" : layer,
+      (name) => state.go({ layer: name, step: "", tensor: "", statistic: "" }))),
+    partings.length > 0 && card("What departs here", {}, table(["#step", "tensor", "statistic", "#A", "#B", "#difference", report.floor ? "#beyond its ordinary spread" : "#of what counts", "origin"],
+      partings.flatMap((parting) => parting.departures.map((each) => [
+        shown(each.iteration), parting.tensor, curveLink(parting, each, each.statistic), each.a, each.b, each.difference, each.times, parting.origin,
+      ])), { tall: true })),
+    own.length > plots.length && el("p", { class: "quiet" }, `${plots.length} of ${shown(own.length)} series: those that depart first.`),
+    own.length ? el("div", { class: "two" }, plots.map(([node]) => node))
+      : card("Nothing to show", {}, el("p", { class: "quiet" }, "The page has no curves of this layer: those that depart come first.")),
+  ], async () => Promise.all(plots.map(([, render]) => render()))];
+}
+
+guarded(() => openPage({
+  shownPages: {
+    summary: ["Comparison", comparisonPage],
+    heatmap: ["Heatmap", heatmapPage],
+    layer: ["Curves", curvesPage],
+  },
+  defaults: { page: "summary", statistic: "", tensor: "", layer: "", step: "", rank: "", axis: "steps", fold: "", open: "", filter: "" },
+  prepared: withFamilies,
+  named: ({ a, b }) => [`${a} and ${b}`, `${a} and ${b}`],
+  foot: ({ curves }) => `Curves of ${shown(curves.length)} series are in this page. A cell of a heat map is the largest difference of its steps, to one of 250 levels. `,
+}));

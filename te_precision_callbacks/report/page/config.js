@@ -1,0 +1,45 @@
+// Config, versions, environment and events.
+
+const mapping = (values) => table(["name", "value"], Object.entries(values).map(([name, value]) =>
+  [el("span", { class: "mono" }, name), typeof value === "string" ? value : JSON.stringify(value)]));
+
+const SHOWN_APART = ["versions", "environment", "config_text"];
+
+function segmentCard(segment, number) {
+  const { facts } = segment;
+  const others = Object.fromEntries(Object.entries(facts).filter(([name, value]) => !SHOWN_APART.includes(name) && value !== null && value !== "" && JSON.stringify(value) !== "{}" && JSON.stringify(value) !== "[]"));
+  const has = (name) => facts[name] && Object.keys(facts[name]).length > 0;
+  return [
+    number > 1 && el("h2", {}, `Process start ${segment.number + 1}: from step ${shown(segment.first_iteration)}, ${segment.status}`),
+    el("div", { class: "two" },
+      card("Config", { extra: facts.config_hash ? [el("span", { class: "quiet mono" }, facts.config_hash)] : [] },
+        facts.config_text ? el("pre", {}, facts.config_text) : el("p", { class: "quiet" }, "The run does not have its config.")),
+      card("Run", {}, table(["name", "value"], [
+        ["status", segment.status], ["started", segment.started_at || "–"], ["ended", segment.ended_at || "–"],
+        ["first step", shown(segment.first_iteration)], ["ranks", shown(segment.world)],
+      ]), Object.keys(others).length > 0 && mapping(others))),
+    el("div", { class: "two" },
+      card("Versions", {}, has("versions") ? mapping(facts.versions) : el("p", { class: "quiet" }, "The run does not say them.")),
+      card("Environment", {}, has("environment") ? mapping(facts.environment) : el("p", { class: "quiet" }, "No variable that changes precision was set, or the run does not say."))),
+  ];
+}
+
+async function configPage(report) {
+  const { segments, plan, states, events, events_total: total } = report.run;
+  const rows = events.map((event) => [
+    shown(event.iteration), event.kind ?? "", event.severity ?? "", event.layer ? link({ page: "layer", layer: event.layer, step: event.iteration }, shortened(event.layer, 50)) : "",
+    event.rank ?? "", event.text ?? "",
+  ]);
+  const columns = ["iteration", "kind", "severity", "rank", "micro", "order", "phase", "layer", "tensor", "gemm", "text", "data", "time"];
+  return [[
+    el("h1", {}, "Config and events"), notes(report),
+    card("Events", {
+      about: total > events.length ? `The first and the last ${shown(events.length / 2)} of ${shown(total)}.` : "",
+      extra: [csvButton("events", columns, () => events.map((event) => columns.map((name) => event[name])))],
+    }, rows.length ? table(["#step", "kind", "severity", "layer", "#rank", "text"], rows, { tall: true }) : el("p", { class: "quiet" }, "Nothing happened that the run noted.")),
+    ...segments.slice().reverse().map((segment) => segmentCard(segment, segments.length)),
+    plan.length > 0 && card("What the config did", {}, table(["section", "file", "feature", "#layers", "steps"], plan.map((row) =>
+      [row.section, row.file ? `${row.file}${row.line ? `:${row.line}` : ""}` : "", row.feature, shown(row.layers), row.until === null ? `from ${row.since ?? 0}` : `${row.since ?? 0} to ${row.until}`]))),
+    states.length > 0 && card("Types that are kept", {}, table(["what", "type", "#bytes", "#count"], states.map((row) => [row.subject, row.dtype, shown(row.bytes), shown(row.count)]))),
+  ], async () => {}];
+}

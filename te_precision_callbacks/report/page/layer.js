@@ -1,0 +1,241 @@
+// One layer: what its products ran in, the exponents of its tensors, scales and amax, and all its curves.
+
+function gemmTable(gemms) {
+  const times = (gemm) => [gemm.n, gemm.m, gemm.k].every((size) => size) ? `${gemm.batch > 1 ? `${gemm.batch} × ` : ""}${gemm.n} × ${gemm.m} × ${gemm.k}` : "–";
+  const span = (gemm) => gemm.until === null ? (gemm.since ? `from ${gemm.since}` : "whole run") : `${gemm.since ?? 0} to ${gemm.until}`;
+  const ran = (gemm) => gemm.runs === "never" ? `does not run${gemm.not_run ? `: ${gemm.not_run}` : ""}` : (gemm.precision || "–").toUpperCase();
+  return table(["product", "runs in", "operands", "why not low", "n × m × k", "#multiply-adds a step", "steps"], gemms.map((gemm) => [
+    gemm.gemm + (gemm.backward && !["dgrad", "wgrad"].includes(gemm.gemm) ? " (backward)" : ""), ran(gemm),
+    Object.entries(gemm.operands).map(([tensor, format]) => el("div", {}, `${tensor}: ${format}`)),
+    gemm.why ?? "", times(gemm), gemm.macs ? shown(gemm.macs) : "–", span(gemm),
+  ]));
+}
+
+function layerHead(report, index) {
+  const { name, facts } = report.layers[index];
+  const step = (to) => to >= 0 && to < report.layers.length ? () => state.go({ page: "layer", layer: report.layers[to].name }) : null;
+  const button = (text, title, to) => el("button", { type: "button", title, disabled: !step(to), onclick: step(to) }, text);
+  const options = el("datalist", { id: "layers" }, report.layers.map((layer) => el("option", { value: layer.name })));
+  const picker = el("input", {
+    type: "search", list: "layers", value: name, "aria-label": "Layer",
+    onchange: (event) => report.layers.some((layer) => layer.name === event.target.value) && state.go({ layer: event.target.value }),
+    onfocus: (event) => event.target.select(),
+  });
+  const told = [
+    facts.class, facts.family && `family ${facts.family}`, facts.params && `${shown(facts.params)} parameters`, facts.weight_dtype,
+    facts.primary_weights === "quantized" && "primary weights quantized",
+    facts.exec_fwd !== undefined && facts.exec_fwd !== null && `forward number ${facts.exec_fwd + 1}`,
+    facts.given && facts.given !== name && `named ${facts.given} by the script`,
+  ].filter(Boolean);
+  return [
+    el("div", { class: "controls" }, el("label", { class: "grow" }, "Layer", picker), options,
+      el("span", { class: "steps" }, button("← before", "The layer that ran before it", index - 1), button("next →", "The layer that ran next", index + 1))),
+    el("div", {}, el("h1", { class: "layer-name" }, name), el("p", { class: "quiet" }, told.join(" · ")),
+      facts.sections?.length > 0 && el("p", { class: "quiet" }, `Sections of the config: ${facts.sections.join(", ")}`),
+      facts.refused && el("p", {}, `Not observed: ${facts.refused}`)),
+  ];
+}
+
+const ABOUT_MAGNITUDES = "How many elements have which magnitude, added up over the steps of a column. Lines are the windows of formats at the "
+  + "current scale: solid where scales were recorded, dotted where the largest number is assumed to become the format's largest. Shares outside "
+  + "are read off the histogram, so they are good to a part of a power of two. With a scale for each block, an element is lost against its own "
+  + "block: the window of all blocks bounds that from below.";
+
+// The cards of exponents: a heat map of their histogram over time, with the windows of formats.
+function exponentCard(report, index, histogram, key) {
+  const packed = histogram.counts[key];
+  const node = plotNode(360, `Exponents of ${histogram.tensor} over steps`);
+  const shares = el("div", {});
+  const slider = el("input", { type: "range", min: 0, value: 0, "aria-label": `Step of the shares of ${histogram.tensor}` });
+  const at = el("span", { class: "quiet" });
+  const isExponents = histogram.base === "exponent_histogram";
+  let columns = null;
+  const read = async () => {
+    const [counts, begins, ends] = await Promise.all(packed.arrays.map((each) => report.arrays.get(each)));
+    const width = packed.arrays[0].shape[1];
+    return { begins, ends, rows: Array.from(begins, (_, column) => counts.subarray(column * width, (column + 1) * width)), width };
+  };
+  const made = card(isExponents ? `Exponents of ${histogram.tensor}` : `${histogram.statistic} of ${histogram.tensor}`, {
+    extra: [badge(true, "exact"), csvButton(`${histogram.statistic} ${histogram.tensor}`, ["first step", "last step", "from 2^", "count"], async () => {
+      const { begins, ends, rows } = await read();
+      return rows.flatMap((row, column) => Array.from(row).flatMap((count, bin) => count
+        ? [[begins[column], ends[column], histogram.lowest + (packed.lowest + bin) / histogram.steps, count]] : []));
+    })],
+  }, node, isExponents && el("div", { class: "controls" }, el("label", { class: "grow" }, el("span", {}, "Shares outside at ", at), slider)), shares);
+
+  const amaxAt = async (column) => {
+    const { amax, max, min } = magnitudeFamilies(report, histogram.tensor);
+    const read = async (family) => family?.rowOf.has(index) ? (await family.at(family.rowOf.get(index), family.rankFor(state.now.rank), columns.ends[column]))?.value : undefined;
+    const known = await read(amax);
+    if (known !== undefined) return { value: known, from: "amax" };
+    const [high, low] = [await read(max), await read(min)];
+    if (high !== undefined && low !== undefined) return { value: Math.max(Math.abs(high), Math.abs(low)), from: "min and max" };
+    const last = columns.rows[column].findLastIndex((count) => count > 0);
+    return last < 0 ? { value: 0, from: "" } : { value: 2 ** (histogram.lowest + (packed.lowest + last + 1) / histogram.steps), from: "the largest exponent" };
+  };
+
+  async function showShares(column) {
+    at.textContent = columns.begins[column] === columns.ends[column] ? `step ${shown(columns.begins[column])}` : `steps ${shown(columns.begins[column])} to ${shown(columns.ends[column])}`;
+    const rows = [], amax = await amaxAt(column);
+    for (const name of WINDOWS) {
+      const limits = await windowOf(report, name, index, histogram.tensor, columns.ends[column], amax.value, state.now.rank);
+      if (!limits) continue;
+      const { below, above } = outsideShare(columns.rows[column], histogram.lowest, histogram.steps, packed.lowest, limits);
+      rows.push([el("span", { title: limits.recorded ? "The scale factors of this format were recorded." : `As if ${amax.from} became the format's largest number.` },
+        `${name} `, el("small", { class: "quiet" }, limits.recorded ? "recorded" : "assumed")),
+        power(limits.bottom), power(limits.top), `${shown(below, 3)} %`, `${shown(above, 3)} %`]);
+    }
+    shares.replaceChildren(table(["format, scale", "#smallest", "#largest", "#becomes 0", "#above"], rows));
+  }
+
+  function hovered(points, event) {
+    const point = points.find((each) => each.data.type === "heatmap");
+    if (!point) return;
+    const [bin, column] = point.pointIndex, row = columns.rows[column], begin = columns.begins[column], end = columns.ends[column];
+    const total = row.reduce((sum, count) => sum + count, 0), from = histogram.lowest + (packed.lowest + bin) / histogram.steps;
+    tip.show(event, el("b", {}, `${shown((100 * row[bin]) / total, 3)} % (${shown(row[bin])})`),
+      el("span", {}, "from ", power(from), " to below ", power(from + 1 / histogram.steps)),
+      el("span", { class: "dim" }, `step ${shown(begin)}${begin === end ? "" : ` to ${shown(end)}`}`));
+  }
+
+  async function render() {
+    columns = await read();
+    const { begins, ends, rows, width } = columns;
+    const z = Array.from({ length: width }, (_, bin) => rows.map((row) => {
+      const total = row.reduce((sum, count) => sum + count, 0);
+      return row[bin] ? Math.log10((100 * row[bin]) / total) : null;
+    }));
+    const y = Array.from({ length: width + 1 }, (_, bin) => histogram.lowest + (packed.lowest + bin) / histogram.steps);
+    const traces = [{
+      type: "heatmap", x: edges(begins, ends), y, z, colorscale: stops(isDark() ? CIVIDIS : [...CIVIDIS].reverse()), zmin: -4, zmax: 2, hoverinfo: "none", hoverongaps: false, name: "",
+      colorbar: { title: { text: "share", side: "top", font: { size: 11 } }, thickness: 12, outlinewidth: 0, tickvals: [-4, -2, 0, 2], ticktext: ["≤ 0.0001 %", "0.01 %", "1 %", "100 %"], tickfont: { size: 11 }, xpad: 8 },
+    }];
+    let low = y[0], high = y.at(-1);
+    if (isExponents) {
+      for (const name of WINDOWS) {
+        const lines = { top: [], bottom: [] }, steps = [];
+        let recorded = false;
+        for (let column = 0; column < begins.length; column++) {
+          const limits = await windowOf(report, name, index, histogram.tensor, ends[column], (await amaxAt(column)).value, state.now.rank);
+          steps.push(begins[column]);
+          lines.top.push(limits?.top ?? null);
+          lines.bottom.push(limits?.bottom ?? null);
+          recorded ||= limits?.recorded ?? false;
+        }
+        for (const [side, values] of Object.entries(lines)) {
+          traces.push({
+            type: "scatter", mode: "lines", x: steps, y: values, legendgroup: name, showlegend: side === "top", name,
+            line: { color: colourOf("", WINDOWS.indexOf(name)) && (isDark() && name === "E4M3" ? "#4aa8e8" : FORMATS[name]), width: 2, shape: "hv", dash: recorded ? "solid" : "dot" }, hoverinfo: "skip",
+          });
+        }
+        const known = [...lines.top, ...lines.bottom].filter((value) => value !== null && Number.isFinite(value));
+        high = Math.max(high, ...known);
+        if (name !== "E5M2" || recorded) low = Math.min(low, ...known);
+      }
+    }
+    await draw(node, traces, {
+      margin: { l: 64, r: 86, t: 28, b: 44 }, xaxis: { title: { text: "step" } },
+      yaxis: { title: { text: isExponents ? "magnitude" : histogram.unit ? "factor" : "" }, range: [low - 1, high + 1], tickprefix: "2<sup>", ticksuffix: "</sup>", tickformat: "~g" },
+    });
+    listen(node, { hovered });
+    if (isExponents) {
+      slider.max = begins.length - 1;
+      const wanted = state.now.step === "" ? begins.length - 1 : Math.max(0, lowerBound(begins, Number(state.now.step) + 1) - 1);
+      slider.value = wanted;
+      slider.addEventListener("input", () => showShares(Number(slider.value)));
+      await showShares(wanted);
+    }
+  }
+  return [made, render];
+}
+
+// Curves of some families of the layer in one plot.
+function curvesCard(report, index, title, families, { about = "", name = (family) => family.tensor, log = null } = {}) {
+  const node = plotNode(230, `${title} over steps`);
+  const ready = Promise.all(families.map(async (family, place) => {
+    const row = family.rowOf.get(index), rank = family.rankFor(state.now.rank);
+    return { family, curve: await family.anyCurve(row, rank), place };
+  }));
+  const holder = el("span", {});
+  const made = card(title, {
+    about,
+    extra: [holder, csvButton(`${title} ${report.layers[index].name}`, ["tensor", "statistic", "step", "value", "exact"], async () =>
+      (await ready).flatMap(({ family, curve }) => Array.from(curve.values, (value, at) => [family.tensor, family.statistic, curve.steps[at], value, curve.exact])))],
+  }, node);
+  async function render() {
+    const all = await ready, exact = all.every(({ curve }) => curve.exact);
+    holder.replaceChildren(badge(exact, exact ? "exact" : "from the overview"));
+    const curves = all.map(({ curve }) => curve), unit = families[0].unit;
+    const marked = state.now.step !== "";
+    const isLog = log ?? wantsLog(curves);
+    await draw(node, all.flatMap(({ family, curve, place }) => {
+      const colour = colourOf(log === null ? family.tensor : "", place);
+      return [line(name(family), curve, colour, { unit: unit === "%" || unit === "dB" ? unit : "" }), ...notFinite(name(family), curve, colour)];
+    }), {
+      hovermode: "x unified", margin: { l: 62, r: 12, t: 26, b: 40 }, showlegend: true,
+      xaxis: { title: { text: "step" } }, yaxis2: MARKS_AXIS,
+      yaxis: isLog ? logAxis(curves) : { exponentformat: "power" },
+      shapes: marked ? [{ type: "line", x0: Number(state.now.step), x1: Number(state.now.step), yref: "paper", y0: 0, y1: 1, line: { color: isDark() ? "#aaa" : "#666", width: 1, dash: "dot" } }] : [],
+    });
+  }
+  return [made, render];
+}
+
+async function layerPage(report) {
+  await openAll(report);
+  const withNumbers = new Set(report.families.flatMap((family) => Array.from(family.layers)));
+  const named = report.layers.findIndex((layer) => layer.name === state.now.layer);
+  const worst = report.findings.find((finding) => finding.items.length)?.items[0].layer;
+  const index = named >= 0 ? named : worst ?? [...withNumbers][0] ?? 0;
+  if (!report.layers.length) return nothingPage("Layer", "The run names no layers.");
+  const layer = report.layers[index];
+  const own = report.families.filter((family) => family.rowOf.has(index));
+  const ranks = [...new Set(own.flatMap((family) => family.ranks))].sort((a, b) => a - b);
+  const renders = [];
+  const add = ([node, render]) => { renders.push([node, render]); return node; };
+
+  const histograms = report.histograms.flatMap((histogram) => {
+    const key = histogram.ranks.map((rank) => `${index}:${rank}`).find((each) => histogram.counts[each] && (state.now.rank === "" || each.endsWith(`:${state.now.rank}`)))
+      ?? histogram.ranks.map((rank) => `${index}:${rank}`).find((each) => histogram.counts[each]);
+    return key ? [{ histogram, key }] : [];
+  });
+  const missing = report.histograms.filter((histogram) => histogram.layers.includes(index) && !histograms.some((each) => each.histogram === histogram));
+  const isScale = (family) => /^scale_inv|^cur_amax$/.test(family.base ?? "");
+  const byTensor = [...new Set(own.filter(isScale).map((family) => family.tensor))];
+  const others = new Map();
+  for (const family of own.filter((each) => !isScale(each))) {
+    const title = family.statistic + (family.gemm ? ` (${family.gemm})` : "");
+    others.set(title, [...(others.get(title) ?? []), family]);
+  }
+  const first = (title) => title === state.now.statistic ? 0 : 1;
+  const page = [
+    ...layerHead(report, index),
+    ranks.length > 1 && el("div", { class: "controls" }, rankChoice(ranks, (rank) => state.go({ rank }))),
+    layer.gemms.length > 0
+      ? card("Matrix products", { extra: [csvButton(`products ${layer.name}`, ["gemm", "backward", "precision", "operands", "why", "n", "m", "k", "batch", "calls", "macs", "since", "until"],
+          () => layer.gemms.map((gemm) => [gemm.gemm, gemm.backward, gemm.precision, JSON.stringify(gemm.operands), gemm.why, gemm.n, gemm.m, gemm.k, gemm.batch, gemm.calls, gemm.macs, gemm.since, gemm.until]))] }, gemmTable(layer.gemms))
+      : card("Matrix products", {}, el("p", { class: "quiet" }, "The run does not say in which precision this layer's products ran.")),
+    histograms.length > 0 && el("div", {}, el("h2", {}, "Magnitudes"), el("p", { class: "quiet" }, ABOUT_MAGNITUDES)),
+    histograms.length > 0 && el("div", { class: "magnitudes" }, histograms.map(({ histogram, key }) => add(exponentCard(report, index, histogram, key)))),
+    missing.length > 0 && el("p", { class: "quiet" }, `No room in this file for ${missing.map((each) => `${each.statistic} of ${each.tensor}`).join(", ")}: te-precision report RUN --format png --plot layer --layer NAME draws them.`),
+    byTensor.length > 0 && el("h2", {}, "Scales and amax"),
+    byTensor.length > 0 && el("div", { class: "three" }, byTensor.map((tensor) => add(curvesCard(report, index, tensor, own.filter((family) => isScale(family) && family.tensor === tensor), { name: (family) => family.statistic, log: true })))),
+    others.size > 0 && el("h2", {}, "Statistics"),
+    others.size > 0 && el("div", { class: "three" }, [...others].sort((a, b) => first(a[0]) - first(b[0])).map(([title, families]) =>
+      add(curvesCard(report, index, title, families, { about: families[0].unit && !["%", "dB"].includes(families[0].unit) ? families[0].unit : "" })))),
+    own.length === 0 && card("Statistics", {}, el("p", { class: "quiet" }, "The run has no statistics of this layer.")),
+  ];
+  return [page, async () => {
+    for (const [node, render] of renders) whenNear(node, render);
+  }];
+}
+
+// Draw when it comes near the window: a layer may have very many plots.
+function whenNear(node, render) {
+  const watch = new IntersectionObserver((entries) => {
+    if (!entries.some((entry) => entry.isIntersecting)) return;
+    watch.disconnect();
+    if (node.isConnected) guarded(render);
+  }, { rootMargin: "600px" });
+  watch.observe(node);
+}

@@ -1,0 +1,23 @@
+// The pages of a run.
+
+function exactness({ exact, levels }) {
+  return exact.curves >= exact.series
+    ? "All numbers on these pages are exact. "
+    : `Exact are the worst and the last number of each layer, the curves of ${shown(exact.curves)} of ${shown(exact.series)} series (the worst of each statistic first), and steps ${exact.steps.map((step) => shown(step)).join(", ")}. All else is read off an overview with ${levels} levels a statistic, in which a cell is the worst of up to ${shown(exact.widest)} steps; it is marked with ≈ or "overview". `;
+}
+
+guarded(() => openPage({
+  shownPages: {
+    summary: ["Summary", summaryPage],
+    heatmap: ["Heatmap", heatmapPage],
+    layer: ["Layer", layerPage],
+    profile: ["Depth profile", profilePage],
+    config: ["Config and events", configPage],
+  },
+  defaults: {
+    page: "summary", statistic: "", tensor: "", layer: "", step: "", rank: "", axis: "steps", fold: "", open: "", filter: "", format: "E4M3", scalar: "",
+  },
+  prepared: withFamilies,
+  named: ({ run }) => [run.id || run.path, run.path],
+  foot: exactness,
+}));

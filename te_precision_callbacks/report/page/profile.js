@@ -1,0 +1,199 @@
+// The depth profile: at one step, for all layers, the range of a tensor's magnitudes and what formats hold of it.
+
+async function profilePage(report) {
+  await openAll(report);
+  const tensors = [...new Set([...report.histograms.filter((one) => one.base === "exponent_histogram"), ...report.families]
+    .map((one) => one.tensor).filter((tensor) => sourcesOf(report, tensor).any))];
+  if (!tensors.length)
+    return nothingPage("Depth profile", "It needs exponent_histogram, or cur_amax, or min and max, of a tensor: the run has none of them.");
+  const tensor = tensors.includes(state.now.tensor) ? state.now.tensor : tensors[0];
+  const sources = sourcesOf(report, tensor);
+  const steps = await stepsOf(report, sources);
+  const place = () => state.now.step === "" ? steps.length - 1 : Math.min(steps.length - 1, Math.max(0, lowerBound(steps, Number(state.now.step) + 1) - 1));
+  const formats = [["", "none"], ...WINDOWS.map((name) => [name, windowTitle(name)])];
+  const format = () => formats.some(([name]) => name === state.now.format) ? state.now.format : "E4M3";
+  const node = plotNode(500, `Range of ${tensor} in all layers`);
+  const shownStep = el("span", {});
+  const slider = el("input", { type: "range", min: 0, max: steps.length - 1, value: place(), "aria-label": "Step" });
+  const badgeHolder = el("span", {});
+  let rows = [], shownRows = [], visible = null, pool = 1;
+  slider.addEventListener("input", () => { state.note({ step: steps[Number(slider.value)] }); render(); });
+  const ranks = [...new Set([...sources.families.flatMap((one) => one.ranks), ...(sources.histogram?.ranks ?? [])])].sort((a, b) => a - b);
+  const controls = el("div", { class: "controls" },
+    choice("Tensor", tensors.map((name) => [name, name]), tensor, (name) => state.go({ tensor: name })),
+    choice("Limits of", formats, format(), (name) => { state.note({ format: name }); render(); }),
+    ranks.length > 1 && rankChoice(ranks, (rank) => state.go({ rank })),
+    el("label", { class: "grow" }, shownStep, slider));
+  const page = card(`Range of ${tensor} through the model`, {
+    about: sources.histogram
+      ? "A bar reaches from the 1st percentile of the magnitudes to the largest, a tick marks the median; a thin line goes down to the smallest. Layers run from top to bottom."
+      : "A bar reaches from the smallest magnitude that is not 0, where dynamic_range is recorded, to the largest; a tick marks the standard deviation. Layers run from top to bottom.",
+    extra: [badgeHolder, csvButton(`profile ${tensor}`, ["layer", "step", "smallest", "p1", "p50", "p99", "largest", "format smallest", "format largest", "exact"],
+      () => rows.map((row) => [row.name, row.step, ...[row.least, row.low, row.middle, row.p99, row.high, row.limits?.bottom, row.limits?.top].map((power) => power === undefined || power === null ? null : 2 ** power), row.exact]))],
+  }, node);
+
+  async function read() {
+    const step = steps[place()], chosen = state.now.rank;
+    const found = [];
+    for (const index of sources.layers) {
+      const row = await magnitudes(report, sources, index, step, chosen);
+      if (!row) continue;
+      const limits = format() ? await windowOf(report, format(), index, tensor, step, row.amax, chosen) : null;
+      const outside = limits && (row.high > limits.top + 0.01 || row.low < limits.zero - 0.01);
+      found.push({ ...row, index, name: report.layers[index].name, limits, outside });
+    }
+    return found;
+  }
+
+  function span() {
+    const all = rows.flatMap((row) => [row.least, row.high, row.limits?.bottom, row.limits?.top]).filter((each) => Number.isFinite(each));
+    const low = Math.min(...all), high = Math.max(...all), air = 0.03 * (high - low) + 0.2;
+    return [low - air, high + air];
+  }
+
+  const height = () => Math.min(TALLEST, Math.max(160, rows.length * ROW_HEIGHT)) + 76;
+  const poolFor = ([low, high]) => Math.max(1, Math.ceil((high - low) / ((height() - 76) / 4)));
+
+  function labels([low, high]) {
+    const from = Math.max(0, Math.ceil(low)), to = Math.min(rows.length - 1, Math.floor(high));
+    const every = Math.max(1, Math.ceil((to - from + 1) / ((height() - 76) / 14)));
+    const places = [];
+    for (let at = from; at <= to; at += every) places.push(at);
+    return { tickvals: places, ticktext: places.map((at) => plotText(shortened(rows[at].name, 42))) };
+  }
+
+  async function render() {
+    shownStep.textContent = `Step ${shown(steps[place()])}`;
+    const now = await read();
+    rows = now;
+    if (!rows.length) return;
+    visible ??= [-0.5, rows.length - 0.5];
+    await drawRows();
+  }
+
+  async function drawRows() {
+    pool = poolFor(visible);
+    shownRows = pool === 1 ? rows.map((row, at) => ({ ...row, at, size: 1 })) : pooledRanges(rows, pool);
+    node.style.height = `${height()}px`;
+    badgeHolder.replaceChildren(badge(rows.every((row) => row.exact), sources.histogram ? "to a power of two, from the histogram" : rows.every((row) => row.exact) ? "exact" : "in part from the overview"));
+    const blue = colourOf("activation", 0), orange = isDark() ? "#f0964b" : "#d55e00";
+    const y = shownRows.map((row) => row.at + (row.size - 1) / 2);
+    const thick = Math.max(1, ((height() - 76) / (visible[1] - visible[0])) * pool);
+    const traces = [
+      { type: "scatter", mode: "lines", name: "down to the smallest", hoverinfo: "none", line: { color: isDark() ? "#6b7782" : "#aab4bd", width: 1 },
+        x: shownRows.flatMap((row) => [row.least, row.low, null, row.high, row.most ?? row.high, null]), y: y.flatMap((at) => [at, at, null, at, at, null]), showlegend: false },
+      { type: "bar", orientation: "h", y, base: shownRows.map((row) => row.low), x: shownRows.map((row) => row.high - row.low),
+        width: shownRows.map((row) => row.size * (pool === 1 ? 0.72 : 1)), marker: { color: shownRows.map((row) => row.outside ? orange : blue), line: { width: 0 } },
+        hoverinfo: "none", showlegend: false },
+      { type: "scatter", mode: "markers", name: sources.histogram ? "median" : "standard deviation", hoverinfo: "none", y,
+        x: shownRows.map((row) => row.middle ?? null), showlegend: rows.some((row) => row.middle !== undefined),
+        marker: { symbol: "line-ns", size: Math.max(3, Math.min(11, thick * 0.7)), line: { width: 2, color: isDark() ? "#fff" : "#111" } } },
+    ];
+    if (format()) {
+      const sides = [["top", `${windowTitle(format())}: largest`, "solid"], ["bottom", `${windowTitle(format())}: smallest`, "dash"]];
+      for (const [side, name, dash] of sides)
+        traces.push({
+          type: "scatter", mode: "lines", name, hoverinfo: "skip", line: { color: isDark() ? "#cfd8e0" : "#333d47", width: pool > 1 ? 1.2 : 1.6, dash },
+          x: shownRows.flatMap((row) => [row.limits?.[side] ?? null, row.limits?.[side] ?? null]),
+          y: shownRows.flatMap((row) => [row.at - 0.5, row.at + row.size - 0.5]),
+        });
+      for (const [name, colour] of [["inside", blue], ["p1 or largest outside", orange]])
+        traces.push({ type: "scatter", mode: "markers", x: [null], y: [null], name, marker: { symbol: "square", size: 10, color: colour } });
+    }
+    await draw(node, traces, {
+      height: height(), margin: { l: LABELS_WIDTH, r: 16, t: 30, b: 46 }, bargap: 0, hovermode: "closest", hoverdistance: 20,
+      xaxis: { title: { text: "magnitude" }, range: span(), tickprefix: "2<sup>", ticksuffix: "</sup>", tickformat: "~g" },
+      yaxis: { range: [visible[1], visible[0]], tickmode: "array", ...labels(visible), ticks: "", showgrid: false, tickfont: { family: "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace" } },
+    });
+    listen(node, { zoomed, clicked: ({ y }) => rowAt(y) && state.go({ page: "layer", layer: rowAt(y).name, tensor, step: steps[place()] }), hovered });
+  }
+
+  async function zoomed(event) {
+    if (!Object.keys(event).some((name) => name.startsWith("yaxis"))) return;
+    const range = node.layout.yaxis.range;
+    const next = event["yaxis.autorange"] ? [-0.5, rows.length - 0.5] : [Math.min(...range), Math.max(...range)];
+    if (next[0] === visible[0] && next[1] === visible[1]) return;
+    visible = next;
+    if (poolFor(visible) !== pool) return void await drawRows();
+    const { tickvals, ticktext } = labels(visible);
+    await Plotly.relayout(node, { "yaxis.tickvals": tickvals, "yaxis.ticktext": ticktext, "yaxis.range": [visible[1], visible[0]] });
+  }
+
+  function hovered(points, event) {
+    const row = rowAt(points[0].y);
+    if (!row) return;
+    tip.show(event, el("span", { class: "mono" }, shortened(row.name, 90)), row.size > 1 && `and the next ${row.size - 1} layers`,
+      el("b", {}, power(row.low), " to ", power(row.high)),
+      row.middle !== undefined && el("span", {}, sources.histogram ? "median " : "standard deviation ", power(row.middle)),
+      row.limits && el("span", { class: "dim" }, `${windowTitle(format())}: `, power(row.limits.bottom), " to ", power(row.limits.top),
+        `, scale ${row.limits.recorded ? "recorded" : "assumed from the largest number"}`));
+  }
+
+  const rowAt = (y) => shownRows.find((row) => y >= row.at - 0.5 && y < row.at + row.size - 0.5);
+
+  return [[el("h1", {}, "Depth profile"), controls, page], render];
+}
+
+// Neighbours for which no pixel is left, in one row: the middle one of their ranges and limits, and the extremes of all.
+function pooledRanges(rows, size) {
+  const found = [];
+  for (let at = 0; at < rows.length; at += size) {
+    const own = rows.slice(at, at + size), limits = own.map((row) => row.limits).filter(Boolean);
+    const middle = (values) => values.filter((each) => each !== undefined && each !== null).sort((a, b) => a - b)[values.length >> 1];
+    found.push({
+      at, size: own.length, name: own[0].name, outside: own.some((row) => row.outside),
+      least: Math.min(...own.map((row) => row.least)), most: Math.max(...own.map((row) => row.high)),
+      low: middle(own.map((row) => row.low)), high: middle(own.map((row) => row.high)), middle: middle(own.map((row) => row.middle)),
+      limits: limits.length ? {
+        top: middle(limits.map((each) => each.top)), bottom: middle(limits.map((each) => each.bottom)), recorded: limits.every((each) => each.recorded),
+      } : null,
+    });
+  }
+  return found;
+}
+
+// What there is about the magnitudes of a tensor.
+function sourcesOf(report, tensor) {
+  const histogram = report.histograms.find((one) => one.tensor === tensor && one.base === "exponent_histogram" && one.rows);
+  const found = magnitudeFamilies(report, tensor);
+  const families = Object.values(found).filter(Boolean);
+  const any = Boolean(histogram || found.amax || (found.max && found.min));
+  const layers = new Set(histogram?.layers ?? []);
+  for (const family of [found.amax, found.max && found.min ? found.max : null]) for (const layer of family?.layers ?? []) layers.add(layer);
+  return { ...found, histogram, families, any, layers: [...layers].sort((a, b) => a - b), tensor };
+}
+
+async function stepsOf(report, sources) {
+  if (sources.histogram) return Array.from(await report.arrays.get(sources.histogram.last));
+  const family = sources.amax ?? sources.max;
+  return Array.from(family.ends);
+}
+
+// The magnitudes of a layer at a step as powers of two: {least, low, middle, p99, high, amax, exact, step}.
+async function magnitudes(report, sources, index, step, chosenRank) {
+  const read = async (family) => family?.rowOf.has(index) ? family.at(family.rowOf.get(index), family.rankFor(chosenRank), step) : null;
+  const amax = await read(sources.amax), max = amax ? null : await read(sources.max), min = amax ? null : await read(sources.min);
+  const largest = amax?.value ?? (max && min ? Math.max(Math.abs(max.value), Math.abs(min.value)) : undefined);
+  const known = [amax, max, min].filter(Boolean);
+  if (sources.histogram) {
+    const { ranges, ranks, rows, first } = sources.histogram;
+    const packed = ranges[chosenRank] ?? ranges[ranks[0]];
+    const [bins, layers, begins] = await Promise.all([packed, rows, first].map((each) => report.arrays.get(each)));
+    const row = layers.indexOf(index), width = begins.length, kinds = packed.shape[1];
+    let column = Math.max(0, lowerBound(begins, step + 1) - 1);
+    const bin = (which) => bins[(row * kinds + which) * width + column];
+    while (row >= 0 && column > 0 && bin(0) < 0) column--;
+    if (row >= 0 && bin(0) >= 0) {
+      const edge = (which, end = 0) => sources.histogram.lowest + (bin(which) + end) / sources.histogram.steps;
+      const high = largest > 0 && Number.isFinite(largest) ? Math.log2(largest) : edge(4, 1);
+      return { least: edge(0), low: edge(1), middle: edge(2, 0.5), p99: edge(3, 1), high, amax: 2 ** high, exact: false, step: begins[column] };
+    }
+  }
+  if (!(largest > 0) || !Number.isFinite(largest)) return null;
+  const high = Math.log2(largest), range = await read(sources.range), std = await read(sources.std);
+  const low = range ? high - range.value : high;
+  return {
+    least: low, low, middle: std?.value > 0 ? Math.log2(std.value) : undefined, high, amax: largest, step,
+    exact: [...known, range, std].filter(Boolean).every((each) => each.exact),
+  };
+}

@@ -1,0 +1,177 @@
+// What ran, how it went, and the worst of each statistic.
+
+const seconds = (value) => {
+  if (value === undefined || value === null) return "–";
+  if (value < 1) return `${shown(value * 1000, 3)} ms`;
+  if (value < 120) return `${shown(value, 3)} s`;
+  if (value < 7200) return `${shown(value / 60, 3)} min`;
+  return `${shown(value / 3600, 3)} h`;
+};
+
+function tiles(report) {
+  const { duration, segments, source } = report.run, last = segments.at(-1);
+  const facts = last?.facts ?? {};
+  const shownFacts = [
+    ["Status", last?.status ?? "unknown", segments.length > 1 ? `${segments.length} process starts` : ""],
+    ["Steps recorded", duration.steps ? shown(duration.steps) : "–", duration.steps ? `${shown(duration.first)} to ${shown(duration.last)}` : ""],
+    ["Took", seconds(duration.seconds), duration.median_step_seconds ? `${seconds(duration.median_step_seconds)} a step` : ""],
+    ["Layers", shown(report.layers.length), `${report.families.length} statistics`],
+    ["Ranks", shown(last?.world ?? 1), ""],
+    ["Written by", facts.front_door || source, facts.gpu ? String(facts.gpu) : ""],
+  ];
+  return el("dl", { class: "tiles" }, shownFacts.map(([name, value, more]) =>
+    el("div", {}, el("dt", {}, name), el("dd", {}, value, " ", more && el("small", {}, more)))));
+}
+
+const PASSES = [["backward", true], ["forward", false], ["all", null]];
+
+function coverageCard(report) {
+  const rows = report.run.coverage;
+  const total = (pass) => rows.filter((row) => pass === null || row.backward === pass).reduce((sum, row) => sum + row.macs, 0);
+  if (!rows.length) {
+    return [card("Coverage", {}, el("p", { class: "quiet" },
+      "The run does not say in which precision its matrix products ran. Runs of this package's own front doors do.")), () => {}];
+  }
+  const precisions = [...new Set(rows.map((row) => row.precision))]
+    .sort((a, b) => rank(a) - rank(b));
+  function rank(name) {
+    const place = Object.keys(PRECISIONS).indexOf(name);
+    return place < 0 ? 99 : place;
+  }
+  const share = (precision, pass) => {
+    const own = rows.filter((row) => row.precision === precision && (pass === null || row.backward === pass));
+    return total(pass) ? own.reduce((sum, row) => sum + row.macs, 0) / total(pass) : 0;
+  };
+  const node = plotNode(190, "Multiply-adds by precision, in the forward and the backward");
+  const made = card("Coverage", {
+    about: "The multiply-adds of a step by the precision they ran in, at the end of the run.",
+    extra: [csvButton("coverage", ["precision", "backward", "macs"], () => rows.map((row) => [row.precision, row.backward, row.macs]))],
+  }, node, reasons(report));
+  const render = () => draw(node, precisions.map((precision) => ({
+    type: "bar", orientation: "h", name: plotText(precision ? precision.toUpperCase() : "look-ups"),
+    y: PASSES.map(([name]) => name), x: PASSES.map(([, pass]) => 100 * share(precision, pass)),
+    text: PASSES.map(([, pass]) => share(precision, pass) > 0.06 ? `${shown(100 * share(precision, pass), 3)} %` : ""),
+    textposition: "inside", insidetextanchor: "middle", textangle: 0,
+    insidetextfont: { color: precision === "fp16" || precision === "bf16" || precision === "mxfp8" || precision === "nvfp4" ? "#111" : "#fff" },
+    marker: { color: PRECISIONS[precision] ?? "#888" },
+    hovertemplate: `%{x:.2f} % of %{y}<extra>${plotText(precision.toUpperCase())}</extra>`,
+  })), {
+    barmode: "stack", bargap: 0.28, margin: { l: 70, r: 16, t: 6, b: 36 },
+    xaxis: { range: [0, 100], ticksuffix: " %", fixedrange: true }, yaxis: { fixedrange: true, ticks: "" },
+    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", traceorder: "normal" },
+  });
+  return [made, render];
+}
+
+// Why the rest is not in low precision, the largest part first.
+function reasons(report) {
+  const found = new Map();
+  let total = 0;
+  for (const layer of report.layers)
+    for (const gemm of layer.gemms) {
+      if (gemm.until !== null || !gemm.macs) continue;
+      total += gemm.macs;
+      if (!gemm.why) continue;
+      const known = found.get(gemm.why) ?? { macs: 0, layers: new Set() };
+      known.macs += gemm.macs;
+      known.layers.add(layer.name);
+      found.set(gemm.why, known);
+    }
+  const rows = [...found].sort((a, b) => b[1].macs - a[1].macs);
+  const most = 5, left = rows.slice(most);
+  return rows.length > 0 && table(["why not in low precision", "#layers", "#multiply-adds"], [
+    ...rows.slice(0, most).map(([why, { macs, layers }]) => [why, shown(layers.size), `${shown((100 * macs) / total, 3)} %`]),
+    ...(left.length ? [[`${left.length} more reasons`, "", `${shown((100 * left.reduce((sum, [, { macs }]) => sum + macs, 0)) / total, 3)} %`]] : []),
+  ]);
+}
+
+function lossCard(report) {
+  const all = [...report.scalars, ...report.free];
+  if (!all.length) {
+    return [card("Loss", {}, el("p", { class: "quiet" }, "The run has none of the trainer's numbers, such as the loss.")), () => {}];
+  }
+  const chosen = () => all.find((one) => one.name === state.now.scalar) ?? all[0];
+  const node = plotNode(260, "The trainer's numbers over steps");
+  const picker = all.length > 1 && choice("Number", all.map((one) => [one.name, shortened(one.name, 40)]), chosen().name, (name) => {
+    state.note({ scalar: name });
+    render();
+  });
+  const curve = async (one) => {
+    const [steps, values] = await Promise.all(one.arrays.map((each) => report.arrays.get(each)));
+    return { steps, values, exact: true };
+  };
+  const heading = el("h2", {}, chosen().name);
+  const made = el("section", { class: "card" }, el("div", { class: "head" }, heading, el("span", { class: "space" }),
+    csvButton("scalars", ["name", "step", "value"], async () => {
+      const rows = [];
+      for (const one of all) {
+        const { steps, values } = await curve(one);
+        values.forEach((value, at) => rows.push([one.name, steps[at], value]));
+      }
+      return rows;
+    })), picker && el("div", { class: "controls" }, picker), node);
+  async function render() {
+    const one = chosen(), own = await curve(one);
+    heading.textContent = one.name;
+    const colour = colourOf("activation", 0);
+    await draw(node, [line(one.name, own, colour), ...notFinite(one.name, own, colour)], {
+      showlegend: false, hovermode: "x unified", margin: { l: 64, r: 16, t: 8, b: 40 },
+      xaxis: { title: { text: "step" } }, yaxis: wantsLog([own]) ? logAxis([own]) : { exponentformat: "power" }, yaxis2: MARKS_AXIS,
+    });
+  }
+  return [made, render];
+}
+
+function findingCard(report, { family: index, items }) {
+  const family = report.families[index];
+  const where = { statistic: family.statistic, tensor: family.tensor };
+  const [worst] = items;
+  const value = (item) => withUnit(asNumber(item.value), family.unit);
+  const rank = (item) => item.rank === REDUCED ? {} : { rank: item.rank };
+  return el("section", { class: "card finding" },
+    el("div", { class: "head" },
+      el("h3", {}, link({ page: "heatmap", ...where, layer: "", step: "" }, family.label)), el("span", { class: "space" }),
+      csvButton(`worst ${family.label}`, ["layer", "value", "step", "rank"], async () => {
+        await family.open();
+        const rows = [];
+        for (const [rank, packed] of Object.entries(family.worst)) {
+          const [values, at] = await Promise.all([packed, family.worst_at[rank]].map((each) => report.arrays.get(each)));
+          family.layers.forEach((layer, row) => at[row] >= 0 &&
+            rows.push([report.layers[layer].name, values[row], at[row], Number(rank) === REDUCED ? "" : Number(rank)]));
+        }
+        return rows.sort((a, b) => badness(b[1], family.worse) - badness(a[1], family.worse));
+      })),
+    el("p", {}, "Worst in ", layerLink(report, worst.layer, { ...where, step: worst.at, ...rank(worst) }), ": ",
+      el("span", { class: "value" }, value(worst)), ` at step ${shown(worst.at)}`,
+      worst.rank === REDUCED ? "" : ` on rank ${worst.rank}`, "."),
+    items.length > 1 && table(["then", "#worst value", "#step"], items.slice(1).map((item) => [
+      layerLink(report, item.layer, { ...where, step: item.at, ...rank(item) }),
+      value(item), link({ page: "heatmap", ...where, step: item.at, layer: "" }, shown(item.at)),
+    ])));
+}
+
+function findingsPart(report) {
+  const found = report.findings.filter((finding) => finding.items.length);
+  const clean = report.findings.filter((finding) => !finding.items.length).map((finding) => report.families[finding.family].label);
+  if (!report.findings.length) {
+    return [card("Findings", {}, el("p", { class: "quiet" }, report.families.length
+      ? "None of the statistics of this run has a direction in which it gets worse."
+      : "The run has no statistics of layers: its config collects none, or nothing has been due yet."))];
+  }
+  return [
+    el("div", {}, el("h2", {}, "Worst layers"),
+      el("p", { class: "quiet" }, "The five worst of each statistic, over the whole run, by the direction in which it gets worse. These numbers are exact.")),
+    el("div", { class: "two findings" }, found.map((finding) => findingCard(report, finding))),
+    clean.length > 0 && el("p", { class: "quiet clean" }, `As good as can be in all layers and steps: ${clean.join(", ")}.`),
+  ];
+}
+
+async function summaryPage(report) {
+  const [coverage, drawCoverage] = coverageCard(report);
+  const [loss, drawLoss] = lossCard(report);
+  const page = [
+    el("h1", {}, report.run.id || report.run.path), notes(report), tiles(report),
+    el("div", { class: "two" }, coverage, loss), ...findingsPart(report),
+  ];
+  return [page, async () => Promise.all([drawCoverage(), drawLoss()])];
+}

@@ -1,0 +1,249 @@
+// Numbers: their text, their bytes in the overview, and which of two is worse.
+
+const ZERO = 251, MINUS_INF = 252, INF = 253, NOT_A_NUMBER = 254;
+const ALL_RANKS = -2, REDUCED = -1;
+
+// A number of the JSON, in which those that are not finite are words.
+const asNumber = (value) => typeof value === "string" ? { nan: NaN, inf: Infinity, "-inf": -Infinity }[value] : value;
+
+function shown(value, digits = 4) {
+  if (value === null || value === undefined) return "–";
+  if (Number.isNaN(value)) return "nan";
+  if (!Number.isFinite(value)) return value > 0 ? "inf" : "-inf";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (Number.isInteger(value) && size < 1e9) return value.toLocaleString("en");
+  if (size >= 1e6 || size < 1e-3) return value.toExponential(digits - 1).replace(/\.?0+e/, "e").replace("e+", "e");
+  return String(Number(value.toPrecision(digits)));
+}
+
+// A power of two, whose exponent stands raised.
+const power = (exponent) => exponent === undefined || exponent === null ? "–"
+  : el("span", {}, "2", el("sup", {}, shown(exponent, 3).replace("-", "−")));
+
+const withUnit = (value, unit) =>
+  shown(value) + (["%", "dB", "points", "powers of two", "spreads"].includes(unit) ? ` ${unit}` : "");
+
+// The place of a number on a scale, and back.
+const SCALES = {
+  linear: [(value) => value, (place) => place],
+  log: [Math.log, Math.exp],
+  asinh: [Math.asinh, Math.sinh],
+};
+
+class Scale {
+  constructor({ kind, low, high, bend, centred }, levels) {
+    const [there, back] = SCALES[kind];
+    const unit = kind === "asinh" ? bend : 1;
+    Object.assign(this, { kind, low, high, centred, levels });
+    this.there = (value) => there(value / unit);
+    this.back = (place) => back(place) * unit;
+    this.begin = this.there(low);
+    this.width = this.there(high) - this.begin;
+  }
+
+  // The number that a byte stands for.
+  number(byte) {
+    if (byte === 0 || byte === NOT_A_NUMBER) return NaN;
+    if (byte === ZERO) return 0;
+    if (byte === INF) return Infinity;
+    if (byte === MINUS_INF) return -Infinity;
+    return this.back(this.begin + ((byte - 1) / (this.levels - 1)) * this.width);
+  }
+
+  level(value) {
+    return this.width ? 1 + ((this.there(value) - this.begin) / this.width) * (this.levels - 1) : 1;
+  }
+
+  // Round numbers on the scale, for its legend.
+  ticks() {
+    if (this.kind === "linear") return niceNumbers(this.low, this.high, 5);
+    const low = this.kind === "log" ? this.low : this.there(this.low) < -1 ? -this.low : 0;
+    const powers = [];
+    const top = Math.log10(Math.max(Math.abs(this.low), Math.abs(this.high)));
+    const bottom = this.kind === "log" ? Math.log10(low) : Math.log10(Math.abs(this.back(1)));
+    const step = Math.max(1, Math.ceil((top - bottom) / (this.kind === "log" ? 6 : 3)));
+    for (let power = Math.floor(top); power >= bottom - 1e-9; power -= step) powers.push(10 ** power);
+    if (powers.length < 2) return niceNumbers(this.low, this.high, 5);
+    if (this.kind === "log") return powers;
+    const all = this.low < 0 ? [...powers.map((value) => -value), 0, ...powers.reverse()] : [0, ...powers.reverse()];
+    return all.filter((value) => value >= this.low * (1 + 1e-9) - 1e-300 && value <= this.high * (1 + 1e-9));
+  }
+}
+
+function niceNumbers(low, high, most) {
+  const raw = (high - low) / most;
+  if (!(raw > 0)) return [low];
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= raw);
+  const found = [];
+  for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9; at += step)
+    found.push(Math.abs(at) < step * 1e-6 ? 0 : at);
+  return found;
+}
+
+// A key that grows as a number gets worse; nan is the worst.
+function badness(value, worse) {
+  if (Number.isNaN(value)) return Infinity;
+  return worse === "high" ? value : worse === "low" ? -value : Math.abs(value);
+}
+
+// Steps from the first one and the differences to the one before.
+function stepsFrom(between) {
+  const steps = new Array(between.length);
+  for (let at = 0, step = 0; at < between.length; at++) steps[at] = step += between[at];
+  return steps;
+}
+
+// A statistic of a tensor, in all layers and steps.
+class Family {
+  constructor(told, index, report) {
+    Object.assign(this, told);
+    this.index = index;
+    this.report = report;
+    this.levels = report.levels;
+    this.scaleOf = new Scale(told.scale, report.levels);
+    this.label = `${told.statistic} of ${told.tensor}` + (told.gemm ? ` (${told.gemm})` : "");
+    this.several = told.ranks.length > 1;
+  }
+
+  // What every use of it needs; the cells of a rank are unpacked when they are asked for.
+  async open() {
+    if (!this.opened) {
+      const arrays = this.report.arrays;
+      this.opened = Promise.all([this.rows, this.first, this.last].map((each) => arrays.get(each)));
+      const [layers, begins, ends] = await this.opened;
+      this.layers = layers;
+      this.begins = begins;
+      this.ends = ends;
+      this.rowOf = new Map(Array.from(layers, (layer, row) => [layer, row]));
+    }
+    await this.opened;
+    return this;
+  }
+
+  // The rank that is shown: the chosen one where it has numbers, else all ranks.
+  rankFor(chosen) {
+    if (chosen !== "" && this.cells[chosen]) return Number(chosen);
+    return this.several ? ALL_RANKS : this.ranks[0];
+  }
+
+  async cellsOf(rank) {
+    return this.report.arrays.get(this.cells[rank]);
+  }
+
+  columnOf(step) {
+    let low = 0, high = this.begins.length - 1;
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (this.begins[middle] <= step) low = middle; else high = middle - 1;
+    }
+    return low;
+  }
+
+  // The whole curve of a row, {steps, values}; null where the page has none. That of all ranks is the worst of theirs.
+  async curve(row, rank) {
+    if (rank === ALL_RANKS) return this.worstCurve(row);
+    const packed = this.curves[`${row}:${rank}`];
+    if (!packed) return null;
+    const [between, values] = await Promise.all(packed.map((each) => this.report.arrays.get(each)));
+    return { steps: stepsFrom(between), values, exact: true };
+  }
+
+  async worstCurve(row) {
+    const there = [];
+    for (const rank of this.ranks) {
+      const at = await this.report.arrays.get(this.last_at[rank]);
+      if (at[row] >= 0) there.push(await this.curve(row, rank));
+    }
+    if (!there.every(Boolean)) return null;
+    const worst = new Map();
+    for (const { steps, values } of there)
+      steps.forEach((step, at) => {
+        if (!worst.has(step) || badness(values[at], this.worse) > badness(worst.get(step), this.worse)) worst.set(step, values[at]);
+      });
+    const steps = [...worst.keys()].sort((a, b) => a - b);
+    return { steps, values: steps.map((step) => worst.get(step)), exact: true };
+  }
+
+  // The curve of a row, from the overview where the page has no exact one.
+  async anyCurve(row, rank) {
+    const exact = await this.curve(row, rank);
+    if (exact) return exact;
+    const cells = await this.cellsOf(rank), width = this.begins.length;
+    const steps = [], values = [];
+    for (let column = 0; column < width; column++) {
+      const byte = cells[row * width + column];
+      if (!byte) continue;
+      steps.push(this.ends[column]);
+      values.push(this.scaleOf.number(byte));
+    }
+    return { steps, values, exact: false };
+  }
+
+  // The number of a cell of the overview: {value, exact, step}; of several steps the worst, null if there is none.
+  async cell(row, rank, column) {
+    const cells = await this.cellsOf(rank), byte = cells[row * this.begins.length + column];
+    if (!byte) return null;
+    const exact = await this.exactIn(row, rank, this.begins[column], this.ends[column]);
+    return exact ?? { value: this.scaleOf.number(byte), exact: false, step: null };
+  }
+
+  async exactIn(row, rank, begin, end) {
+    const curve = await this.curve(row, rank);
+    if (!curve) {
+      const kept = begin === end ? this.steps[begin]?.[rank] : null;
+      const values = await this.report.arrays.get(kept);
+      return values ? { value: values[row], exact: true, step: begin } : null;
+    }
+    let found = null;
+    for (let at = lowerBound(curve.steps, begin); at < curve.steps.length && curve.steps[at] <= end; at++)
+      if (!found || badness(curve.values[at], this.worse) > badness(found.value, this.worse))
+        found = { value: curve.values[at], exact: true, step: curve.steps[at] };
+    return found;
+  }
+
+  // The number at a step, or the last one before it; {value, exact, step} or null.
+  async at(row, rank, step) {
+    const curve = await this.curve(row, rank);
+    if (curve) {
+      const at = lowerBound(curve.steps, step + 1) - 1;
+      return at < 0 ? null : { value: curve.values[at], exact: true, step: curve.steps[at] };
+    }
+    const kept = await this.report.arrays.get(this.steps[step]?.[rank]);
+    if (kept && !Number.isNaN(kept[row])) return { value: kept[row], exact: true, step };
+    const cells = await this.cellsOf(rank);
+    for (let column = this.columnOf(step); column >= 0; column--) {
+      const byte = cells[row * this.begins.length + column];
+      if (byte) return { value: this.scaleOf.number(byte), exact: false, step: this.ends[column] };
+    }
+    return null;
+  }
+
+  // All rows at a step: {value, exact} or null for each row.
+  async column(rank, step) {
+    const kept = await this.report.arrays.get(this.steps[step]?.[rank]);
+    const cells = await this.cellsOf(rank), width = this.begins.length, column = this.columnOf(step);
+    return Promise.all(Array.from(this.layers, async (_, row) => {
+      if (kept && !Number.isNaN(kept[row])) return { value: kept[row], exact: true, step };
+      if (this.curves[`${row}:${rank}`]) return this.at(row, rank, step);
+      const byte = cells[row * width + column];
+      return byte ? { value: this.scaleOf.number(byte), exact: false, step: this.ends[column] } : null;
+    }));
+  }
+}
+
+function withFamilies(report) {
+  report.families = report.families.map((family, index) => new Family(family, index, report));
+  return report;
+}
+
+// The first place in ascending numbers that is not below a number.
+function lowerBound(numbers, wanted) {
+  let low = 0, high = numbers.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (numbers[middle] < wanted) low = middle + 1; else high = middle;
+  }
+  return low;
+}

@@ -1,0 +1,211 @@
+"""Tells sinks what happens in a run, and the trainer's own numbers; and gives the facts to the record store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.debug_values import ACTIVATION_OVERFLOW
+from te_precision_callbacks.dumps.header import Header
+from te_precision_callbacks.options import SessionOptions
+from te_precision_callbacks.ranks import own_rank
+from te_precision_callbacks.records.model import Event, Scalars, Severity
+from te_precision_callbacks.session.contract import PrecisionContractError
+from te_precision_callbacks.session.delivery import is_number, to_floats
+from te_precision_callbacks.session.failures import ObservationFailures
+from te_precision_callbacks.session.findings import Findings
+from te_precision_callbacks.session.model import ObservedModel
+from te_precision_callbacks.session.parallel import Ranks
+from te_precision_callbacks.session.resume_audit import ResumeAudit
+from te_precision_callbacks.session.run_facts import RunFacts
+from te_precision_callbacks.session.sinks import Sinks
+from te_precision_callbacks.store.recording import Place
+from te_precision_callbacks.store.sink import RecordSink
+
+_MOST_KEPT, _LONGEST = 256, 1.0
+"""The tensors, and the seconds, after which the trainer's numbers are copied to the host."""
+
+
+@dataclass
+class Verdict:
+    """What the judgement of a contract has found: empty if it holds; None if it was not judged."""
+
+    text: str | None = None
+
+
+class Chronicle:
+    """Tells the sinks of a run what happens in it.
+
+    Args:
+        options: the session's options.
+        model: the model.
+        findings: the findings of the run.
+        resume_audit: gets the name of the run, and knows which one is resumed.
+        sinks: get what happens.
+        records: the sink that gets the facts; None if the run is not recorded.
+        failures: get failures.
+        front_door: what has started the session.
+    """
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        model: ObservedModel,
+        findings: Findings,
+        resume_audit: ResumeAudit,
+        sinks: Sinks,
+        records: RecordSink | None,
+        failures: ObservationFailures,
+        front_door: str,
+    ) -> None:
+        self._options = options
+        self._findings = findings
+        self._resume_audit = resume_audit
+        self._sinks = sinks
+        self._records = records
+        self._failures = failures
+        self._facts = None if records is None else RunFacts(options, model, findings, front_door)
+        self._has_begun = False
+        self._told: list[object] = []
+        self._kept: list[tuple[int, int, str, Any]] = []
+        self._kept_since = 0.0
+
+    def begin(self, ranks: Ranks) -> None:
+        """Agree, in the first step, where the run is recorded; on all ranks that reduce together, whether they record
+        it or not."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        records, group = self._records, self._options.process_group
+        with_rank_0 = ranks.several and (group is None or 0 in torch.distributed.get_process_group_ranks(group))
+        if records is not None:
+            leads = ranks.several and torch.distributed.get_rank(group) == 0
+            records.writes_reduced = own_rank() == 0 or leads
+            if records.has_run(self._resume_audit.resumed_run):
+                records.run_id = self._resume_audit.resumed_run
+        if own_rank() == 0:
+            self._begin_segment()
+        if with_rank_0:
+            own = [] if own_rank() or records is None or records.place is None else [records.place]
+            agreed = ranks.pool(own)
+            if records is not None and agreed:
+                records.place = Place(*agreed[0])
+        if records is not None and records.place is not None:
+            self._resume_audit.run_id = records.place.run_id
+
+    def _begin_segment(self) -> None:
+        if self._records is not None:
+            try:
+                self._records.place = self._records.begin()
+            except Exception as error:
+                self._sinks.drop(self._records)
+                self._records = self._facts = None
+                self._failures.report("recording", "the run", error)
+
+    # ------------------------------------------------------------------ what happens
+
+    def tell_changes(self, iteration: int, *, at_last: bool = False) -> None:
+        """Tell at the end of a step what has changed in it.
+
+        Args:
+            iteration: the step.
+            at_last: whether the run ends.
+        """
+        self._tell_of_resume(iteration)
+        self._send_scalars(at_once=at_last)
+        facts, records = self._facts, self._records
+        if facts is None or records is None or not records.writes_reduced or not facts.changed(at_last=at_last):
+            return
+        try:
+            for event in facts.changes():
+                self._sinks.tell(event)
+            records.put_facts(facts.take())
+        except Exception as error:
+            self._failures.report("gathering the facts of", f"iteration {iteration}", error)
+
+    def tell_error(self, error: BaseException, iteration: int) -> None:
+        """Tell that activation overflow detection has stopped the training; nothing of another error."""
+        if ACTIVATION_OVERFLOW not in self._options.debug:
+            return
+        from te_precision_callbacks.debug_utils import ActivationOverflowError
+
+        if isinstance(error, ActivationOverflowError) and error not in self._told:
+            self._told.append(error)
+            data = {"class": error.class_name, "role": error.role, "batch": error.batch, "rank": error.rank}
+            phase = "backward" if error.role.startswith("grad") else "forward"
+            event = Event("nonfinite", str(error), iteration, "error", phase=phase, layer=error.path, data=data)
+            self._sinks.tell(event)
+
+    def tell_failure(self, text: str, iteration: int) -> None:
+        """Tell that something could not be observed."""
+        self._sinks.tell(Event("observation_failed", text, iteration, "error"))
+
+    def tell_dumps(self, written: Iterable[Header]) -> None:
+        """Tell which tensors were dumped."""
+        for header in written:
+            text = f"{header.layer} {header.tensor}, micro-batch {header.micro_batch}"
+            event = Event("dump_written", text, header.iteration or 0, layer=header.layer, tensor=header.tensor)
+            self._sinks.tell(event)
+
+    def tell_checkpoint(self, iteration: int) -> None:
+        """Tell that a checkpoint has taken the state."""
+        text = f"A checkpoint has taken the state before debug iteration {iteration}."
+        self._sinks.tell(Event("checkpoint_saved", text, iteration, phase="checkpoint"))
+
+    @contextmanager
+    def judging(self, iteration: int) -> Iterator[Verdict]:
+        """Surrounds the judgement of a contract, and tells what it has found."""
+        verdict = Verdict()
+        try:
+            yield verdict
+        except PrecisionContractError as error:
+            verdict.text = str(error)
+            raise
+        finally:
+            if verdict.text is not None:
+                held = "The run holds its precision contract."
+                severity: Severity = "warning" if verdict.text else "info"
+                text = verdict.text or held
+                self._sinks.tell(Event("contract_judged", text, iteration, severity, phase="step"))
+
+    def _tell_of_resume(self, iteration: int) -> None:
+        report = self._findings.resume
+        if report is not None and report not in self._told:
+            self._told.append(report)
+            severity: Severity = "warning" if report.findings else "info"
+            self._sinks.tell(Event("resume_audited", str(report), iteration, severity, phase="checkpoint"))
+
+    # ------------------------------------------------------------------ the trainer's numbers
+
+    def log(self, iteration: int, logging_step: int, values: Mapping[str, Any]) -> None:
+        """Take numbers of the trainer: those among the values, and the tensors with one element."""
+        if not self._kept:
+            self._kept_since = time.monotonic()
+        for name, value in values.items():
+            if is_number(value):
+                kept = value.detach().clone() if isinstance(value, torch.Tensor) else value
+                self._kept.append((iteration, logging_step, str(name), kept))
+
+    def _send_scalars(self, *, at_once: bool) -> None:
+        """Tell the sinks the trainer's numbers. A GPU's are not fetched in each step, which would wait for it."""
+        kept = self._kept
+        on_gpu = any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for _, _, _, value in kept)
+        waits = on_gpu and len(kept) < _MOST_KEPT and time.monotonic() - self._kept_since < _LONGEST
+        if not kept or (waits and not at_once):
+            return
+        self._kept = []
+        try:
+            numbers = to_floats([value for _, _, _, value in kept])
+        except Exception as error:
+            self._failures.report("reading", "the trainer's numbers", error)
+            return
+        found: dict[tuple[int, int], dict[str, float]] = {}
+        for (iteration, logging_step, name, _), number in zip(kept, numbers, strict=True):
+            found.setdefault((iteration, logging_step), {})[name] = number
+        for (iteration, logging_step), values in found.items():
+            self._sinks.tell(Scalars(iteration, logging_step, values))

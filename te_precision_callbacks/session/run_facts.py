@@ -1,0 +1,361 @@
+"""The facts of a run as the tables that the record store keeps."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from te_precision_callbacks.config.planning import Section
+from te_precision_callbacks.doctor.torch_facts import torch_facts
+from te_precision_callbacks.environment import read_environment
+from te_precision_callbacks.fingerprints.taking import QUANTIZED, weights_of
+from te_precision_callbacks.options import SessionOptions
+from te_precision_callbacks.records.coverage import Product
+from te_precision_callbacks.records.model import Event, LayerInfo
+from te_precision_callbacks.records.precision import GemmPrecision, in_short
+from te_precision_callbacks.reference import is_installed
+from te_precision_callbacks.scopes import mesh_sizes
+from te_precision_callbacks.session.coverage import Counted, in_precision
+from te_precision_callbacks.session.findings import Findings
+from te_precision_callbacks.session.model import ObservedModel
+from te_precision_callbacks.session.resume_audit import versions
+from te_precision_callbacks.store.recording import Facts
+from te_precision_callbacks.vocabulary import class_names
+
+MOST_SHARE = 0.05
+"""The share of the training time that facts may take where they change all the time."""
+
+_TRAINERS = ("lightning", "accelerate", "transformers", "megatron-core", "peft")
+"""Packages whose version is told where they are in use."""
+
+_MOST_NAMED = 3
+
+Row = dict[str, Any]
+
+
+class RunFacts:
+    """Gathers the facts of a run for the record store, when they have changed.
+
+    Args:
+        options: the session's options.
+        model: the model.
+        findings: the findings of the run.
+        front_door: what has started the session.
+    """
+
+    def __init__(self, options: SessionOptions, model: ObservedModel, findings: Findings, front_door: str) -> None:
+        self._options = options
+        self._model = model
+        self._findings = findings
+        self._front_door = front_door
+        self._taken: object = None
+        self._rests_until = 0.0
+        self._machine: Row | None = None
+        self._told_until: int | None = None
+
+    def changed(self, *, at_last: bool = False) -> bool:
+        """Whether there is something new to gather; not if gathering has just taken long, unless ``at_last``."""
+        return self._state != self._taken and (at_last or time.perf_counter() >= self._rests_until)
+
+    @property
+    def _state(self) -> object:
+        findings = self._findings
+        coverage = findings.coverage
+        changes = findings.layers.changes, findings.audit.changes, coverage.changes
+        return *changes, len(coverage.of_other_ranks), len(findings.unconverted)
+
+    def take(self) -> Facts:
+        """Gather all facts."""
+        begun = time.perf_counter()
+        self._taken = self._state
+        infos = self._findings.layers.spans()
+        gemms, operands = self._products()
+        layer_rows = list(self._layers(infos, gemms))
+        ids = {row["layer"]: row["layer_id"] for row in layer_rows}
+        scopes = {row["layer"]: row["scope"] for row in layer_rows}
+        for row in gemms:
+            row["layer_id"], row["scope"] = ids[row["layer"]], scopes[row["layer"]]
+        tables = {
+            "layers": layer_rows,
+            "gemms": gemms,
+            "operands": operands,
+            "states": self._states(),
+            "plan": list(self._plan(infos)),
+        }
+        now = time.perf_counter()
+        self._rests_until = now + (now - begun) / MOST_SHARE
+        return Facts(self._run(gemms), tables)
+
+    def changes(self) -> Iterator[Event]:
+        """What has changed in the precision of GEMMs since the last call, an event for each iteration."""
+        before: dict[tuple[str, str], GemmPrecision] = {}
+        formats: dict[int, list[str]] = defaultdict(list)
+        recipes: dict[int, list[str]] = defaultdict(list)
+        last = self._told_until
+        for entry in self._findings.audit.spans():
+            earlier = before.get((entry.layer, entry.gemm))
+            before[entry.layer, entry.gemm] = entry
+            self._told_until = max(entry.since, -1 if self._told_until is None else self._told_until)
+            if earlier is None or entry.not_run or earlier.not_run or last is None or entry.since <= last:
+                continue
+            if entry.operands != earlier.operands:
+                change = f"{in_short(earlier.operands)} -> {in_short(entry.operands)}"
+                formats[entry.since].append(f"{entry.layer} {entry.gemm}: {change}")
+            if entry.recipe != earlier.recipe:
+                recipes[entry.since].append(f"{entry.layer} {entry.gemm}: {earlier.recipe} -> {entry.recipe}")
+        for kind, found in (("precision_changed", formats), ("recipe_changed", recipes)):
+            for iteration, texts in sorted(found.items()):
+                yield Event(kind, _listed(texts), iteration, phase="step", data={"changes": texts[:1000]})
+
+    # ------------------------------------------------------------------ run.json
+
+    def _run(self, gemms: Sequence[Row]) -> Row:
+        if self._machine is None:
+            self._machine = self._machine_facts()
+        recipes = dict.fromkeys(entry.recipe for entry in self._findings.audit.spans() if entry.recipe)
+        return {
+            **self._machine,
+            "config_text": self._config_text(),
+            "config_hash": self._model.config_hash,
+            "recipes": list(recipes),
+            "unconverted": dict(self._findings.unconverted),
+        }
+
+    def _machine_facts(self) -> Row:
+        torch = torch_facts()
+        found = dict(versions()) | {"python": platform.python_version()}
+        for name in _TRAINERS:
+            if name.partition("-")[0] in sys.modules:
+                try:
+                    found[name] = version(name)
+                except PackageNotFoundError:
+                    continue
+        settings = read_environment(os.environ).settings
+        return {
+            "front_door": self._front_door,
+            "versions": found,
+            "environment": {setting.variable.name: setting.value for setting in settings},
+            "torch_settings": dict(torch.settings),
+            "platform": platform.platform(),
+            "gpu": torch.gpus[0].name if torch.gpus else None,
+            "gpus": len(torch.gpus),
+            "capability": torch.gpus[0].capability if torch.gpus else None,
+            "cuda": torch.cuda,
+            "driver": torch.driver,
+            "mesh": mesh_sizes(named.module for named in self._model.modules),
+            "te_backend": "reference" if is_installed() else "compiled",
+            "reduce": self._options.reduce,
+            "observe": self._options.observe,
+            "script": os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else "",
+            "started_by": self._findings.started_at,
+        }
+
+    def _config_text(self) -> str:
+        source = self._options.config.source
+        if source is not None:
+            try:
+                return source.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):
+                pass  # deleted since
+        return "".join(f"{key}: {value}\n" for key, value in self._model.flat_config.items())
+
+    # ------------------------------------------------------------------ tables
+
+    def _layers(self, infos: Sequence[LayerInfo], gemms: Sequence[Row]) -> Iterator[Row]:
+        """The layers that can be observed, those of other ranks, and those that only have products."""
+        ids: dict[str, int] = {}
+        weights = self._weights()
+        families: dict[str, str] = {}
+        since: dict[str, int] = {}
+        for row in gemms:
+            families.setdefault(row["layer"], row["family"])
+            since[row["layer"]] = min(row["since"], since.get(row["layer"], row["since"]))
+        for info in infos:
+            yield {
+                "layer_id": ids.setdefault(info.name, len(ids)),
+                "scope": info.scope,
+                "layer": info.name,
+                "given": info.given,
+                "class": info.module_class,
+                "family": families.get(info.name, "te"),
+                "exec_fwd": info.exec_fwd,
+                "exec_bwd": info.exec_bwd,
+                **weights.get(info.name, {}),
+                "refused": info.refused,
+                "sections": list(info.sections),
+                "since": info.since,
+                "until": info.until,
+            }
+        for layer in self._model.layers_of_other_ranks:
+            if layer.name not in ids:
+                number = ids.setdefault(layer.name, len(ids))
+                kind, scope = layer.types[0], layer.scope
+                yield {
+                    "layer_id": number,
+                    "scope": scope,
+                    "layer": layer.name,
+                    "class": kind,
+                    "family": "te",
+                    "since": 0,
+                }
+        for name, family in families.items():
+            if name not in ids:
+                number = ids.setdefault(name, len(ids))
+                yield {"layer_id": number, "scope": "", "layer": name, "family": family, "since": since[name]}
+
+    def _weights(self) -> dict[str, Row]:
+        """Layer -> the columns about its weights on this rank."""
+        found: dict[str, Row] = {}
+        for named in self._model.modules:
+            for number, layer in enumerate(named.layers):
+                weights = [getattr(each, "_local_tensor", each) for each in weights_of(named.module, number)]
+                quantized = any(not QUANTIZED.isdisjoint(class_names(weight)) for weight in weights)
+                dtypes = dict.fromkeys(str(weight.dtype).partition(".")[2] for weight in weights)
+                found[layer.name] = {
+                    "params": sum(weight.numel() for weight in weights),
+                    "weight_dtype": ", ".join(dtypes),
+                    "primary_weights": "quantized" if quantized else "high",
+                }
+        return found
+
+    def _products(self) -> tuple[list[Row], list[Row]]:
+        """The rows of products and of their operands."""
+        gemms: list[Row] = []
+        operands: list[Row] = []
+        for product, order, seen, since, until in self._spans_of_products():
+            number = len(gemms)
+            span = {"since": since, "until": until}
+            gemms.append(
+                {
+                    "gemm_id": number,
+                    "layer": product.layer,
+                    "gemm": product.gemm,
+                    "family": product.family,
+                    "backward": product.backward,
+                    "n": product.n,
+                    "m": product.m,
+                    "k": product.k,
+                    "batch": product.batch,
+                    "calls": product.calls,
+                    "macs": product.macs,
+                    "order": order,
+                    "runs": product.runs,
+                    "not_run": product.not_run,
+                    "precision": product.precision,
+                    "reason": None if product.reason is None else product.reason.name,
+                    "reason_ref": product.reason_ref,
+                    "recipe": seen.recipe if seen is not None else "",
+                    **span,
+                }
+            )
+            source = "seen" if seen is None or seen.seen else "planned"
+            operands += [
+                {
+                    "gemm_id": number,
+                    "layer": product.layer,
+                    "gemm": product.gemm,
+                    "tensor": tensor,
+                    "format": text,
+                    "source": source,
+                    **span,
+                }
+                for tensor, text in product.operands.items()
+            ]
+        return gemms, operands
+
+    def _spans_of_products(self) -> Iterator[tuple[Product, int, GemmPrecision | None, int, int | None]]:
+        """Each product as often as its precision was another: with its place, its precision, and its span."""
+        spans: dict[tuple[str, str], list[GemmPrecision]] = defaultdict(list)
+        for entry in self._findings.audit.spans():
+            spans[entry.layer, entry.gemm].append(entry)
+        for counted in self._findings.coverage.spans():
+            known = {(product.layer, product.gemm) for product in counted.products}
+            for order, product in enumerate(counted.products):
+                yield from self._in_precision(product, order, counted, spans)
+            for (layer, gemm), entries in spans.items():
+                if (layer, gemm) not in known and entries[-1].not_run:
+                    left_out = Product.left_out(layer, "te", entries[-1].gemm, entries[-1].not_run)
+                    yield left_out, len(counted.products), entries[-1], entries[-1].since, entries[-1].until
+        for order, product in enumerate(self._findings.coverage.of_other_ranks):
+            yield product, order, None, 0, None
+
+    def _in_precision(
+        self,
+        product: Product,
+        order: int,
+        counted: Counted,
+        spans: dict[tuple[str, str], list[GemmPrecision]],
+    ) -> Iterator[tuple[Product, int, GemmPrecision | None, int, int | None]]:
+        of_te = product.family in ("te", "te_ops")
+        entries = spans.get((product.layer, product.gemm), []) if of_te else []
+        unconverted = self._findings.unconverted
+        if not entries:
+            (found,) = in_precision([product], counted.layers, [], unconverted)
+            yield found, order, None, counted.since, counted.until
+        for place, entry in enumerate(entries):
+            ends = [end for end in (entry.until, counted.until) if end is not None]
+            # Counted in the model's first step, of which a GEMM's precision may be known a step later.
+            since, until = entry.since if place else min(entry.since, counted.since), min(ends, default=None)
+            since = max(since, counted.since)
+            if until is None or until >= since:
+                (found,) = in_precision([product], counted.layers, [entry], unconverted)
+                yield found, order, entry, since, until
+
+    def _states(self) -> list[Row]:
+        counted = self._findings.coverage.spans()[-1:]
+        return [
+            {"subject": row.subject, "dtype": row.dtype, "bytes": row.bytes, "count": row.tensors}
+            for last in counted
+            for row in last.state
+        ]
+
+    def _plan(self, infos: Sequence[LayerInfo]) -> Iterator[Row]:
+        sections = {section.name: section for section in self._options.config.enabled_sections}
+        for info in infos:
+            for namespace, features in info.features.items():
+                for feature, options in features.items():
+                    section = _section_with(feature, [sections[name] for name in info.sections if name in sections])
+                    file, line = ("", None) if section is None else _place(section, namespace, feature)
+                    yield {
+                        "section": "" if section is None else section.name,
+                        "file": file,
+                        "line": line,
+                        "feature": feature,
+                        "layer": info.name,
+                        "options": json.dumps(dict(options), default=str),
+                        "since": info.since,
+                        "until": info.until,
+                    }
+
+
+def _section_with(feature: str, sections: Sequence[Section]) -> Section | None:
+    """The section that a layer has a feature from. Sections may spell its name in another way."""
+    with_it = [
+        section
+        for section in sections
+        for features in section.features.values()
+        if feature.lower() in map(str.lower, features)
+    ]
+    return next(iter([*with_it, *sections]), None)
+
+
+def _place(section: Section, namespace: str, feature: str) -> tuple[str, int | None]:
+    """File and line of a section's feature, or of the section; no line for a mapping."""
+    marks = section.places.marks
+    spelled = next((key for key in section.features.get(namespace, ()) if key.lower() == feature.lower()), feature)
+    paths = ((section.name, namespace, spelled), (section.name,))
+    mark = next((marks[path] for path in paths if path in marks), None)
+    return section.places.name, None if mark is None else mark.line
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = len(texts) - _MOST_NAMED
+    shown = "; ".join(texts[:_MOST_NAMED])
+    return f"{shown}; and {more} more" if more > 0 else shown

@@ -1,0 +1,25 @@
+"""The record store: a run as files that other tools read too, and its reader.
+
+    from te_precision_callbacks.store import open_run
+    run = open_run("logs")                  # RecordedRun: tables of Arrow, and typed access
+    run.grid("underflows%", "activation")   # layers x iterations
+
+A session writes a run by itself. :class:`RunWriter` writes one without a session; its module shows how.
+"""
+
+from te_precision_callbacks.store.errors import NotARunError, RunError, SeveralRunsError
+from te_precision_callbacks.store.reading import list_runs, open_run
+from te_precision_callbacks.store.recorded import Grid, RecordedRun, Segment
+from te_precision_callbacks.store.writing import RunWriter
+
+__all__ = [
+    "Grid",
+    "NotARunError",
+    "RecordedRun",
+    "RunError",
+    "RunWriter",
+    "Segment",
+    "SeveralRunsError",
+    "list_runs",
+    "open_run",
+]

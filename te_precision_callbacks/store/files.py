@@ -1,0 +1,194 @@
+"""The names of a run's files, and files that appear whole or not at all.
+
+    <log_dir>/precision_records/<run_id>/seg-000/run.json
+                                         seg-000/layers.parquet, gemms.parquet, ...
+                                         seg-000/rank-00000/values-000001.parquet, values-000002.arrows, ...
+                                         seg-000/rank-00000/events.jsonl
+
+A part is sealed as ``<table>-<number>.parquet``. Until then it is ``<table>-<number>.arrows``, a stream of Arrow, its
+*tail*, to which rows are appended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import re
+import secrets
+import socket
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import IO, Any
+
+FOLDER = "precision_records"
+"""The folder of a log folder that has its runs."""
+
+RUN_FILE, EVENTS_FILE = "run.json", "events.jsonl"
+SEALED, TAIL = ".parquet", ".arrows"
+
+SEGMENT_NAME = re.compile(r"seg-(\d{3,})")
+RANK_NAME = re.compile(r"rank-(\d{5,})")
+PART_NAME = re.compile(r"([a-z]+)-(\d{6,})\.(parquet|arrows)")
+
+_INCOMPLETE = ".incomplete"
+
+
+def new_run_id() -> str:
+    """A name for a run, such as ``20261122-130144-507-9f3c21``: by the time in UTC, to the millisecond, and unique.
+
+    Names sort as the runs began; of two short runs in one folder, both may begin in one second.
+    """
+    now = datetime.now(timezone.utc)
+    return f"{now:%Y%m%d-%H%M%S}-{now.microsecond // 1000:03d}-{secrets.token_hex(3)}"
+
+
+def segment_name(number: int) -> str:
+    """``seg-000``."""
+    return f"seg-{number:03d}"
+
+
+def rank_name(rank: int) -> str:
+    """``rank-00000``."""
+    return f"rank-{rank:05d}"
+
+
+def part_stem(table: str, number: int) -> str:
+    """``values-000001``."""
+    return f"{table}-{number:06d}"
+
+
+def segments_of(run: Path) -> dict[int, Path]:
+    """The segments of a run's folder, by number, in order."""
+    return _numbered(run, SEGMENT_NAME)
+
+
+def ranks_of(segment: Path) -> dict[int, Path]:
+    """The folders of ranks of a segment, by rank, in order."""
+    return _numbered(segment, RANK_NAME)
+
+
+def _numbered(folder: Path, name: re.Pattern[str]) -> dict[int, Path]:
+    found = ((name.fullmatch(entry.name), entry) for entry in folder.iterdir() if entry.is_dir())
+    return dict(sorted((int(match[1]), entry) for match, entry in found if match is not None))
+
+
+def make_segment(run: Path) -> tuple[int, Path]:
+    """Make the next segment of a run, one that no other process makes too.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    number = max(segments_of(run), default=-1) + 1
+    while True:
+        folder = run / segment_name(number)
+        try:
+            folder.mkdir()
+            return number, folder
+        except FileExistsError:
+            number += 1
+
+
+def replace_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write a file beside its place, bring it to the disk, and rename it.
+
+    Raises:
+        OSError: it cannot be written. A file that was there is unchanged.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}{_INCOMPLETE}")
+    try:
+        with beside.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class AppendedFile(io.RawIOBase):
+    """A new file, or the end of one, whose writes are in the file, whole, when they return.
+
+    Nothing is buffered, so that a process that was forked meanwhile has nothing to write once more.
+
+    Args:
+        path: the file.
+        new: whether there must be no such file.
+    """
+
+    def __init__(self, path: Path, *, new: bool = False) -> None:
+        super().__init__()
+        self._path = path
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_EXCL if new else 0), 0o666)
+        self.nbytes = os.fstat(self._descriptor).st_size
+        """The size of the file."""
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def write(self, data: Any, /) -> int:
+        """Append all of the data.
+
+        Raises:
+            OSError: they cannot be written, or the file was deleted meanwhile.
+        """
+        left = memoryview(data).cast("B")
+        count = len(left)
+        while left:
+            written = os.write(self._descriptor, left)
+            self.nbytes += written
+            left = left[written:]
+        return count
+
+    def require_there(self) -> None:
+        """Raise FileNotFoundError if the file was deleted meanwhile."""
+        if os.fstat(self._descriptor).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "it was deleted while it was written", str(self._path))
+
+    def close(self) -> None:
+        """Close the file."""
+        if not self.closed:
+            os.close(self._descriptor)
+        super().close()
+
+
+def parts_of(folder: Path, table: str) -> Iterator[Path]:
+    """The parts of a table in a rank's folder, in order: of each number the sealed part, or else its tail."""
+    found: dict[int, Path] = {}
+    for entry in folder.iterdir():
+        match = PART_NAME.fullmatch(entry.name)
+        if match is not None and match[1] == table and (entry.suffix == SEALED or int(match[2]) not in found):
+            found[int(match[2])] = entry
+    return iter(found[number] for number in sorted(found))
+
+
+def process_now() -> dict[str, str | int]:
+    """What tells this process from all others: host, process id and its start, in ticks since the boot of the host."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "pid_started": _started(os.getpid()) or 0}
+
+
+def is_gone(host: object, pid: object, started: object) -> bool:
+    """Whether a process of this host has ended, by :func:`process_now`; False where that cannot be known."""
+    if host != socket.gethostname() or not isinstance(pid, int) or not os.path.isdir("/proc/self"):
+        return False
+    return _started(pid) != started
+
+
+def _started(pid: int) -> int | None:
+    """When a process has started; None if it does not live, or the system does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

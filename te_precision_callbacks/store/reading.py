@@ -1,0 +1,540 @@
+"""Reads recorded runs: this package's own, and those of plain nvidia-dlfw-inspect.
+
+    run = open_run("logs")                              # a log folder with one run
+    run = open_run("logs", run="20261122-130144-507-9f3c21")
+    list_runs("logs")                                   # ("20261122-130144-507-9f3c21", ...)
+
+A run may be read while it is written, and after its process was killed: a tail counts to its last whole batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from te_precision_callbacks.store.errors import NotARunError, RunError, SeveralRunsError
+from te_precision_callbacks.store.files import (
+    EVENTS_FILE,
+    FOLDER,
+    RUN_FILE,
+    SEALED,
+    SEGMENT_NAME,
+    TAIL,
+    is_gone,
+    parts_of,
+    ranks_of,
+    segments_of,
+)
+from te_precision_callbacks.store.importing import find_logs, import_logs
+from te_precision_callbacks.store.index import (
+    NO_VALUES,
+    NO_VECTORS,
+    VALUE_COLUMNS,
+    VECTOR_COLUMNS,
+    SeriesIndex,
+    Subject,
+    in_order,
+)
+from te_precision_callbacks.store.recorded import RecordedRun, Segment, Status
+from te_precision_callbacks.store.tables import EVENTS, FACTS, SCALARS, SCHEMA_VERSION, STEPS, SUBJECT, VALUES, VECTORS
+
+SILENT_SECONDS = 60.0
+"""The seconds without a sign of life after which a segment's process counts as killed."""
+
+_STREAM = b"\xff\xff\xff\xff"
+"""How a stream of Arrow begins."""
+
+_UNREADABLE = (OSError, pa.ArrowException, ValueError, KeyError)
+"""What pyarrow raises for a damaged or foreign file: of Arrow's exceptions some derive from the built-in ones."""
+
+StrPath = str | os.PathLike[str]
+
+
+def list_runs(path: StrPath) -> tuple[str, ...]:
+    """The names of the runs that a log folder has recorded, the oldest first; empty if it has none."""
+    folder = Path(path)
+    folder = folder if folder.name == FOLDER else folder / FOLDER
+    if not folder.is_dir():
+        return ()
+    return tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and segments_of(entry)))
+
+
+def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
+    """Read a recorded run.
+
+    Args:
+        path: a log folder, its folder ``precision_records``, the folder of a run or of one of its segments; or what
+            plain nvidia-dlfw-inspect has written: its log folder, or a statistics log.
+        run: the run that is meant, one of :func:`list_runs`, or the beginning of its name; needed where there are
+            several. ``"latest"`` is the last one.
+
+    Raises:
+        NotARunError: there is no recorded run, or not the one that is meant.
+        SeveralRunsError: there are several runs, and none is chosen.
+        RunError: the files are of a later version of this package.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        raise NotARunError(f"{folder}: there is no such file or folder.")
+    if folder.is_dir():
+        if SEGMENT_NAME.fullmatch(folder.name) and (folder / RUN_FILE).exists():
+            return _Reader(folder.parent, folder, {int(folder.name.partition("-")[2]): folder}).run()
+        if segments_of(folder):
+            return _Reader(folder, folder, segments_of(folder)).run()
+        runs = list_runs(folder)
+        if runs:
+            chosen = (folder if folder.name == FOLDER else folder / FOLDER) / _choose(folder, runs, run)
+            return _Reader(chosen, folder, segments_of(chosen)).run()
+    logs = find_logs(folder)
+    if logs is not None:
+        return import_logs(folder, logs)
+    raise NotARunError(f"{folder}: {_what_it_is(folder)}")
+
+
+def _choose(folder: Path, runs: tuple[str, ...], wanted: str | None) -> str:
+    if wanted == "latest":
+        return runs[-1]
+    found = runs if wanted is None else tuple(name for name in runs if name.startswith(wanted))
+    if wanted in found:
+        return str(wanted)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise NotARunError(f"{folder}: there is no run {wanted!r}. There are: {', '.join(runs)}.")
+    raise SeveralRunsError(
+        f"{folder}: there are {len(found)} runs: {', '.join(found)}. Give the path of one of them,"
+        f" {Path(FOLDER) / found[-1]} for the last one, or run={found[-1]!r}.",
+        found,
+    )
+
+
+def _what_it_is(path: Path) -> str:
+    if path.is_dir():
+        return (
+            f"no recorded run is in this folder. A log folder has {FOLDER}/<run>/seg-000/{RUN_FILE}; one of plain"
+            " nvidia-dlfw-inspect has nvdlfw_inspect_statistics_logs/."
+        )
+    return "this file is no recorded run. Give the log folder."
+
+
+@dataclass
+class _Rows:
+    """Where rows of a table lie: a part of a rank of a segment.
+
+    Attributes:
+        path: the file.
+        segment: the number of the segment.
+        numbers: series of the files of this rank and segment -> series of the run.
+    """
+
+    path: Path
+    segment: int
+    numbers: dict[int, int]
+
+
+@dataclass
+class _Reader:
+    """Reads a run.
+
+    Args:
+        folder: the folder of the run.
+        given: the path that the user gave.
+        folders: the segments.
+    """
+
+    folder: Path
+    given: Path
+    folders: Mapping[int, Path]
+    notes: list[str] = field(default_factory=list)
+    index: SeriesIndex = field(default_factory=SeriesIndex)
+    spans: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def run(self) -> RecordedRun:
+        segments = tuple(self._segment(number, folder) for number, folder in self.folders.items())
+        ranks = {number: ranks_of(folder) for number, folder in self.folders.items()}
+        self._note_missing(segments, ranks)
+        folders = [(number, rank) for number, of_segment in ranks.items() for rank in of_segment.values()]
+        steps: dict[int, list[pa.Table]] = {number: [] for number in self.folders}
+        scalars: dict[int, list[pa.Table]] = {number: [] for number in self.folders}
+        for number, folder in folders:
+            steps[number] += self._tables(folder, "steps", STEPS)
+            scalars[number] += self._tables(folder, "scalars", SCALARS)
+        for number in self.folders:
+            iterations = [table["iteration"] for table in (*steps[number], *scalars[number]) if len(table)]
+            if iterations:
+                bounds = [pc.min_max(each).as_py() for each in iterations]
+                self.spans[number] = min(b["min"] for b in bounds), max(b["max"] for b in bounds)
+        values = self._parts(folders, "values", VALUES)
+        vectors = self._parts(folders, "vectors", VECTORS)
+        facts = self._facts(segments)
+        return RecordedRun(
+            path=self.given,
+            source="te-precision-callbacks",
+            run_id=self.folder.name,
+            segments=segments,
+            **facts,
+            series=self.index.table(),
+            steps=_first_of_each(self._joined(steps, STEPS), "iteration"),
+            scalars=self._joined(scalars, SCALARS),
+            events=self._events(folders),
+            read_values=functools.partial(self._read, values, VALUE_COLUMNS, NO_VALUES),
+            read_vectors=functools.partial(self._read, vectors, VECTOR_COLUMNS, NO_VECTORS),
+            notes=tuple(self.notes),
+        )
+
+    # ------------------------------------------------------------------ segments
+
+    def _segment(self, number: int, folder: Path) -> Segment:
+        path = folder / RUN_FILE
+        facts: dict[str, Any] = {}
+        try:
+            facts = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(facts, dict):
+                raise ValueError("no JSON object")
+        except FileNotFoundError:
+            self._note(f"{path} is missing: nothing is known of the facts of segment {number}.")
+        except (OSError, ValueError) as error:
+            facts = {}
+            self._note(f"{path} is damaged ({error}): nothing is known of the facts of segment {number}.")
+        schema = facts.get("schema", SCHEMA_VERSION)
+        if not isinstance(schema, int) or schema > SCHEMA_VERSION:
+            raise RunError(
+                f"{path}: its schema is {schema!r}, and this te-precision-callbacks reads up to {SCHEMA_VERSION}."
+                " Read the run with the version that has written it, or a later one."
+            )
+        status = facts.get("status", "unknown")
+        if status == "running" and _has_ended(path, facts):
+            status = "killed"
+        known: Status = status if status in ("running", "ended", "failed", "killed") else "unknown"
+        return Segment(
+            number=number,
+            status=known,
+            started_at=str(facts.get("started_at") or ""),
+            ended_at=str(facts.get("ended_at") or ""),
+            first_iteration=_whole(facts.get("first_iteration"), 0),
+            world=_whole(facts.get("world"), 1),
+            facts=facts,
+        )
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def _note_missing(self, segments: Iterable[Segment], ranks: Mapping[int, Mapping[int, Path]]) -> None:
+        numbers = sorted(self.folders)
+        missing = sorted(set(range(numbers[-1])) - set(numbers)) if len(numbers) > 1 else []
+        if missing:
+            self._note(f"Segments are missing: {', '.join(map(str, missing))}.")
+        versions: dict[str, set[str]] = {}
+        for segment in segments:
+            of_segment = segment.facts.get("versions")
+            for package, version in (of_segment if isinstance(of_segment, dict) else {}).items():
+                versions.setdefault(package, set()).add(str(version))
+            found = ranks[segment.number]
+            expected = segment.facts.get("writing_ranks")
+            expected = expected if isinstance(expected, list) else [0]
+            gone = [rank for rank in expected if rank not in found]
+            if gone:
+                self._note(
+                    f"Segment {segment.number} lacks the files of {len(gone)} of {segment.world} ranks:"
+                    f" {', '.join(map(str, gone[:8]))}{' ...' if len(gone) > 8 else ''}."
+                )
+        for package, several in versions.items():
+            if len(several) > 1:
+                self._note(f"The segments ran with several versions of {package}: {', '.join(sorted(several))}.")
+
+    # ------------------------------------------------------------------ tables
+
+    def _tables(self, folder: Path, name: str, schema: pa.Schema) -> list[pa.Table]:
+        """The parts of a small table."""
+        found = []
+        for path in self._numbered_parts(folder, name):
+            table = self._load(path, schema.names, schema)
+            if table is not None:
+                found.append(table)
+        return found
+
+    def _numbered_parts(self, folder: Path, name: str) -> list[Path]:
+        paths = list(parts_of(folder, name))
+        numbers = {int(path.stem.partition("-")[2]) for path in paths}
+        gone = sorted(set(range(1, max(numbers, default=0))) - numbers)
+        if gone:
+            self._note(f"{folder}: parts of {name} are missing: {', '.join(map(str, gone))}.")
+        return paths
+
+    def _load(self, path: Path, columns: list[str], schema: pa.Schema) -> pa.Table | None:
+        """A part, or what of it can be read; None, and a note, if nothing can."""
+        try:
+            return _read_part(path, columns, schema)
+        except FileNotFoundError:
+            self._note(f"{path} has vanished while it was read.")
+        except _UNREADABLE as error:
+            self._note(f"{path} cannot be read, and its rows are missing: {_first_line(error)}")
+        return None
+
+    def _joined(self, tables: Mapping[int, list[pa.Table]], schema: pa.Schema) -> pa.Table:
+        """The rows of all segments that count, by iteration; those of a lower rank come first."""
+        kept = [
+            table.filter(pa.array(self._counts(number, table))) for number, each in tables.items() for table in each
+        ]
+        joined = pa.concat_tables([schema.empty_table(), *kept]).unify_dictionaries().combine_chunks()
+        return joined.take(pc.sort_indices(joined, sort_keys=[("iteration", "ascending")]))
+
+    def _counts(self, segment: int, table: pa.Table) -> npt.NDArray[np.bool_]:
+        """Which rows of a segment count: those whose iteration no later segment has."""
+        iterations = table["iteration"].to_numpy()
+        kept: npt.NDArray[np.bool_] = np.ones(len(iterations), bool)
+        for later, (first, last) in self.spans.items():
+            if later > segment:
+                kept &= (iterations < first) | (iterations > last)
+        return kept
+
+    def _parts(self, folders: Iterable[tuple[int, Path]], name: str, schema: pa.Schema) -> list[_Rows]:
+        """The parts of a large table, whose series are noted in the index."""
+        found = []
+        numbers: dict[tuple[int, Path], dict[int, int]] = {}
+        columns = [column for column in schema.names if column not in ("segment", "flags", "bin", "count")]
+        for segment, folder in folders:
+            of_rank = numbers.setdefault((segment, folder), {})
+            for path in self._numbered_parts(folder, name):
+                table = self._load(path, columns, schema)
+                if table is None:
+                    continue
+                if not self._fits(table, path):
+                    continue
+                self._number_series(table, of_rank)
+                rows = _Rows(path, segment, of_rank)
+                found.append(rows)
+                table = table.filter(pa.array(self._is_of_snapshot(segment, table)))
+                series = _translated(table["series"].to_numpy(), of_rank)
+                values = table["value"].to_numpy() if "value" in columns else None
+                self.index.note(series, table["iteration"].to_numpy(), values)
+        return found
+
+    def _fits(self, table: pa.Table, path: Path) -> bool:
+        """Whether what must be there is there."""
+        bad = [name for name in ("iteration", "series") if table[name].null_count]
+        if bad or (len(table) and pc.min(table["series"]).as_py() < 0):
+            self._note(f"{path} cannot be read, and its rows are missing: bad numbers in {', '.join(bad) or 'series'}")
+            return False
+        return True
+
+    def _is_of_snapshot(self, segment: int, table: pa.Table) -> npt.NDArray[np.bool_]:
+        """Which rows count, and were there when the run was opened."""
+        if segment not in self.spans:
+            return np.zeros(len(table), bool)
+        iterations = table["iteration"].to_numpy()
+        there: npt.NDArray[np.bool_] = iterations <= self.spans[segment][1]
+        return there & self._counts(segment, table)
+
+    def _number_series(self, table: pa.Table, of_rank: dict[int, int]) -> None:
+        wanted, rows = np.unique(table["series"].to_numpy(), return_index=True)
+        new = np.array([number not in of_rank for number in wanted.tolist()], bool)
+        if not new.any():
+            return
+        named = table.select([*(name for name, _ in SUBJECT), "rank"]).take(pa.array(rows[new]))
+        columns = [named[name].to_pylist() for name in named.column_names]
+        for number, *subject in zip(wanted[new].tolist(), *columns, strict=True):
+            scope, layer, tensor, gemm, statistic, rank = subject
+            found = Subject(scope or "", layer or "", tensor or "", gemm or "", statistic or "", rank)
+            of_rank[number] = self.index.number(found)
+
+    def _read(self, parts: list[_Rows], columns: list[str], nothing: pa.Table, wanted: list[int] | None) -> pa.Table:
+        """The rows of some series, or of all."""
+        chosen = None if wanted is None else set(wanted)
+        tables = [nothing]
+        for rows in parts:
+            numbers = (
+                rows.numbers if chosen is None else {own: run for own, run in rows.numbers.items() if run in chosen}
+            )
+            if not numbers:
+                continue
+            try:
+                table = _read_part(rows.path, columns, nothing.schema, None if chosen is None else list(numbers))
+            except _UNREADABLE as error:
+                raise RunError(f"{rows.path} cannot be read any more: {_first_line(error)}") from error
+            table = table.filter(pa.array(self._is_of_snapshot(rows.segment, table)))
+            series = _translated(table["series"].to_numpy(), numbers)
+            place = columns.index("series")
+            table = table.set_column(place, nothing.schema.field("series"), pa.array(series))
+            tables.append(table.filter(pa.array(series >= 0)))
+        return in_order(pa.concat_tables(tables).combine_chunks())
+
+    # ------------------------------------------------------------------ facts and events
+
+    def _facts(self, segments: tuple[Segment, ...]) -> dict[str, pa.Table]:
+        found: dict[str, list[pa.Table]] = {name: [] for name in FACTS}
+        layers: dict[tuple[str, str], int] = {}
+        gemms = 0
+        for place, segment in enumerate(segments):
+            folder = self.folders[segment.number]
+            following = segments[place + 1].first_iteration if place + 1 < len(segments) else None
+            for where in (folder, *ranks_of(folder).values()):
+                tables = {name: self._fact(where, name, following) for name in FACTS}
+                _renumber(tables, layers, gemms)
+                top = pc.max(tables["gemms"]["gemm_id"]).as_py()
+                gemms = gemms if top is None else top + 1
+                for name, table in tables.items():
+                    found[name].append(table)
+        found["states"] = [table for table in found["states"] if len(table)][-1:] or found["states"][:1]
+        return {name: pa.concat_tables(tables).combine_chunks() for name, tables in found.items()}
+
+    def _fact(self, folder: Path, name: str, following: int | None) -> pa.Table:
+        """A table of facts, with its spans ended where the next segment begins."""
+        path, schema = folder / f"{name}{SEALED}", FACTS[name]
+        table = self._load(path, schema.names, schema) if path.exists() else None
+        if table is None:
+            return schema.empty_table()
+        if following is None or "until" not in schema.names:
+            return table
+        until = pc.min_element_wise(table["until"], pa.scalar(following - 1, pa.int64()), skip_nulls=True)
+        table = table.set_column(schema.get_field_index("until"), schema.field("until"), until)
+        return table.filter(pc.less_equal(pc.fill_null(table["since"], 0), table["until"]))
+
+    def _events(self, folders: Iterable[tuple[int, Path]]) -> pa.Table:
+        rows: list[dict[str, Any]] = []
+        for _, folder in folders:
+            path = folder / EVENTS_FILE
+            if path.exists():
+                rows += self._event_rows(path)
+        rows.sort(key=lambda row: (row["iteration"], row["wall_time"] or _EPOCH))
+        return pa.Table.from_pylist(rows, EVENTS)
+
+    def _event_rows(self, path: Path) -> Iterator[dict[str, Any]]:
+        lines = path.read_bytes().split(b"\n")
+        bad = 0
+        for line in lines[:-1]:  # behind the last line's end is nothing, or half a line
+            try:
+                yield _event(json.loads(line))
+            except (ValueError, TypeError, KeyError, AttributeError):
+                bad += 1
+        if bad:
+            self._note(f"{path}: {bad} of {len(lines) - 1} lines cannot be read.")
+
+
+_EPOCH = datetime.fromtimestamp(0, timezone.utc)
+
+
+def _event(read: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of EVENTS of a line of events.jsonl."""
+    row: dict[str, Any] = {}
+    for column in EVENTS:
+        value = read.get(column.name)
+        if value is None:
+            row[column.name] = None
+        elif column.name == "wall_time":
+            row[column.name] = datetime.fromisoformat(value)
+        else:
+            row[column.name] = int(value) if pa.types.is_integer(column.type) else str(value)
+    if row["iteration"] is None or row["kind"] is None:
+        raise ValueError("an event has an iteration and a kind")
+    return row
+
+
+def _has_ended(path: Path, facts: Mapping[str, Any]) -> bool:
+    """Whether the process of a segment that does not say that it has ended has done so."""
+    if is_gone(facts.get("host"), facts.get("pid"), facts.get("pid_started")):
+        return True
+    try:
+        return time.time() - path.stat().st_mtime > SILENT_SECONDS
+    except OSError:
+        return True
+
+
+def _whole(value: object, otherwise: int) -> int:
+    return value if isinstance(value, int) else otherwise
+
+
+def _translated(series: npt.NDArray[np.int32], numbers: Mapping[int, int]) -> npt.NDArray[np.int32]:
+    """Series of a file as series of the run; -1 for those that are not in ``numbers``."""
+    largest = max(max(numbers, default=0), int(series.max(initial=0)))
+    of = np.full(largest + 1, -1, np.int32)
+    of[list(numbers)] = list(numbers.values())
+    return of[series]
+
+
+def _first_of_each(table: pa.Table, column: str) -> pa.Table:
+    """The first row of each value of a column by which the rows are sorted."""
+    values = table[column].to_numpy()
+    return table.filter(pa.array(np.r_[True, values[1:] != values[:-1]][: len(values)]))
+
+
+def _renumber(tables: dict[str, pa.Table], layers: dict[tuple[str, str], int], gemms: int) -> None:
+    """Let the layers and products of a folder have numbers that are theirs alone in the run: the same layer in several
+    segments has one number, and a product one for each segment."""
+    for name in ("layers", "gemms"):
+        table = tables[name]
+        subjects = zip(table["scope"].to_pylist(), table["layer"].to_pylist(), strict=True)
+        numbers = [layers.setdefault((scope or "", layer), len(layers)) for scope, layer in subjects]
+        place = table.column_names.index("layer_id")
+        tables[name] = table.set_column(place, table.schema.field(place), pa.array(numbers, pa.int32()))
+    for name in ("gemms", "operands"):
+        table = tables[name]
+        place = table.column_names.index("gemm_id")
+        moved = pc.add(table["gemm_id"], pa.scalar(gemms, pa.int32()))
+        tables[name] = table.set_column(place, table.schema.field(place), moved)
+
+
+def _read_part(path: Path, columns: list[str], schema: pa.Schema, series: list[int] | None = None) -> pa.Table:
+    """Columns of a sealed part, or of a tail to its last whole batch.
+
+    Args:
+        path: the part. A tail that was sealed meanwhile is read from there.
+        columns: the columns.
+        schema: has their types.
+        series: the rows of these series alone; None for all.
+    """
+    if path.suffix == TAIL:
+        try:
+            table = _read_tail(path, schema)
+        except FileNotFoundError:
+            path = path.with_suffix(SEALED)
+    if path.suffix == SEALED:
+        chosen = None if series is None else pc.field("series").isin(series)
+        table = pq.read_table(path, columns=columns, filters=chosen, partitioning=None, memory_map=True)
+    elif series is not None:
+        table = table.filter(pc.is_in(table["series"], pa.array(series, pa.int32())))
+    missing = [name for name in columns if name not in table.column_names]
+    if missing:
+        raise ValueError(f"it is no part of a run: it has no {', '.join(missing)}")
+    wanted = pa.schema([schema.field(name) for name in columns])
+    table = table.select(columns)
+    return (table if table.schema.equals(wanted) else table.cast(wanted)).unify_dictionaries()
+
+
+def _read_tail(path: Path, schema: pa.Schema) -> pa.Table:
+    """The whole batches of a tail, which may end anywhere; none of one that ends in its schema."""
+    batches = []
+    with path.open("rb") as file:
+        begin = file.read(len(_STREAM))
+    if begin != _STREAM[: len(begin)]:
+        raise ValueError("it is no stream of Arrow")
+    if len(begin) == len(_STREAM):
+        with pa.memory_map(str(path)) as source:
+            try:
+                with pa.ipc.open_stream(source) as stream:
+                    schema = stream.schema
+                    for batch in stream:
+                        batch.validate(full=True)
+                        batches.append(batch)
+            except (pa.ArrowInvalid, OSError):
+                pass  # the process was killed, or the disk was full, in the middle of a batch
+    return pa.Table.from_batches(batches, schema)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

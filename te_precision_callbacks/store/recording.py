@@ -1,0 +1,257 @@
+"""Turns what a session hands over into the rows of a segment: the part of the sink that runs in its thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from te_precision_callbacks.records.model import Event, RunInfo, Scalars, StepRecords
+from te_precision_callbacks.statistics.series import SeriesTable
+from te_precision_callbacks.store.files import segment_name, segments_of
+from te_precision_callbacks.store.launches import launch_key
+from te_precision_callbacks.store.tables import LOCAL, STEP0
+from te_precision_callbacks.store.writing import RunWriter
+
+logger = logging.getLogger(__name__)
+
+_MOST_PENDING = 1 << 20
+"""The values that are collected before they are appended to the tail."""
+
+
+class Place(NamedTuple):
+    """Where a segment lies: the name of the run, and the number of the segment."""
+
+    run_id: str
+    segment: int
+
+
+class Facts(NamedTuple):
+    """The facts of a run as they are now.
+
+    Attributes:
+        run: for run.json.
+        tables: table -> its rows.
+    """
+
+    run: Mapping[str, Any]
+    tables: Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+class Step(NamedTuple):
+    """A step's records.
+
+    Attributes:
+        records: the records.
+        wall_time: when they came, in seconds since the epoch.
+        seconds: since those of the step before; None for the first ones.
+    """
+
+    records: StepRecords
+    wall_time: float
+    seconds: float | None
+
+
+class Recording:
+    """Writes what one rank records of a run.
+
+    Args:
+        runs: the folder of runs.
+        place: the segment.
+        run: the facts of the run.
+        writes_reduced: whether this rank writes what all ranks share.
+        limit: the most bytes of the run that this rank writes.
+    """
+
+    def __init__(self, runs: Path, place: Place, run: RunInfo, *, writes_reduced: bool, limit: int) -> None:
+        self._folder = runs / place.run_id
+        self._run = run
+        self._writes_reduced = writes_reduced
+        self._limit = limit
+        self._facts = Facts({}, {})
+        self._scopes: dict[str, str] = {}
+        self._last_step: int | None = None
+        self._latest = run.start_iteration
+        self._is_full = False
+        self._open(place.segment, run.start_iteration)
+
+    def _open(self, segment: int, first_iteration: int) -> None:
+        run = self._run
+        (self._folder / segment_name(segment)).mkdir(parents=True, exist_ok=True)
+        self._writer = writer = RunWriter(self._folder, segment, run.rank)
+        self._numbers = _Numbers(writer, self._scopes)
+        self._earlier_bytes = sum(
+            file.stat().st_size
+            for number, folder in segments_of(self._folder).items()
+            if number != segment
+            for file in folder.glob(f"{writer.own.name}/*")
+        )
+        if run.rank == 0:
+            begun = {"first_iteration": first_iteration, "world": run.world_size, "launch": launch_key()}
+            told = {"versions": dict(run.versions), "config": run.config}
+            writer.put_run(**{**begun, **told, **self._facts.run})
+
+    # ------------------------------------------------------------------ what is handed over
+
+    def take(self, job: Step | Event | Scalars | Facts) -> None:
+        """Take something, which is in the files after :meth:`flush`."""
+        match job:
+            case Step():
+                self._take_step(job)
+            case Event():
+                self._latest = max(job.iteration, self._latest)
+                self._take_event(job)
+            case Scalars():
+                self._latest = max(job.iteration, self._latest)
+                self._writer.add_scalars(job.iteration, job.values, logging_step=job.logging_step)
+            case Facts():
+                self._facts = job
+                self._scopes.update((row["layer"], row["scope"]) for row in job.tables["layers"] if row["scope"])
+                self._write_facts()
+
+    def _write_facts(self) -> None:
+        if self._run.rank == 0:
+            self._writer.put_run(**self._facts.run)
+        for name, rows in self._facts.tables.items():
+            self._writer.put_facts(name, rows)
+
+    def _take_event(self, event: Event) -> None:
+        self._writer.add_event(
+            event.kind,
+            event.text,
+            iteration=event.iteration,
+            severity=event.severity,
+            wall_time=event.wall_time,
+            data=event.data or None,
+            phase=event.phase,
+            layer=event.layer or None,
+            tensor=event.tensor or None,
+            gemm=event.gemm or None,
+        )
+
+    def _take_step(self, step: Step) -> None:
+        records = step.records
+        if self._last_step is not None and records.iteration <= self._last_step:
+            self._go_back(records.iteration)
+        self._last_step = records.iteration
+        self._latest = max(records.iteration, self._latest)
+        self._writer.add_step(
+            records.iteration,
+            logging_step=records.logging_step,
+            wall_time=step.wall_time,
+            step_seconds=step.seconds,
+            observe_seconds=records.observe_seconds,
+            local=records.local,
+            ranks=self._run.world_size,
+        )
+        if not self._is_full:
+            self._take_numbers(records)
+
+    def _go_back(self, iteration: int) -> None:
+        """Go on in another segment, since the loop has gone back to an earlier iteration."""
+        self._writer.close()
+        self._open(self._writer.segment + 1, iteration)
+        if self._facts.tables:
+            self._write_facts()
+
+    def _take_numbers(self, records: StepRecords) -> None:
+        writer, table = self._writer, records.table
+        rank = self._run.rank if self._run.world_size > 1 else None
+        own = own_numbers(records)
+        kept = np.ones(len(records), bool) if self._writes_reduced else own
+        series, own = records.series[kept], own[kept]
+        numbers = np.empty(len(series), np.int32)
+        for whose, those in ((None, ~own), (rank, own)):
+            numbers[those] = self._numbers.of(table, series[those], whose)
+        flags = np.full(len(series), LOCAL if records.local else 0, np.uint8)
+        if records.unscaled:
+            unscaled = [table[number].layer in records.unscaled for number in series.tolist()]
+            flags[np.array(unscaled, bool)] |= STEP0
+        writer.add_values(records.iteration, numbers, np.frombuffer(records.values)[kept], flags)
+        for number, counts in records.histograms.items() if self._writes_reduced or records.local else ():
+            (found,) = self._numbers.of(table, np.array([number]), rank if records.local else None)
+            writer.add_vector(records.iteration, int(found), counts)
+        if writer.waiting > _MOST_PENDING:
+            writer.flush()
+
+    # ------------------------------------------------------------------ to the disk
+
+    def flush(self) -> None:
+        """Write what was taken, and tell readers that the process lives.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._writer.flush()
+        if self._run.rank == 0:
+            self._writer.touch()
+        self._keep_limit()
+
+    def end(self, error: BaseException | None) -> None:
+        """Write everything, and that the segment has ended.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        text = "The session was stopped." if error is None else f"{type(error).__name__}: {error}"
+        severity = "info" if error is None else "error"
+        self._writer.add_event("segment_ended", text, iteration=self._latest, severity=severity)
+        self._writer.close("ended" if error is None else "failed")
+
+    def leave(self) -> None:
+        """Close the files as they are."""
+        self._writer.leave()
+
+    def _keep_limit(self) -> None:
+        """Record no more numbers if there are too many."""
+        writer = self._writer
+        if self._is_full or self._earlier_bytes + writer.nbytes < self._limit:
+            return
+        self._is_full = True
+        text = (
+            f"The records of rank {writer.rank} have reached their limit of {self._limit:,} bytes. Statistics are no"
+            " longer recorded; the trainer's numbers and events are. records='64GiB' allows more."
+        )
+        logger.warning("%s Training goes on. The records are in %s.", text, self._folder)
+        writer.add_event("records_limited", text, iteration=self._latest, severity="warning")
+
+
+def own_numbers(records: StepRecords) -> npt.NDArray[np.bool_]:
+    """[numbers]: whether each number belongs to this rank alone."""
+    if not records.own:
+        return np.ones(len(records), bool)
+    return np.fromiter(records.own, bool, len(records))
+
+
+class _Numbers:
+    """The series of the files, by those of a session's table.
+
+    Args:
+        writer: gives new ones their number.
+        scopes: layer -> its scope, of those that have one.
+    """
+
+    def __init__(self, writer: RunWriter, scopes: Mapping[str, str]) -> None:
+        self._writer, self._scopes = writer, scopes
+        self._of: dict[int | None, npt.NDArray[np.int32]] = {}
+
+    def of(self, table: SeriesTable, series: npt.NDArray[np.int32], rank: int | None) -> npt.NDArray[np.int32]:
+        """The series of the files.
+
+        Args:
+            table: the session's.
+            series: [numbers], int32: in the table.
+            rank: the rank whose own they are; None if they are reduced.
+        """
+        known = self._of.get(rank, np.empty(0, np.int32))
+        if len(known) < len(table):
+            known = self._of[rank] = np.r_[known, np.full(len(table) - len(known), -1, np.int32)]
+        for number in np.unique(series[known[series] < 0]).tolist():
+            one = table[number]
+            scope, gemm = self._scopes.get(one.layer, ""), one.family.gemm
+            known[number] = self._writer.series(one.layer, one.tensor, one.statistic, gemm=gemm, scope=scope, rank=rank)
+        return known[series]

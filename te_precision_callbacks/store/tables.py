@@ -1,0 +1,203 @@
+"""The tables of recorded runs, as Arrow schemas.
+
+Facts (:data:`LAYERS`, :data:`GEMMS`, :data:`OPERANDS`, :data:`STATES`, :data:`PLAN`) have a span: ``since`` and
+``until`` are debug iterations, both included; ``until`` is null while the fact holds. Nothing of them is overwritten.
+
+Rows of values name their subject, so that pandas, polars and DuckDB read a file without this package. Columns of
+strings that repeat are dictionary-encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pyarrow as pa
+
+SCHEMA_VERSION = 1
+"""The version of the files. A reader refuses files of a later version, and reads those of earlier ones."""
+
+_NAME = pa.dictionary(pa.int32(), pa.string())
+_NAMES = pa.list_(pa.string())
+_ITERATION = pa.int64()
+_SPAN = [("since", _ITERATION), ("until", _ITERATION)]
+
+SUBJECT = [("scope", _NAME), ("layer", _NAME), ("tensor", _NAME), ("gemm", _NAME), ("statistic", _NAME)]
+"""What a number says something about: a statistic of a tensor of a layer. ``layer`` and ``tensor`` are empty for a
+number that a user's feature logged under a free name; ``gemm`` is empty unless the number belongs to one GEMM."""
+
+VALUES = pa.schema(
+    [
+        ("segment", pa.int16()),
+        ("iteration", _ITERATION),
+        ("series", pa.int32()),  # of this rank and segment; in a run that is read, of the run
+        ("value", pa.float64()),
+        ("flags", pa.uint8()),  # LOCAL, STRETCHED, STEP0
+        *SUBJECT,
+        ("rank", pa.int32()),  # null: reduced over ranks
+    ]
+)
+"""A number of a step. Within a sealed part rows are sorted by series and iteration."""
+
+LOCAL, STRETCHED, STEP0 = 1, 2, 4
+"""Flags of a value: it belongs to one rank although statistics are reduced; its schedule was stretched; its layer ran
+the first step of delayed scaling, with the scale 1."""
+
+VECTORS = pa.schema(
+    [
+        ("segment", pa.int16()),
+        ("iteration", _ITERATION),
+        ("series", pa.int32()),
+        ("bin", pa.list_(pa.uint16())),  # sparse: the bins that are not empty
+        ("count", pa.list_(pa.float32())),
+        *SUBJECT,
+        ("rank", pa.int32()),
+    ]
+)
+"""A histogram of a step."""
+
+STEPS = pa.schema(
+    [
+        ("segment", pa.int16()),
+        ("iteration", _ITERATION),
+        ("logging_step", pa.int64()),
+        ("wall_time", pa.timestamp("us", tz="UTC")),
+        ("step_seconds", pa.float64()),  # since the end of the step before; null in the first one
+        ("observe_seconds", pa.float64()),  # spent by the session in session.step
+        ("local", pa.bool_()),
+        ("ranks", pa.int32()),
+    ]
+)
+"""A debug iteration that had records."""
+
+SCALARS = pa.schema(
+    [
+        ("segment", pa.int16()),
+        ("iteration", _ITERATION),
+        ("logging_step", pa.int64()),
+        ("name", _NAME),  # loss, grad_norm, lr, loss_scale, or the trainer's own name
+        ("value", pa.float64()),
+    ]
+)
+"""A number that the trainer logs."""
+
+EVENTS = pa.schema(
+    [
+        ("segment", pa.int16()),
+        ("iteration", _ITERATION),
+        ("micro", pa.int32()),
+        ("rank", pa.int32()),
+        ("order", pa.int64()),
+        ("phase", _NAME),  # forward, backward, step, checkpoint
+        ("kind", _NAME),
+        ("severity", _NAME),  # info, warning, error
+        ("wall_time", pa.timestamp("us", tz="UTC")),
+        ("scope", _NAME),
+        ("layer", _NAME),
+        ("tensor", _NAME),
+        ("gemm", _NAME),
+        ("text", pa.string()),
+        ("data", pa.string()),  # JSON
+    ]
+)
+"""Something that happened: one JSON object a line in events.jsonl, with these keys."""
+
+LAYERS = pa.schema(
+    [
+        ("layer_id", pa.int32()),
+        ("scope", pa.string()),
+        ("layer", pa.string()),
+        ("given", pa.string()),  # the name that the script has given to it
+        ("class", pa.string()),
+        ("family", pa.string()),
+        ("exec_fwd", pa.int64()),  # the place of its first forward among those of all layers; null: not seen
+        ("exec_bwd", pa.int64()),
+        ("params", pa.int64()),
+        ("weight_dtype", pa.string()),
+        ("primary_weights", pa.string()),  # high, quantized
+        ("refused", pa.string()),
+        ("sections", _NAMES),
+        *_SPAN,
+    ]
+)
+"""A layer, and what the config does with it."""
+
+GEMMS = pa.schema(
+    [
+        ("gemm_id", pa.int32()),
+        ("layer_id", pa.int32()),
+        ("scope", pa.string()),
+        ("layer", pa.string()),
+        ("gemm", pa.string()),  # as Product.gemm
+        ("family", pa.string()),
+        ("backward", pa.bool_()),
+        ("n", pa.int64()),
+        ("m", pa.int64()),
+        ("k", pa.int64()),
+        ("batch", pa.int64()),
+        ("calls", pa.int64()),  # a step
+        ("macs", pa.int64()),  # a step
+        ("order", pa.int64()),
+        ("runs", pa.string()),  # seen, planned, never
+        ("not_run", pa.string()),
+        ("precision", pa.string()),  # as Product.precision
+        ("reason", pa.string()),  # the name of a Reason; null: low precision
+        ("reason_ref", pa.string()),
+        ("recipe", pa.string()),
+        *_SPAN,
+    ]
+)
+"""A matrix product of a layer."""
+
+OPERANDS = pa.schema(
+    [
+        ("gemm_id", pa.int32()),
+        ("layer", pa.string()),
+        ("gemm", pa.string()),
+        ("tensor", pa.string()),
+        ("format", pa.string()),  # as Product.operands: "FP8 E4M3"
+        ("source", pa.string()),  # seen, planned
+        *_SPAN,
+    ]
+)
+"""An operand of a matrix product."""
+
+STATES = pa.schema([("subject", pa.string()), ("dtype", pa.string()), ("bytes", pa.int64()), ("count", pa.int64())])
+"""What is kept in which type outside of GEMMs, as records.state has it."""
+
+PLAN = pa.schema(
+    [
+        ("section", pa.string()),
+        ("file", pa.string()),
+        ("line", pa.int32()),
+        ("feature", pa.string()),
+        ("layer", pa.string()),
+        ("gemm", pa.string()),
+        ("tensor", pa.string()),
+        ("options", pa.string()),  # JSON
+        *_SPAN,
+    ]
+)
+"""What a feature of the config does with a layer."""
+
+FACTS: Mapping[str, pa.Schema] = {
+    "layers": LAYERS,
+    "gemms": GEMMS,
+    "operands": OPERANDS,
+    "states": STATES,
+    "plan": PLAN,
+}
+"""The files of facts, ``<name>.parquet``, of a segment. They are replaced whole."""
+
+SERIES = pa.schema(
+    [
+        ("series", pa.int32()),
+        *SUBJECT,
+        ("rank", pa.int32()),
+        ("count", pa.int64()),  # values
+        ("first", _ITERATION),
+        ("last", _ITERATION),
+        ("low", pa.float64()),  # of finite values
+        ("high", pa.float64()),
+    ]
+)
+"""A statistic of one subject in a run that is read, with what its values span."""

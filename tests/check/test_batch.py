@@ -1,0 +1,268 @@
+"""A plan with a batch has the products of a step, without the step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from torch.utils.checkpoint import checkpoint
+from transformer_engine.common import recipe as recipes
+
+from te_precision_callbacks.check import BatchError, CheckedModel, check_model
+from te_precision_callbacks.check.dry_run import NotOnMetaError
+from te_precision_callbacks.check.factory import meta_device
+from te_precision_callbacks.config import load_config
+from te_precision_callbacks.records.coverage import Coverage, Reason
+from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.vocabulary import GEMMS
+from tests.capability import any_capability, stand_for
+from tests.check.running import BF16
+from tests.conftest import feature
+from tests.session.test_coverage import BATCH, HEADS, HUGGING_FACE, INNER, LENGTH, TOKENS, WIDTH, Layers, Taught, words
+
+CURRENT = recipes.Float8CurrentScaling
+
+
+class Mixed(torch.nn.Module):
+    """Operations, experts, plain layers and attention; the second half of the layers leaves autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = te.ops.Sequential(te.ops.Linear(WIDTH, INNER), te.ops.SwiGLU(), te.ops.Linear(INNER // 2, WIDTH))
+        self.experts = te.GroupedLinear(2, WIDTH, WIDTH)
+        self.norm = te.LayerNorm(WIDTH)
+        self.biased = te.Linear(WIDTH, WIDTH, return_bias=True)
+        self.normed = te.LayerNormLinear(WIDTH, INNER, return_layernorm_output=True)
+        self.mlp = te.LayerNormMLP(INNER, WIDTH, return_bias=True, return_layernorm_output=True)
+        self.high = te.Linear(INNER, WIDTH)
+        self.head = torch.nn.Linear(WIDTH, 8)
+        self.unused = te.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.experts(self.ops(x), [32, TOKENS - 32]))
+        x, bias = self.biased(x)
+        x, _ = self.normed(x + bias)
+        x, bias, _ = self.mlp(x)
+        with te.autocast(enabled=False):
+            x = self.high(x + bias)
+        heads = x.view(BATCH, LENGTH, HEADS, WIDTH // HEADS).transpose(1, 2)
+        mixed = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        result: torch.Tensor = self.head(mixed.transpose(1, 2).reshape(TOKENS, WIDTH))
+        return result
+
+
+class Case(NamedTuple):
+    """A model, what it is called with, and whether the meta device can call it."""
+
+    make: Callable[[], torch.nn.Module]
+    batch: Callable[[], Any]
+    on_meta: bool = True
+
+
+def frozen() -> torch.nn.Module:
+    model = Layers()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(("layers.1", "head.bias")))
+    return model
+
+
+def again(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = checkpoint(layer, x, use_reentrant=False)
+    return result
+
+
+CASES: Mapping[str, Case] = {
+    "GPT": Case(Layers, words),
+    "with frozen parts": Case(frozen, words),
+    "with checkpoints": Case(lambda: Layers(block=again), words),
+    "with a teacher": Case(Taught, lambda: torch.ones(TOKENS, WIDTH)),
+    "mixed": Case(Mixed, lambda: torch.ones(TOKENS, WIDTH)),
+    "mixed, with a gradient for its input": Case(Mixed, lambda: (torch.ones(TOKENS, WIDTH, requires_grad=True),)),
+    **{
+        name: Case(case.make, case.batch, on_meta=name != "Mixtral")  # whose grouped GEMM refuses float32 there
+        for name, case in HUGGING_FACE.items()
+    },
+}
+
+
+def step(model: torch.nn.Module, batch: Any, recipe: Any, folder: Path, *, strict: bool = True) -> Coverage:
+    """What a session counts in a step."""
+    arguments = {} if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else (batch,)
+    with (
+        warnings.catch_warnings(),
+        InspectSession(None, model=model, log_dir=folder, statistics_log="off", strict=strict) as session,
+    ):
+        warnings.simplefilter("ignore")
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            out = model(**batch) if isinstance(batch, Mapping) else model(*arguments)
+        (out if isinstance(out, torch.Tensor) else out.loss).sum().backward()
+        session.step()
+        return session.coverage()
+
+
+def plan(case: Case, recipe: Any, *, on_meta: bool) -> CheckedModel:
+    if not on_meta:
+        return check_model(case.make(), load_config({}), recipe=recipe, batch=case.batch())
+    with meta_device():
+        model = case.make()
+    return check_model(model, load_config({}), recipe=recipe, batch=case.batch())
+
+
+def told(coverage: Coverage) -> dict[tuple[str, str, bool], Any]:
+    """Each product with all that is known of it; the sizes of attention's backward depend on the kernel."""
+    return {
+        (p.layer, p.gemm, p.backward): (
+            p.family,
+            (p.n, p.m, p.k) if p.gemm in GEMMS else None,
+            p.macs,
+            p.calls,
+            dict(p.operands),
+            p.not_run,
+            p.reason,
+            p.reason_ref,
+        )
+        for p in coverage
+        if p.runs != "never" or p.family != "te_ops"  # the session tells nothing of what an operation leaves out
+    }
+
+
+@pytest.mark.parametrize("on_meta", [True, False], ids=["meta", "CPU"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_products_of_a_batch_are_those_of_a_step(name: str, on_meta: bool, tmp_path: Path) -> None:
+    case = CASES[name]
+    if on_meta and not case.on_meta:
+        with pytest.raises(NotOnMetaError, match="forward failed with the batch"):
+            plan(case, CURRENT(), on_meta=True)
+        return
+    checked = plan(case, CURRENT(), on_meta=on_meta)
+    expected = told(step(case.make(), case.batch(), CURRENT(), tmp_path))
+    found = told(checked.coverage)
+    assert {key: value for key, value in found.items() if not key[0].startswith(("unused", "teacher"))} == expected
+    assert {product.runs for product in checked.coverage} <= {"planned", "never"}
+    not_reached = ("unused",) if name.startswith("mixed") else ()
+    assert checked.not_reached == (("teacher.0", "teacher.1") if name == "with a teacher" else not_reached)
+
+
+def test_tokens_of_each_layer_tell_which_shapes_are_refused() -> None:
+    """A layer behind a pooling sees other tokens than those before it."""
+
+    class Pooled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.each, self.pooled = te.Linear(WIDTH, WIDTH), te.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.pooled(self.each(x).mean(0))
+            return result
+
+    model = Pooled()
+    before = model.state_dict().keys()
+    checked = check_model(model, load_config({}), recipe=CURRENT(), batch=torch.ones(LENGTH, 10, WIDTH))
+    [finding] = checked.findings
+    assert (finding.kind, finding.layers) == ("shape", ("pooled",))
+    assert "tokens is 10 and has to be a multiple of 16 (next: 16)" in finding.text
+    assert model.state_dict().keys() == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_nothing_of_the_model_or_of_transformer_engine_changes() -> None:
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    model = torch.nn.Sequential(te.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH), torch.nn.Dropout())
+    gradient = torch.ones(WIDTH, WIDTH)
+    model[0].weight.grad = gradient
+    before = {name: value.clone() for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    classes = te.Linear, te.LayerNormLinear, te.LayerNormMLP, te.GroupedLinear, te.DotProductAttention
+    forwards = [kind.forward for kind in classes] + [te.ops.Sequential.forward, te.LayerNorm.forward]
+    state, numbers = FP8GlobalStateManager.quantization_state, torch.random.get_rng_state()
+    check_model(model, load_config({}), recipe=recipes.DelayedScaling(), batch=torch.ones(32, WIDTH))
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    assert model[0].weight.grad is gradient
+    assert bool((gradient == 1).all())
+    assert forwards == [kind.forward for kind in classes] + [te.ops.Sequential.forward, te.LayerNorm.forward]
+    assert FP8GlobalStateManager.quantization_state is state
+    assert torch.equal(torch.random.get_rng_state(), numbers)
+
+
+class Attention(torch.nn.Module):
+    """Transformer Engine's attention between its layers.
+
+    Args:
+        packed: whether queries, keys and values are one tensor.
+    """
+
+    def __init__(self, *, packed: bool = True, length: int = 128) -> None:
+        super().__init__()
+        self.length = length
+        self.inner = te.MultiheadAttention(
+            WIDTH, HEADS, kv_channels=32, attention_dropout=0.0, params_dtype=BF16, fuse_qkv_params=packed
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x, attn_mask_type="no_mask")
+        return result
+
+
+ATTENTION: Mapping[str, tuple[tuple[int, int], Callable[[], Any]]] = {
+    "delayed scaling": ((10, 0), lambda: recipes.DelayedScaling(fp8_dpa=True)),
+    "current scaling": ((10, 0), lambda: recipes.Float8CurrentScaling(fp8_dpa=True)),
+    "current scaling, fp8_mha": ((10, 0), lambda: recipes.Float8CurrentScaling(fp8_dpa=True, fp8_mha=True)),
+    "MXFP8": ((10, 0), lambda: recipes.MXFP8BlockScaling(fp8_dpa=True)),
+    "without fp8_dpa": ((10, 0), recipes.Float8CurrentScaling),
+    "no recipe": ((9, 0), lambda: None),
+}
+
+
+@pytest.mark.parametrize("on_meta", [True, False], ids=["meta", "CPU"])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_is_planned_as_it_runs(name: str, on_meta: bool, tmp_path: Path) -> None:
+    capability, recipe = ATTENTION[name]
+    case = Case(Attention, lambda: torch.ones(128, BATCH, WIDTH, dtype=BF16, requires_grad=True))
+    with any_capability():
+        stand_for(capability)
+        checked = plan(case, recipe(), on_meta=on_meta)
+        expected = told(step(case.make(), case.batch(), recipe(), tmp_path, strict=False))
+    assert told(checked.coverage) == expected
+    assert checked.findings == ()
+    low = [product.is_low for product in checked.coverage if product.family == "attention"]
+    assert low == [recipe() is not None and recipe().fp8_dpa] * 4
+
+
+def test_attention_that_no_kernel_takes() -> None:
+    case = Case(Attention, lambda: torch.ones(128, BATCH, WIDTH, dtype=BF16))
+    with any_capability():
+        stand_for((9, 0))
+        checked = plan(case, recipes.Float8CurrentScaling(fp8_dpa=True), on_meta=True)
+    [finding] = checked.findings
+    assert finding.layers == ("inner.core_attention",)
+    assert "has attention in FP8 for compute capability 10.0 alone" in finding.text
+
+
+def wrong(batch: Any, model: torch.nn.Module | None = None) -> str:
+    with pytest.raises(BatchError) as caught:
+        check_model(model or te.Linear(WIDTH, WIDTH), load_config({}), recipe="none", batch=batch)
+    return str(caught.value)
+
+
+def test_batches_that_do_not_fit() -> None:
+    assert "forward failed with the batch (float32[4, 65])" in wrong(torch.ones(4, WIDTH + 1))
+    assert "Give what a step of training calls the model with" in wrong(torch.ones(4, WIDTH + 1))
+    assert "missing a required argument: 'inp'" in wrong({"ids": torch.ones(4, WIDTH)})
+    assert "Write a tuple in place of the list" in wrong([torch.ones(4, WIDTH)])
+    assert "3, which is no batch" in wrong(3)
+    with pytest.raises(BatchError, match="needs one model"):
+        check_model([te.Linear(WIDTH, WIDTH)], load_config({}), recipe="none", batch=torch.ones(4, WIDTH))
+
+
+def test_a_recipe_of_the_models_own_forward_is_planned() -> None:
+    checked = check_model(Layers(CURRENT()), load_config({}), recipe="none", batch=words())
+    low = {product.layer for product in checked.coverage if product.is_low}
+    assert "layers.0.layernorm_mlp.fc1" in low
+    checked = check_model(Layers(CURRENT()), load_config({"kept": feature("DisableFP8Layer", ["fc1"])}), batch=words())
+    reasons = {product.layer: product.reason for product in checked.coverage if product.macs and not product.is_low}
+    assert reasons["layers.0.layernorm_mlp.fc1"] is Reason.SECTION

@@ -1,0 +1,45 @@
+"""Drifts that leave what a model computes unchanged are named, in real trainings: a sample of benchmarks/planted.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.planted import KINDS, Drift, judge, train
+from te_precision_callbacks.comparing import compare
+from te_precision_callbacks.store import RecordedRun
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> tuple[RecordedRun, RecordedRun]:
+    """A healthy training, and one with another seed."""
+    folder = tmp_path_factory.mktemp("healthy")
+    return train(0, folder / "a"), train(1, folder / "noise")
+
+
+@pytest.mark.parametrize("seed", [2, 3, 4, 5])
+def test_a_planted_drift_comes_first(seed: int, healthy: tuple[RecordedRun, RecordedRun], tmp_path: Path) -> None:
+    drift = Drift.drawn(seed)
+    comparison = compare(healthy[0], train(seed, tmp_path, drift), noise=[healthy[1]])
+    outcome = judge(seed, drift, comparison)
+    assert outcome.found, outcome
+    assert comparison.first is not None
+    assert 30 <= comparison.first.iteration < 36
+
+
+def test_a_healthy_training_has_no_finding(healthy: tuple[RecordedRun, RecordedRun], tmp_path: Path) -> None:
+    assert not compare(healthy[0], train(1000, tmp_path), noise=[healthy[1]]).has_findings
+
+
+def test_a_planted_drift_changes_nothing_that_is_computed(
+    healthy: tuple[RecordedRun, RecordedRun], tmp_path: Path
+) -> None:
+    loss = train(0, tmp_path, Drift("weights", 3)).scalars["value"]
+    assert loss.equals(healthy[0].scalars["value"])
+
+
+def test_draws_have_every_kind() -> None:
+    assert {Drift.drawn(seed).kind for seed in (2, 3, 4, 5)} == set(KINDS)

@@ -1,0 +1,114 @@
+"""A browser that opens reports, and sees what they say on the console and what they ask for."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+
+from playwright.sync_api import Browser, Locator, Page, sync_playwright
+
+from tests.accelerate.conftest import offline_trackers  # noqa: F401
+
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("a report is looked at in Chromium, which is not installed: apt-get install chromium")
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
+        yield found
+        found.close()
+
+
+@dataclass
+class Look:
+    """A report in the browser.
+
+    Attributes:
+        page: the browser's page.
+        complaints: what the console said but for plain messages, and uncaught exceptions.
+        asked_for: all that was requested.
+    """
+
+    page: Page
+    complaints: list[str] = field(default_factory=list)
+    asked_for: list[str] = field(default_factory=list)
+
+    def open(self, report: Path, address: str = "", *, dark: bool = False) -> None:
+        """Open a report at a page, and wait until it is drawn."""
+        self.page.emulate_media(color_scheme="dark" if dark else "light")
+        self.page.goto("about:blank")
+        self.page.goto(f"{report.as_uri()}#{address}")
+        self.page.wait_for_selector("body[data-shown]")
+
+    def turn(self, address: str) -> None:
+        """Go to another page of the report that is open."""
+        before = self.page.get_attribute("body", "data-shown")
+        self.page.evaluate("address => { location.hash = address; }", address)
+        self.page.wait_for_function("before => document.body.dataset.shown !== before", arg=before)
+
+    def go(self, press: Locator) -> None:
+        """Press what leads to another page, and wait until that is drawn."""
+        before = self.page.get_attribute("body", "data-shown")
+        press.click()
+        self.page.wait_for_function("before => document.body.dataset.shown !== before", arg=before)
+
+    def everything_drawn(self) -> int:
+        """Scroll through the page, and wait for all of its plots; their number."""
+        plots = self.page.locator(".plot")
+        for number in range(plots.count()):
+            plot = plots.nth(number)
+            plot.scroll_into_view_if_needed()
+            plot.locator("xpath=self::*[@data-drawn='yes']").wait_for()
+            assert plot.locator("svg.main-svg").count() >= 2
+        return plots.count()
+
+    def plot(self, script: str) -> Any:
+        """What a script gives for the first plot, ``plot``."""
+        return self.page.evaluate(f"(() => {{ const plot = document.querySelector('.plot'); return {script}; }})()")
+
+    def at(self, x: float, y: float) -> tuple[float, float]:
+        """Where a place of the first plot, in its own coordinates, lies in the window."""
+        self.page.locator(".plot").first.scroll_into_view_if_needed()
+        box, left, top = (
+            self.plot(script)
+            for script in (
+                "(({left, top}) => [left, top])(plot.getBoundingClientRect())",
+                f"plot._fullLayout.xaxis._offset + plot._fullLayout.xaxis.d2p({x})",
+                f"plot._fullLayout.yaxis._offset + plot._fullLayout.yaxis.d2p({y})",
+            )
+        )
+        return box[0] + left, box[1] + top
+
+    def tip(self) -> str:
+        """What is said of the place under the mouse."""
+        self.page.wait_for_selector(".tip:not([hidden])")
+        return self.page.locator(".tip").inner_text()
+
+
+@pytest.fixture
+def look(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Look]:
+    """A page of the browser; that nothing was complained of, and nothing requested but the file, is seen at the end."""
+    context = browser.new_context(viewport={"width": 1360, "height": 900}, accept_downloads=True)
+    found = Look(context.new_page())
+    found.page.set_default_timeout(15_000)
+    found.page.on("console", lambda said: found.complaints.append(said.text) if said.type != "log" else None)
+    found.page.on("pageerror", lambda error: found.complaints.append(str(error)))
+    found.page.on("dialog", lambda dialog: found.complaints.append(f"dialog: {dialog.message}"))
+    found.page.on("request", lambda asked: found.asked_for.append(asked.url))
+    yield found
+    context.close()
+    assert found.complaints == []
+    foreign = [url for url in found.asked_for if not url.startswith(("file:", "data:", "blob:"))]
+    assert foreign == []
+    assert len({url.partition("#")[0] for url in found.asked_for if url.startswith("file:")}) <= 1

@@ -1,0 +1,172 @@
+"""te-precision report on the files of a run: pages, pictures, numbers, and messages for what is no run."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from te_precision_callbacks.cli import main
+from te_precision_callbacks.store import open_run
+from tests.report.runs import drifting, write
+
+
+@pytest.fixture(scope="module")
+def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("logs")
+    write(drifting(blocks=2, steps=12), folder)
+    return folder
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], log_dir: Path) -> Any:
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["te-precision", "report", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        code = ended.value.code
+        return code if isinstance(code, int) else 0, said.out, said.err
+
+    return call
+
+
+def test_a_page(report: Any, log_dir: Path, tmp_path: Path) -> None:
+    code, out, _ = report(str(log_dir))
+    assert code == 0
+    assert re.fullmatch(r"report\.html: 2\.\d MB\n", out)
+    text = (tmp_path / "report.html").read_text()
+    assert text.startswith("<!doctype html>")
+    assert "http://" not in text.replace("http://www.w3.org", "")
+    assert list(tmp_path.iterdir()) == [tmp_path / "report.html"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--statistic", "sqnr_db", "--tensor", "weight", "--step", "3"),
+        ("--plot", "layer", "--layer", "decoder.layers.1.mlp.fc1"),
+        ("--plot", "layer", "--statistic", "mean"),
+        ("--plot", "profile", "--tensor", "gradient", "--step", "5"),
+    ],
+)
+def test_a_picture(report: Any, log_dir: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    code, out, _ = report(str(log_dir), "--format", "png", "-o", "deep/one.png", *arguments)
+    assert (code, out.partition(":")[0]) == (0, "deep/one.png")
+    data = (tmp_path / "deep" / "one.png").read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert len(data) > 15_000
+
+
+def test_numbers(report: Any, log_dir: Path, tmp_path: Path) -> None:
+    run = open_run(log_dir)
+    code, out, _ = report(str(log_dir), "--json")
+    found = json.loads(out)
+    assert code == 0
+    grid = run.grid("sqnr_db", "activation")
+    worst = next(one for one in found["worst"] if (one["statistic"], one["tensor"]) == ("sqnr_db", "activation"))
+    assert worst["layers"][0]["value"] == grid.values.min()
+    assert len(worst["layers"]) == 5
+    assert {one["precision"] for one in found["coverage"]} == {"fp8", "bf16"}
+    assert "values" not in found["series"][0]
+    layer = grid.layers[3]
+    code, out, _ = report(
+        str(log_dir),
+        "--format",
+        "json",
+        "--layer",
+        layer,
+        "--statistic",
+        "sqnr_db",
+        "--tensor",
+        "activation",
+        "-o",
+        "n.json",
+    )
+    (series,) = json.loads((tmp_path / "n.json").read_text())["series"]
+    assert series["values"] == grid.values[3].tolist()
+    assert series["steps"] == grid.iterations.tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--format", "png", "--plot", "layer", "--layer", "decoder.layers.1.mlp.fc9"), "decoder.layers.1.mlp.fc1"),
+        (("--format", "png", "--statistic", "sqnr"), "'sqnr_db'"),
+        (
+            ("--format", "png", "--statistic", "sqnr_db", "--tensor", "output"),
+            "it has it of activation, gradient, weight",
+        ),
+        (("--format", "png", "--plot", "profile", "--step", "99"), "0 to 11"),
+        (("--format", "png", "--plot", "profile", "--tensor", "output"), "no magnitudes of the tensor 'output'"),
+        (("--layer", "decoder.layers.1.mlp.fc1"), "--format html takes no --layer"),
+        (("--json", "-o", "x.json"), "--format json"),
+        (("-o", "/proc/no/report.html"), "cannot be written"),
+    ],
+)
+def test_what_there_is_not(report: Any, log_dir: Path, arguments: tuple[str, ...], message: str) -> None:
+    code, _, error = report(str(log_dir), *arguments)
+    assert code == 2
+    assert message in " ".join(error.replace("│", " ").split())
+    assert "Traceback" not in error
+
+
+def test_what_is_no_run(report: Any, tmp_path: Path) -> None:
+    (tmp_path / "file\x1b[31m.txt").write_text("no run")
+    for path, message in (
+        ("nowhere", "no such file"),
+        (".", "no recorded run"),
+        ("file\x1b[31m.txt", "no recorded run"),
+    ):
+        code, _, error = report(path)
+        assert code == 2
+        assert message in error
+        assert "\x1b" not in error
+
+
+def test_a_run_without_numbers(report: Any, tmp_path: Path) -> None:
+    from te_precision_callbacks.store import RunWriter
+
+    with RunWriter.begin(tmp_path, run_id="nothing"):
+        pass
+    code, _, error = report(str(tmp_path))
+    assert code == 2
+    assert "nothing was recorded" in error
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_damaged_part_is_told(report: Any, tmp_path: Path) -> None:
+    folder = write(drifting(blocks=1, steps=4, histograms=False), tmp_path / "logs")
+    (part,) = (folder / "seg-000" / "rank-00000").glob("values-*.parquet")
+    part.write_bytes(part.read_bytes()[:100])
+    code, out, _ = report(str(tmp_path / "logs"))
+    assert code == 0
+    assert "note:" in out
+    assert part.name in out
+
+
+def test_logs_of_plain_nvidia_dlfw_inspect(report: Any, tmp_path: Path) -> None:
+    logs = tmp_path / "nvdlfw_inspect_statistics_logs"
+    logs.mkdir()
+    lines = [
+        f"2026-03-01 09:30:0{step},718 - INFO - {layer}_activation_{name}"
+        f" \t\t\t\t iteration={step:06d} \t\t\t\t value={value}"
+        for step in range(3)
+        for layer, name, value in (("h.0.fc1", "max", 1.5 + step), ("h.1.fc1", "max", 2.5), ("h.1.fc1", "own", 7.0))
+    ]
+    for rank in range(2):
+        (logs / f"nvdlfw_inspect_globalrank-{rank}.log").write_text("\n".join(lines) + "\n")
+    assert report(str(tmp_path))[0] == 0
+    code, out, _ = report(str(tmp_path), "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["run"]["source"] == "nvidia-dlfw-inspect"
+    (worst,) = found["worst"]
+    assert (worst["statistic"], worst["layers"][0]["layer"], worst["layers"][0]["value"]) == ("max", "h.0.fc1", 3.5)
+    assert {one["statistic"] for one in found["series"]} == {"max", "own"}

@@ -1,0 +1,195 @@
+"""What goes into a page: each cell the worst of its steps, each number within half a level, all within the size."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from te_precision_callbacks.report import ReportError, write_report
+from te_precision_callbacks.report.data import PageData, findings
+from te_precision_callbacks.report.histograms import histograms
+from te_precision_callbacks.report.overview import ALL_RANKS, Columns, badness, overviews, pieces
+from te_precision_callbacks.report.packing import INF, LEVELS, NAN, ZERO, Scale, narrowed
+from te_precision_callbacks.report.ranges import FORMATS, Window
+from te_precision_callbacks.report.subjects import REDUCED, Subjects, layer_name
+from te_precision_callbacks.statistics.table import Worse
+from te_precision_callbacks.store import RecordedRun
+from te_precision_callbacks.store.tables import STEP0
+from tests.report.runs import drifting, empty
+
+RUN = drifting(blocks=2, steps=37, histograms=False)
+
+
+@pytest.mark.parametrize("most", [1, 5, 37, 100])
+def test_a_cell_is_the_worst_of_its_steps(most: int) -> None:
+    subjects = Subjects(RUN)
+    columns = Columns.of(RUN, most)
+    assert len(columns) == min(most, 37)
+    for overview in overviews(RUN, subjects.families, columns):
+        family = overview.family
+        grid = RUN.grid(family.statistic, family.tensor)
+        assert [subjects.layers[layer].name for layer in overview.layers] == grid.layers
+        for column, (first, last) in enumerate(zip(columns.first, columns.last, strict=True)):
+            own = grid.values[:, first : last + 1]
+            for row, values in enumerate(own):
+                assert overview.cells[REDUCED][row, column] == max(values, key=family.badness)
+        at = overview.worst_at[REDUCED]
+        assert overview.worst[REDUCED].tolist() == grid.values[np.arange(len(grid.layers)), at].tolist()
+        assert overview.worst[REDUCED].tolist() == [max(values, key=family.badness) for values in grid.values]
+        assert overview.last[REDUCED].tolist() == grid.values[:, -1].tolist()
+
+
+def test_families_that_are_read_in_pieces_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    subjects, columns = Subjects(RUN), Columns.of(RUN, 9)
+    whole = list(overviews(RUN, subjects.families, columns, exact=[0, 36]))
+    monkeypatch.setattr("te_precision_callbacks.report.overview.pieces", lambda counts: pieces(counts, 100))
+    for one, other in zip(whole, overviews(RUN, subjects.families, columns, exact=[0, 36]), strict=True):
+        assert one.family == other.family
+        np.testing.assert_array_equal(one.cells[REDUCED], other.cells[REDUCED])
+        np.testing.assert_array_equal(one.exact[36][REDUCED], other.exact[36][REDUCED])
+
+
+def test_of_several_ranks_the_worst_counts() -> None:
+    run = drifting(blocks=1, steps=6, ranks=(0, 2), statistics=("sqnr_db",), histograms=False)
+    (overview, *_) = overviews(run, Subjects(run).families, Columns.of(run, 6))
+    each = [run.grid("sqnr_db", "activation", rank=rank).values for rank in (0, 2)]
+    np.testing.assert_array_equal(overview.cells[ALL_RANKS], np.minimum(*each))
+    row, rank = overview.worst_rows(1)[0]
+    assert overview.worst[rank][row] == min(values.min() for values in each)
+
+
+def with_values(run: RecordedRun, change: dict[tuple[str, int], float], flags: int = 0) -> RecordedRun:
+    """A run in which some numbers of activation underflows% are others: (layer, iteration) -> value."""
+    numbers = {layer: run.select(statistic="underflows%", tensor="activation", layer=layer)[0] for layer, _ in change}
+
+    def read(wanted: list[int] | None) -> pa.Table:
+        table = run.read_values(wanted)
+        values, marks = table["value"].to_numpy().copy(), table["flags"].to_numpy().copy()
+        for (layer, iteration), value in change.items():
+            is_it = (table["series"].to_numpy() == numbers[layer]) & (table["iteration"].to_numpy() == iteration)
+            values[is_it], marks[is_it] = value, flags
+        return table.set_column(3, "value", pa.array(values)).set_column(4, "flags", pa.array(marks))
+
+    return replace(run, read_values=read)
+
+
+def test_what_is_not_finite_is_the_worst_and_survives() -> None:
+    first, second = RUN.ordered_layers[:2]
+    run = with_values(RUN, {(first, 3): math.nan, (second, 4): math.inf})
+    family = Subjects(run).family("underflows%", "activation")
+    (overview,) = overviews(run, [family], Columns.of(run, 4))
+    assert overview.worst_rows(2) == [(0, REDUCED), (1, REDUCED)]
+    cells = overview.cells[REDUCED]
+    assert math.isnan(cells[0, 0])
+    scale = Scale.of(cells)
+    levels = scale.bytes(cells, overview.present[REDUCED])
+    assert (levels[0, 0], levels[1, 0]) == (NAN, INF)
+    data = PageData.of(run, 10**7)
+    assert math.isnan(data.told["findings"][0]["items"][0]["value"])
+
+
+def test_the_first_step_of_delayed_scaling_is_no_finding() -> None:
+    layer = RUN.ordered_layers[0]
+    run = with_values(RUN, {(layer, 0): 100.0}, flags=STEP0)
+    (overview,) = overviews(run, [Subjects(run).family("underflows%", "activation")], Columns.of(run, 37))
+    assert overview.worst_at[REDUCED][0] != 0
+    assert not overview.present[REDUCED][0, 0], "alone in its column it has no cell"
+    (overview,) = overviews(run, [Subjects(run).family("underflows%", "activation")], Columns.of(run, 5))
+    assert overview.present[REDUCED][0, 0]
+    assert overview.cells[REDUCED][0, 0] < 100.0
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (np.linspace(3, 40, 500), "linear"),
+        (np.geomspace(1e-6, 100, 500), "log"),
+        (np.concatenate([-np.geomspace(1e-7, 5, 300), np.geomspace(1e-7, 5, 300)]), "asinh"),
+        (np.full(7, 2.5), "linear"),
+    ],
+)
+def test_a_level_is_near(values: np.ndarray, kind: str) -> None:  # type: ignore[type-arg]
+    scale = Scale.of(values, centred=kind == "asinh")
+    assert scale.kind == kind
+    levels = scale.bytes(values, np.ones(values.shape, bool))
+    assert levels.min() >= 1
+    assert levels.max() <= LEVELS
+    found = scale.numbers(levels)
+    if kind == "linear":
+        assert np.abs(found - values).max() <= np.ptp(values) / (LEVELS - 1) / 2 + 1e-12
+    else:
+        large = np.abs(values) > (scale.bend if kind == "asinh" else 0)
+        assert np.abs(found[large] / values[large] - 1).max() < 0.08
+
+
+def test_zero_has_a_byte_of_its_own_on_a_logarithmic_scale() -> None:
+    values = np.array([0.0, 1e-9, 1.0])
+    scale = Scale.of(values)
+    assert scale.bytes(values, np.array([True, True, True])).tolist() == [ZERO, 1, LEVELS]
+    assert scale.bytes(values, np.array([False, True, True]))[0] == 0
+
+
+def test_narrow_only_where_nothing_is_lost() -> None:
+    assert narrowed(np.array([1.5, np.nan, np.inf])).dtype == np.float32
+    assert narrowed(np.array([0.1])).dtype == np.float64
+    assert narrowed(np.array([1e300])).dtype == np.float64
+
+
+def test_badness_is_that_of_families() -> None:
+    values = np.array([0.0, -3.0, 2.0, np.inf, -np.inf, np.nan])
+    for family in Subjects(RUN).families:
+        assert badness(values, family.family.worse).tolist() == [family.family.badness(value) for value in values]
+    assert badness(values, Worse.AWAY_FROM_ZERO).tolist() == [0, 3, 2, np.inf, np.inf, np.inf]
+
+
+def test_findings_leave_out_what_is_as_good_as_can_be() -> None:
+    run = drifting(blocks=2, steps=20, statistics=("nonfinite_num", "numel"), histograms=False)
+    made = list(overviews(run, Subjects(run).families, Columns.of(run, 20)))
+    found = findings(made)
+    assert {made[one["family"]].family.statistic for one in found} == {"nonfinite_num"}, "numel has no direction"
+    assert [item["layer"] for one in found for item in one["items"]] == [5, 5, 5], "only the layer that has any"
+
+
+def test_percentiles_of_histograms() -> None:
+    run = drifting(blocks=1, steps=4)
+    subjects = Subjects(run)
+    (series, *_) = run.select(statistic="exponent_histogram", tensor="weight")
+    family = next(one for one in subjects.histograms if one.family.tensor == "weight")
+    (found,) = histograms(run, family, Columns.of(run, 2), {series})
+    rows = run.vectors([series]).to_pylist()
+    exponents = np.sort(np.concatenate([np.repeat(row["bin"], np.array(row["count"]).astype(int)) for row in rows[:2]]))
+    nearest = [exponents[math.ceil(len(exponents) * percent / 100) - 1] for percent in (1, 50, 99)]
+    assert found.percentiles()[0].tolist() == [exponents[0], *nearest, exponents[-1]]
+    assert found.counts[0].sum() == len(exponents)
+
+
+@pytest.mark.slow
+def test_the_page_stays_within_its_size(tmp_path: Path) -> None:
+    run = drifting(blocks=16, steps=150, histograms=False)
+    small = write_report(run, tmp_path / "small.html", most=3_800_000).stat().st_size
+    large = write_report(run, tmp_path / "large.html").stat().st_size
+    assert small <= 3_800_000 < large <= 10_000_000
+
+
+def test_a_scope_stands_before_the_name_once() -> None:
+    assert layer_name("pp1", "layers.0") == "pp1.layers.0"
+    assert layer_name("pp1", "pp1.layers.0") == "pp1.layers.0"
+    assert layer_name("", "layers.0") == layer_name(None, "layers.0") == "layers.0"
+
+
+def test_windows_of_formats() -> None:
+    assert Window.at(FORMATS["E4M3"], 1.0, 1.0) == (-9.0, math.log2(448))
+    assert Window.assumed(FORMATS["E5M2"], 57344.0) == (-16.0, math.log2(57344))
+    # NVFP4: the smallest block's factor is 2^-9 / 448 of the largest one's.
+    assert Window.assumed(FORMATS["E2M1"], 6.0) == pytest.approx((math.log2(0.5 * 2**-9 / 448), math.log2(6)))
+
+
+def test_an_empty_run_is_no_page(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match="nothing was recorded"):
+        write_report(empty(), tmp_path / "report.html")
+    assert list(tmp_path.iterdir()) == []

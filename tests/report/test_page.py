@@ -1,0 +1,343 @@
+"""The report in a browser: every plot is drawn, nothing is requested, and what can be pressed does its work."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+from playwright.sync_api import Locator
+
+from te_precision_callbacks.report import write_report
+from te_precision_callbacks.store import RecordedRun
+from tests.report.conftest import Look
+from tests.report.runs import PARTS, drifting
+
+pytestmark = pytest.mark.slow  # a browser
+
+PAGES = ("heatmap", "layer", "profile", "config", "summary")
+NOTE = "values-000002.parquet is damaged: iterations 10 to 19 are missing"
+BAD = "decoder.layers.2.mlp.fc1"
+RUN = drifting(blocks=3, steps=40, notes=(NOTE,))
+assert RUN.run_id != BAD
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report(RUN, tmp_path_factory.mktemp("report") / "report.html")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_every_plot_of_every_page_is_drawn(look: Look, report: Path, dark: bool) -> None:
+    look.open(report, "page=nowhere", dark=dark)
+    for page, plots in (("heatmap", 1), ("layer", 10), ("profile", 1), ("config", 0), ("summary", 2)):
+        look.turn(f"page={page}")
+        assert look.everything_drawn() == plots
+        background = look.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", background))) < 200) == dark
+        assert look.page.locator("[role=alert]").count() == 0
+        assert look.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
+
+
+def test_the_summary_names_the_worst_and_leads_there(look: Look, report: Path) -> None:
+    look.open(report)
+    finding = look.page.locator(".finding").first
+    grid = RUN.grid("underflows%", "activation")
+    row, column = np.unravel_index(np.argmax(grid.values), grid.values.shape)
+    sentence = finding.locator("p").inner_text()
+    assert grid.layers[row] in sentence
+    assert f"{grid.values[row, column]:.4g} %" in sentence
+    assert f"at step {grid.iterations[column]}" in sentence
+    assert finding.locator("tbody tr").count() == 4
+    assert NOTE in look.page.locator(".note").inner_text()
+    look.go(finding.locator("p a"))
+    assert look.page.locator("h1").inner_text() == grid.layers[row]
+    look.page.go_back()
+    look.page.wait_for_selector(".finding")
+
+
+def test_coverage_is_that_of_the_products(look: Look, report: Path) -> None:
+    look.open(report)
+    low = sum(
+        macs
+        for macs, name in zip(*(RUN.gemms[key].to_pylist() for key in ("macs", "precision")), strict=True)
+        if name == "fp8"
+    )
+    shares = look.plot("plot.data.map((trace) => [trace.name, trace.x[2]])")
+    assert shares[0] == ["FP8", pytest.approx(100 * low / sum(RUN.gemms["macs"].to_pylist()))]
+    assert "DisableFP8GEMM in config.yaml:7" in look.page.locator(".card").first.inner_text()
+
+
+def test_hover_tells_the_exact_number_and_a_click_opens_the_layer(look: Look, report: Path) -> None:
+    look.open(report, "page=heatmap&statistic=sqnr_db&tensor=weight")
+    grid = RUN.grid("sqnr_db", "weight")
+    look.page.mouse.move(*look.at(25, 7))
+    said = look.tip()
+    assert f"{grid.values[7, 25]:.4g} dB" in said
+    assert "≈" not in said
+    assert grid.layers[7] in said
+    look.page.mouse.click(*look.at(25, 7))
+    look.page.wait_for_selector("h1.layer-name")
+    assert look.page.locator("h1").inner_text() == grid.layers[7]
+    assert "step=25" in look.page.url
+
+
+RANGE = "whole => document.querySelector('.plot').layout.yaxis.range[0]"
+
+
+def test_zoom_and_back(look: Look, report: Path) -> None:
+    look.open(report, "page=heatmap")
+    whole = look.plot("plot.layout.yaxis.range")
+    (x0, y0), (x1, y1) = look.at(5, 2), look.at(20, 6)
+    look.page.mouse.move(x0, y0)
+    look.page.mouse.down()
+    look.page.mouse.move(x1, y1, steps=5)
+    look.page.mouse.up()
+    look.page.wait_for_function(
+        "whole => document.querySelector('.plot').layout.yaxis.range[0] !== whole", arg=whole[0]
+    )
+    low, high = sorted(look.plot("plot.layout.yaxis.range"))
+    assert 1.5 <= low <= 2.5
+    assert 5.5 <= high <= 6.5
+    assert len(look.plot("plot.layout.yaxis.ticktext")) <= 5
+    look.page.mouse.dblclick(*look.at(10, 4))
+    look.page.wait_for_function(
+        "whole => document.querySelector('.plot').layout.yaxis.range[0] === whole", arg=whole[0]
+    )
+
+
+def test_fold_and_unfold(look: Look, report: Path) -> None:
+    look.open(report, "page=heatmap")
+
+    def rows() -> list[str]:
+        found: list[str] = look.plot("plot.layout.yaxis.ticktext")
+        return found
+
+    assert len(rows()) == 3 * len(PARTS)
+    look.go(look.page.get_by_role("button", name="Blocks"))
+    assert rows() == [f"▸ decoder.layers.{block} (4)" for block in range(3)]
+    folded = look.plot("plot.data[0].z[1]")
+    look.page.mouse.click(*look.at(10, 1))
+    look.page.wait_for_function("() => document.querySelector('.plot').layout.yaxis.ticktext.length === 7")
+    assert rows()[2:6] == [f"   decoder.layers.1.{part}" for part in PARTS]
+    members = np.array(look.plot("plot.data[0].z.slice(2, 6)"))
+    assert folded == members.max(0).tolist(), "a folded row is the worst of its layers"
+    assert "open=" in look.page.url
+    look.go(look.page.get_by_role("button", name="Alike names"))
+    assert [row.rpartition(".")[2] for row in rows()] == ["qkv (3)", "proj (3)", "fc1 (3)", "fc2 (3)"]
+    look.page.get_by_label("Layers whose name has").fill("MLP")
+    look.page.wait_for_function("() => document.querySelector('.plot').layout.yaxis.ticktext.length === 2")
+
+
+def test_a_layer_is_chosen(look: Look, report: Path) -> None:
+    look.open(report, f"page=layer&layer={BAD}")
+    look.go(look.page.get_by_role("button", name="next →"))
+    assert look.page.locator("h1").inner_text() == "decoder.layers.2.mlp.fc2"
+    field = look.page.get_by_label("Layer", exact=True)
+    field.fill("decoder.layers.0.mlp.fc1")
+    field.press("Enter")
+    look.page.wait_for_function("() => document.querySelector('h1').textContent === 'decoder.layers.0.mlp.fc1'")
+    table = look.page.locator("table").first.inner_text()
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        assert gemm in table
+    look.open(report, "page=layer&layer=decoder.layers.0.self_attention.proj")
+    assert "a feature of the config: DisableFP8GEMM in config.yaml:7" in look.page.locator("table").first.inner_text()
+
+
+def test_the_windows_of_formats_are_at_the_recorded_scale(look: Look, report: Path) -> None:
+    look.open(report, f"page=layer&layer={BAD}")
+    lines = look.plot(
+        "plot.data.filter((trace) => trace.type === 'scatter').map((t) => [t.name, t.line.dash, [...t.y]])"
+    )
+    top = next(line for line in lines if line[0] == "E4M3")
+    scale = RUN.grid("scale_inv_max", "activation")
+    expected = np.log2(448 * scale.values[scale.layers.index(BAD)])
+    assert top[1] == "solid"
+    assert top[2] == pytest.approx(expected.tolist(), abs=1e-6)
+    assert {line[0]: line[1] for line in lines}["E5M2"] == "dot", "its scale is assumed"
+    shares = look.page.locator("table").nth(1)
+    assert shares.locator("tbody tr").count() == 3
+    before = shares.inner_text()
+    slider = look.page.get_by_label("Step of the shares of activation")
+    slider.evaluate("node => { node.value = 0; node.dispatchEvent(new Event('input')); }")
+    look.page.wait_for_function("before => document.querySelectorAll('table')[1].innerText !== before", arg=before)
+
+
+def test_the_share_outside_is_that_of_the_counts(look: Look, report: Path) -> None:
+    """With the same counts, and limits that lie between bins, computed here."""
+    found = look.page
+    look.open(report, f"page=layer&layer={BAD}&step=39")
+    row = found.locator("table").nth(1).locator("tbody tr").first.inner_text().split("\t")
+    assert row[0].split() == ["E4M3", "recorded"]
+    (series,) = RUN.select(layer=BAD, tensor="activation", statistic="exponent_histogram")
+    vector = RUN.vectors([series]).to_pylist()[-1]
+    scales = RUN.grid("scale_inv_max", "activation")
+    top = np.log2(448 * scales.values[scales.layers.index(BAD), -1])
+    counted = zip(vector["bin"], vector["count"], strict=True)
+    above = sum(count * float(np.clip(number - 127 + 1 - top, 0, 1)) for number, count in counted)
+    assert float(row[4].split()[0]) == pytest.approx(100 * above / sum(vector["count"]), rel=1e-2, abs=1e-3)
+
+
+def test_dark_and_light_and_what_is_remembered(look: Look, report: Path) -> None:
+    look.open(report, "page=heatmap&statistic=mean&tensor=gradient")
+    light = look.plot("plot.data[0].colorscale[4][1]")
+    look.go(look.page.get_by_role("button", name="Dark"))
+    assert look.page.get_attribute("html", "data-theme") == "dark"
+    assert look.plot("plot.data[0].colorscale[4][1]") != light, "0 has the colour of the background"
+    assert "statistic=mean" in look.page.url
+    look.open(report, "page=summary")
+    assert look.page.get_attribute("html", "data-theme") == "dark"
+
+
+def test_links_restore_what_was_looked_at(look: Look, report: Path) -> None:
+    look.open(report, "page=profile&tensor=weight&step=12&format=E5M2")
+    assert look.page.get_by_label("Tensor").input_value() == "weight"
+    assert look.page.get_by_label("Limits of").input_value() == "E5M2"
+    assert look.page.get_by_label("Step").input_value() == "12"
+    look.go(look.page.locator("nav a[data-page=heatmap]"))
+    assert look.page.get_by_label("Tensor").input_value() == "weight"
+    assert look.plot("plot.layout.shapes[0].x0") == 12
+    look.page.get_by_label("Statistic").select_option("mean")
+    look.page.wait_for_function("() => location.hash.includes('statistic=mean')")
+    look.page.wait_for_function("() => document.querySelector('.card h2').textContent === 'mean of weight'")
+    look.page.go_back()
+    look.page.go_back()
+    look.page.wait_for_selector("nav a[data-page=profile][aria-current]")
+
+
+def saved(look: Look, button: Locator) -> list[list[str]]:
+    with look.page.expect_download() as download:
+        button.click()
+    return list(csv.reader(io.StringIO(Path(download.value.path()).read_text())))
+
+
+def test_csv_has_the_numbers_of_the_run(look: Look, report: Path) -> None:
+    look.open(report, "page=heatmap&statistic=dynamic_range&tensor=activation")
+    head, *rows = saved(look, look.page.locator("button.csv"))
+    grid = RUN.grid("dynamic_range", "activation")
+    assert head == ["layer", "first step", "last step", "value", "exact"]
+    assert len(rows) == grid.values.size
+    for name, first, last, value, exact in rows[:: len(rows) // 17]:
+        assert first == last
+        assert exact == "true"
+        assert float(value) == grid.values[grid.layers.index(name), int(first)]
+    look.open(report, f"page=layer&layer={BAD}")
+    for number in range(
+        0, look.page.locator("button.csv").count(), 2
+    ):  # a browser lets a script save ten files in a row
+        assert len(saved(look, look.page.locator("button.csv").nth(number))) > 3
+
+
+def test_the_depth_profile(look: Look, report: Path) -> None:
+    look.open(report, "page=profile&tensor=gradient&step=39")
+    base, width = look.plot("[plot.data[1].base, plot.data[1].x]")
+    amax = RUN.grid("cur_amax", "gradient").values[:, 39]
+    assert (np.array(base) + np.array(width)).tolist() == pytest.approx(np.log2(amax).tolist())
+    look.page.mouse.move(*look.at(float(base[4]) + 1, 4))
+    assert RUN.ordered_layers[4] in look.tip()
+    look.page.mouse.click(*look.at(float(base[4]) + 1, 4))
+    look.page.wait_for_selector("h1.layer-name")
+    assert look.page.locator("h1").inner_text() == RUN.ordered_layers[4]
+
+
+NASTY = (
+    "<script>window.hurt=1</script>",
+    "</script><img src=x onerror=window.hurt=1>",
+    "<b>bold</b><a href='javascript:window.hurt=1'>a</a>",
+    'it\'s "quoted"',
+    "a/b\\c/../d",
+    "\x1b[31mred\x1b[0m\x07",
+    "=HYPERLINK(1)",
+    "$x^2$ {{DATA}} %s &amp; # ? ü 层",
+    "long." + "x" * 300,
+)
+
+
+def test_names_do_no_harm(look: Look, tmp_path: Path) -> None:
+    run = drifting(blocks=1, steps=8, names=NASTY, notes=(NASTY[0], NASTY[5]))
+    report = write_report(run, tmp_path / "report.html")
+    text = report.read_text()
+    assert "\x1b" not in text
+    assert not any(name in text for name in NASTY if "<" in name)
+    look.open(report)
+    for page in PAGES:
+        look.turn(f"page={page}")
+        look.everything_drawn()
+    for number, name in enumerate(run.ordered_layers[: len(NASTY)]):
+        look.turn(f"page=layer&layer={quote(look_of(name))}")
+        assert look.page.locator("h1").inner_text().split() == look_of(NASTY[number]).split()
+    look.turn("page=heatmap&layer=")
+    assert look.page.evaluate("window.hurt") is None
+    texts = look.page.locator(".plot .yaxislayer-above text, .plot .yaxislayer-below text").all_text_contents()
+    assert NASTY[0] in texts
+    assert look.page.locator(".plot .yaxislayer-above tspan, .plot .yaxislayer-above a").count() == 0
+    _, *rows = saved(look, look.page.locator("button.csv"))
+    assert {"'=HYPERLINK(1)", NASTY[3]} <= {row[0] for row in rows}
+
+
+def look_of(name: str) -> str:
+    """A name as a report has it."""
+    return name.replace("\x1b", "\\x1b").replace("\x07", "\\x07")
+
+
+def test_ranks_that_differ(look: Look, tmp_path: Path) -> None:
+    run = drifting(blocks=2, steps=12, ranks=(0, 1, 3), histograms=False)
+    report = write_report(run, tmp_path / "report.html")
+    look.open(report, "page=heatmap&statistic=cur_amax&tensor=weight")
+    worst = np.max([run.grid("cur_amax", "weight", rank=rank).values for rank in (0, 1, 3)], axis=0)
+    look.page.mouse.move(*look.at(5, 3))
+    assert f"{worst[3, 5]:.4g}" in look.tip()
+    look.page.get_by_label("Rank", exact=True).select_option("1")
+    look.page.wait_for_function("() => location.hash.includes('rank=1')")
+    look.page.wait_for_timeout(300)
+    look.page.mouse.move(*look.at(6, 3))
+    assert f"{run.grid('cur_amax', 'weight', rank=1).values[3, 6]:.4g}" in look.tip()
+    look.go(look.page.get_by_role("button", name="Ranks"))
+    assert look.plot("plot.layout.xaxis.ticktext") == ["0", "1", "3"]
+    look.page.mouse.move(*look.at(2, 4))
+    said = look.tip()
+    assert f"{run.grid('cur_amax', 'weight', rank=3).values[4].max():.4g}" in said
+    assert "rank 3" in said
+
+
+def test_what_is_not_exact_says_so(look: Look, tmp_path: Path) -> None:
+    run = drifting(blocks=60, steps=90, statistics=("cur_amax", "sqnr_db", "mean"), histograms=False)
+    report = write_report(run, tmp_path / "report.html", most=3_900_000)
+    assert report.stat().st_size <= 3_900_000
+    look.open(report, "page=heatmap&statistic=sqnr_db&tensor=gradient&fold=layers")
+    footer = look.page.locator("footer").inner_text()
+    assert "All else is read off an overview" in footer
+    assert "overview" in look.page.locator(".badge").inner_text()
+    grid = run.grid("sqnr_db", "gradient")
+    level = (grid.values.max() - grid.values.min()) / 249
+    approximate = 0
+    for row in (4, 60, 130):
+        look.page.mouse.move(*look.at(50, row))
+        look.page.wait_for_timeout(150)
+        said, name, *_ = look.tip().splitlines()
+        value = float(said.removeprefix("≈ ").removesuffix(" dB"))
+        true = grid.values[grid.layers.index(name), 50]
+        approximate += said.startswith("≈")
+        assert abs(value - true) <= level / 2 + 0.01
+    assert approximate
+    worst = run.run_id
+    look.open(report, f"page=layer&layer={worst}&statistic=sqnr_db")
+    card = look.page.locator(".card", has=look.page.get_by_role("heading", name="sqnr_db"))
+    card.locator(".badge").wait_for()
+    assert card.locator(".badge").inner_text() == "exact", "the worst layer's curves are exact"
+    _, *rows = saved(look, card.locator("button.csv"))
+    assert {row[4] for row in rows} == {"true"}
+
+
+def test_a_run_without_layers_or_facts_is_no_empty_page(look: Look, tmp_path: Path) -> None:
+    run: RecordedRun = drifting(blocks=1, steps=5, statistics=(), histograms=False)
+    report = write_report(run, tmp_path / "report.html")
+    look.open(report, "page=nowhere")
+    for page in PAGES:
+        look.turn(f"page={page}")
+        look.everything_drawn()
+        assert len(look.page.locator("main").inner_text()) > 60

@@ -1,0 +1,157 @@
+"""The end of a fit: the command is named, and with report=True the page of the real run is written and handed on."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from transformer_engine.common import recipe
+
+from te_precision_callbacks import InspectSession, PrecisionDebugCallback
+from te_precision_callbacks.errors import MissingExtraError, OptionError
+from te_precision_callbacks.records.loggers import REPORT_NAME
+from te_precision_callbacks.store import list_runs, open_run
+from tests.conftest import feature, statistics
+from tests.lightning.models import Plain, board_text, loader
+from tests.report.conftest import Look
+
+pytestmark = pytest.mark.slow  # fits, browsers, and a process of wandb
+
+CONFIG = {
+    **statistics(tensors=["activation", "weight", "gradient"], stats=["max", "min", "std", "exponent_histogram"]),
+    "fp8": feature(
+        "LogFp8TensorStats", ["all"], tensors=["activation"], stats=["underflows%", "scale_inv_max"], freq=1
+    ),
+}
+
+
+def fit(log_dir: Path, **keywords: Any) -> PrecisionDebugCallback:
+    callback = PrecisionDebugCallback(statistics(), log_dir=log_dir, **keywords)
+    loggers = [TensorBoardLogger(log_dir / "board"), CSVLogger(log_dir / "csv")]
+    trainer = L.Trainer(
+        max_steps=3,
+        logger=loggers,
+        callbacks=[callback],
+        accelerator="cpu",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(Plain(), loader(4))
+    return callback
+
+
+def test_the_command_is_named_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "te_precision_callbacks")
+    folder = tmp_path / "a folder"
+    fit(folder)
+    (line,) = [record.message for record in caplog.records if "te-precision report" in record.message]
+    assert line == f"te-precision report '{folder}' makes one page of this run."
+    fit(folder)
+    _, line = [record.message for record in caplog.records if "te-precision report" in record.message]
+    assert list_runs(folder)[-1] in line, "where there are several runs, the one is named"
+    assert not (folder / "report.html").exists()
+
+
+def test_a_fit_writes_its_page_and_tells_its_loggers(tmp_path: Path) -> None:
+    fit(tmp_path, report=True)
+    report = tmp_path / "report.html"
+    assert report.stat().st_size > 1_500_000
+    (board,) = (tmp_path / "board").rglob("events.out.*")
+    assert board_text(board.parent, REPORT_NAME) == [str(report)]
+    (hparams,) = (tmp_path / "csv").rglob("hparams.yaml")
+    assert str(report) in hparams.read_text()
+
+
+def test_a_run_that_failed_names_the_command_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "te_precision_callbacks")
+    model = te.Linear(32, 32)
+    with pytest.raises(ZeroDivisionError):
+        with InspectSession(statistics(), model=model, log_dir=tmp_path, report=True) as session:
+            model(torch.randn(32, 32)).sum().backward()
+            session.step()
+            raise ZeroDivisionError
+    assert any("te-precision report" in record.message for record in caplog.records)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_page_that_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> None:
+    (tmp_path / "report.html").mkdir()
+    callback = fit(tmp_path, report=True)
+    assert callback.session.iteration == 3
+
+
+def test_what_report_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match="report= must be True or False"):
+        InspectSession(report="yes")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="records='off' records nothing"):
+        InspectSession(report=True, records="off")
+    monkeypatch.setattr("te_precision_callbacks.options.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"te-precision-callbacks\[report\]"):
+        InspectSession(report=True)
+
+
+@pytest.mark.usefixtures("offline_trackers")
+def test_wandb_gets_it_as_an_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real run of Weights & Biases, offline."""
+    from lightning.pytorch.loggers import WandbLogger
+
+    given: list[Any] = []
+    import wandb
+
+    real = wandb.Run.log_artifact
+
+    def log_artifact(run: Any, artifact: Any, *rest: Any, **keywords: Any) -> Any:
+        given.append(artifact)
+        return real(run, artifact, *rest, **keywords)
+
+    monkeypatch.setattr(wandb.Run, "log_artifact", log_artifact)
+    callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path, report=True)
+    trainer = L.Trainer(
+        max_steps=1,
+        logger=WandbLogger(save_dir=tmp_path),
+        callbacks=[callback],
+        accelerator="cpu",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(Plain(), loader(4))
+    wandb.finish()
+    (artifact,) = given
+    assert artifact.type == "report"
+    assert "report.html" in artifact.manifest.entries
+
+
+def test_the_page_of_a_real_run(look: Look, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(te.LayerNormLinear(64, 64), te.Linear(64, 64), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with InspectSession(CONFIG, model=model, log_dir=tmp_path, report=True) as session:
+        for _ in range(6):
+            with te.autocast(enabled=True, recipe=recipe.DelayedScaling()):
+                model(torch.randn(32, 64)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+    run = open_run(tmp_path)
+    look.open(tmp_path / "report.html", "page=nowhere")
+    for page in ("heatmap", "layer&layer=0", "profile&tensor=gradient", "config", "summary"):
+        look.turn(f"page={page}")
+        look.everything_drawn()
+    shares = dict(look.plot("plot.data.map((trace) => [trace.name, trace.x[2]])"))
+    assert shares["FP8"] == pytest.approx(100 * session.coverage().share("fp8"))
+    look.turn("page=layer&layer=1")
+    table = look.page.locator("table").first.inner_text()
+    assert "FP8 E4M3" in table
+    lines = look.plot("plot.data.filter((t) => t.name === 'E4M3').map((t) => [t.line.dash, [...t.y]])")
+    scales = run.grid("scale_inv_max", "activation")
+    row = scales.layers.index("1")
+    assert lines[0][0] == "solid"
+    assert lines[0][1][1:] == pytest.approx(torch.tensor(448 * scales.values[row, 1:]).log2().tolist(), abs=1e-5)

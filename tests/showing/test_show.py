@@ -1,0 +1,218 @@
+"""``te-precision show``."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from te_precision_callbacks import cli
+from te_precision_callbacks.showing.screen import Screen, shortened
+from te_precision_callbacks.showing.sparklines import sparkline
+from te_precision_callbacks.showing.view import NothingToShowError, look
+from te_precision_callbacks.store import RunWriter, open_run
+from te_precision_callbacks.store.tables import STEP0
+from tests.comparing.recorded import Values, append, layers, record
+
+STEPS = 40
+EVIL = 'fc<script>"/../\x1b[31m[bold]\u202e'
+
+
+def values(count: int = 6) -> Values:
+    draw = np.random.default_rng(0)
+    found = {}
+    for number, layer in enumerate(layers(count)):
+        found[layer, "activation", "underflows%"] = number + draw.uniform(0, 0.1, STEPS)
+        found[layer, "activation", "sqnr_db"] = 30 - number + draw.uniform(0, 0.1, STEPS)
+        found[layer, "weight", "numel"] = np.full(STEPS, 4096.0)
+    return found
+
+
+def show(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.app, ["show", *map(str, arguments)])
+
+
+def drawn(path: Path, width: int, **options: Any) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    console.print(Screen(look(open_run(path), **options)))
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def test_the_worst_layers_come_first_in_the_direction_that_is_worse(tmp_path: Path) -> None:
+    view = look(record(tmp_path, values()))
+    assert list(view.worst) == ["sqnr_db", "underflows%"], "numel has no worse direction"
+    for statistic in view.worst:
+        assert [each.layer for each in view.worst[statistic]] == layers(6)[:2:-1]
+    worst = view.worst["sqnr_db"][0]
+    curve = values()[worst.layer, "activation", "sqnr_db"]
+    assert (worst.worst, worst.worst_iteration) == (curve.min(), curve.argmin())
+    assert (worst.last, worst.last_iteration) == (curve[-1], STEPS - 1)
+    assert worst.low_is_worse
+    assert worst.curve.values.tolist() == curve.tolist()
+
+
+def test_a_statistic_is_chosen_with_or_without_its_recipe(tmp_path: Path) -> None:
+    more = {("fc", "weight", "mxfp8_underflows%"): np.ones(STEPS), ("fc", "weight", "cur_amax"): np.ones(STEPS)}
+    run = record(tmp_path, {**values(), **more})
+    assert list(look(run, ["underflows%"]).worst) == ["mxfp8_underflows%", "underflows%"]
+    view = look(run, ["mxfp8_underflows%"], most=1)
+    assert [len(worst) for worst in view.worst.values()] == [1]
+    assert "cur_amax" in view.more_statistics
+    with pytest.raises(NothingToShowError, match=r"no numbers of 'mse' .* It has: mxfp8_underflows%, sqnr_db"):
+        look(run, ["mse"])
+
+
+def test_the_first_step_of_delayed_scaling_is_not_the_worst(tmp_path: Path) -> None:
+    with RunWriter.begin(tmp_path) as run:
+        series = run.series("fc", "gradient", "underflows%")
+        for step, value in enumerate((88.0, 1.0, 2.0)):
+            run.add_step(step)
+            flags = np.array([0 if step else STEP0], np.uint8)
+            run.add_values(step, np.array([series], np.int32), np.array([value]), flags)
+    (worst,) = look(open_run(tmp_path)).worst["underflows%"]
+    assert (worst.worst, worst.worst_iteration) == (2.0, 2)
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_it_fits_the_terminal(tmp_path: Path, width: int) -> None:
+    long = {(f"model.{'deep.' * 30}{n}.fc", "activation", "underflows%"): np.arange(9.0) for n in range(3)}
+    facts: dict[str, Any] = {"recipes": ["fp8_current_scaling"], "front_door": "Lightning", "gpu": "H200"}
+    gemms = [{"layer": "fc", "gemm": "fprop", "precision": low, "macs": 10} for low in ("fp8", "bf16", "fp8")]
+    record(tmp_path, long, gemms=gemms, scalars={"loss": np.linspace(3, 1, 9)}, **facts)
+    lines = drawn(tmp_path, width).splitlines()
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert "FP8 66.7 %" in text
+    assert "3 -> 1" in text
+    assert "2.fc activation" in text, "the end of a long name tells layers apart"
+
+
+def test_events_and_notes_are_shown(tmp_path: Path) -> None:
+    with RunWriter.begin(tmp_path, writing_ranks=[0, 1], world=2) as run:
+        append(run, values())
+        for step in range(8):
+            run.add_event("dump_written", f"number {step}", iteration=step, layer="fc1", severity="warning")
+    result = show(tmp_path)
+    assert result.exit_code == 0
+    assert "number 7" in result.output
+    assert "number 2" not in result.output, "only the last ones"
+    assert "Note: Segment 0 lacks the files of 1 of 2 ranks: 1." in result.output
+
+
+def test_names_of_layers_do_no_harm(tmp_path: Path) -> None:
+    record(tmp_path, {(EVIL, "activation", "underflows%"): np.arange(5.0)})
+    text = drawn(tmp_path, 120)
+    assert "\x1b[31m" not in text
+    assert "\u202e" not in text
+    assert "[bold]\\u202e activation" in text
+
+
+def test_json_has_what_is_shown(tmp_path: Path) -> None:
+    record(tmp_path, values(), scalars={"loss": np.arange(3.0)})
+    found = json.loads(show(tmp_path, "--json").output)
+    assert found["status"] == "ended"
+    assert found["scalars"]["loss"] == {"iterations": [0, 1, 2], "values": [0, 1, 2]}
+    assert found["worst"]["sqnr_db"][0]["layer"] == layers(6)[-1]
+
+
+def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
+    for path, says in ((tmp_path / "missing", "no such file"), (tmp_path, "no recorded run")):
+        result = show(path)
+        assert isinstance(result.exception, cli.PrecisionDebugError)
+        assert says in str(result.exception)
+    RunWriter.begin(tmp_path / "empty").close("ended")
+    result = show(tmp_path / "empty")
+    assert isinstance(result.exception, NothingToShowError)
+    assert "has no numbers" in str(result.exception)
+
+
+# ---------------------------------------------------------------------- following
+
+
+def test_following_ends_with_the_run(tmp_path: Path) -> None:
+    run = RunWriter.begin(tmp_path)
+    append(run, {("fc1", "activation", "underflows%"): np.arange(5.0)})
+    run.flush()
+
+    def later() -> None:
+        time.sleep(0.4)
+        append(run, {("fc2", "activation", "underflows%"): np.arange(50.0, 55.0)}, first=5)
+        run.close("ended")
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    result = show(tmp_path, "--follow", "--every", "0.1")
+    thread.join()
+    assert result.exit_code == 0
+    assert "ended" in result.output
+    assert "fc2 activation" in result.output
+    assert "54 @ 9" in result.output
+
+
+WRITING = """
+import sys, time
+import numpy as np
+from te_precision_callbacks.store import RunWriter
+run = RunWriter.begin(sys.argv[1])
+series = run.series("fc1", "activation", "underflows%")
+run.add_step(0)
+run.add_values(0, np.array([series], np.int32), np.array([1.0]))
+run.flush()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_following_ends_when_the_run_is_killed(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", WRITING, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    threading.Timer(0.5, lambda: (os.kill(process.pid, signal.SIGKILL), process.wait())).start()
+    result = show(tmp_path, "--follow", "--every", "0.1")
+    assert result.exit_code == 0
+    assert "killed" in result.output
+
+
+# ---------------------------------------------------------------------- curves
+
+
+def test_a_curve_shows_every_peak() -> None:
+    curve = np.zeros(1000)
+    curve[777] = 5
+    line = sparkline(np.arange(1000), curve, 20)
+    assert len(line) == 20
+    assert line.index("█") == 777 * 20 // 1000
+    assert set(line) == {"▁", "█"}
+    assert sparkline(np.arange(1000), -curve, 20, low_is_worse=True).index("▁") == 777 * 20 // 1000
+
+
+def test_a_curve_over_many_powers_is_that_of_the_logarithms() -> None:
+    assert sparkline(np.arange(8), 10.0 ** np.arange(8), 20) == "▁▂▃▄▅▆▇█"
+
+
+def test_a_curve_has_gaps_and_marks() -> None:
+    line = sparkline(np.array([0, 1, 8, 9]), np.array([1.0, np.nan, 2.0, np.inf]), 4)
+    assert line == "!  !" or len(line) == 4
+    assert "!" in line
+    assert sparkline(np.array([3]), np.array([2.0]), 10) == "▁"
+    assert sparkline(np.empty(0, np.int64), np.empty(0), 10) == ""
+    assert sparkline(np.arange(2), np.array([-1e308, 1e308]), 5) == "▁█"
+
+
+def test_a_long_name_loses_its_middle() -> None:
+    assert shortened("layers.0.attention.query", 12) == "lay…on.query"
+    assert shortened("short", 12) == "short"
+    assert shortened("layers", 3) == "ers"
