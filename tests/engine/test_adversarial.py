@@ -79,8 +79,8 @@ def measured(watched: Sequence[Watched], names: Sequence[Any], *, of_tensor: boo
 
 
 def same(found: float, expected: float, size: float = 0.0) -> bool:
-    """To the rounding of float64 sums; nan where nan is."""
-    return bool(found == pytest.approx(expected, rel=1e-9, abs=1e-12 * size, nan_ok=True))
+    """To the rounding of sums in float over short runs; nan where nan is."""
+    return bool(found == pytest.approx(expected, rel=exact.STD_IN_FLOAT, abs=1e-12 * size, nan_ok=True))
 
 
 # --- of a tensor ------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from te_precision_callbacks.statistics.names import quantized_request
 from te_precision_callbacks.statistics.table import PERCENTILES
 from te_precision_callbacks.vocabulary import WITH_ELEMENT_FORMAT, recipe_of
 from te_precision_callbacks.watched import Watched
+from tests.engine import exact
 from tests.engine.exact import BLOCK_STATISTICS
 from tests.engine.test_quantization import fp8_dtype, te
 
@@ -256,7 +257,7 @@ def test_a_format_in_the_name_is_what_a_quantizer_of_that_format_makes(runs: str
     engine.note(watched, [quantized_request(name) for name in expected])
     engine.measure()
     found = {one.statistic: one.value for one in engine.flush(reduce=False)}
-    assert found == pytest.approx(expected, rel=1e-12)
+    assert found == pytest.approx(expected, rel=exact.IN_FLOAT)
     assert all(found[f"{recipe}_e5m2_mse"] > 2 * found[f"{recipe}_e4m3_mse"] for recipe in WITH_ELEMENT_FORMAT)
 
 

@@ -1,6 +1,6 @@
 """The pass on a CPU, in C++ (``one_pass.cpp``): each element is read once, in the processor's vectors.
 
-The file is compiled by torch's own cache of C++ code, in about a second, and kept on disk. Nothing is compiled before
+The file is compiled by torch's own cache of C++ code, in about two seconds, and kept on disk. Nothing is compiled before
 plain torch has measured as much as that takes: a short run would wait longer for the compiler than for its numbers.
 Without a C++ compiler everything is done in plain torch, which is logged once. A call takes some microseconds, so that
 small tensors gain most: plain torch calls thirty operations for each.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, EXPON
 
 logger = logging.getLogger(__name__)
 
-PAYS_FROM = 2**28
+PAYS_FROM = 2**29
 """Elements that plain torch measures before the pass is compiled: about as long as that takes."""
 
 _A_CALL = 2**16
 """Elements that plain torch measures in the time that a call takes it for the smallest tensor."""
+
+_FIRST_SUM = len(MAXIMA)
+"""Where the sums begin in what the pass fills."""
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -60,13 +64,12 @@ def measure(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`te_precision_callbacks.engine.kernels.measure`."""
     flat = (eager.flattened(values) if codes is None else values.reshape(-1)).contiguous()
-    count, codes_format, at_codes, at_factor = len(MOMENT_SUMS), 0, None, None
+    width, codes_format, at_codes, at_factor = _FIRST_SUM + len(MOMENT_SUMS), 0, None, None
     if codes is not None and scale_inv is not None:
         codes, factor = codes.reshape(-1).contiguous(), scale_inv.to(torch.float32)
-        count, codes_format = count + len(COMPARISON_SUMS), 2 if e5m2 else 1
+        width, codes_format = width + len(COMPARISON_SUMS), 2 if e5m2 else 1
         at_codes, at_factor = codes.data_ptr(), factor.data_ptr()
-    sums = torch.empty(count, dtype=torch.float64, device="cpu")
-    maxima = torch.empty(len(MAXIMA), dtype=torch.float64, device="cpu")
+    columns = torch.empty(width + histogram * EXPONENT_BINS, dtype=torch.float64, device="cpu")
     _one_pass(
         flat.data_ptr(),
         _DTYPES[flat.dtype],
@@ -74,19 +77,11 @@ def measure(
         at_codes,
         codes_format,
         at_factor,
+        histogram,
         torch.get_num_threads(),
-        sums.data_ptr(),
-        maxima.data_ptr(),
+        columns.data_ptr(),
     )
-    return torch.cat([sums, _histogram(flat)]) if histogram else sums, maxima
-
-
-def _histogram(flat: torch.Tensor) -> torch.Tensor:
-    """The exponents are counted by torch's own bincount."""
-    counts = torch.zeros(EXPONENT_BINS, dtype=torch.float64, device="cpu")
-    for piece in torch.split(flat, eager.PIECE):
-        counts += eager.exponents(piece)
-    return counts
+    return columns[_FIRST_SUM:], columns[:_FIRST_SUM]
 
 
 def _could_take(values: torch.Tensor) -> bool:
@@ -109,8 +104,11 @@ def _is_loaded() -> bool:
     return _one_pass is not None
 
 
-def _loaded() -> Any:
+def _loaded(flags: Sequence[str] = ()) -> Any:
     """The function of ``one_pass.cpp``, compiled unless torch has it in its cache (2.13, ``_inductor/codecache.py``).
+
+    Args:
+        flags: of the compiler, after torch's own, which are for the processor at hand.
 
     For code that is written with torch's own vectors, torch would first try which ones the processor has.
     """
@@ -118,13 +116,15 @@ def _loaded() -> Any:
 
     known = inspect.signature(CppCodeCache.load_async).parameters
     library = CppCodeCache.load(
-        _SOURCE.read_text(encoding="utf-8"), **({"needs_vec_isa": False} if "needs_vec_isa" in known else {})
+        _SOURCE.read_text(encoding="utf-8"),
+        extra_flags=flags,
+        **({"needs_vec_isa": False} if "needs_vec_isa" in known else {}),
     )
     function = library.te_precision_one_pass
     function.restype = None
     function.argtypes = [
         *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int64),
         *(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p),
-        *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
+        *(ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
     ]
     return function
