@@ -1,9 +1,9 @@
 """The pass on a CPU, in C++ (``one_pass.cpp``): each element is read once, in the processor's vectors.
 
-The file is compiled by torch's own cache of C++ code, in about two seconds, and kept on disk. Nothing is compiled before
-plain torch has measured as much as that takes: a short run would wait longer for the compiler than for its numbers.
-Without a C++ compiler everything is done in plain torch, which is logged once. A call takes some microseconds, so that
-small tensors gain most: plain torch calls thirty operations for each.
+The file is compiled by torch's own cache of C++ code, in about two seconds, and kept on disk. Nothing is compiled
+before plain torch has measured as much as that takes: a short run would wait longer for the compiler than for its
+numbers. Without a C++ compiler everything is done in plain torch, which is logged once. A call takes some microseconds,
+so that small tensors gain most: plain torch calls thirty operations for each.
 """
 
 from __future__ import annotations
@@ -63,17 +63,19 @@ def measure(
     histogram: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`te_precision_callbacks.engine.kernels.measure`."""
-    flat = (eager.flattened(values) if codes is None else values.reshape(-1)).contiguous()
+    # Asking whether a tensor has gaps costs less than an operation of torch that has nothing to do.
+    if not values.is_contiguous():
+        values = (eager.flattened(values) if codes is None else values).contiguous()
     width, codes_format, at_codes, at_factor = _FIRST_SUM + len(MOMENT_SUMS), 0, None, None
     if codes is not None and scale_inv is not None:
-        codes, factor = codes.reshape(-1).contiguous(), scale_inv.to(torch.float32)
+        codes, factor = codes.contiguous(), scale_inv.to(torch.float32)
         width, codes_format = width + len(COMPARISON_SUMS), 2 if e5m2 else 1
         at_codes, at_factor = codes.data_ptr(), factor.data_ptr()
     columns = torch.empty(width + histogram * EXPONENT_BINS, dtype=torch.float64, device="cpu")
     _one_pass(
-        flat.data_ptr(),
-        _DTYPES[flat.dtype],
-        flat.numel(),
+        values.data_ptr(),
+        _DTYPES[values.dtype],
+        values.numel(),
         at_codes,
         codes_format,
         at_factor,
