@@ -5,7 +5,7 @@
 The model of examples/byte_lm.py trains in FP8, with all of its Transformer Engine layers and all six tensors of each
 watched in every step. What is counted:
   none       the step without debugging.
-  ours       the step in an InspectSession, from the forward to the end of session.step().
+  ours       the step in an InspectSession with observe="debug", from the forward to the end of session.step().
   fused      the step in an InspectSession with observe="fused", with the statistics of the tensors that exist on the
              fused path: without the results of norms and activation functions, which are written in FP8 alone.
   te         the step with the same YAML under plain nvidia-dlfw-inspect and Transformer Engine's feature folder, to the
@@ -169,7 +169,7 @@ def without() -> Iterator[EndOfStep]:
 
 
 @contextlib.contextmanager
-def with_ours(model: torch.nn.Module, path: Path, observe: Observe = "debug") -> Iterator[EndOfStep]:
+def with_ours(model: torch.nn.Module, path: Path, observe: Observe) -> Iterator[EndOfStep]:
     """A session of this project."""
     from te_precision_callbacks.session import InspectSession
 
@@ -323,7 +323,7 @@ def run_all(training: Training, steps: int, folder: Path) -> list[dict[str, Any]
     for key, sections in configs.items():
         path = folder / f"{key.replace(' ', '_')}.yaml"
         path.write_text(yaml.safe_dump(sections))
-        runs[key if key in QUIET else f"ours, {key}"] = functools.partial(with_ours, model, path)
+        runs[key if key in QUIET else f"ours, {key}"] = functools.partial(with_ours, model, path, "debug")
         for mode in () if key in QUIET else MODES:
             runs[f"te, {key}, {mode}"] = functools.partial(with_upstream, model, path, mode)
     for key, fp8 in FUSED.items():

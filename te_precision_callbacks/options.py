@@ -99,9 +99,9 @@ class SessionOptions:
         log_filter: the metrics that go to the trainer's loggers; see :mod:`te_precision_callbacks.records.metrics`.
         debug: ``"activation_overflow"`` stops where an activation or a gradient becomes inf or nan; ``"te_precision"``
             is accepted, and changes nothing. See :mod:`te_precision_callbacks.debug_options`.
-        observe: the path that layers take while features look at their tensors. ``"debug"``: Transformer Engine's debug
-            path, which is unfused, and rounds some tensors otherwise. ``"fused"``: the layers' own path, on which
-            training is the same to the last bit; a feature that needs a tensor which that path never has is refused.
+        observe: the path that layers take while features look at their tensors. ``"fused"``: the layers' own path, on
+            which training is the same to the last bit; a feature that needs a tensor which that path never has is
+            refused. ``"debug"``: Transformer Engine's debug path, which is unfused, and rounds some tensors otherwise.
             ``"auto"``: the own path for all layers whose features allow it. See docs/observing.md.
         precision_features_in_eval: whether features that change precision act in evaluation as they do in training.
         keep_precision: whether features that change precision go on acting on the model after a normal end, as they do
@@ -130,7 +130,7 @@ class SessionOptions:
     prefix: str = "te"
     log_filter: LogFilter = None
     debug: tuple[str, ...] = ()
-    observe: Observe = "debug"
+    observe: Observe = "auto"
     precision_features_in_eval: bool = True
     keep_precision: bool = False
     allow_unmatched: bool = False
@@ -172,7 +172,7 @@ class SessionOptions:
             raise OptionError("report=True makes a page of what is recorded, but records='off' records nothing.")
         if keywords.get("report") and find_spec("plotly") is None:
             raise MissingExtraError("te_precision_callbacks.report", "report")
-        observe = keywords.get("observe", "debug")
+        observe = keywords.get("observe", "auto")
         if observe not in get_args(Observe):
             raise OptionError(f"observe= must be one of {', '.join(map(repr, get_args(Observe)))}, not {observe!r}.")
         on_broken = keywords.get("on_broken", "raise")

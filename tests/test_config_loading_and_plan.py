@@ -345,3 +345,94 @@ def test_upstream_finds_in_the_plan_exactly_the_layers_that_were_planned() -> No
     spec = ConfigSpec()
     spec.initialize(section)
     assert [name for name in names if is_layer_in_cfg(name, spec)] == ["a.fc1"]
+
+
+# --- configs as others write them -------------------------------------------------------------------------------------
+
+STATISTICS = "[max, min, mean, std, l1_norm]"
+OTHERS = {
+    "BioNeMo: types that are parts of names, an item for each tensor, and a GEMM among the tensors": f"""
+      stats:
+        enabled: True
+        layers: {{layer_types: [layernorm_qkv, proj, fc1, fc2]}}
+        transformer_engine:
+          LogFp8TensorStats:
+            enabled: True
+            tensors_struct:
+            - {{tensor: activation, stats: [underflows%, scale_inv_min, scale_inv_max, mse], freq: 10}}
+            - {{tensor: gradient, stats: [underflows%, scale_inv_min, scale_inv_max, mse], freq: 10}}
+          LogTensorStats: {{enabled: True, stats: {STATISTICS}, tensors: [dgrad, wgrad, fprop], freq: 1}}
+    """,
+    "Megatron-Bridge: a pattern, and a schedule with an end": """
+      fp8_tensor_stats:
+        enabled: true
+        layers: {layer_name_regex_pattern: ".*(fc2)"}
+        transformer_engine:
+          LogFp8TensorStats:
+            enabled: true
+            tensors: [weight,activation,gradient]
+            stats: ["underflows%", "mse"]
+            freq: 5
+            start_step: 0
+            end_step: 100
+    """,
+    "Transformer Engine: numbers with types, pairs of steps, a GEMM with its own tensors": """
+      a:
+        enabled: True
+        layers: {layer_numbers: [1, 10], layer_types: [linear]}
+        transformer_engine:
+          FakeQuant:
+            enabled: True
+            gemms_struct:
+            - {gemm: fprop, tensors_struct: [{tensor: activation, quant_format: FP8E4M3}]}
+      b:
+        enabled: False
+        layers: {layer_types: [mlp]}
+        transformer_engine:
+          LogTensorStats: {enabled: True, tensors: weight, stats: [cur_amax], start_end_list: [[0, 20], [80, 100]]}
+    """,
+    "nvidia-dlfw-inspect: a feature of its own beside a namespace": """
+      stats:
+        enabled: True
+        layers: {layer_name_regex_pattern: .*(fc1|self_attention).*}
+        LogTensorStats: {enabled: True, tensors: [activation], stats: [mean, std], freq: 1}
+        transformer_engine:
+          LogTensorStats: {enabled: True, tensors: [activation], stats: [mean, std], freq: 1}
+    """,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_configs_as_others_write_them(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(OTHERS[name])
+    assert load_config(path).sections
+
+
+def test_a_gemm_among_tensors_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Transformer Engine never looks for it, and says nothing."""
+    path = tmp_path / "config.yaml"
+    path.write_text(OTHERS[next(iter(OTHERS))])
+    (section,) = load_config(path).sections
+    read = section.features["transformer_engine"]["LogTensorStats"]
+    assert read["tensors"] == ["dgrad", "wgrad"]
+    assert [target.tensor for target in read.schema.targets] == ["dgrad", "wgrad"]
+    (message,) = caplog.messages
+    assert re.fullmatch(
+        r".*config.yaml, line 11 .*'tensors' of 'LogTensorStats' has 'fprop', which is a GEMM and no tensor: nothing is"
+        r" observed for it, as in Transformer Engine\. Its result is 'output'\.",
+        message,
+    )
+
+
+@pytest.mark.parametrize("tensors", [["fprop"], ["dgrad", "forward"], "fprop"])
+def test_what_is_no_tensor_is_refused(tensors: Any) -> None:
+    """So is a GEMM alone: nothing would be left."""
+    options = {"enabled": True, "tensors": tensors, "stats": ["max"]}
+    section = {
+        "enabled": True,
+        "layers": {"layer_types": ["linear"]},
+        "transformer_engine": {"LogTensorStats": options},
+    }
+    with pytest.raises(ConfigError, match="is none of them"):
+        load_config({"section": section})

@@ -8,6 +8,7 @@ holding(read["FakeQuant"].schema.targets, "weight", "fprop")   # the options for
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,9 +16,12 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from te_precision_callbacks.config.fields import Refused, item_of, names, words
-from te_precision_callbacks.config.levels import FeatureSchema, Misfit, levels
+from te_precision_callbacks.config.levels import FeatureSchema, Misfit, ObservingFeature, levels
 from te_precision_callbacks.config.problems import KeyPath, Problems, Where, meant_for, nearest, shown, suggestion
 from te_precision_callbacks.config.schemas import schema_of
+from te_precision_callbacks.vocabulary import GEMMS, RESULT
+
+logger = logging.getLogger(__name__)
 
 
 class ReadOptions(dict[str, Any]):
@@ -61,10 +65,40 @@ def read_features(features: Mapping[str, Any], place: Where) -> dict[str, ReadOp
         if written.get("enabled") is not True:
             misspelt = () if "enabled" in written else nearest("enabled", map(str, written), most=1)
             written = {**{key: value for key, value in written.items() if key not in misspelt}, "enabled": True}
+        written = _without_gemms(schema, name, written, place)
         with problems.noted():
             found[name] = ReadOptions(written, read_options(schema, name, written, place))
     problems.raise_any()
     return found
+
+
+def _without_gemms(
+    schema: type[FeatureSchema], feature: str, written: Mapping[str, Any], place: Where
+) -> Mapping[str, Any]:
+    """The options without the GEMMs that a list of tensors has among its tensors.
+
+    Transformer Engine never calls a feature for such a tensor, and says nothing; configs that run with it have
+    ``fprop`` beside ``dgrad`` and ``wgrad``, which are both GEMMs and tensors.
+    """
+    listed = written.get("tensors")
+    if not issubclass(schema, ObservingFeature) or not isinstance(listed, list):
+        return written
+    tensors = names(schema.model_fields["tensors"])
+    gemms = [entry for entry in listed if entry in GEMMS and entry not in tensors]
+    kept = [entry for entry in listed if entry not in gemms]
+    if not gemms or not kept:
+        return written
+    for gemm in gemms:
+        result = RESULT[gemm]
+        logger.warning(
+            "%s: 'tensors' of %s has %r, which is a GEMM and no tensor: nothing is observed for it, as in Transformer"
+            " Engine.%s",
+            place(feature, "tensors"),
+            shown(feature),
+            gemm,
+            f" Its result is {result!r}." if result in tensors else "",
+        )
+    return {**written, "tensors": kept}
 
 
 def read_options(schema: type[FeatureSchema], name: str, options: Mapping[str, Any], place: Where) -> FeatureSchema:

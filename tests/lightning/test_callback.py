@@ -429,7 +429,7 @@ class InFp8(Plain):
 
 def test_the_sanity_check_leaves_the_plans_of_training_in_the_log_of_events(tmp_path: Path) -> None:
     model = InFp8()
-    callback = PrecisionDebugCallback(statistics(freq=10), log_dir=tmp_path)
+    callback = PrecisionDebugCallback(statistics(freq=10), log_dir=tmp_path, observe="debug")
     quick = trainer(tmp_path, callbacks=[callback], num_sanity_val_steps=1, val_check_interval=1)
     quick.fit(model, loader(3, size=16), loader(1))
     assert len(model.validation_outputs) == 4

@@ -79,10 +79,11 @@ def config(**options: Any) -> dict[str, Any]:
 
 @contextmanager
 def ours(module: torch.nn.Module, **options: Any) -> Iterator[Callable[[], object]]:
-    """Under a session."""
+    """Under a session, on Transformer Engine's debug path."""
+    keywords: Any = {"strict": True, "observe": "debug"}
     with (
         tempfile.TemporaryDirectory() as folder,
-        InspectSession(config(**options), model=module, log_dir=folder, strict=True) as session,
+        InspectSession(config(**options), model=module, log_dir=folder, **keywords) as session,
     ):
         yield session.step
 

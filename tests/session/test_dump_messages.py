@@ -79,7 +79,7 @@ def test_what_lacks_a_quantized_tensor_is_told_once(tmp_path: Path, caplog: pyte
         for number in range(2):
             step(session, net, random(number))
     (message,) = messages(caplog, "nothing is written")
-    assert message.endswith("of activation of 0: it has no quantized_tensor. Further such tensors are not named.")
+    assert message.endswith("of weight of 0: it has no quantized_tensor. Further such tensors are not named.")
 
 
 def test_a_condition_that_cannot_hold_is_told_once_without_a_session(

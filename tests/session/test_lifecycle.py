@@ -84,7 +84,7 @@ def test_a_session_leaves_no_cached_weight_behind(tmp_path: Path) -> None:
             return net(torch.ones(16, 32), is_first_microbatch=first).detach()
 
     plain = [forward(True), forward(False)]
-    with InspectSession(statistics(tensors=["weight"]), model=net, log_dir=tmp_path):
+    with InspectSession(statistics(tensors=["weight"]), model=net, log_dir=tmp_path, observe="debug"):
         inspected = [forward(True), forward(False)]
     assert net._fp8_workspaces == {}
     for before, during, after in zip(plain, inspected, [forward(False), forward(False)], strict=True):

@@ -12,6 +12,7 @@ import transformer_engine.pytorch as te
 from rich.console import Console
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 
+from te_precision_callbacks.options import Observe
 from te_precision_callbacks.records.precision import GemmPrecision
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.session.errors import ObservationError
@@ -27,10 +28,11 @@ def audit(
     dtype: torch.dtype = torch.float32,
     fp8: bool = True,
     steps: int = 2,
+    observe: Observe = "auto",
 ) -> dict[str, str]:
     """GEMM -> formats of its operands, of one linear layer."""
     net = te.Linear(32, 32, params_dtype=dtype)
-    with InspectSession(config, model=net, log_dir=log_dir) as session:
+    with InspectSession(config, model=net, log_dir=log_dir, observe=observe) as session:
         for _ in range(steps):
             with te.autocast(enabled=fp8, recipe=recipe):
                 out = net(torch.randn(16, 32, dtype=dtype, requires_grad=True))
@@ -146,7 +148,7 @@ def events(log_dir: Path) -> list[str]:
 def test_the_log_of_events_has_the_plans_of_training(tmp_path: Path, config: Any) -> None:
     """Whatever was evaluated before the first step, and however often; a plan that changes is logged again."""
     net = te.Linear(32, 32)
-    with InspectSession(config, model=net, log_dir=tmp_path) as session:
+    with InspectSession(config, model=net, log_dir=tmp_path, observe="debug") as session:
         for fp8 in (True, True, False, False):
             net.eval()
             with torch.no_grad():
@@ -171,7 +173,7 @@ def test_a_backward_in_high_precision_is_told_and_what_is_missing_is_said(
     recipe = Float8CurrentScaling(backward_override=override)
     config = statistics(tensors=["activation", "gradient", "dgrad", "wgrad"])
     fp8, high = "FP8 E4M3 FP8 E4M3", "FP32 FP32"
-    assert audit(config, tmp_path, recipe=recipe) == {"fprop": fp8, "dgrad": high, "wgrad": high}
+    assert audit(config, tmp_path, recipe=recipe, observe="debug") == {"fprop": fp8, "dgrad": high, "wgrad": high}
     assert "What features do with dgrad, wgrad, gradient of linear cannot be observed" in caplog.text
     assert f"backward_override='{override}'" in caplog.text
     assert "Tensor: gradient, gemm wgrad - High Precision" in " ".join(f"Tensor: {line}" for line in events(tmp_path))
@@ -180,7 +182,7 @@ def test_a_backward_in_high_precision_is_told_and_what_is_missing_is_said(
 def test_what_is_missing_of_a_backward_raises_if_strict(tmp_path: Path) -> None:
     net = te.Linear(32, 32)
     recipe = Float8CurrentScaling(backward_override="dequantized")
-    with InspectSession(statistics(tensors=["gradient"]), model=net, log_dir=tmp_path, strict=True):
+    with InspectSession(statistics(tensors=["gradient"]), model=net, log_dir=tmp_path, strict=True, observe="debug"):
         with te.autocast(enabled=True, recipe=recipe), pytest.raises(ObservationError, match="backward_override"):
             net(torch.randn(16, 32))
     with InspectSession(statistics(), model=net, log_dir=tmp_path, strict=True) as session:

@@ -234,7 +234,7 @@ def test_it_is_left_as_it_is(name: str, tmp_path: Path, caplog: pytest.LogCaptur
     case, row = CASES[name], row_of(name)
 
     alone, net = alone_and_again(case)
-    with InspectSession(config(case.features), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+    with InspectSession(config(case.features), model=net, log_dir=tmp_path, observe="debug", sinks=[keeper]) as session:
         said_before = warnings_of(caplog)
         observed = trained(case, net, session.step)
     assert len(alone) == len(observed) > 2
@@ -312,7 +312,7 @@ def test_a_result_that_exists_quantized_only(
 def test_strict_raises(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     net = case.make()
-    session = InspectSession(config(case.features), model=net, log_dir=tmp_path, strict=True)
+    session = InspectSession(config(case.features), model=net, log_dir=tmp_path, observe="debug", strict=True)
     with pytest.raises(ObservationError, match=f"refuses layers that the config selects: second.*{row_of(name).what}"):
         with session:
             assert not case.is_known_before
@@ -334,19 +334,19 @@ def test_single_grouped_parameters(
     x = torch.randn(32, 32)
     with plain_debugging(model, STATISTICS), pytest.raises(RuntimeError, match=row.source):
         net(x, [16, 16])
-    with InspectSession(config(STATISTICS), model=model, log_dir=tmp_path):
+    with InspectSession(config(STATISTICS), model=model, log_dir=tmp_path, observe="debug"):
         (text,) = warnings_of(caplog)
         assert f"second.gemm_0, second.gemm_1 ({row})" in text
         with pytest.raises(RuntimeError, match="require the native grouped-tensor path"):
             net(x, [16, 16])
     with pytest.raises(ObservationError, match="single_grouped_weight"):
-        InspectSession(config(STATISTICS), model=model, log_dir=tmp_path, strict=True).start()
+        InspectSession(config(STATISTICS), model=model, log_dir=tmp_path, observe="debug", strict=True).start()
 
 
 def test_a_layer_that_no_section_hits_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And trains, where Transformer Engine raises for each layer of the process."""
     net = Net(te.Linear(32, 32, delay_wgrad_compute=True), te.Linear(32, 32))
-    with InspectSession(config(STATISTICS), model=net, log_dir=tmp_path) as session:
+    with InspectSession(config(STATISTICS), model=net, log_dir=tmp_path, observe="debug") as session:
         train(net)
         net.first.backward_dw()  # type: ignore[operator]
         session.step()
@@ -360,7 +360,7 @@ def test_one_part_of_a_module_is_refused_and_the_other_is_observed(tmp_path: Pat
         net = te.LayerNormMLP(32, 64)
     sections = config(HIGH_PRECISION) | statistics(layers=["fc1"])
     sections["s"]["layers"] = {"layer_types": ["fc2"]}
-    with InspectSession(sections, model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+    with InspectSession(sections, model=net, log_dir=tmp_path, observe="debug", sinks=[keeper]) as session:
         train(net)
         session.step()
     assert {info.name: bool(info.refused) for info in session.layers} == {
@@ -373,7 +373,9 @@ def test_one_part_of_a_module_is_refused_and_the_other_is_observed(tmp_path: Pat
 def test_features_that_do_not_touch_quantized_weights_act(tmp_path: Path, keeper: Keeper) -> None:
     net = quantized()
     features = STATISTICS | {"DisableFP8GEMM": {"enabled": True, "gemms": ["wgrad"]}}
-    with InspectSession(config(features), model=net, log_dir=tmp_path, sinks=[keeper], strict=True) as session:
+    with InspectSession(
+        config(features), model=net, log_dir=tmp_path, observe="debug", sinks=[keeper], strict=True
+    ) as session:
         train(net)
         session.step()
     formats = {entry.gemm: set(entry.operands.values()) for entry in session.precision}
@@ -384,7 +386,7 @@ def test_features_that_do_not_touch_quantized_weights_act(tmp_path: Path, keeper
 
 def test_a_layer_that_is_built_later(tmp_path: Path, caplog: pytest.LogCaptureFixture, keeper: Keeper) -> None:
     net = linear()
-    with InspectSession(config(STATISTICS), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+    with InspectSession(config(STATISTICS), model=net, log_dir=tmp_path, observe="debug", sinks=[keeper]) as session:
         train(net)
         session.step()
         net.second = te.Linear(32, 32, delay_wgrad_compute=True)
@@ -402,7 +404,7 @@ def test_a_forward_that_is_not_refused_is_observed(
 ) -> None:
     """A warm-up with ``calibrating=True``, and then training."""
     net = linear()
-    with InspectSession(config(STATISTICS), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+    with InspectSession(config(STATISTICS), model=net, log_dir=tmp_path, observe="debug", sinks=[keeper]) as session:
         for _ in range(2):
             train(net, fp8=False, calibrating=True)
             session.step()
@@ -419,7 +421,7 @@ def test_an_evaluation_is_left_as_it_is_too(tmp_path: Path) -> None:
     x = torch.randn(32, 32)
     with torch.no_grad(), te.autocast(enabled=True):
         expected = net(x, fp8_output=True)
-    with InspectSession(config(HIGH_PRECISION), model=net, log_dir=tmp_path) as session:
+    with InspectSession(config(HIGH_PRECISION), model=net, log_dir=tmp_path, observe="debug") as session:
         net.eval()
         with torch.no_grad(), te.autocast(enabled=True):
             assert torch.equal(net(x, fp8_output=True), expected)
@@ -434,7 +436,7 @@ def test_what_is_left_of_a_layer_with_a_quantized_input(
 ) -> None:
     """Statistics of its other tensors; that of the activation cannot be had, and is said."""
     net = after_another()
-    with InspectSession(config(STATISTICS), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+    with InspectSession(config(STATISTICS), model=net, log_dir=tmp_path, observe="debug", sinks=[keeper]) as session:
         for _ in range(2):
             train_with_quantized_input(net)
             session.step()
@@ -447,7 +449,7 @@ def test_fp8_attention(tmp_path: Path) -> None:
     """It asks the layer before it for a quantized output, and the layer after it for a quantized gradient."""
     net = te.MultiheadAttention(256, 2, attention_dropout=0.0, params_dtype=torch.bfloat16)
     recipe = DelayedScaling(fp8_dpa=True, fp8_mha=True)
-    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+    with InspectSession(statistics(), model=net, log_dir=tmp_path, observe="debug") as session:
         with te.autocast(enabled=True, recipe=recipe):
             output = net(torch.randn(32, 2, 256, dtype=torch.bfloat16, requires_grad=True))
         output.sum().backward()
@@ -474,7 +476,7 @@ def test_layers_of_a_graph_that_was_made_before(tmp_path: Path, caplog: pytest.L
     assert "func.forward = " in inspect.getsource(importlib.import_module(maker))
     net = linear()
     graphed(net, maker)
-    with InspectSession(config(STATISTICS), model=net, log_dir=tmp_path) as session:
+    with InspectSession(config(STATISTICS), model=net, log_dir=tmp_path, observe="debug") as session:
         train(net)
         session.step()
     (text,) = warnings_of(caplog)
@@ -487,7 +489,7 @@ def test_a_capture_meets_layers_that_rest(tmp_path: Path) -> None:
     net = linear()
     own = torch.cuda.CUDAGraph.capture_begin
     sections = config({"LogTensorStats": STATISTICS["LogTensorStats"] | {"freq": 10}})
-    with InspectSession(sections, model=net, log_dir=tmp_path) as session:
+    with InspectSession(sections, model=net, log_dir=tmp_path, observe="debug") as session:
         for _ in range(2):
             train(net)
             session.step()
@@ -511,7 +513,7 @@ def test_a_cached_weight_follows_the_features_of_the_iteration(tmp_path: Path, k
         "LogFp8TensorStats": {"enabled": True, "tensors": ["weight"], "stats": ["underflows%"], "start_step": 1}
     }
     net = linear()
-    with InspectSession(config(features), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+    with InspectSession(config(features), model=net, log_dir=tmp_path, observe="debug", sinks=[keeper]) as session:
         for _ in range(3):
             for first in (True, False):
                 train(net, is_first_microbatch=first)

@@ -34,7 +34,7 @@ def train(
     weights = {key: weight for key, weight in net.named_parameters() if weight.dim() == 2}
     for weight in weights.values():
         weight.main_grad = torch.zeros_like(weight)
-    with InspectSession(config, model=net, log_dir=log_dir, sinks=[keeper]) as session:
+    with InspectSession(config, model=net, log_dir=log_dir, sinks=[keeper], observe="debug") as session:
         for _ in range(MICRO_BATCHES):
             x = torch.randn(32, 32, requires_grad=True)
             with te.autocast(enabled=fp8):
