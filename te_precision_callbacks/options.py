@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import torch.distributed
 from typing_extensions import TypedDict, get_type_hints
@@ -39,6 +39,17 @@ StatisticsLogRanks = Literal["rank0", "all", "off"]
 
 Observe = Literal["debug", "fused", "auto"]
 """The path that layers take while features look at their tensors."""
+
+
+def read_observe(observe: str) -> Observe:
+    """One of the paths, checked.
+
+    Raises:
+        OptionError: it is none.
+    """
+    if observe not in get_args(Observe):
+        raise OptionError(f"observe= must be one of {', '.join(map(repr, get_args(Observe)))}, not {observe!r}.")
+    return cast(Observe, observe)
 
 
 class SessionKeywords(TypedDict, total=False):
@@ -172,9 +183,7 @@ class SessionOptions:
             raise OptionError("report=True makes a page of what is recorded, but records='off' records nothing.")
         if keywords.get("report") and find_spec("plotly") is None:
             raise MissingExtraError("te_precision_callbacks.report", "report")
-        observe = keywords.get("observe", "auto")
-        if observe not in get_args(Observe):
-            raise OptionError(f"observe= must be one of {', '.join(map(repr, get_args(Observe)))}, not {observe!r}.")
+        read_observe(keywords.get("observe", "auto"))
         on_broken = keywords.get("on_broken", "raise")
         if on_broken not in get_args(OnBroken):
             raise OptionError(f"on_broken= must be 'raise' or 'warn', not {on_broken!r}.")

@@ -11,6 +11,7 @@ The exit code is 0; 1 with findings, such as an error of the config; 2 for wrong
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,6 +70,14 @@ def check_command(
             help="What the plan must hold, such as 'fp8 >= 95%', or the path of a YAML file with a precision_contract.",
         ),
     ] = None,
+    observe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="The path that layers take while features look at them, as in a run: auto (the default), fused or"
+            " debug.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check a config, and plan on a model what each of its matrix products will run in, without running it.
@@ -76,7 +85,7 @@ def check_command(
     The environment variable TE_PRECISION_REFERENCE_CAPABILITY (9.0 or 10.0) chooses the GPU that is planned for where
     there is none.
     """
-    given = {"--recipe": recipe, "--tokens": tokens, "--batch": batch, "--require": require}
+    given = {"--recipe": recipe, "--tokens": tokens, "--batch": batch, "--require": require, "--observe": observe}
     for name, value in given.items():
         if model is None and value is not None:
             raise typer.BadParameter("it is for a plan; give --model, too", param_hint=name)
@@ -96,7 +105,7 @@ def check_command(
     from te_precision_callbacks.check.printing import as_json as plan_as_json
     from te_precision_callbacks.check.printing import show
 
-    checked, device = _checked(model, loaded, recipe or _AUTO, tokens, batch, require)
+    checked, device = _checked(model, loaded, recipe or _AUTO, tokens, batch, require, observe or _AUTO)
     if as_json:
         terminal.show_json({"config": config, "errors": [], **plan_as_json(checked, model, device, batch)})
     else:
@@ -129,7 +138,13 @@ def _loaded(path: str, *, as_json: bool) -> Config:
 
 
 def _checked(
-    spec: str, config: Config, recipe: str, tokens: int | None, batch_spec: str | None, require: str | None
+    spec: str,
+    config: Config,
+    recipe: str,
+    tokens: int | None,
+    batch_spec: str | None,
+    require: str | None,
+    observe: str,
 ) -> tuple[CheckedModel, str]:
     """The plan, and the device that the model was made on."""
     from te_precision_callbacks import reference
@@ -140,16 +155,21 @@ def _checked(
     from te_precision_callbacks.check.model import check_model
     from te_precision_callbacks.check.recipes import recipe_named
     from te_precision_callbacks.config.contract import read_contract
+    from te_precision_callbacks.options import read_observe
 
     recipe_named(recipe)  # a wrong name is told before a model is made
+    path = read_observe(observe)
     contract = read_contract(require)
     batch = None if batch_spec is None else build_batch(batch_spec)
+    check = functools.partial(
+        check_model, config=config, recipe=recipe, tokens=tokens, batch=batch, require=contract, observe=path
+    )
     made, device = build_model(spec)
     try:
-        return check_model(made, config, recipe=recipe, tokens=tokens, batch=batch, require=contract), device
+        return check(made), device
     except NotOnMetaError:  # many forwards cannot run there: the CPU tells whether it is the batch's fault
         made, device = build_model(spec, on_meta=False)
-        return check_model(made, config, recipe=recipe, batch=batch, require=contract), device
+        return check(made), device
 
 
 def _without_errors(path: str, config: Config) -> str:

@@ -26,8 +26,10 @@ from te_precision_callbacks.config.levels import ObservingFeature
 from te_precision_callbacks.config.planning import draft
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.naming import Model, named_te_modules
+from te_precision_callbacks.options import Observe, read_observe
 from te_precision_callbacks.records.coverage import Coverage
 from te_precision_callbacks.session.contract import broken_clauses, require_layers
+from te_precision_callbacks.session.fused import choose, paths_in_words
 from te_precision_callbacks.session.planned import plan_products
 from te_precision_callbacks.session.precision import recipe_text
 from te_precision_callbacks.session.refusals import RefusedLayers
@@ -90,6 +92,7 @@ def check_model(
     tokens: int | None = None,
     batch: Any = None,
     require: ContractSource = None,
+    observe: Observe = "auto",
 ) -> CheckedModel:
     """Plan a training step of a model, without running it. Nothing of the model changes.
 
@@ -106,20 +109,22 @@ def check_model(
             tuple of positional arguments. Tensors are copied to the model's device.
         require: a contract, as the front doors take it: what the plan does not hold of it is a finding. Of what is kept
             in which type, a plan knows nothing.
+        observe: the path that layers take while features look at their tensors, as the front doors take it.
 
     Raises:
         ConfigError: ``require`` is no contract, or has a pattern that matches no layer.
         RecipeError: as in :func:`~te_precision_callbacks.check.recipes.recipe_named`.
-        OptionError: ``tokens`` is not positive, or there is a batch as well.
+        OptionError: ``tokens`` is not positive, or there is a batch as well; ``observe`` is no such path.
         BatchError: the forward or backward does not run with ``batch``.
     """
     if tokens is not None and batch is not None:
         raise OptionError("tokens= and batch= were given: a batch tells the tokens of each layer. Give one of them.")
     if tokens is not None and tokens < 1:
         raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of a step on one rank.")
+    read_observe(observe)
     made = recipe_named(recipe) if isinstance(recipe, str) else recipe
     contract = read_contract(require)
-    checked = _Check(model, config, made, tokens, batch, is_wanted=recipe != NONE).checked()
+    checked = _Check(model, config, made, tokens, batch, observe, is_wanted=recipe != NONE).checked()
     if contract is None:
         return checked
     require_layers(contract, {product.layer for product in checked.coverage})
@@ -135,9 +140,18 @@ class _Check:
     """
 
     def __init__(
-        self, model: Model, config: Config, recipe: Any, tokens: int | None, batch: Any, *, is_wanted: bool
+        self,
+        model: Model,
+        config: Config,
+        recipe: Any,
+        tokens: int | None,
+        batch: Any,
+        observe: Observe,
+        *,
+        is_wanted: bool,
     ) -> None:
         self._model, self._config, self._recipe, self._tokens, self._batch = model, config, recipe, tokens, batch
+        self._observe = observe
         self._is_wanted = is_wanted and recipe is not None
         self._modules = named_te_modules(model, config.layer_names or "path")
         self._sections = {section.name: section for section in config.enabled_sections}
@@ -203,13 +217,24 @@ class _Check:
             self._findings += [Finding("config", text) for text in error.problems]
         refused = RefusedLayers(strict=False)
         effects = {name: tuple(section.effects.values()) for name, section in self._sections.items()}
-        plan = refused.leave(drafted.plan, self._model, self._modules, effects)
+        plan = refused.leave(drafted.plan, self._model, self._modules, effects, self._on_own_path(drafted.plan))
         kept = {entry.layer.name for entry in plan.layers}
         left = (entry.layer.name for entry in drafted.plan.layers if entry.layer.name not in kept)
         for why, names in by_key((refused.why(name), name) for name in left).items():
             text = f"No feature can act on {listed(names)}, since Transformer Engine's debug path refuses: {why}."
             self._findings.append(Finding("refused", text, tuple(names)))
         return plan
+
+    def _on_own_path(self, plan: Plan) -> frozenset[int]:
+        """The ids of the modules that are observed on their own fused path."""
+        try:
+            fused, not_fused = choose(self._observe, self._modules, plan)
+        except ConfigError as error:
+            self._findings.append(Finding("refused", str(error)))
+            return choose("auto", self._modules, plan)[0]
+        if not_fused:
+            self._notes.append(f'observe="{self._observe}": {paths_in_words(len(fused), not_fused)}')
+        return fused
 
 
 def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:

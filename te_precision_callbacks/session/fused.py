@@ -150,6 +150,26 @@ def choose(observe: Observe, modules: Sequence[NamedModule], plan: Plan) -> tupl
     return frozenset(id(named.module) for named, reason in why if reason is None), refused
 
 
+def paths_in_words(fused: int, not_fused: Mapping[str, NotFused]) -> str:
+    """How many modules are observed on their own path, and why the others are not, each reason once.
+
+    Args:
+        fused: how many are.
+        not_fused: the others, by name.
+    """
+    text = f"{fused} of {fused + len(not_fused)} modules with features are observed on their own fused path."
+    if not not_fused:
+        return text
+    of_reason: dict[str, list[str]] = {}
+    for name, why in not_fused.items():
+        of_reason.setdefault(why.reason, []).append(name)
+    reasons = (
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
+        for reason, names in of_reason.items()
+    )
+    return f"{text} The others take Transformer Engine's debug path: {'; '.join(reasons)}"
+
+
 class FusedObservation:
     """A listener of the tap that calls the features of layers on their fused path.
 

@@ -35,7 +35,7 @@ from te_precision_callbacks.session.errors import ObservationError, SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.findings import Findings
 from te_precision_callbacks.session.forward import ForwardHooks
-from te_precision_callbacks.session.fused import NotFused, choose
+from te_precision_callbacks.session.fused import NotFused, choose, paths_in_words
 from te_precision_callbacks.session.parallel import Ranks, placements
 from te_precision_callbacks.session.precision import backward_override
 from te_precision_callbacks.session.refusals import DebugRefusal, RefusedLayers
@@ -237,13 +237,7 @@ class ObservedModel:
 
     def _say_paths(self) -> None:
         """Tell how many modules are observed on their own path, and why the others are not."""
-        debug = len(self._not_fused)
-        logger.info(
-            'observe="auto": %d of %d modules with features are observed on their own fused path.%s',
-            len(self._fused),
-            len(self._fused) + debug,
-            "" if not debug else " The others take Transformer Engine's debug path: " + _reasons(self._not_fused),
-        )
+        logger.info('observe="auto": %s', paths_in_words(len(self._fused), self._not_fused))
 
     # ------------------------------------------------------------------ what changes in it
 
@@ -354,17 +348,6 @@ class ObservedModel:
         if self._refused.say(self._inspector.log):
             infos = [replace(info, refused=self._refused.why(info.name)) for info in self._findings.layers.now]
             self._findings.layers.put(self._inspector.iteration, infos)
-
-
-def _reasons(why: Mapping[str, NotFused]) -> str:
-    """Why modules are not observed on their fused path, each reason once."""
-    of_reason: dict[str, list[str]] = {}
-    for name, not_fused in why.items():
-        of_reason.setdefault(not_fused.reason, []).append(name)
-    return "; ".join(
-        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
-        for reason, names in of_reason.items()
-    )
 
 
 def _warn_if_idle(section: Section, features: NamespacedFeatures) -> None:

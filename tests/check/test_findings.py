@@ -16,6 +16,7 @@ from te_precision_callbacks import PrecisionDebugError
 from te_precision_callbacks.check import CheckedModel, RecipeError, check_model
 from te_precision_callbacks.check.rows import rows
 from te_precision_callbacks.config import load_config
+from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.records.coverage import Reason
 from te_precision_callbacks.session import InspectSession
 from tests.check.running import BF16, RECIPES, gpu_with
@@ -147,6 +148,28 @@ def test_layers_that_the_debug_path_refuses_run_without_features() -> None:
     assert "delay_wgrad_compute" in finding.text
     assert {(p.layer, p.precision) for p in checked.coverage} == {("0", "fp8"), ("1", "fp32")}
     assert list(checked.features) == ["1"]
+
+
+def test_layers_that_are_observed_on_their_own_path_are_not_refused() -> None:
+    delayed = te.Linear(32, 32, delay_wgrad_compute=True)
+    model = torch.nn.Sequential(delayed, te.LayerNormLinear(32, 32))
+    config = {"s": feature("LogTensorStats", ["all"], tensors=["activation"], stats=["max"])}
+    checked = check(model, config)
+    assert checked.findings == ()
+    assert set(checked.features) == {"0", "1"}
+    [note] = checked.notes
+    assert note == (
+        'observe="auto": 1 of 2 modules with features are observed on their own fused path. The others take Transformer'
+        " Engine's debug path: 1: LogTensorStats: the fused path of LayerNormLinear never has its activation in high"
+        " precision, which 'max' needs"
+    )
+    [finding] = check(model, config, observe="debug").findings
+    assert (finding.kind, finding.layers) == ("refused", ("0",))
+    [finding] = check(model, config, observe="fused").findings
+    assert (finding.kind, finding.layers) == ("refused", ())
+    assert "1 cannot be observed on its fused path" in finding.text
+    with pytest.raises(OptionError, match="observe= must be one of 'debug', 'fused', 'auto', not 'fast'"):
+        check(model, observe="fast")
 
 
 class Mixed(torch.nn.Module):
