@@ -140,6 +140,8 @@ def _leveldb_log(data: bytes) -> Iterator[bytes]:
             continue
         _, length, kind = header.unpack_from(data, position)
         position += header.size
+        if position + length > len(data):  # being written
+            return
         parts += data[position : position + length]
         position += length
         if kind in (1, 4):  # a whole record, or its last part

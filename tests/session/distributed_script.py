@@ -15,7 +15,9 @@ from te_precision_callbacks import reference
 
 reference.install()
 
+import nvdlfw_inspect.api as debug_api
 import torch
+import transformer_engine.debug.features
 import transformer_engine.pytorch as te
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,10 +25,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
 from te_precision_callbacks import ranks
 from te_precision_callbacks.fingerprints import pooling
 from te_precision_callbacks.session import InspectSession, PrecisionContractError
+from te_precision_callbacks.session.upstream import Snapshot
 from tests.conftest import feature, statistics
 from tests.session.taps import assert_alike, layers_of, spied, tapped
 
@@ -47,6 +51,8 @@ def main(rank: int, folder: Path) -> None:
     sharded(rank, folder / "sharded")
     reduced(rank, folder / "reduced")
     fingerprints(rank, folder / "fingerprints")
+    for number, name in enumerate(("plain", "plain again", "plain with another weight")):
+        plain(rank, folder / name, seed=min(number, 1), scale=4.0 if number == 2 else 1.0)
     groups = [torch.distributed.new_group([index]) for index in range(2)]
     for case in CASES:
         keywords = {
@@ -132,6 +138,37 @@ def fingerprints(rank: int, folder: Path) -> None:
                 found = [session.state_dict(all_ranks=True)["fingerprints"] for _ in range(2)][-1]
                 (folder / f"{case} {rank}.txt").write_text(repr([entry["ranks"] for entry in found]))
     pooling.WAITING = usual
+
+
+def plain(rank: int, folder: Path, *, seed: int, scale: float) -> None:
+    """nvidia-dlfw-inspect with Transformer Engine's own features, without a session.
+
+    Args:
+        seed: of the inputs.
+        scale: of the second layer's weight, from the fourth step on.
+    """
+    snapshot = Snapshot()
+    snapshot.detach_handlers()
+    try:
+        TEDebugState.debug_enabled = None
+        debug_api.initialize(
+            statistics(stats=["max", "std"]),
+            feature_dirs=[str(Path(transformer_engine.debug.features.__file__).parent)],
+            log_dir=str(folder),
+            default_logging_enabled=True,
+        )
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*(te.Linear(32, 32, name=f"net.{name}") for name in "abc"))
+        generator = torch.Generator().manual_seed(10 * seed + rank)
+        for step in range(12):
+            if step == 3:
+                net[1].weight.data *= scale
+            net(torch.randn(16, 32, generator=generator)).sum().backward()
+            debug_api.step()
+    finally:
+        debug_api.end_debug()
+        debug_api.DEBUG_MANAGER = None
+        snapshot.restore()
 
 
 def contract(rank: int, folder: Path) -> None:

@@ -6,7 +6,9 @@ import ast
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from te_precision_callbacks.cli import app
 from te_precision_callbacks.store import open_run
 from te_precision_callbacks.vocabulary import GEMMS
 from tests.forked import ranks
@@ -193,3 +195,26 @@ def test_a_rank_that_starts_alone_says_that_it_waits(two: Path) -> None:
 
     assert "Rank 0 has waited 0.2 s for the other ranks, to attach a session together with them" in first
     assert "has waited" not in second
+
+
+def test_logs_of_plain_nvidia_dlfw_inspect_are_runs(two: Path) -> None:
+    """Of two ranks, with Transformer Engine's own features: read, shown, reported and compared."""
+    run = open_run(two / "plain")
+    assert (run.source, run.segments[0].world) == ("nvidia-dlfw-inspect", 2)
+    grid = run.grid("max", "activation")
+    assert sorted(grid.layers) == ["net.a", "net.b", "net.c"]
+    assert grid.values.shape == (3, 12)
+    assert {row["rank"] for row in run.series.to_pylist()} == {None}, "the ranks have reduced their numbers"
+
+    again, other = two / "plain again", two / "plain with another weight"
+    noisy = ["--noise", str(again), "--report", str(two / "compare.html")]
+    for words, code, said in (
+        (["show", str(two / "plain")], 0, "net.b activation"),
+        (["report", str(two / "plain"), "-o", str(two / "report.html")], 0, "report.html: "),
+        (["compare", str(two / "plain"), str(other), *noisy], 1, "First at step 3: net.c activation, made here."),
+        (["compare", str(two / "plain"), str(again), *noisy], 0, "Nowhere beyond the noise floor."),
+    ):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == code, done.output
+        assert said in done.stdout
+    assert min((two / name).stat().st_size for name in ("report.html", "compare.html")) > 1_000_000

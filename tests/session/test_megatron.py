@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -31,12 +33,13 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
-    """Megatron's groups of one rank."""
+    """Megatron's groups of one rank; its models choose Transformer Engine's attention by environment variables."""
     from megatron.core import parallel_state
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    yield
+    with mock.patch.dict(os.environ):
+        yield
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
 
