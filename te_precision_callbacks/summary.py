@@ -29,6 +29,7 @@ from te_precision_callbacks.records.statistics_log import EVENTS_FOLDER, STATIST
 from te_precision_callbacks.statistics.names import logged_request
 from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.statistics.table import Of
+from te_precision_callbacks.terminal import visible
 from te_precision_callbacks.vocabulary import GEMMS
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def summary(session: InspectSession | SessionOutcome) -> RenderableType:
         *([Text(f"{coverage}.\n")] if coverage else ()),
         *(table for table in tables if table.row_count),
         *([statistics] if statistics else ()),
-        *(Text(_printable(line), overflow="fold") for line in logs),
+        *(Text(visible(line), overflow="fold") for line in logs),
     )
 
 
@@ -133,7 +134,7 @@ def coverage_table(coverage: Coverage) -> Table:
         names = folded((product.layer for product in products), most=1)
         gemms = ", ".join(dict.fromkeys(product.gemm for product in products))
         share = 100 * sum(product.macs for product in products) / whole
-        table.add_row(_name(", ".join(names)), gemms, precision.upper(), f"{share:.1f} %", Text(_printable(why)))
+        table.add_row(_name(", ".join(names)), gemms, precision.upper(), f"{share:.1f} %", Text(visible(why)))
     if len(ranked) > MOST_ROWS:
         table.caption = f"and {len(ranked) - MOST_ROWS} more: session.coverage() has all."
         table.caption_justify = "left"
@@ -145,7 +146,7 @@ def unconverted_table(unconverted: Mapping[str, str]) -> Table:
     table = _table("Left unconverted, so without FP8", "layer")
     table.add_column("why")
     for layer, why in unconverted.items():
-        table.add_row(_name(layer), Text(_printable(why)))
+        table.add_row(_name(layer), Text(visible(why)))
     return table
 
 
@@ -224,7 +225,7 @@ class StatisticsTables:
             yield self._table(group, rows[:MOST_ROWS])
             if rows[MOST_ROWS:]:
                 rest = "; ".join(_folded(rows[MOST_ROWS:]))
-                yield Text(_printable(f"and {len(rows) - MOST_ROWS} more: {rest}"), overflow="fold")
+                yield Text(visible(f"and {len(rows) - MOST_ROWS} more: {rest}"), overflow="fold")
                 yield Text("")
 
     def _groups(self, width: int) -> Iterator[list[str]]:
@@ -268,7 +269,7 @@ class StatisticsTables:
             above = row.layer
             cells = (self._cells[statistic].get(row) for statistic in statistics)
             table.add_row(
-                Text(f"  {_printable(row.tensor)}"), *(Text("" if cell is None else cell.text) for cell in cells)
+                Text(f"  {visible(row.tensor)}"), *(Text("" if cell is None else cell.text) for cell in cells)
             )
         return table
 
@@ -299,23 +300,18 @@ def _folded(tensors: Iterable[_Tensor]) -> list[str]:
     return [f"{name} {', '.join(found)}" for name, found in of_layers.items()]
 
 
-def _printable(text: str) -> str:
-    """A text without characters that move a terminal's cursor, set its colours or reverse its writing."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def _name(layer: str) -> Text:
     return Text("\n".join(_lines(layer)))
 
 
 def _lines(layer: str) -> list[str]:
     """A layer's name; a long one in lines that end after a dot, those after the first one indented."""
-    return _broken(_printable(layer), ".", _NAME_WIDTH, "  ")
+    return _broken(visible(layer), ".", _NAME_WIDTH, "  ")
 
 
 def _header(statistic: str) -> list[str]:
     """A statistic's name, in lines that end after an underscore."""
-    return _broken(_printable(statistic), "_", _HEADER_WIDTH, "")
+    return _broken(visible(statistic), "_", _HEADER_WIDTH, "")
 
 
 def _broken(text: str, after: str, width: int, indent: str) -> list[str]:

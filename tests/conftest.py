@@ -87,6 +87,12 @@ def keeper() -> Keeper:
     return Keeper()
 
 
+@pytest.fixture
+def trusted_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine reads the state of delayed scaling, which is pickled, only where this says that it may."""
+    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
+
+
 def global_state() -> dict[str, Any]:
     """All that a session may change in the process and must put back, as plain comparable values."""
     import nvdlfw_inspect.api as debug_api

@@ -23,7 +23,6 @@ from tests.session.test_resume_audit import (
     DELAYED,
     MISSING,
     RECIPES,
-    VARIABLE,
     cut,
     findings,
     warned,
@@ -35,9 +34,7 @@ CURRENT = recipes.Float8CurrentScaling()
 WEIGHTS = "pytorch_model.bin"
 
 
-@pytest.fixture(autouse=True)
-def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "1")
+pytestmark = pytest.mark.usefixtures("trusted_checkpoints")
 
 
 class InFp8(Plain):

@@ -22,7 +22,6 @@ from tests.session.test_resume_audit import (
     DELAYED,
     MISSING,
     RECIPES,
-    VARIABLE,
     cut,
     findings,
     warned,
@@ -33,9 +32,7 @@ from tests.session.test_resume_audit import (
 CURRENT = recipes.Float8CurrentScaling()
 
 
-@pytest.fixture(autouse=True)
-def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "1")
+pytestmark = pytest.mark.usefixtures("trusted_checkpoints")
 
 
 class InFp8(Plain):

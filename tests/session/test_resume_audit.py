@@ -25,7 +25,6 @@ from tests.conftest import feature, statistics
 from tests.docs.pages import blocks
 from tests.forked import ranks
 
-VARIABLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 DELAYED = recipes.DelayedScaling(amax_history_len=4)
 RECIPES: Mapping[str, tuple[recipes.Recipe, tuple[int, int]]] = {
     "delayed": (DELAYED, (9, 0)),
@@ -37,9 +36,7 @@ RECIPES: Mapping[str, tuple[recipes.Recipe, tuple[int, int]]] = {
 State = dict[str, Any]
 
 
-@pytest.fixture(autouse=True)
-def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "1")
+pytestmark = pytest.mark.usefixtures("trusted_checkpoints")
 
 
 def net(recipe: recipes.Recipe, *, quantized: bool, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:

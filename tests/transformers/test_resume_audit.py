@@ -24,7 +24,6 @@ from tests.session.test_resume_audit import (
     DELAYED,
     MISSING,
     RECIPES,
-    VARIABLE,
     cut,
     findings,
     warned,
@@ -37,9 +36,7 @@ CURRENT = recipes.Float8CurrentScaling()
 WEIGHTS = "model.safetensors"
 
 
-@pytest.fixture(autouse=True)
-def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "1")
+pytestmark = pytest.mark.usefixtures("trusted_checkpoints")
 
 
 class InFp8(Net):
