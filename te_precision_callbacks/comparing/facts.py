@@ -11,6 +11,7 @@ from typing import Any
 from te_precision_callbacks.comparing.model import FactDifference
 from te_precision_callbacks.folding import folded
 from te_precision_callbacks.store import RecordedRun
+from te_precision_callbacks.store.tables import at_the_end
 
 _OF_EVERY_RUN = frozenset({"run_id", "segment", "parent_segment", "status", "host", "pid", "pid_started", "launch"})
 """Facts that no two runs share, beside times."""
@@ -86,9 +87,8 @@ def precision_shares(run: RecordedRun) -> dict[str, float]:
 
 
 def _products(run: RecordedRun) -> list[dict[str, Any]]:
-    columns = ["scope", "layer", "gemm", "backward", "precision", "macs", "until"]
-    rows: list[dict[str, Any]] = run.gemms.select(columns).to_pylist()
-    return [row for row in rows if row["until"] is None]
+    columns = ["scope", "layer", "gemm", "backward", "precision", "macs"]
+    return list(at_the_end(run.gemms).select(columns).to_pylist())
 
 
 def _of_products(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:

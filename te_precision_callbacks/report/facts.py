@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from te_precision_callbacks.records.coverage import Reason
 from te_precision_callbacks.report.subjects import layer_name
 from te_precision_callbacks.store.recorded import RecordedRun
+from te_precision_callbacks.store.tables import at_the_end
 from te_precision_callbacks.terminal import plain
 
 _MOST_EVENTS = 2000
@@ -70,17 +71,10 @@ def coverage(run: RecordedRun) -> list[dict[str, Any]]:
         Rows of ``precision``, ``backward`` and ``macs``; none where the run does not tell.
     """
     found: dict[tuple[str, bool], int] = defaultdict(int)
-    for row in _at_the_end(run.gemms):
+    for row in at_the_end(run.gemms).to_pylist():
         if row["macs"]:
             found[row["precision"] or "", bool(row["backward"])] += row["macs"]
     return [{"precision": name, "backward": backward, "macs": macs} for (name, backward), macs in sorted(found.items())]
-
-
-def _at_the_end(table: pa.Table) -> list[dict[str, Any]]:
-    """The rows of facts that hold at the end of the run."""
-    if not len(table):
-        return []
-    return list(table.filter(pc.is_null(table["until"])).to_pylist())
 
 
 def gemms(run: RecordedRun) -> dict[str, list[dict[str, Any]]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 SCHEMA_VERSION = 1
 """The version of the files. A reader refuses files of a later version, and reads those of earlier ones."""
@@ -201,3 +202,8 @@ SERIES = pa.schema(
     ]
 )
 """A statistic of one subject in a run that is read, with what its values span."""
+
+
+def at_the_end(facts: pa.Table) -> pa.Table:
+    """The rows of a table of facts that hold at the end of the run."""
+    return facts.filter(pc.is_null(facts["until"]))
