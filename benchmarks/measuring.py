@@ -136,7 +136,8 @@ def device_milliseconds(calls: Sequence[Callable[[], object]]) -> float:
 
 def machine(device: torch.device) -> str:
     """What the numbers were measured on: the first line of the output."""
-    processor = f"{_processor()}, {len(_usable_processors())} cores, {torch.get_num_threads()} threads"
+    vectors = torch.backends.cpu.get_cpu_capability()
+    processor = f"{_processor()}, {vectors}, {len(_usable_processors())} cores, {torch.get_num_threads()} threads"
     if device.type == "cuda":
         processor = f"{torch.cuda.get_device_name(device)}; {processor}"
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformer-engine"))

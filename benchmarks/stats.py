@@ -1,6 +1,9 @@
 """Statistics of one tensor: the engine of this project beside Transformer Engine 2.20's functions, in one process.
 
     python benchmarks/stats.py [--json] [--size 4096] [--repeats 7] [--device cpu|cuda]
+    ATEN_CPU_CAPABILITY=avx2 python benchmarks/stats.py
+
+The second is as on a processor without AVX-512: torch's own operations, what its compiler makes, and our pass.
 
 What is counted:
   ours_ms       what a step spends on the tensor: a note for each feature and the measuring, not only the kernel;
@@ -18,12 +21,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+import torch._inductor.config
 from measuring import (
     FP8_STATISTICS,
     MODES,
@@ -43,7 +48,7 @@ from measuring import (
 from te_precision_callbacks import reference
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.engine.kernels import eager
+from te_precision_callbacks.engine.kernels import eager, native
 from te_precision_callbacks.statistics.names import Request, quantized_request, tensor_request
 from te_precision_callbacks.watched import Watched
 
@@ -203,6 +208,13 @@ def _fail(what: str, of: str, error: Exception) -> None:
     raise RuntimeError(f"the engine could not give {what} {of}") from error
 
 
+def _keep_to_the_vectors_of_torch() -> None:
+    """Hold the pass, and what torch compiles, to AVX2 too where torch's own operations are held to it."""
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
+        torch._inductor.config.cpp.simdlen = 256
+        native._one_pass = native._loaded(("-march=haswell",))
+
+
 def main(given: list[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--size", type=int, default=4096, help="rows and columns of the tensor (default: 4096)")
@@ -213,6 +225,7 @@ def main(given: list[str] | None = None) -> None:
     reference.install_where_needed()
     import transformer_engine.pytorch  # noqa: F401
 
+    _keep_to_the_vectors_of_torch()
     device = torch.device(options.device)
     progress(machine(device)) if options.json else print(machine(device), end="\n\n")
     cases = []
