@@ -21,6 +21,10 @@ import torch
 
 from te_precision_callbacks.numerics.layouts import has_scale
 
+TWICE_IS_FASTER = 2**14
+"""Elements from which a CPU reads float32 faster twice, once for each extreme: torch's ``aminmax`` takes three times as
+long as ``amin``. In bfloat16 it does not."""
+
 _FIRST_CHUNK = 256
 _LARGEST_CHUNK = 8192
 
@@ -182,7 +186,11 @@ class Slots:
                     return Unmeasured("meta")
                 store = self._new_store(values)
             slot = store.take()
-            torch.aminmax(values, out=(slot.low, slot.high))
+            if values.dtype is torch.float32 and values.numel() >= TWICE_IS_FASTER and values.device.type == "cpu":
+                torch.amin(values, (), out=slot.low)
+                torch.amax(values, (), out=slot.high)
+            else:
+                torch.aminmax(values, out=(slot.low, slot.high))
             if self._abs_min:
                 slot.least.copy_(_least_magnitude(values))
         except (RuntimeError, NotImplementedError, TypeError):

@@ -19,7 +19,7 @@ from te_precision_callbacks.debug_utils import (
     DetectionFailedError,
     detect_overflow,
 )
-from te_precision_callbacks.debug_utils.slots import Slots
+from te_precision_callbacks.debug_utils.slots import TWICE_IS_FASTER, Slots
 from tests.overflow.models import Line, lines_of
 
 INF = float("inf")
@@ -211,6 +211,23 @@ def test_a_default_device() -> None:
         assert detect_overflow(1 / zeros, "the quotient")
         with pytest.raises(ActivationOverflowError, match="output has infs"), DebugActivationOverflow(model):
             model(zeros)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("numel", [1, 100, TWICE_IS_FASTER - 1, TWICE_IS_FASTER, 3 * TWICE_IS_FASTER + 5])
+@pytest.mark.parametrize("bad", [(), (INF,), (-INF,), (INF, -INF), (INF, math.nan)], ids=str)
+def test_extremes_of_every_size(numel: int, dtype: torch.dtype, bad: tuple[float, ...]) -> None:
+    """A nan wins over an inf, wherever they stand. Large tensors of float32 are read in another way."""
+    for at in (0, numel // 2, numel - 1):
+        values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+        for offset, number in enumerate(bad):
+            values[at - offset] = number
+        slots = Slots(abs_min=False)
+        slot = slots.measure(values)
+        found = slots.read()
+        expected = (math.nan,) * 2 if values.isnan().any() else (min(values.tolist()), max(values.tolist()))
+        assert found.extremes(slot) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+        assert found.not_finite() == ({slot} if bad else set())
 
 
 def test_slots_are_not_filled_and_not_read_before_they_are_written(caplog: pytest.LogCaptureFixture) -> None:
