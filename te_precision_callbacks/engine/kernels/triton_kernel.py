@@ -8,11 +8,25 @@ Usage::
     sums, maxima = triton_kernel.measure(gradient, codes, scale_inv, e5m2=True)  # and how well the codes represent it
 
 It runs on a GPU, and on CPU tensors where ``TRITON_INTERPRET=1`` was set before triton was imported. The host never
-waits for the device. All sums are float64 from the first addition on, element by element: only float64 has the range
-for the squares of float32 values and the digits for a variance that is a millionth of the mean's square. A shift by
-each block's mean in float32 would have the digits but not the range, and needs a second look at the block. Data centre
-GPUs (P100, V100, A100, H100, H200) do float64 at half their float32 rate, which is near what their memory delivers
-here; others do a 32nd or less, and are limited by it.
+waits for the device.
+
+Counts and extremes are exact. Sums are taken in float32 over the elements that one thread has of a tile, and in float64
+from there on: a GPU does float64 at half (H100) to a 64th (consumer GPUs) of its float32 rate. A thread subtracts the
+mean of its elements before it squares, so that a variance that is a millionth of the mean's square keeps its digits.
+With u = 2^-24, one rounding of float32, k additions at most on the way of an element into a sum of float32 (10; 16 for
+values in FP8), and what float64 rounds left out, the sums are at most this wrong (N. J. Higham, Accuracy and Stability
+of Numerical Algorithms, 2002, section 4.2):
+
+- ``abs_sum``: k u of itself.
+- ``sum``: (k + 1) u times the sum of the distances from the threads' means, which is below 2 ``abs_sum``.
+- the squared distances from the threads' means: (k + 3) u of themselves. ``square_sum``, which is made of these, of the
+  means, and of the products of means and distances: (2 k + 4) u of itself.
+- the variance: the same share of itself, as its error comes from the same two sums; the standard deviation: (k + 2) u,
+  which is 7e-7 for k = 10.
+- ``error_square_sum``: (k + 3) u of itself.
+
+A tile whose squares might leave float32's range, or that has inf or NaN, is measured by :func:`_careful_moments`, which
+scales by a power of two for each thread.
 """
 
 from __future__ import annotations
@@ -44,6 +58,10 @@ _FORMATS: dict[torch.dtype, tuple[str, torch.dtype | None, float | int]] = {
 }
 _CODE_FORMATS = {False: ("e4m3", 448.0), True: ("e5m2", 57344.0)}  # e5m2? -> name in the kernel, largest number
 
+# Between these magnitudes the largest of a tile must lie for a plain measurement. Above, the sum of 32 squares of twice
+# its size might overflow; below, squared distances that float32 has no exponents for, under 2^-126, might matter: a
+# number has digits down to 2^-24 of itself.
+_PLAIN = (2.0**-36, 2.0**60)
 _MAX_DIMENSIONS = 5
 _THREADS = 128
 _BYTES_PER_LOAD = 16
@@ -127,15 +145,19 @@ def measure(
             NOT_FINITE=not_finite,
             CODES="" if codes is None else code_name,
             LARGEST=largest,
+            SMALLEST_PLAIN=_PLAIN[0],
+            LARGEST_PLAIN=_PLAIN[1],
             HISTOGRAM=histogram,
             WHOLE_RUNS=len(dimensions) > 1 and inner[0][0] % run == 0,
             SMALL=numel < 2**31,
             ROWS=rows,
+            PER_THREAD=rows * vector,
             THREADS=_THREADS,
             VECTOR=vector,
             COLUMNS=columns,
             num_warps=_THREADS // 32,
-            enable_fp_fusion=True,  # the default, which later versions of Triton change
+            # Fused, the product of a code and the scale would not be rounded before it is subtracted.
+            enable_fp_fusion=codes is None,
         )
     return partials[:, :columns].sum(dim=0), partials[:, columns:].amax(dim=0)
 
@@ -211,10 +233,13 @@ def _measure(
     NOT_FINITE: tl.constexpr,
     CODES: tl.constexpr,  # "" without codes
     LARGEST: tl.constexpr,
+    SMALLEST_PLAIN: tl.constexpr,
+    LARGEST_PLAIN: tl.constexpr,
     HISTOGRAM: tl.constexpr,
     WHOLE_RUNS: tl.constexpr,  # the innermost size is a multiple of THREADS * VECTOR
     SMALL: tl.constexpr,  # every index fits int32
     ROWS: tl.constexpr,
+    PER_THREAD: tl.constexpr,  # ROWS * VECTOR
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -236,7 +261,7 @@ def _measure(
     abs_sum = tl.full([THREADS], 0, tl.float64)
     maximum = tl.full([THREADS], float("-inf"), tl.float32)
     negated_min = tl.full([THREADS], float("-inf"), tl.float32)
-    negated_min_nonzero = tl.full([THREADS], float("-inf"), tl.float32)
+    from_above = tl.full([THREADS], 0, tl.uint32)
     underflow_count = tl.full([THREADS], 0, tl.int32)
     overflow_count = tl.full([THREADS], 0, tl.int32)
     error_square_sum = tl.full([THREADS], 0, tl.float64)
@@ -261,19 +286,22 @@ def _measure(
 
         # Elements beyond the end are loaded as not finite, so whatever excludes inf and NaN excludes them too.
         x = _decode(tl.load(values + offset, mask=mask, other=NOT_FINITE), FORMAT)
-        magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        finite = magnitude < 0x7F800000
-        nonzero = finite & (magnitude != 0)
-        wide = tl.where(finite, x, 0.0).to(tl.float64)
-
-        finite_count += _sum(finite.to(tl.int32))
-        nonzero_count += _sum(nonzero.to(tl.int32))
-        total += _sum(wide)
-        square_sum += _sum(wide * wide)
-        abs_sum += _sum(tl.abs(wide))
-        maximum = tl.maximum(maximum, _max(tl.where(finite, x, float("-inf"))))
-        negated_min = tl.maximum(negated_min, _max(tl.where(finite, -x, float("-inf"))))
-        negated_min_nonzero = tl.maximum(negated_min_nonzero, _max(tl.where(nonzero, -tl.abs(x), float("-inf"))))
+        float_sum = _sum(x)
+        here = tl.where(_is_finite(float_sum), tl.maximum(_max(x), _max(-x)), float("inf"))
+        top = tl.max(here, 0)
+        is_plain = (top == 0.0) | ((top >= SMALLEST_PLAIN) & (top <= LARGEST_PLAIN))
+        if is_plain:
+            count, nonzero, sum_, squares, magnitudes, high, low, above = _plain_moments(x, float_sum, PER_THREAD)
+        else:
+            count, nonzero, sum_, squares, magnitudes, high, low, above = _careful_moments(x)
+        finite_count += count
+        nonzero_count += nonzero
+        total += sum_
+        square_sum += squares
+        abs_sum += magnitudes
+        maximum = tl.maximum(maximum, high)
+        negated_min = tl.maximum(negated_min, low)
+        from_above = tl.maximum(from_above, above)
 
         if CODES != "":
             offset = _offset(
@@ -291,14 +319,19 @@ def _measure(
             if WHOLE_RUNS:
                 offset += lane.to(tl.int64) * code_stride0
             y = _decode(tl.load(codes + offset, mask=mask, other=0), CODES) * scale
-            underflow_count += _sum((nonzero & (y == 0.0)).to(tl.int32))
-            overflow_count += _sum((finite & (tl.abs(x) > largest)).to(tl.int32))
-            error = tl.where(finite, wide - y.to(tl.float64), 0.0)
-            error_square_sum += _sum(error * error)
+            finite = _is_finite(x)
+            kept = tl.where(finite, x, 0.0)
+            underflow_count += _sum(((kept != 0.0) & (y == 0.0)).to(tl.int32))
+            overflow_count += _sum((tl.abs(kept) > largest).to(tl.int32))
+            error = tl.where(finite, x - y, 0.0)
+            down, up = _powers(_max(tl.abs(error)))
+            error *= down[None, :, None]
+            error_square_sum += _sum(error * error) * (up * up)
 
         if HISTOGRAM:
             # A mask of tl.histogram is younger than Triton 3.2; no finite number has the exponent 255.
-            exponent = tl.where(nonzero, magnitude >> 23, 255)
+            magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            exponent = tl.where(magnitude == 0, 255, magnitude >> 23)
             histogram += tl.histogram(tl.reshape(exponent, [tile]), 256)
 
     # The order is that of the module columns.
@@ -323,7 +356,8 @@ def _measure(
         tl.store(maxima - 256 + bins, tl.where(bins == 255, 0, histogram).to(tl.float64))
     tl.store(maxima + 0, tl.max(maximum, 0).to(tl.float64))
     tl.store(maxima + 1, tl.max(negated_min, 0).to(tl.float64))
-    tl.store(maxima + 2, tl.max(negated_min_nonzero, 0).to(tl.float64))
+    smallest = (-tl.max(from_above, 0).to(tl.int32)).to(tl.float32, bitcast=True)
+    tl.store(maxima + 2, tl.where(smallest == 0.0, float("-inf"), -smallest).to(tl.float64))
 
 
 @_jit
@@ -359,13 +393,85 @@ def _decode(loaded: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
         # The upper byte of a float16.
         x = (loaded.to(tl.int32) << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif FORMAT == "e4m3":
-        # The bits of a float16 that has 2^-8 of the value: its exponent has one bit more and a bias of 15, not 7.
-        code = loaded.to(tl.int32)
-        half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
-        x = tl.where((code & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+        # The bits of a float32 that has 2^-120 of the value: its exponent has a bias of 127, not 7. 2^120 is exact.
+        bits = ((loaded.to(tl.int32) << 24) >> 4) & -0x78100000
+        small = bits.to(tl.float32, bitcast=True)
+        x = tl.where((bits & 0x07F00000) == 0x07F00000, float("nan"), small * 1.329227995784916e36)
     else:
         x = loaded.to(tl.float32)
     return x
+
+
+@_jit
+def _plain_moments(x: tl.tensor, float_sum: tl.tensor, PER_THREAD: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """Moments of a tile without inf and NaN, whose squares float32 can hold: see :func:`_careful_moments`."""
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    mean = float_sum / PER_THREAD
+    deviation = x - mean[None, :, None]
+    deviation_sum = _sum(deviation).to(tl.float64)
+    wide_mean = mean.to(tl.float64)
+    sum_here = PER_THREAD * wide_mean + deviation_sum
+    return (
+        tl.full([x.shape[1]], PER_THREAD, tl.int32),
+        _sum(tl.minimum(magnitude, 1)),
+        sum_here,
+        (sum_here + deviation_sum) * wide_mean + _sum(deviation * deviation),
+        _sum(tl.abs(x)).to(tl.float64),
+        _max(x),
+        _max(-x),
+        _max(_from_above(magnitude)),
+    )
+
+
+@_jit
+def _careful_moments(x: tl.tensor) -> tuple[tl.tensor, ...]:
+    """Moments of any tile, for each thread: the counts of finite elements and of those other than 0, the sum, the sum
+    of squares, that of magnitudes, the maximum, the negated minimum, the smallest magnitude :func:`_from_above`."""
+    finite = _is_finite(x)
+    magnitude = tl.where(finite, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    count = _sum(finite.to(tl.int32))
+    maximum = _max(tl.where(finite, x, float("-inf")))
+    negated_min = _max(tl.where(finite, -x, float("-inf")))
+    down, up = _powers(tl.maximum(maximum, negated_min))
+    scaled = tl.where(finite, x, 0.0) * down[None, :, None]
+    mean = _sum(scaled) / tl.maximum(count, 1).to(tl.float32)
+    deviation = tl.where(finite, scaled - mean[None, :, None], 0.0)
+    deviation_sum = _sum(deviation).to(tl.float64)
+    wide_mean = mean.to(tl.float64)
+    sum_here = count * wide_mean + deviation_sum
+    return (
+        count,
+        _sum(tl.minimum(magnitude, 1)),
+        sum_here * up,
+        ((sum_here + deviation_sum) * wide_mean + _sum(deviation * deviation)) * (up * up),
+        _sum(tl.abs(scaled)) * up,
+        maximum,
+        negated_min,
+        _max(_from_above(magnitude)),
+    )
+
+
+@_jit
+def _from_above(magnitude: tl.tensor) -> tl.tensor:
+    """2^32 minus the bits of a magnitude, the larger the smaller it is; 0 for 0."""
+    return (-magnitude).to(tl.uint32, bitcast=True)
+
+
+@_jit
+def _is_finite(x: tl.tensor) -> tl.tensor:
+    return (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
+
+
+@_jit
+def _powers(largest: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """A power of two that brings this magnitude to between 1 and 4, in float32, and its inverse, in float64.
+
+    A subnormal magnitude is brought to 2^-22 or more. One that is not finite, or is below 0, gets some power.
+    """
+    exponent = tl.minimum(tl.maximum(254 - (largest.to(tl.int32, bitcast=True) >> 23), 1), 254)
+    down = (exponent << 23).to(tl.float32, bitcast=True)
+    up = ((1150 - exponent).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+    return down, up
 
 
 @_jit
