@@ -75,6 +75,15 @@ def test_step() -> None:
         assert case["ours_ns_per_element"] == pytest.approx(1e6 * case["ours_added_ms"] / elements)
 
 
+def test_backend() -> None:
+    sizes = ("--layers=1", "--hidden=128", "--sequence=32", "--batch=1", "--steps=1")
+    cases = cases_of("backend.py", *sizes, "--capability=9.0", names="name")
+    without, plain = cases["without FP8 bfloat16"], cases["plain torch bfloat16"]
+    assert without["ratio"] == pytest.approx(without["step_ms"] / plain["step_ms"])
+    assert cases["DelayedScaling float32"]["to"] == "without FP8"
+    assert len(cases) == 10
+
+
 def test_host() -> None:
     cases = cases_of("host.py", "--tensors", "3", "30", "--repeats", "1", names="tensors")
     assert list(cases) == [3, 30]

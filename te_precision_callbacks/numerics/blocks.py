@@ -6,6 +6,7 @@ Usage::
     from_blocks(blocks, (1, 32), (rows, columns))  # the matrix again
     amaxes = block_amaxes(matrix, (128, 128))  # [rows / 128, columns / 128], rounded up
     spread(amaxes, (128, 128), matrix.shape)  # one for each element
+    times_blocks(matrix, amaxes, (128, 128))  # each element times its block's
 
 A block is given by its rows and columns.
 """
@@ -66,6 +67,21 @@ def spread(of_blocks: torch.Tensor, block: tuple[int, int], shape: tuple[int, ..
     if height > 1:
         of_blocks = of_blocks.repeat_interleave(height, 0)[:rows]
     return of_blocks.repeat_interleave(width, 1)[:, :columns] if width > 1 else of_blocks
+
+
+def times_blocks(matrix: torch.Tensor, of_blocks: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """A matrix times the number of each element's block: a new tensor of the matrix's shape.
+
+    Args:
+        matrix: [rows, columns].
+        of_blocks: [rows of blocks, columns of blocks], the last ones of which may be partial.
+        block: rows and columns of a block.
+    """
+    (height, width), (rows, columns) = block, matrix.shape
+    if rows % height or columns % width:
+        return matrix * spread(of_blocks, block, matrix.shape)
+    tiles = matrix.reshape(rows // height, height, columns // width, width)
+    return (tiles * of_blocks[:, None, :, None]).view(matrix.shape)
 
 
 def block_amaxes(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

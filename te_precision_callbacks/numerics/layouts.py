@@ -111,7 +111,7 @@ class Stored:
 
     def matrix(self) -> torch.Tensor:
         """The dequantized numbers in the order of memory: float32, [rows, columns]."""
-        return self.elements() * self.spread(self.factors())
+        return blocks.times_blocks(self.elements(), self.factors(), self.block)
 
     def dequantized(self) -> torch.Tensor:
         """The dequantized numbers: float32, the tensor's shape.

@@ -90,11 +90,12 @@ def quantized(matrix: torch.Tensor, amax: torch.Tensor, rules: Rules) -> tuple[t
 
 def _stochastic_codes(values: torch.Tensor) -> torch.Tensor:
     magnitude = values.abs().clamp(max=E2M1.max)
-    # Numbers are 0.5 apart below 2, 1 below 4, 2 above.
-    apart = torch.where(magnitude >= 4.0, 2.0, torch.where(magnitude >= 2.0, 1.0, 0.5))
-    below = torch.floor(magnitude / apart) * apart
-    up = torch.rand_like(magnitude) < (magnitude - below) / apart
-    return E2M1.encode(torch.copysign(below + apart * up, values))
+    # Numbers are 0.5 apart below 2, 1 below 4, 2 above: half of the power of two below the magnitude.
+    binade = (magnitude.view(torch.int32) & 0x7F800000).view(torch.float32)
+    apart = binade.clamp_(min=1.0).mul_(0.5)
+    below = (magnitude / apart).floor_().mul_(apart)
+    up = torch.rand_like(magnitude) < magnitude.sub_(below).div_(apart)
+    return E2M1.encode(below.add_(apart.mul_(up)).copysign_(values))
 
 
 def _one_scale(blocks: torch.Tensor, encode_scale: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:

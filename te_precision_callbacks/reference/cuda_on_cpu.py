@@ -25,7 +25,7 @@ import torch
 
 from te_precision_callbacks.reference.collectives import one_by_one as one_by_one
 from te_precision_callbacks.reference.errors import MissingFunctionError
-from te_precision_callbacks.reference.fusing import FUSED_IN, rounding_once
+from te_precision_callbacks.reference.fusing import FUSED_IN, KERNELS, rounding_once
 from te_precision_callbacks.reference.target import capability
 
 _T = TypeVar("_T")
@@ -51,7 +51,9 @@ def run_eagerly(function: Callable[..., Any] | None = None, **_options: Any) -> 
     """Replaces ``torch.compile``, with and without arguments: the function as it is, or rounding once as compiled."""
     if function is None:
         return run_eagerly
-    return rounding_once(function) if function.__module__ == FUSED_IN else function
+    if function.__module__ != FUSED_IN:
+        return function
+    return rounding_once(KERNELS.get(function.__name__, function))
 
 
 def exact_norm(tensor: torch.Tensor, p: float = 2) -> torch.Tensor:

@@ -25,6 +25,7 @@ from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference import target
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
+from te_precision_callbacks.reference.extension import gemm as gemms
 from tests.reference import block_formats as spec
 
 KIND = {torch.float32: tex.DType.kFloat32, torch.bfloat16: tex.DType.kBFloat16, torch.float16: tex.DType.kFloat16}
@@ -114,6 +115,41 @@ def test_bias(dtype: torch.dtype) -> None:
     a, b, expected = _operands("TN", dtype)
     bias = torch.randn(N).to(dtype)
     _close(_gemm(a, b, "TN", bias=bias)[0], expected + bias.double(), dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_bfloat16_is_rounded_once(layout: str, with_bias: bool) -> None:
+    """Whether or not the CPU has instructions for it. The product and a bias that is much larger are one sum."""
+    a, b, expected = _operands(layout, torch.bfloat16)
+    bias = 100.0 * torch.randn(expected.shape[-1]).bfloat16() if with_bias else None
+    found, *_ = _gemm(a, b, layout, bias=bias)
+    exact = expected.double() + (0.0 if bias is None else bias.double())
+    _, exponent = torch.frexp(exact)
+    half_a_unit = torch.ldexp(torch.full_like(exact, 2.0**-9), exponent)
+    assert found.dtype == torch.bfloat16
+    assert bool(((found.double() - exact).abs() <= half_a_unit + 1e-5).all())
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_powers_of_two_as_scales_of_blocks_need_no_float64(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+    a, b = torch.randn(256, 384), 1e3 * torch.randn(128, 384)
+    for power_of_2 in (True, False):
+        operands = [_block(dim, power_of_2=power_of_2)(a), _block(power_of_2=power_of_2)(b)]
+        seen: list[bool] = []
+        ask = gemms._are_exact_factors
+
+        def asked(*scales: torch.Tensor, ask: Any = ask, seen: list[bool] = seen) -> bool:
+            seen.append(ask(*scales))
+            return seen[-1]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(gemms, "_are_exact_factors", asked)
+            found, *_ = _gemm(*operands, "TN", out_dtype=torch.float32)
+            patch.setattr(gemms, "_are_exact_factors", lambda *scales: False)
+            in_float64, *_ = _gemm(*operands, "TN", out_dtype=torch.float32)
+        assert seen == [power_of_2]
+        assert torch.equal(found, in_float64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.numerics.blocks import block_amaxes, spread
+from te_precision_callbacks.numerics.blocks import block_amaxes, times_blocks
 from te_precision_callbacks.numerics.layouts import BLOCK_1D, BLOCK_2D, scaling_mode
 from te_precision_callbacks.numerics.scaling import fp8_scale
 from te_precision_callbacks.reference.errors import ReferenceBackendError
@@ -128,17 +128,21 @@ class BlockScaling:
             return
         matrix = source.float().reshape(matrix_shape(source.shape))
         for columnwise, data, scales in written(out):
-            codes, scale_inv = _quantized(
-                matrix.t() if columnwise else matrix, quantizer, out, torch.finfo(source.dtype).max
-            )
-            overwrite(data, codes.view(data.shape))
-            overwrite(scales, padded(scale_inv if out._is_2D_scaled else scale_inv.t(), scales.shape))
+            is_2d = out._is_2D_scaled
+            block = (BLOCK, BLOCK) if is_2d else (BLOCK, 1) if columnwise else (1, BLOCK)
+            codes, scale_inv = _quantized(matrix, block, quantizer, out, torch.finfo(source.dtype).max)
+            if columnwise:
+                overwrite(data.view(matrix.shape[::-1]), codes.t())
+            else:
+                overwrite(data, codes.view(data.shape))
+            overwrite(scales, padded(scale_inv if is_2d != columnwise else scale_inv.t(), scales.shape))
 
 
-def _quantized(matrix: torch.Tensor, quantizer: Any, out: Any, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, and the inverse scale of each block: float32, [rows / height of a block, columns / 128]."""
+def _quantized(
+    matrix: torch.Tensor, block: tuple[int, int], quantizer: Any, out: Any, largest: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, and the inverse scale of each block: float32, [rows of blocks, columns of blocks]."""
     fmt = fp8_format(out._fp8_dtype)
-    block = (BLOCK if out._is_2D_scaled else 1, BLOCK)
     scale = fp8_scale(
         block_amaxes(matrix, block),
         fmt.max,
@@ -146,7 +150,7 @@ def _quantized(matrix: torch.Tensor, quantizer: Any, out: Any, largest: float) -
         epsilon=quantizer.amax_epsilon,
         largest_scale=largest,
     )
-    return fmt.encode(matrix * spread(scale, block, matrix.shape)), torch.reciprocal(scale)
+    return fmt.encode(times_blocks(matrix, scale, block)), torch.reciprocal(scale)
 
 
 def scale_shape(shape: Sequence[int], columnwise: bool, is_2d: bool) -> tuple[int, int]:

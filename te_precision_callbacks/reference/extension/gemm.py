@@ -19,6 +19,7 @@ operands show that.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, SupportsInt
 
@@ -119,6 +120,7 @@ def generic_gemm(
         if by_blocks:
             _check_fp8_blocks(a, b, dtype, use_split_accumulator, bias is not None, gelu, grad)
     gelu_dtype = torch_dtype(bias_type) if a.is_fp8 or b.is_fp8 else dtype
+    added_bias = bias if bias is not None and not grad and bias.numel() else None
 
     bias_grad = gelu_input = None
     if empty:
@@ -130,6 +132,15 @@ def generic_gemm(
             bias_grad = torch.zeros(b.shape[-1], dtype=dtype, device=a.source.device)
         if gelu and not grad:
             gelu_input = torch.zeros(shape, dtype=gelu_dtype, device=a.source.device)
+    elif (
+        {a.dtype, b.dtype, dtype} == {torch.bfloat16}
+        and (added_bias is None or added_bias.dtype == torch.bfloat16)
+        and not (gelu or accumulate or alpha != 1.0 or a.source.device.type != "cpu")
+        and _multiplies_bfloat16()
+    ):
+        value = _product_of_bfloat16(a, transA, b, transB, added_bias).view(shape)
+        if bias is not None and grad:
+            bias_grad = _column_sum(b).to(dtype)
     else:
         value = (_product_by_blocks(a, b, alpha) if by_blocks else _product(a, transA, b, transB, alpha)).view(shape)
         # FP8 blocks are rounded before they are added, as in the same reference, and after a bias.
@@ -141,8 +152,8 @@ def generic_gemm(
             if bias is not None:
                 bias_grad = (row_sum(value) if gelu else _column_sum(b)).to(dtype)
         else:
-            if bias is not None and bias.numel():
-                value += bias.float()
+            if added_bias is not None:
+                value += added_bias.float()
             if gelu:
                 gelu_input = value.to(gelu_dtype)
                 value = GELU.value(value)
@@ -252,6 +263,18 @@ def product_into(
     generic_gemm(a, transa, b, transb, *of_result, alpha=alpha, beta=beta)
 
 
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions that multiply bfloat16 and add float32."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _product_of_bfloat16(a: Operand, transa: bool, b: Operand, transb: bool, bias: torch.Tensor | None) -> torch.Tensor:
+    """The rounded product, with the bias added before it is rounded: oneDNN adds up in float32."""
+    left, right = b.source.t() if transb else b.source, a.source.t() if transa else a.source
+    return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+
+
 def _product(a: Operand, transa: bool, b: Operand, transb: bool, alpha: float) -> torch.Tensor:
     value = torch.matmul(b.values.t() if transb else b.values, a.values.t() if transa else a.values)
     if a.part is not None and b.part is not None and a.mode == layouts.NVFP4:
@@ -292,12 +315,29 @@ def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
         first, second = scales_b, scales_a
     length = a.part.block[1]
     total = rows.new_zeros(columns.shape[0], rows.shape[0])
+    rounds_once = _are_exact_factors(first, second)
     for index in range(first.shape[0]):
         block = slice(index * length, (index + 1) * length)
-        partial = torch.matmul(columns[:, block], rows[:, block].t()) * first[index]
+        partial = torch.matmul(columns[:, block], rows[:, block].t()).mul_(first[index])
         # A fused multiply-add rounds once; float64 holds the product of two float32 numbers.
-        total = torch.addcmul(total.double(), partial.double(), second[index].double()).float()
+        if rounds_once:
+            total.addcmul_(partial, second[index])
+        else:
+            total = torch.addcmul(total.double(), partial.double(), second[index].double()).float()
     return total.mul_(alpha) if alpha != 1.0 else total
+
+
+def _are_exact_factors(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether a sum of a block, times the first scale, times the second has no rounding of the second product in
+    float32: that scale is a power of two, as by default, and neither is so small or large that a sum of 128 products of
+    FP8 numbers, which are multiples of 2^-32 below 2^39, could leave float32's normal numbers.
+
+    On a GPU the question would be a wait for the device, and is not asked.
+    """
+    if second.device.type != "cpu":
+        return False
+    within = [bool(scales.amin() > 2.0**-40) and bool(scales.amax() < 2.0**40) for scales in (first, second)]
+    return all(within) and bool((torch.frexp(second).mantissa == 0.5).all())
 
 
 def _column_sum(b: Operand) -> torch.Tensor:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.numerics.blocks import block_amaxes, spread
+from te_precision_callbacks.numerics.blocks import block_amaxes, times_blocks
 from te_precision_callbacks.numerics.layouts import MXFP8, SWIZZLE_COLUMNS, SWIZZLE_ROWS, scaling_mode
 from te_precision_callbacks.numerics.scaling import e8m0_codes, mxfp8_scale_inv
 from te_precision_callbacks.reference.errors import ReferenceBackendError
@@ -42,6 +42,9 @@ from te_precision_callbacks.reference.extension.swizzling import as_stored
 
 BLOCK = 32
 """Elements that share a scale."""
+
+_ELEMENTS_AT_ONCE = 1 << 20
+"""Elements that are quantized at once: all intermediate results fit into a cache."""
 
 
 class BlockScaling:
@@ -116,12 +119,16 @@ class BlockScaling:
         for columnwise, data, scales in written(out):
             block = (BLOCK, 1) if columnwise else (1, BLOCK)
             square = quantizer.with_2d_quantization
-            scale_inv = mxfp8_scale_inv(block_amaxes(matrix, (BLOCK, BLOCK) if square else block), fmt)
-            if square:
-                # Repeated for each row, or for each column, of a block.
-                scale_inv = scale_inv.repeat_interleave(BLOCK, 1 if columnwise else 0)
-            codes = fmt.encode(matrix * spread(torch.reciprocal(scale_inv), block, matrix.shape))
-            overwrite(data, codes.view(data.shape))
+            scales_inv = []
+            step = max(1, _ELEMENTS_AT_ONCE // (BLOCK * matrix.shape[1])) * BLOCK
+            for part, into in zip(torch.split(matrix, step), torch.split(data.view(matrix.shape), step), strict=True):
+                scale_inv = mxfp8_scale_inv(block_amaxes(part, (BLOCK, BLOCK) if square else block), fmt)
+                if square:
+                    # Repeated for each row, or for each column, of a block.
+                    scale_inv = scale_inv.repeat_interleave(BLOCK, 1 if columnwise else 0)
+                overwrite(into, fmt.encode(times_blocks(part, torch.reciprocal(scale_inv), block)))
+                scales_inv.append(scale_inv)
+            scale_inv = torch.cat(scales_inv)
             swizzled = bool(out._with_gemm_swizzled_scales)
             overwrite(
                 scales, as_stored(e8m0_codes(scale_inv), scales.shape, along_columns=columnwise, swizzled=swizzled)

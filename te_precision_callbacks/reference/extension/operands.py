@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.numerics import layouts
+from te_precision_callbacks.numerics.blocks import times_blocks
 from te_precision_callbacks.numerics.formats import FloatFormat
 from te_precision_callbacks.numerics.layouts import Stored, is_quantized, stored
 from te_precision_callbacks.reference.errors import ReferenceBackendError, UnsupportedRecipeError
@@ -52,7 +53,7 @@ class Operand:
             return self.source.float()
         values = self.part.elements()
         if self.mode != layouts.PER_TENSOR:
-            values *= self.part.spread(self.part.block_scales())
+            values = times_blocks(values, self.part.block_scales(), self.part.block)
         return values.t() if self.part.transposed else values
 
     @property
