@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import platform
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.kernels import compiled, eager, native
 from te_precision_callbacks.engine.kernels.columns import MOMENT_SUMS
 from tests.engine import exact
+from tests.reference.processes import python
 
 INF, NAN = math.inf, math.nan
 WIDE = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -421,6 +424,76 @@ def test_where_compiling_fails(module: Any, monkeypatch: pytest.MonkeyPatch, cap
     message = measured_twice_with_one_warning(module, caplog)
     assert "RuntimeError: no space left on device)" in message
     assert kernels._pass_for(normal(PRIME)) is eager.measure
+
+
+A_PROCESS_OF_ITS_OWN = """
+import json, os, sys
+import torch
+from te_precision_callbacks.engine import kernels
+from te_precision_callbacks.engine.kernels import compiled, native
+
+native.PAYS_FROM = compiled.PAYS_FROM = 0
+torch.set_num_threads(2)
+values = torch.randn(2**20, generator=torch.Generator().manual_seed(0))
+
+def row_sums(rows):
+    return rows.double().sum(1)
+
+def measured():
+    return [*kernels.measure(values), compiled.run(row_sums, values.view(64, -1))]
+
+def are_same(found):
+    torch.testing.assert_close(found[2], expected[2], rtol=1e-12, atol=1e-9)
+    return all(torch.equal(one, other) for one, other in zip(found[:2], expected))
+
+expected = measured()
+same = {"again": are_same(measured())}
+"""
+
+
+def in_a_process(script: str, **environment: str) -> tuple[dict[str, bool], str]:
+    """What the end of a script prints as JSON, and its stderr."""
+    done = python(A_PROCESS_OF_ITS_OWN + script, **environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_written_is_said_and_costs_no_number(tmp_path: Path) -> None:
+    """A file stands where the folder must be: the superuser may write to a folder that is read-only."""
+    (tmp_path / "file").touch()
+    script = (
+        "print(json.dumps(same | {'is plain': native._failed and (compiled._failed or not compiled._has_compiler())}))"
+    )
+    same, stderr = in_a_process(script, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "file" / "folder"))
+    assert all(same.values()), same
+    assert stderr.count("cannot be compiled") == 2, stderr  # the pass, and what simulates recipes
+    assert "TORCHINDUCTOR_CACHE_DIR" in stderr
+
+
+@pytest.mark.slow
+def test_what_happens_to_a_process_after_the_first_compilation_changes_no_number() -> None:
+    """A child of a fork has one thread: with more, torch's own operations hang in it, as OpenMP's threads are gone."""
+    script = """
+torch.set_num_threads(1)
+same["one thread"] = are_same(measured())
+torch.set_num_threads(2)
+torch.set_default_dtype(torch.float64)
+same["float64 by default"] = are_same(measured())
+torch.set_default_dtype(torch.float32)
+torch.use_deterministic_algorithms(True)
+same["deterministic"] = are_same(measured())
+torch.use_deterministic_algorithms(False)
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)
+    os._exit(0 if are_same(measured()) else 1)
+same["forked"] = os.waitpid(child, 0)[1] == 0
+print(json.dumps(same | {"is compiled": native._one_pass is not None and not compiled._failed}))
+"""
+    same, _ = in_a_process(script)
+    assert len(same) == 6
+    assert all(same.values()), same
 
 
 # --- what surrounds a call --------------------------------------------------------------------------------------------

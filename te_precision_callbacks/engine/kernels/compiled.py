@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from te_precision_callbacks.engine.kernels import eager
+from te_precision_callbacks.engine.kernels.fallback import say_not_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -63,24 +64,14 @@ def _could_take(values: torch.Tensor) -> bool:
 
 @functools.cache
 def _has_compiler() -> bool:
-    from torch._inductor import cpp_builder
-
     try:
+        from torch._inductor import cpp_builder  # which makes the folder of compiled code
+
         cpp_builder.get_cpp_compiler()
     except Exception as error:
-        _say(error, "Install a C++ compiler such as g++.")
+        say_not_compiled(logger, "thirty", error)
         return False
     return True
-
-
-def _say(error: Exception, advice: str) -> None:
-    logger.warning(
-        "Statistics on the CPU are computed by plain torch operations, up to thirty times slower but equally exact: the"
-        " fast pass cannot be compiled (%s: %s). %s",
-        type(error).__name__,
-        str(error).strip().splitlines()[0] if str(error).strip() else "no message",
-        advice,
-    )
 
 
 def pieces(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -135,4 +126,4 @@ def _give_up(error: Exception) -> None:
     global _failed
     if not _failed:
         _failed = True
-        _say(error, "TORCH_LOGS=dynamo,inductor tells more.")
+        say_not_compiled(logger, "thirty", error)

@@ -19,6 +19,7 @@ import torch
 
 from te_precision_callbacks.engine.kernels import eager
 from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, EXPONENT_BINS, MAXIMA, MOMENT_SUMS
+from te_precision_callbacks.engine.kernels.fallback import say_not_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +98,7 @@ def _is_loaded() -> bool:
             _one_pass = _loaded()
         except Exception as error:
             _failed = True
-            logger.warning(
-                "Statistics on the CPU are computed by plain torch operations, up to fifty times slower but equally"
-                " exact: the fast pass cannot be compiled (%s: %s). Install a C++ compiler such as g++.",
-                type(error).__name__,
-                str(error).strip().splitlines()[0] if str(error).strip() else "no message",
-            )
+            say_not_compiled(logger, "fifty", error)
     return _one_pass is not None
 
 
