@@ -60,6 +60,18 @@ def test_every_byte_decodes_like_torch(fmt: FloatFormat) -> None:
     assert bool((signs | decoded.isnan()).all())
 
 
+@pytest.mark.parametrize("fmt", FP8, ids=lambda fmt: fmt.name)
+def test_small_numbers_stay_where_the_processor_has_no_subnormals(fmt: FloatFormat) -> None:
+    codes = torch.arange(fmt.max_code + 1, dtype=torch.uint8)
+    expected = [fmt.value(code) for code in codes.tolist()]
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has them always")
+    try:
+        assert fmt.decode(codes).tolist() == expected
+    finally:
+        torch.set_flush_denormal(False)
+
+
 @pytest.mark.parametrize("fmt", SIGNED, ids=lambda fmt: fmt.name)
 def test_every_number_survives_a_round_trip(fmt: FloatFormat) -> None:
     codes = torch.arange(2**fmt.bits, dtype=torch.uint8)
