@@ -25,7 +25,7 @@ import torch
 
 from te_precision_callbacks.reference.collectives import one_by_one as one_by_one
 from te_precision_callbacks.reference.errors import MissingFunctionError
-from te_precision_callbacks.reference.fusing import FUSED_IN, KERNELS, rounding_once
+from te_precision_callbacks.reference.fusing import ELEMENTWISE, FUSED_IN, in_parts, rounding_once
 from te_precision_callbacks.reference.target import capability
 
 _T = TypeVar("_T")
@@ -53,7 +53,7 @@ def run_eagerly(function: Callable[..., Any] | None = None, **_options: Any) -> 
         return run_eagerly
     if function.__module__ != FUSED_IN:
         return function
-    return rounding_once(KERNELS.get(function.__name__, function))
+    return rounding_once(in_parts(function) if function.__name__ in ELEMENTWISE else function)
 
 
 def exact_norm(tensor: torch.Tensor, p: float = 2) -> torch.Tensor:

@@ -18,32 +18,17 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.reference.extension.activation import GELU
-
-
-def _bias_gelu(inp: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return GELU.value(inp + bias)
-
-
-def _bias_gelu_gradients(
-    grad: torch.Tensor, inp: torch.Tensor, bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    gradient = GELU.gradient(grad, inp + bias)
-    return gradient.sum(dim=0), gradient
-
-
-KERNELS: dict[str, Callable[..., Any]] = {
-    "bias_gelu_fused_": _bias_gelu,
-    "gelu_fused_": GELU.value,
-    "bgrad_dgelu_fused_": _bias_gelu_gradients,
-    "dgelu_fused_": GELU.gradient,
-}
-"""Functions of that module for which torch has a kernel: the tanh approximation of GELU, of which Transformer Engine
-writes a dozen operations. That many passes over the largest activation took a third of a step without FP8."""
 
 _HALF = (torch.bfloat16, torch.float16)
 FUSED_IN = "transformer_engine.pytorch.jit"
 """The module whose compiled functions are pure: they return new tensors, and do not write to their arguments."""
+
+ELEMENTWISE = ("bias_gelu_fused_", "gelu_fused_", "dgelu_fused_", "bgrad_dgelu_fused_")
+"""Functions of that module of a dozen elementwise operations, of the largest activation of a layer. The last one also
+returns, first, the sum of its gradient over the rows."""
+
+_ELEMENTS_AT_ONCE = 1 << 17
+"""Elements for which all intermediate results fit into a cache."""
 
 
 def rounding_once(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,3 +64,27 @@ def _result_types(function: Callable[..., Any], arguments: tuple[Any, ...]) -> A
             )
         )
     return tuple(value.dtype for value in result) if isinstance(result, tuple) else result.dtype
+
+
+def in_parts(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One of :data:`ELEMENTWISE`, called with some rows at a time: the same operations, and the same bits.
+
+    Rows of a large tensor would otherwise go through memory for each operation. With gradients, it is called at once.
+    """
+
+    @functools.wraps(function)
+    def parted(*arguments: torch.Tensor) -> Any:
+        first = arguments[0]
+        rows = max(1, _ELEMENTS_AT_ONCE // max(1, first[:1].numel()))
+        if len(first) <= rows or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in arguments)):
+            return function(*arguments)
+        whole = torch.empty_like(first)
+        sums = False
+        for begin in range(0, len(first), rows):
+            part = slice(begin, begin + rows)
+            found = function(*(tensor[part] if tensor.shape == first.shape else tensor for tensor in arguments))
+            sums = isinstance(found, tuple)
+            whole[part] = found[1] if sums else found
+        return (whole.sum(dim=0), whole) if sums else whole
+
+    return parted

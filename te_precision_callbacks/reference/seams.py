@@ -95,7 +95,7 @@ SEAMS = (
     Seam(
         "transformer_engine/pytorch/jit.py",
         "return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))",
-        "torch's kernels for the same function and its gradient",
+        "the function, and its gradients, with some rows at a time",
         "A compiler makes one kernel of it. A dozen passes over the largest activation took a third of a step.",
         everywhere=True,
     ),
