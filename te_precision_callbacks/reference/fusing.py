@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-
 _HALF = (torch.bfloat16, torch.float16)
 FUSED_IN = "transformer_engine.pytorch.jit"
 """The module whose compiled functions are pure: they return new tensors, and do not write to their arguments."""
