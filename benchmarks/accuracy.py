@@ -21,7 +21,7 @@ from measuring import Mode, arguments, machine, report, upstream_functions
 
 from te_precision_callbacks import reference
 from te_precision_callbacks.engine.kernels import eager, native
-from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, MAXIMA, MOMENT_SUMS
+from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, MAXIMA, MOMENT_SUMS, SCALE_MAXIMA, SCALE_SUMS
 from te_precision_callbacks.statistics.table import STATISTICS
 
 NAMES = ("mean", "std", "l1_norm", "l2_norm", "mse")
@@ -64,9 +64,8 @@ def ours(
     """The statistics of one of our passes."""
     sums, maxima = measure(x, codes, scale_inv)
     found = [*sums.tolist(), *maxima.tolist()]
-    columns = {
-        name: np.array([value]) for name, value in zip((*MOMENT_SUMS, *COMPARISON_SUMS, *MAXIMA), found, strict=True)
-    }
+    names = (*MOMENT_SUMS, *COMPARISON_SUMS, *SCALE_SUMS, *MAXIMA, *SCALE_MAXIMA)
+    columns = {name: np.array([value]) for name, value in zip(names, found, strict=True)}
     formulas = {name: STATISTICS[name].value for name in NAMES}
     return {name: float(formula(columns)[0]) for name, formula in formulas.items() if formula is not None}
 

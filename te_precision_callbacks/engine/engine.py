@@ -27,20 +27,24 @@ import torch.distributed as dist
 
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.blockwise import RANGE_MAXIMA, RANGE_SUMS, largest_range
-from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, MAXIMA, MOMENT_SUMS
+from te_precision_callbacks.engine.kernels.columns import (
+    COMPARISON_SUMS,
+    MAXIMA,
+    MOMENT_SUMS,
+    SCALE_MAXIMA,
+    SCALE_SUMS,
+)
+from te_precision_callbacks.engine.kernels.eager import scale_columns
 from te_precision_callbacks.engine.quantization import (
     LIMIT_SUMS,
     LOSS_MAXIMA,
     LOSS_SUMS,
-    SCALE_MAXIMA,
-    SCALE_SUMS,
     InBlocks,
     PerTensor,
     QuantizationError,
     SumsAndMaxima,
     default_settings,
     read,
-    scale_columns,
     settings_of,
     simulate,
 )
@@ -462,7 +466,8 @@ class _Measuring:
         codes = next((found for found in held.values() if isinstance(found, PerTensor)), None)
         if self._watched.values is None:
             codes = None  # there is nothing to compare them with
-        compared = amax = None
+        of_codes: dict[Of, SumsAndMaxima] = {}
+        amax = None
         simulated = None in held.values()
         if _MOMENTS in self._wanted or _EXPONENTS in self._wanted or codes is not None or simulated:
             sums, maxima = kernels.measure(
@@ -473,17 +478,21 @@ class _Measuring:
                 histogram=_EXPONENTS in self._wanted,
             )
             amax = maxima[:2].amax() if simulated else None
-            middle = len(MOMENT_SUMS) + (0 if codes is None else len(COMPARISON_SUMS))
-            compared = None if codes is None else sums[len(MOMENT_SUMS) : middle]
             if _MOMENTS in self._wanted:
-                self._merge(_MOMENTS, (sums[: len(MOMENT_SUMS)], maxima))
+                self._merge(_MOMENTS, (sums[: len(MOMENT_SUMS)], maxima[: len(MAXIMA)]))
+            start = len(MOMENT_SUMS)
+            if codes is not None:
+                middle = start + len(COMPARISON_SUMS)
+                of_codes[Of.QUANTIZED] = sums[start:middle], None
+                start = middle + len(SCALE_SUMS)
+                of_codes[Of.SCALES] = sums[middle:start], maxima[len(MAXIMA) :]
             if _EXPONENTS in self._wanted:
-                self._merge(_EXPONENTS, (sums[middle:], None))
+                self._merge(_EXPONENTS, (sums[start:], None))
         for kind in self._wanted:
             if kind.blocks is not None:
                 self._merge(kind, (None, largest_range(self._values, kind.blocks)))
         for form, found in held.items():
-            self._compare(form, found, compared, amax)
+            self._compare(form, found, of_codes, amax)
 
     def _held(self, form: _Form) -> PerTensor | InBlocks | None:
         """The quantized data of a form that a GEMM of the layer reads; None where the form must be simulated."""
@@ -507,7 +516,7 @@ class _Measuring:
         self,
         form: _Form,
         found: PerTensor | InBlocks | None,
-        compared: torch.Tensor | None,
+        of_codes: Mapping[Of, SumsAndMaxima],
         amax: torch.Tensor | None,
     ) -> None:
         """Merge the kinds that are wanted of a form, and report those that cannot be measured."""
@@ -520,7 +529,7 @@ class _Measuring:
             refused[no_blocks(its_recipe or "the layer's quantizer")] = wanted & OF_BLOCKS
         wanted = wanted.difference(*refused.values())
         try:
-            columns = self._columns(form._replace(recipe=its_recipe), found, compared, amax, wanted) if wanted else {}
+            columns = self._columns(form._replace(recipe=its_recipe), found, of_codes, amax, wanted) if wanted else {}
         except Exception as error:
             self._failed(form, error)
             return
@@ -534,13 +543,12 @@ class _Measuring:
         self,
         form: _Form,
         found: PerTensor | InBlocks | None,
-        compared: torch.Tensor | None,
+        of_codes: Mapping[Of, SumsAndMaxima],
         amax: torch.Tensor | None,
         wanted: Set[Of],
     ) -> Mapping[Of, SumsAndMaxima]:
         if isinstance(found, PerTensor):
-            columns: dict[Of, SumsAndMaxima] = {Of.QUANTIZED: (compared, None)}
-            return columns | ({Of.SCALES: scale_columns(found.scale_inv)} if Of.SCALES in wanted else {})
+            return of_codes or {Of.SCALES: scale_columns(found.scale_inv)}
         if isinstance(found, InBlocks):
             return found.columns(self._watched.values, wanted)
         if amax is None:

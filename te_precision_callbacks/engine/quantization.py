@@ -22,7 +22,7 @@ import torch
 
 from te_precision_callbacks.engine import blockwise
 from te_precision_callbacks.engine.kernels import compiled, eager
-from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, NOTHING
+from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.numerics.blocks import as_matrix, in_blocks, padded
 from te_precision_callbacks.numerics.formats import E2M1, E5M2, FloatFormat
@@ -31,12 +31,6 @@ from te_precision_callbacks.numerics.recipes import FLOAT32_SCALES, RECIPES, Rec
 from te_precision_callbacks.numerics.scaling import FLOAT32_MAX
 from te_precision_callbacks.statistics.names import no_blocks
 from te_precision_callbacks.statistics.table import OF_BLOCKS, SCALES, Of
-
-SCALE_SUMS = ("scales", "scale_sum", "scale_square_sum")
-"""The number of factors, their sum, and the sum of their squares."""
-
-SCALE_MAXIMA = ("scale_max", "negated_scale_min")
-"""The largest factor, and the negated smallest."""
 
 LIMIT_SUMS = ("blocks", "saturated", "flushed", "zero_blocks")
 """Number of blocks; of blocks with an element other than 0, the number with a scale at a limit, and at the lower limit;
@@ -211,9 +205,9 @@ def _columns(
     # The factor of a block of zeros is set by the recipe, and says nothing about the tensor.
     factors = scales.factors if occupied is None else torch.where(occupied, scales.factors, 0.0)
     if Of.SCALES in wanted:
-        found[Of.SCALES] = scale_columns(factors)
+        found[Of.SCALES] = eager.scale_columns(factors)
     if Of.SCALE_BINS in wanted:
-        found[Of.SCALE_BINS] = scale_bins(factors), scale_columns(factors)[1]
+        found[Of.SCALE_BINS] = scale_bins(factors), eager.scale_columns(factors)[1]
     if compared is not None and Of.QUANTIZED in wanted:
         found[Of.QUANTIZED] = compared.sum(1), None
     if compared is not None and Of.LOSSES in wanted:
@@ -243,22 +237,6 @@ def _limit_sums(scales: _Scales, occupied: torch.Tensor) -> torch.Tensor:
 def _limit(factors: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
     """The largest magnitude that codes and factors can hold; 0 where the factor is 0, so everything underflows."""
     return torch.where(factors == 0, math.inf, factors * number_format.max)
-
-
-def scale_columns(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """SCALE_SUMS and SCALE_MAXIMA of factors from code to value.
-
-    Factors of 0, which fill the padding of a tensor of scales, are left out, and so is nan.
-    """
-    wide = scales.reshape(-1).to(torch.float64)
-    real = (wide > 0) & (wide < math.inf)
-    kept = torch.where(real, wide, 0.0)
-    sums = torch.stack([real.sum(dtype=torch.float64), kept.sum(), (kept * kept).sum()])
-    nothing = torch.full((2,), NOTHING, dtype=torch.float64, device=wide.device)
-    if not wide.numel():
-        return sums, nothing
-    maxima = torch.stack([torch.where(real, wide, NOTHING).amax(), torch.where(real, -wide, NOTHING).amax()])
-    return sums, maxima
 
 
 def scale_bins(scales: torch.Tensor) -> torch.Tensor:

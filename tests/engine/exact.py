@@ -10,7 +10,14 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from te_precision_callbacks.engine.kernels import COMPARISON_SUMS, EXPONENT_BINS, MAXIMA, MOMENT_SUMS
+from te_precision_callbacks.engine.kernels import (
+    COMPARISON_SUMS,
+    EXPONENT_BINS,
+    MAXIMA,
+    MOMENT_SUMS,
+    SCALE_MAXIMA,
+    SCALE_SUMS,
+)
 from te_precision_callbacks.statistics.table import OF_BLOCKS, STATISTICS
 
 Array = npt.NDArray[np.float64]
@@ -63,6 +70,13 @@ def comparison(x: Array, y: Array, limit: float | Array) -> Columns:
     }
 
 
+def scale(factor: float) -> Columns:
+    if not 0 < factor < math.inf:
+        return dict.fromkeys(SCALE_SUMS, 0.0) | dict.fromkeys(SCALE_MAXIMA, -math.inf)
+    maxima = {"scale_max": factor, "negated_scale_min": -factor}
+    return {"scales": 1, "scale_sum": factor, "scale_square_sum": factor * factor, **maxima}
+
+
 def histogram(x: Array) -> list[int]:
     nonzero = x[np.isfinite(x) & (x != 0)]
     bins = np.clip(np.frexp(nonzero)[1] + 126, 0, 255)  # frexp: 0.5 <= mantissa < 1
@@ -83,7 +97,7 @@ def columns(
     if codes is not None and scale_inv is not None:
         dtype, largest = FLOAT8[e5m2]
         y = codes.contiguous().view(dtype).float() * scale_inv
-        found |= comparison(x, as_array(y), float(torch.tensor(largest) * scale_inv))
+        found |= comparison(x, as_array(y), float(torch.tensor(largest) * scale_inv)) | scale(scale_inv.item())
     if histogram_too:
         found["histogram"] = histogram(x)
     return found
@@ -92,12 +106,13 @@ def columns(
 def named(sums: torch.Tensor, maxima: torch.Tensor, *, compared: bool = False, histogram_too: bool = False) -> Columns:
     """The result of a pass by the names of its columns."""
     assert (sums.dtype, sums.dim(), maxima.dtype, maxima.dim()) == (torch.float64, 1, torch.float64, 1)
-    names = [*MOMENT_SUMS, *(COMPARISON_SUMS if compared else ())]
+    names = [*MOMENT_SUMS, *((*COMPARISON_SUMS, *SCALE_SUMS) if compared else ())]
+    extremes = [*MAXIMA, *(SCALE_MAXIMA if compared else ())]
     assert len(sums) == len(names) + EXPONENT_BINS * histogram_too
     found: Columns = dict(zip(names, sums.tolist(), strict=False))
     if histogram_too:
         found["histogram"] = sums[len(names) :].tolist()
-    return found | dict(zip(MAXIMA, maxima.tolist(), strict=True))
+    return found | dict(zip(extremes, maxima.tolist(), strict=True))
 
 
 def assert_same(found: Columns, expected: Columns, *, rel: float = 1e-13) -> None:

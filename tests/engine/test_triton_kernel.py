@@ -17,8 +17,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, EXPONENT_BINS, MAXIMA, MOMENT_SUMS
-from tests.engine.exact import statistic
+from te_precision_callbacks.engine.kernels.columns import (
+    COMPARISON_SUMS,
+    EXPONENT_BINS,
+    MAXIMA,
+    MOMENT_SUMS,
+    SCALE_MAXIMA,
+    SCALE_SUMS,
+)
+from tests.engine.exact import scale, statistic
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -111,12 +118,13 @@ def measure(kernel: ModuleType) -> Measure:
     def measure(values: torch.Tensor, codes: torch.Tensor | None = None, *args: Any, **options: Any) -> dict[str, Any]:
         sums, maxima = kernel.measure(values, codes, *args, **options)
         assert (sums.dtype, sums.dim(), maxima.dtype) == (torch.float64, 1, torch.float64)
-        names = [*MOMENT_SUMS, *(COMPARISON_SUMS if codes is not None else [])]
+        names = [*MOMENT_SUMS, *((*COMPARISON_SUMS, *SCALE_SUMS) if codes is not None else ())]
+        extremes = [*MAXIMA, *(SCALE_MAXIMA if codes is not None else ())]
         assert len(sums) == len(names) + EXPONENT_BINS * options.get("histogram", False)
         found = dict(zip(names, sums.tolist(), strict=False))
         if options.get("histogram"):
             found["histogram"] = sums[len(names) :].tolist()
-        return found | dict(zip(MAXIMA, maxima.tolist(), strict=True))
+        return found | dict(zip(extremes, maxima.tolist(), strict=True))
 
     return measure
 
@@ -158,7 +166,7 @@ def exact(
             "overflows": (np.abs(kept) > limit).sum(),
             "error_square_sum": math.fsum((kept - y) ** 2),
             "signal_square_sum": math.fsum(kept**2),
-        }
+        } | scale(scale_inv.item())
     if histogram:
         bins = np.maximum(np.frexp(nonzero)[1] + 126, 0)  # frexp: 0.5 <= mantissa < 1
         columns["histogram"] = np.bincount(bins, minlength=EXPONENT_BINS).tolist()
@@ -180,7 +188,7 @@ BOUNDS = {
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Counts and extremes are exact; sums keep their bounds."""
     assert found.keys() == expected.keys()
-    sums = {name for name in found if name.endswith("sum")}
+    sums = found.keys() & BOUNDS.keys()
     for name in sums:
         size = expected["abs_sum"] if name == "sum" else expected[name]
         assert found[name] == pytest.approx(expected[name], rel=BOUNDS[name], abs=BOUNDS[name] * size), name
@@ -262,7 +270,8 @@ def test_an_empty_tensor(measure: Measure, shape: tuple[int, ...]) -> None:
     codes, scale_inv = torch.zeros(shape, dtype=torch.uint8), torch.ones(1)
     found = measure(torch.zeros(shape), codes, scale_inv, histogram=True)
     assert found.pop("histogram") == [0] * EXPONENT_BINS
-    assert {name: value for name, value in found.items() if value != 0} == dict.fromkeys(MAXIMA, -INF)
+    of_scale = {"scales": 1, "scale_sum": 1, "scale_square_sum": 1, "scale_max": 1, "negated_scale_min": -1}
+    assert {name: value for name, value in found.items() if value != 0} == dict.fromkeys(MAXIMA, -INF) | of_scale
 
 
 def test_no_dimension(measure: Measure) -> None:
@@ -508,7 +517,7 @@ def test_the_host_neither_waits_nor_copies(
     with Operations() as operations:
         kernel.measure(values, codes, scale_inv, histogram=True)
     assert operations.names <= {"detach", "view", "empty", "slice", "sum", "amax"}
-    assert operations.most <= kernel._PROGRAMS_OF_INTERPRETER * (6 + 5 + 256 + 3)
+    assert operations.most <= kernel._PROGRAMS_OF_INTERPRETER * (6 + 5 + 3 + 256 + 3 + 2)
 
 
 def test_the_interpreter_leaves_no_trace() -> None:

@@ -1,7 +1,8 @@
 """One pass over a tensor, in three ways: a Triton kernel on a GPU, C++ on a CPU, blocks of plain torch.
 
     sums, maxima = measure(tensor)                                                  # MOMENT_SUMS, MAXIMA
-    sums, maxima = measure(tensor, codes, scale_inv, e5m2=False, histogram=True)    # and COMPARISON_SUMS, EXPONENT_BINS
+    sums, maxima = measure(tensor, codes, scale_inv, e5m2=False)                    # and those of the codes, the scale
+    sums, maxima = measure(tensor, histogram=True)                                  # and EXPONENT_BINS counts
 
 All give the columns of :mod:`te_precision_callbacks.engine.kernels.columns`, on the tensor's device, and none waits for
 the device. Which way is taken follows from the tensor: see :func:`measure`.
@@ -22,9 +23,20 @@ from te_precision_callbacks.engine.kernels.columns import (
     MAXIMA,
     MOMENT_SUMS,
     NOTHING,
+    SCALE_MAXIMA,
+    SCALE_SUMS,
 )
 
-__all__ = ["COMPARISON_SUMS", "EXPONENT_BINS", "MAXIMA", "MOMENT_SUMS", "NOTHING", "measure"]
+__all__ = [
+    "COMPARISON_SUMS",
+    "EXPONENT_BINS",
+    "MAXIMA",
+    "MOMENT_SUMS",
+    "NOTHING",
+    "SCALE_MAXIMA",
+    "SCALE_SUMS",
+    "measure",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +63,9 @@ def measure(
         histogram: whether the exponents are counted.
 
     Returns:
-        sums: float64, 1-D: MOMENT_SUMS, then COMPARISON_SUMS with codes, then EXPONENT_BINS counts with histogram.
-        maxima: float64, 1-D: MAXIMA.
+        sums: float64, 1-D: MOMENT_SUMS, then COMPARISON_SUMS and SCALE_SUMS with codes, then EXPONENT_BINS counts with
+            histogram.
+        maxima: float64, 1-D: MAXIMA, then SCALE_MAXIMA with codes.
     """
     if torch.is_grad_enabled():
         with torch.no_grad():

@@ -137,6 +137,22 @@ def comparison(values: torch.Tensor, quantized: torch.Tensor, limit: torch.Tenso
     )
 
 
+def scale_columns(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """SCALE_SUMS and SCALE_MAXIMA of factors from code to value.
+
+    Factors of 0, which fill the padding of a tensor of scales, are left out, and so is nan.
+    """
+    wide = scales.reshape(-1).to(torch.float64)
+    real = (wide > 0) & (wide < math.inf)
+    kept = torch.where(real, wide, 0.0)
+    sums = torch.stack([real.sum(dtype=torch.float64), kept.sum(), (kept * kept).sum()])
+    nothing = torch.full((2,), NOTHING, dtype=torch.float64, device=wide.device)
+    if not wide.numel():
+        return sums, nothing
+    maxima = torch.stack([torch.where(real, wide, NOTHING).amax(), torch.where(real, -wide, NOTHING).amax()])
+    return sums, maxima
+
+
 def exponents(values: torch.Tensor) -> torch.Tensor:
     """EXPONENT_BINS counts.
 
@@ -212,4 +228,8 @@ def measure(
             parts.append(exponents(piece))
         sums += torch.cat(parts)
         torch.maximum(maxima, piece_maxima[:, 0], out=maxima)
-    return sums, maxima
+    if scale is None:
+        return sums, maxima
+    scale_sums, scale_maxima = scale_columns(scale)
+    before_bins = len(MOMENT_SUMS) + len(COMPARISON_SUMS)
+    return torch.cat([sums[:before_bins], scale_sums, sums[before_bins:]]), torch.cat([maxima, scale_maxima])

@@ -18,7 +18,14 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.engine.kernels import eager
-from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, EXPONENT_BINS, MAXIMA, MOMENT_SUMS
+from te_precision_callbacks.engine.kernels.columns import (
+    COMPARISON_SUMS,
+    EXPONENT_BINS,
+    MAXIMA,
+    MOMENT_SUMS,
+    SCALE_MAXIMA,
+    SCALE_SUMS,
+)
 from te_precision_callbacks.engine.kernels.fallback import say_not_compiled
 
 logger = logging.getLogger(__name__)
@@ -28,9 +35,6 @@ PAYS_FROM = 2**29
 
 _A_CALL = 2**16
 """Elements that plain torch measures in the time that a call takes it for the smallest tensor."""
-
-_FIRST_SUM = len(MAXIMA)
-"""Where the sums begin in what the pass fills."""
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -67,12 +71,13 @@ def measure(
     # Asking whether a tensor has gaps costs less than an operation of torch that has nothing to do.
     if not values.is_contiguous():
         values = (eager.flattened(values) if codes is None else values).contiguous()
-    width, codes_format, at_codes, at_factor = _FIRST_SUM + len(MOMENT_SUMS), 0, None, None
+    maxima, sums, codes_format, at_codes, at_factor = len(MAXIMA), len(MOMENT_SUMS), 0, None, None
     if codes is not None and scale_inv is not None:
         codes, factor = codes.contiguous(), scale_inv.to(torch.float32)
-        width, codes_format = width + len(COMPARISON_SUMS), 2 if e5m2 else 1
+        maxima, sums = maxima + len(SCALE_MAXIMA), sums + len(COMPARISON_SUMS) + len(SCALE_SUMS)
+        codes_format = 2 if e5m2 else 1
         at_codes, at_factor = codes.data_ptr(), factor.data_ptr()
-    columns = torch.empty(width + histogram * EXPONENT_BINS, dtype=torch.float64, device="cpu")
+    columns = torch.empty(maxima + sums + histogram * EXPONENT_BINS, dtype=torch.float64, device="cpu")
     _one_pass(
         values.data_ptr(),
         _DTYPES[values.dtype],
@@ -84,7 +89,7 @@ def measure(
         torch.get_num_threads(),
         columns.data_ptr(),
     )
-    return columns[_FIRST_SUM:], columns[:_FIRST_SUM]
+    return columns[maxima:], columns[:maxima]
 
 
 def _could_take(values: torch.Tensor) -> bool:

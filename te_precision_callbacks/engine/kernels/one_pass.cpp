@@ -554,7 +554,8 @@ Sums measure_with(int codes_format, const char* values, const uint8_t* codes, in
 //   codes_format  0 for none, 1 for E4M3, 2 for E5M2
 //   factor        scale_inv of the codes, or null
 //   exponents     whether EXPONENT_BINS are counted
-//   columns       gets MAXIMA, MOMENT_SUMS, with codes COMPARISON_SUMS, and EXPONENT_BINS where they are counted
+//   columns       gets MAXIMA, with codes SCALE_MAXIMA, MOMENT_SUMS, with codes COMPARISON_SUMS and SCALE_SUMS, and
+//                 EXPONENT_BINS where they are counted
 extern "C" __attribute__((visibility("default"))) void te_precision_one_pass(
     const char* values, int dtype, int64_t count, const uint8_t* codes, int codes_format, const float* factor,
     int exponents, int threads, double* columns) {
@@ -584,6 +585,12 @@ extern "C" __attribute__((visibility("default"))) void te_precision_one_pass(
   *columns++ = all.max;
   *columns++ = all.negated_min;
   *columns++ = all.smallest == kNone ? -kInfinity : -bits_of<float>(all.smallest + 1);
+  const double scale = scale_inv;
+  const bool is_scale = scale > 0 && scale < kInfinity;
+  if (codes_format != 0) {
+    *columns++ = is_scale ? scale : -kInfinity;
+    *columns++ = is_scale ? -scale : -kInfinity;
+  }
   *columns++ = all.finite;
   *columns++ = static_cast<double>(count) - all.finite;
   *columns++ = all.zeros;
@@ -596,6 +603,9 @@ extern "C" __attribute__((visibility("default"))) void te_precision_one_pass(
     *columns++ = all.overflows;
     *columns++ = all.error_square_sum;
     *columns++ = all.square_sum;
+    *columns++ = is_scale;
+    *columns++ = is_scale ? scale : 0;
+    *columns++ = is_scale ? scale * scale : 0;
   }
   if (exponents) {
     for (int bin = 0; bin < kBins; ++bin) *columns++ = static_cast<double>(bins[bin]);

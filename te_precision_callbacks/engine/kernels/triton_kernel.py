@@ -39,12 +39,14 @@ import torch
 import triton
 import triton.language as tl
 
+from te_precision_callbacks.engine.kernels import eager
 from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
     EXPONENT_BINS,
     MAXIMA,
     MOMENT_SUMS,
-    NOTHING,
+    SCALE_MAXIMA,
+    SCALE_SUMS,
 )
 
 # dtype -> name in the kernel, integers of the same size to load in its place, and a value that is not finite. Only
@@ -98,8 +100,9 @@ def measure(
         histogram: whether to count exponents.
 
     Returns:
-        Sums: ``MOMENT_SUMS``, then ``COMPARISON_SUMS`` if there are codes, then ``EXPONENT_BINS`` counts if asked for.
-        Maxima: ``MAXIMA``. Both float64 on the device of ``values``, one dimension.
+        Sums: ``MOMENT_SUMS``, then ``COMPARISON_SUMS`` and ``SCALE_SUMS`` if there are codes, then ``EXPONENT_BINS``
+        counts if asked for. Maxima: ``MAXIMA``, then ``SCALE_MAXIMA`` if there are codes. Both float64 on the device of
+        ``values``, one dimension.
 
     Raises:
         TypeError: a tensor has a dtype other than these.
@@ -108,12 +111,11 @@ def measure(
     """
     _check(values, codes, scale_inv)
     numel = values.numel()
-    columns = len(MOMENT_SUMS) + (0 if codes is None else len(COMPARISON_SUMS)) + (EXPONENT_BINS if histogram else 0)
     if numel == 0:
-        return (
-            torch.zeros(columns, dtype=torch.float64, device=values.device),
-            torch.full((len(MAXIMA),), NOTHING, dtype=torch.float64, device=values.device),
-        )
+        return eager.measure(values, codes, scale_inv, e5m2=e5m2, histogram=histogram)
+    columns, extremes = len(MOMENT_SUMS) + (EXPONENT_BINS if histogram else 0), len(MAXIMA)
+    if codes is not None:
+        columns, extremes = columns + len(COMPARISON_SUMS) + len(SCALE_SUMS), extremes + len(SCALE_MAXIMA)
 
     name, integers, not_finite = _FORMATS[values.dtype]
     elements = values.detach() if integers is None else values.detach().view(integers)
@@ -129,7 +131,7 @@ def measure(
     run = _THREADS * vector
     rows = _ELEMENTS_PER_THREAD[codes is not None] // vector
     programs = min(_programs(values.device), -(-numel // (rows * run)))
-    partials = torch.empty((programs, columns + len(MAXIMA)), dtype=torch.float64, device=values.device)
+    partials = torch.empty((programs, columns + extremes), dtype=torch.float64, device=values.device)
     code_name, largest = _CODE_FORMATS[e5m2]
     with torch.cuda.device(values.get_device()):
         _measure[(programs,)](
@@ -155,6 +157,7 @@ def measure(
             THREADS=_THREADS,
             VECTOR=vector,
             COLUMNS=columns,
+            EXTREMES=extremes,
             num_warps=_THREADS // 32,
             # Fused, the product of a code and the scale would not be rounded before it is subtracted.
             enable_fp_fusion=codes is None,
@@ -243,8 +246,9 @@ def _measure(
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EXTREMES: tl.constexpr,
 ) -> None:
-    """Write row ``program_id`` of ``partials``: ``COLUMNS`` sums and counts, then the maxima.
+    """Write row ``program_id`` of ``partials``: ``COLUMNS`` sums and counts, then ``EXTREMES`` maxima.
 
     A program reads tiles of [ROWS, THREADS, VECTOR] elements. Each thread has the elements of one index THREADS: a
     tile is reduced to [THREADS] in registers, and only the end of the program brings threads together.
@@ -335,7 +339,7 @@ def _measure(
             histogram += tl.histogram(tl.reshape(exponent, [tile]), 256)
 
     # The order is that of the module columns.
-    sums = partials + tl.program_id(0).to(tl.int64) * (COLUMNS + 3)
+    sums = partials + tl.program_id(0).to(tl.int64) * (COLUMNS + EXTREMES)
     finite_total = _total(finite_count)
     square_total = _total(square_sum)
     tl.store(sums + 0, finite_total)
@@ -350,6 +354,14 @@ def _measure(
         tl.store(sums + 8, _total(overflow_count))
         tl.store(sums + 9, _total(error_square_sum))
         tl.store(sums + 10, square_total)
+        # All programs have the same scale, and the first one counts it.
+        wide = scale.to(tl.float64)
+        counted = (tl.program_id(0) == 0) & (scale > 0.0) & (scale < float("inf"))
+        tl.store(sums + 11, tl.where(counted, 1.0, 0.0).to(tl.float64))
+        tl.store(sums + 12, tl.where(counted, wide, 0.0))
+        tl.store(sums + 13, tl.where(counted, wide * wide, 0.0))
+        tl.store(sums + COLUMNS + 3, tl.where(counted, wide, float("-inf")))
+        tl.store(sums + COLUMNS + 4, tl.where(counted, -wide, float("-inf")))
     maxima = sums + COLUMNS
     if HISTOGRAM:
         bins = tl.arange(0, 256)
