@@ -4,23 +4,26 @@
 # make install   only set up the environment for tests and checks
 # make docs   the docs site, in site/; open site/index.html
 # make te-suite TE_SRC=<checkout of NVIDIA/TransformerEngine>   Transformer Engine's own tests on the reference backend
+# make gpu-check   on a machine with a GPU: whether all is right there, and what it costs; under eight minutes
 # make clients SRC=<folder of sources>   other people's training scripts, without the debugger and with it; docs/clients.md
 #
 # Each sets up what it needs in .venv on its first call, and again where requirements.lock or pyproject.toml has changed:
-# tools/environment.py. make docs: in .venv-docs, which holds the site's tools alone.
+# tools/environment.py. make docs: in .venv-docs, which holds the site's tools alone. make gpu-check sets up nothing: it takes
+# the active Python, which has a torch for the GPU and perhaps a compiled Transformer Engine; GPU_PYTHON=... names another.
 
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 CAPABILITY ?= 9.0
 FEATURES ?= te
 BIN := $(VENV)/bin
+GPU_PYTHON ?= $(shell command -v python || command -v python3)
 DOCS_VENV ?= .venv-docs
 DOCS_INSTALLED := $(DOCS_VENV)/.installed
 
 # Processes start sooner where Python may keep what it compiles.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-quick tests lint style types docs te-suite clients install install-demo clean
+.PHONY: demo test test-quick tests lint style types docs te-suite gpu-check clients install install-demo clean
 .DEFAULT_GOAL := test
 
 install-demo:
@@ -70,6 +73,9 @@ docs: $(DOCS_INSTALLED)
 
 te-suite: install
 	$(BIN)/python tests/reference/te_suite.py --te-src "$(TE_SRC)" --capability $(CAPABILITY) --features $(FEATURES) $(if $(WHOLE),--whole)
+
+gpu-check:
+	@$(GPU_PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 clients: install
 	$(BIN)/python -m tests.clients --src "$(SRC)" $(if $(CACHE),--cache "$(CACHE)") --table docs/clients.md $(CLIENTS)

@@ -109,7 +109,9 @@ def main(given: list[str] | None = None) -> None:
         for path, found in paths.items():
             sizes = {**expected, "mean": expected["l1_norm"] / len(x)}
             errors = {name: _relative(found[name] - expected[name], sizes[name]) for name in NAMES}
-            cases.append({"tensor": tensor, "path": path, **errors, "machine": machine(x.device)})
+            cases.append(
+                {"name": f"{tensor}, {path}", "tensor": tensor, "path": path, **errors, "machine": machine(x.device)}
+            )
     if not options.json:
         print(machine(torch.device("cpu")), end="\n\n")
     report(cases, COLUMNS, "Relative errors. inf: a sum overflowed, or the exact value is 0.", as_json=options.json)

@@ -150,7 +150,7 @@ class Measured:
             mode = min((mode for mode in MODES if mode in times), key=lambda mode: times[mode])
             result = {
                 "case": self.case.name,
-                "path": kernels._pass_for(self.values).__module__.rpartition(".")[2].removesuffix("_kernel"),
+                "path": path_of(self.values),
                 "dtype": str(self.case.dtype).removeprefix("torch."),
                 "shape": list(self.values.shape),
                 "statistics": [*self.case.tensor, *self.case.quantized],
@@ -184,6 +184,12 @@ class Measured:
         rates = [2 * large.nbytes / device_milliseconds([large.clone]), large.nbytes / device_milliseconds([large.sum])]
         peak = max(rates)
         return {"pass_ms": ms, "peak_gb_per_s": peak / 1e6, "bandwidth_share": read / ms / peak}
+
+
+def path_of(values: torch.Tensor) -> str:
+    """The pass that a tensor takes now: ``triton``, ``native`` or ``eager``."""
+    taken = kernels._pass_for(values)
+    return "triton" if taken is kernels._with_triton else taken.__module__.rpartition(".")[2]
 
 
 @contextlib.contextmanager

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,14 @@ def test_backend() -> None:
     assert len(cases) == 10
 
 
+def test_accuracy() -> None:
+    cases = cases_of("accuracy.py", "--elements", "65536", names="name")
+    assert len(cases) == 3 * 10
+    for name, case in cases.items():
+        if case["path"] != "TE" and case["tensor"] != "mean of 100,000 deviations":
+            assert all(case[of] < 1e-6 for of in ("mean", "std", "l1_norm", "l2_norm", "mse")), (name, case)
+
+
 def test_host() -> None:
     cases = cases_of("host.py", "--tensors", "3", "30", "--repeats", "1", names="tensors")
     assert list(cases) == [3, 30]
@@ -127,3 +138,131 @@ def test_records() -> None:
         assert case["peak_mib"] > 0
         assert case["files_mib"] > 0
     assert 0 < cases["write"]["handed_us"] < cases["write"]["cpu_us"]
+
+
+# --- gpu_check.py -----------------------------------------------------------------------------------------------------
+
+
+def gpu_check(
+    folder: Path, *arguments: str, whole: bool = True
+) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
+    """What the command writes on a CPU at the sizes of a test, and how it ended."""
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    options = ["--device", "cpu", "--small", "--out", str(folder), *arguments]
+    command = [executable(whole=whole), str(BENCHMARKS / "gpu_check.py"), *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "cpu.json").read_text()), done
+
+
+def rows_of(found: dict[str, Any], part: str) -> dict[str, dict[str, Any]]:
+    """Check -> row; no two have the same name."""
+    rows = [row for row in found["rows"] if row["part"] == part]
+    assert len({row["check"] for row in rows}) == len(rows) > 0, part
+    return {row["check"]: row for row in rows}
+
+
+def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
+    parts = ["kernels", "bandwidth", "launches", "front_doors", "dumps", "overflow", "overhead"]
+    found, done = gpu_check(tmp_path, "--parts", ",".join(parts))
+    assert found["ok"] is True
+    assert list(found["seconds"]) == parts
+    assert not [row for row in found["rows"] if row["ok"] is False]
+    assert found["machine"]["backend"] == "reference"
+    assert found["machine"]["versions"]["torch"]
+    assert str(BENCHMARKS.parent) not in json.dumps(found), "it names no folder of this machine"
+    kernels = rows_of(found, "kernels")
+    assert all(row["ok"] for row in kernels.values() if row["expected"])
+    assert all(row["value"] <= 1 for row in kernels.values() if row["expected"])
+    for dtype in ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
+        assert {f"{dtype}, {view}" for view in ("transposed", "sliced", "6 dimensions", "1 element")} <= set(kernels)
+    launches = rows_of(found, "launches")
+    for path in ("fused", "debug"):
+        assert launches[f"{path}: host waits of ours in forward and backward"]["ok"] is True
+        assert launches[f"{path}: operations in a step"]["value"] > launches["without: operations in a step"]["value"]
+    doors = rows_of(found, "front_doors")
+    assert all(doors[f"{name}: statistics"]["value"] == 64 for name in ("lightning", "accelerate", "transformers"))
+    assert rows_of(found, "dumps")["tensors equal to those of the step, bit for bit"]["value"] == 12
+    assert rows_of(found, "overflow")["host waits added to a step"]["value"] == 1
+    assert rows_of(found, "overhead")["debug, every 10th step: a step"]["value"] > 0
+    assert rows_of(found, "bandwidth")["8 of the tensor, bfloat16, 160 x 160: ratio"]["value"] > 0
+    header, _, *table = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert "verdict" in header
+    assert len(table) == len(found["rows"])
+
+
+def test_gpu_check_compares_the_bytes_of_two_processes(tmp_path: Path) -> None:
+    """Each of the two capabilities needs processes without Transformer Engine."""
+    found, done = gpu_check(tmp_path, "--parts", "parity", "--json", whole=False)
+    assert json.loads(done.stdout) == found
+    rows = rows_of(found, "parity")
+    compared = {check: row for check, row in rows.items() if check.endswith("bytes that differ")}
+    assert len(compared) == 8 + 9
+    assert all((row["value"], row["ok"]) == (0, True) for row in compared.values())
+    assert {check.split(",")[0] for check in compared} >= {"FP8 blocks", "MXFP8", "NVFP4", "delayed scaling"}
+    assert rows["the backend on a GPU"]["note"] == "needs a GPU"
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """gpu_check.py, whose parts start from here."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(sys, "executable", executable(whole=True))
+    yield importlib.import_module("gpu_check")
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("gpu_check", "gpu_parts", "measuring"):
+            del sys.modules[name]
+
+
+PARTS = {
+    "wrong": "rows.equal('one and one', 3, 2)",
+    "raises": "rows.measured('before', 1.0); raise ValueError('this part has failed')",
+    "killed": "rows.measured('before', 1.0); import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "silent": "pass",
+    "nan": "rows.at_most('an error', float('nan'), 1.0)",
+    "right": "rows.equal('one and one', 2, 2)",
+}
+
+
+def test_gpu_check_goes_on_after_a_part_that_fails(
+    in_process: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, body in PARTS.items():
+        script = (
+            f"from gpu_parts.rows import run_part\ndef check(settings, rows):\n    {body}\nrun_part({name!r}, check)\n"
+        )
+        (tmp_path / f"part_{name}.py").write_text(script)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    parts = [in_process.Part(name, f"part_{name}", 60.0) for name in PARTS]
+    monkeypatch.setattr(in_process, "PARTS", parts)
+    folder = tmp_path / "out"
+    assert in_process.main(["--device", "cpu", "--out", str(folder), "--parts", ",".join(PARTS)]) == 1
+    found = json.loads((folder / "cpu.json").read_text())
+    assert found["ok"] is False
+    verdicts = {(row["part"], row["check"]): row["ok"] for row in found["rows"]}
+    assert verdicts == {
+        ("wrong", "one and one"): False,
+        ("raises", "before"): None,
+        ("raises", "the part"): False,
+        ("killed", "before"): None,
+        ("killed", "the part"): False,
+        ("silent", "the part"): False,
+        ("nan", "an error"): False,
+        ("right", "one and one"): True,
+    }
+    notes = {row["part"]: row["note"] for row in found["rows"] if row["check"] == "the part"}
+    assert notes["raises"].endswith("ValueError: this part has failed")
+    assert notes["silent"] == "it gave no rows"
+
+
+def test_gpu_check_without_a_gpu_says_so(in_process: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert in_process.main(["--out", str(tmp_path / "out")]) == 2
+    said = capfd.readouterr().err
+    assert "torch sees no GPU here" in said
+    assert "--device cpu" in said
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit) as ended:
+        in_process.main(["--parts", "kernel"])
+    assert ended.value.code == 2
+    assert "no such part: kernel. There are kernels, bandwidth" in capfd.readouterr().err

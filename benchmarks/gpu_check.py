@@ -1,0 +1,264 @@
+"""All that can only be known on a GPU, in one command: what must be right there, and what it costs.
+
+    python benchmarks/gpu_check.py [--parts kernels,dumps] [--json] [--out benchmarks/gpu]
+    python benchmarks/gpu_check.py --device cpu --small    # the same code on a CPU, in a minute
+
+It takes under eight minutes and needs no network. Each part is a module of ``gpu_parts`` and runs in a process of its
+own, so that one that fails, breaks the CUDA context or does not end fails by itself. The parts use the compiled
+Transformer Engine if it can be imported, and the reference backend otherwise. The table is printed, and written with
+the machine and the versions to ``<out>/<name of the GPU>.json``. The exit status is 1 if a number is wrong or a part
+has failed.
+
+A row without a verdict is a measurement, or a check that could not be made; its note says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from gpu_parts.rows import Row, brief, read_rows, row
+from measuring import progress, report
+
+from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
+
+BENCHMARKS = Path(__file__).resolve().parent
+COLUMNS = ("part", "check", "value", "unit", "expected", "verdict", "note")
+_VERDICTS = {True: "ok", False: "WRONG", None: ""}
+_MACHINE_SECONDS = 240.0
+"""In which the machine must have been asked; the compiled Transformer Engine is imported for it once."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the check.
+
+    Attributes:
+        name: its name.
+        module: what ``python -m`` runs.
+        seconds: after which it is ended, and has failed.
+        needs_transformer_engine: whether nothing of it can run without Transformer Engine's Python.
+    """
+
+    name: str
+    module: str
+    seconds: float
+    needs_transformer_engine: bool = True
+
+
+PARTS = (
+    Part("kernels", "gpu_parts.kernels", 90, needs_transformer_engine=False),
+    Part("bandwidth", "gpu_parts.bandwidth", 75),
+    Part("launches", "gpu_parts.launches", 40),
+    Part("parity", "gpu_parts.parity", 60),
+    Part("front_doors", "gpu_parts.front_doors", 45),
+    Part("dumps", "gpu_parts.dumps", 25),
+    Part("overflow", "gpu_parts.overflow", 25, needs_transformer_engine=False),
+    Part("overhead", "gpu_parts.overhead", 100),
+)
+
+
+class CannotRunError(Exception):
+    """There is no GPU where one was asked for, or something that is needed cannot be imported."""
+
+
+class Check:
+    """Runs parts, each in a process of its own.
+
+    Args:
+        device: ``cuda`` or ``cpu``.
+        small: whether the sizes are those of a test.
+
+    Attributes:
+        machine: what the numbers depend on.
+
+    Raises:
+        CannotRunError: the device is ``cuda``, and there is none; or the machine could not be asked.
+    """
+
+    def __init__(self, device: str, *, small: bool) -> None:
+        self._options = ["--device", device, *(["--small"] if small else [])]
+        self._environment = _environment(device)
+        self._small = small
+        self.machine = self._ask(device)
+
+    def _ask(self, device: str) -> dict[str, Any]:
+        command = [sys.executable, "-m", "gpu_parts.machine", "--device", device]
+        done = subprocess.run(
+            command, env=self._environment, capture_output=True, text=True, check=False, timeout=_MACHINE_SECONDS
+        )
+        if done.returncode:
+            raise CannotRunError(f"the machine could not be asked: {_last_line(done.stderr)}")
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        if "error" in found:
+            raise CannotRunError(f"{found['error']}. With --device cpu the same code runs on the CPU")
+        return found
+
+    def run(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """The machine, the seconds of each part, and all rows."""
+        rows: list[Row] = []
+        seconds: dict[str, float] = {}
+        for part in parts:
+            progress(f"{part.name} ...")
+            start = time.monotonic()
+            found = self._rows_of(part)
+            seconds[part.name] = round(time.monotonic() - start, 1)
+            wrong = sum(one["ok"] is False for one in found)
+            progress(f"{part.name}: {len(found)} rows, {wrong} wrong, {seconds[part.name]} s")
+            rows += found
+        return {
+            "machine": self.machine,
+            "commit": commit(),
+            "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "small": self._small,
+            "ok": all(one["ok"] is not False for one in rows),
+            "seconds": seconds,
+            "rows": rows,
+        }
+
+    def _rows_of(self, part: Part) -> list[Row]:
+        backend = self.machine["backend"]
+        if part.needs_transformer_engine and backend == "none":
+            return [row(part.name, "all", note=self.machine["why_this_backend"])]
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "rows")
+            command = [sys.executable, "-m", part.module, "--rows", str(path), "--backend", backend, *self._options]
+            failure = self._run(command, part.seconds, Path(folder))
+            found = read_rows(path)
+        if not failure and not found:
+            failure = "it gave no rows"
+        if failure:
+            found.append(row(part.name, "the part", "failed", expected="ran to its end", ok=False, note=failure))
+        return found
+
+    def _run(self, command: Sequence[str], limit: float, folder: Path) -> str:
+        """Run a part; how it failed, or nothing."""
+        output = folder / "output"
+        with output.open("wb") as stream:
+            process = subprocess.Popen(
+                command,
+                env=self._environment,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                status = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                return f"it had not ended after {limit:.0f} s"
+            finally:
+                _end(process)
+        if status == 0:
+            return ""
+        text = output.read_text(encoding="utf-8", errors="replace")
+        progress(text[-3000:])
+        return f"status {status}: {_last_line(text)}"
+
+
+def _environment(device: str) -> dict[str, str]:
+    """Of the parts: they find these modules, and see one GPU or none."""
+    found = {name: value for name, value in os.environ.items() if name != ENVIRONMENT_VARIABLE}
+    path = [str(BENCHMARKS), *filter(None, [found.get("PYTHONPATH")])]
+    seen = found.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] if device == "cuda" else ""
+    return found | {"PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": seen}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a part that still runs, with the processes that it has started."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return brief(lines[-1]) if lines else "it said nothing"
+
+
+def commit() -> str | None:
+    """The commit of the checkout, with ``-dirty`` where files have changed since; None without one."""
+    command = ["git", "-C", str(BENCHMARKS), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() or None
+
+
+def file_name(machine: dict[str, Any]) -> str:
+    """The name of the GPU, or ``cpu``, as a file name."""
+    name = machine["gpu"]["name"] if machine["gpu"] else "cpu"
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", name).strip("_") + ".json"
+
+
+def in_words(machine: dict[str, Any]) -> str:
+    """The first line of the output."""
+    gpu, versions = machine["gpu"], machine["versions"]
+    device = f"{gpu['name']}, CUDA {gpu['cuda']}, driver {gpu['driver']}" if gpu else machine["processor"]
+    why = f" ({machine['why_this_backend']})" if machine["why_this_backend"] else ""
+    named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "transformer-engine"))
+    return f"{device}; {named}; Transformer Engine: {machine['backend']}{why}"
+
+
+def _parts(names: str | None) -> Sequence[Part]:
+    """The parts with these names, in their own order."""
+    if names is None:
+        return PARTS
+    wanted = {name.strip() for name in names.split(",")}
+    unknown = wanted - {part.name for part in PARTS}
+    if unknown:
+        known = ", ".join(part.name for part in PARTS)
+        raise argparse.ArgumentTypeError(f"no such part: {', '.join(sorted(unknown))}. There are {known}.")
+    return [part for part in PARTS if part.name in wanted]
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Exits with 1 if a number is wrong or a part has failed, with 2 where the command cannot run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where tensors are (default: cuda)")
+    parser.add_argument("--parts", type=_parts, default=PARTS, help=f"some of {','.join(one.name for one in PARTS)}")
+    parser.add_argument("--small", action="store_true", help="the sizes of a test")
+    parser.add_argument("--json", action="store_true", help="print what is written instead of a table")
+    parser.add_argument(
+        "--out", type=Path, default=BENCHMARKS / "gpu", help="where it is written (default: benchmarks/gpu)"
+    )
+    options = parser.parse_args(given)
+    try:
+        check = Check(options.device, small=options.small)
+    except CannotRunError as error:
+        progress(f"{parser.prog}: {error}.")
+        return 2
+    found = check.run(options.parts)
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / file_name(check.machine)
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if options.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print(in_words(check.machine), end="\n\n")
+        seconds = ", ".join(f"{name} {value:.0f} s" for name, value in found["seconds"].items())
+        wrong = [one for one in found["rows"] if one["ok"] is False]
+        notes = f"{len(found['rows'])} rows, {len(wrong)} wrong. {seconds}. Written to {path.name}."
+        notes += "".join(f"\nWRONG: {one['part']}, {one['check']}: {one['value']}. {one['note']}" for one in wrong)
+        report([{**one, "verdict": _VERDICTS[one["ok"]]} for one in found["rows"]], COLUMNS, notes, as_json=False)
+    return 0 if found["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""What statistics add to a training step in kernels and in waits of the host, on the fused path and on the debug path.
+
+A step without a session comes first. Forward and backward must not wait for what a session computes: a wait is this
+project's if its own code is on the stack, see ``waits.py``. The end of the step, ``session.step()``, waits once, for
+the copy of all numbers. On a GPU the kernels, copies and waits of the whole step are counted by torch's profiler.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+from measuring import as_in_a_long_run
+
+from gpu_parts.rows import Rows, Settings, in_one_line, run_part
+from gpu_parts.training import EndOfStep, Training, statistics_of_all, watched, without
+from gpu_parts.waits import HostWaits
+from te_precision_callbacks.options import Observe
+
+PATHS: tuple[Observe, ...] = ("fused", "debug")
+
+_WARM_UP = 3
+
+_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchCooperativeKernel")
+"""The beginnings of the names of the functions that launch a kernel; some end in ExC or Ex."""
+_SYNCHRONIZES = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
+_COPIES = ("Memcpy DtoH",)
+COUNTED = {"kernels launched": _LAUNCHES, "synchronizations": _SYNCHRONIZES, "copies to the host": _COPIES}
+
+Way = Callable[[], AbstractContextManager[EndOfStep]]
+
+
+class Counted(NamedTuple):
+    """A step, taken apart.
+
+    Attributes:
+        before: waits in forward and backward.
+        end: waits in the optimizer's step and what comes after.
+        profiled: on a GPU, what torch's profiler has counted in another whole step.
+    """
+
+    before: HostWaits
+    end: HostWaits
+    profiled: Mapping[str, int]
+
+
+def counted(training: Training, way: Way, settings: Settings) -> Counted:
+    """Count in the steps after the first ones, which set things up."""
+    with way() as end:
+        for _ in range(_WARM_UP):
+            training.step(end)
+        before, after = HostWaits(settings.device), HostWaits(settings.device)
+        with before:
+            training.forward_and_backward()
+        with after:
+            training.finish(end)
+        return Counted(before, after, _profiled(lambda: training.step(end)) if settings.on_gpu else {})
+
+
+def _profiled(step: Callable[[], None]) -> dict[str, int]:
+    """How often each of :data:`COUNTED` comes in a step."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profiler:
+        step()
+    torch.cuda.synchronize()
+    names = Counter(event.name for event in profiler.events() or ())
+    return {
+        what: sum(count for name, count in names.items() if name.startswith(beginnings))
+        for what, beginnings in COUNTED.items()
+    }
+
+
+def check(settings: Settings, rows: Rows) -> None:
+    layers, hidden, sequence = (1, 64, 32) if settings.small else (4, 1024, 512)
+    training = Training(settings, layers=layers, hidden=hidden, sequence=sequence, batch=2)
+    ways: dict[str, Way] = {"without": without}
+    for path in PATHS:
+        ways[path] = functools.partial(watched, training.model, statistics_of_all(path, fp8=False), path)
+    with as_in_a_long_run():
+        found = {name: counted(training, way, settings) for name, way in ways.items()}
+    alone = found["without"]
+    note = f"{layers} layers, hidden {hidden}; {settings.backend_note}".removesuffix("; ")
+    for name, one in found.items():
+        for what, count in one.profiled.items():
+            seen = note if one.profiled["kernels launched"] else "the profiler saw no kernels here: no permission?"
+            rows.measured(f"{name}: {what} in a step", count, note=seen)
+        if not settings.on_gpu:
+            rows.measured(f"{name}: operations in a step", one.before.operations + one.end.operations, note=note)
+        waits = f"{name}: host waits in forward and backward"
+        if name == "fused":  # the layers' own path
+            rows.equal(waits, one.before.total, alone.before.total, note=note)
+        else:
+            rows.measured(waits, one.before.total, note=note)
+        rows.measured(f"{name}: host waits in the end of the step", one.end.total, note=note)
+        if name == "without":
+            continue
+        for what, count in one.profiled.items():
+            rows.measured(f"{name}: {what}, added", count - alone.profiled[what])
+        rows.equal(f"{name}: host waits of ours in forward and backward", one.before.ours, 0, note=one.before.where)
+        if settings.on_gpu:
+            rows.equal(f"{name}: host waits of ours in the end of the step", one.end.ours, 1, note=one.end.where)
+        else:
+            rows.measured(f"{name}: host waits of ours in the end of the step", one.end.ours, note=one.end.where)
+    if not settings.on_gpu:
+        rows.left_out("forward and backward where waits are errors", "needs a GPU")
+    elif alone.before.total:
+        rows.left_out("forward and backward where waits are errors", f"the step alone waits {alone.before.total} times")
+    else:
+        _without_waits(training, ways["fused"], rows)
+
+
+def _without_waits(training: Training, way: Way, rows: Rows) -> None:
+    """Forward and backward on the fused path raise nothing where every wait that torch knows of is an error."""
+    failure = ""
+    with way() as end:
+        for _ in range(_WARM_UP):
+            training.step(end)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            training.forward_and_backward()
+        except RuntimeError as error:
+            failure = in_one_line(error)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    check = "fused: forward and backward where waits are errors"
+    rows.equal(check, "failed" if failure else "ran", "ran", note=failure)
+
+
+if __name__ == "__main__":
+    run_part("launches", check)

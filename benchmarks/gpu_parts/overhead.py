@@ -1,0 +1,93 @@
+"""What a session adds to the time of a training step: statistics of all tensors, and of FP8, in every step and in every
+tenth.
+
+Ways to run alternate in blocks. A block is a few steps, timed together, after steps that warm up; what is told is the
+median over the blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from measuring import as_in_a_long_run, progress
+
+from gpu_parts.rows import Rows, Settings, run_part
+from gpu_parts.training import EndOfStep, Training, statistics_of_all, watched, without
+from te_precision_callbacks.options import Observe
+
+Way = Callable[[], AbstractContextManager[EndOfStep]]
+
+PATHS: tuple[Observe, ...] = ("fused", "debug")
+EVERY_10TH = 10
+_ROUNDS = 5
+_SECONDS = 40.0
+"""After this time no further block begins."""
+_ROOMY = 40 * 2**30
+"""Bytes of free memory with which a GPU holds the large model, its optimizer and what the backward needs."""
+
+
+def block(training: Training, way: Way, steps: int, settings: Settings) -> float:
+    """Milliseconds of a step."""
+    with way() as end:
+        # Step 0 of a session is one in which statistics are due; with every tenth step, so is one of the next ten.
+        for _ in range(1 if steps == EVERY_10TH else 2):
+            training.step(end)
+        settings.synchronize()
+        start = time.perf_counter()
+        for _ in range(steps):
+            training.step(end)
+        settings.synchronize()
+        return 1e3 * (time.perf_counter() - start) / steps
+
+
+def measure(training: Training, ways: dict[str, tuple[Way, int]], settings: Settings) -> dict[str, list[float]]:
+    """Alternating blocks of all ways: their times."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    block(training, without, 1, settings)
+    started = time.perf_counter()
+    for number in range(1 if settings.small else _ROUNDS):
+        for name, (way, steps) in ways.items():
+            if time.perf_counter() - started > _SECONDS:
+                return found
+            found[name].append(block(training, way, steps, settings))
+            progress(f"round {number + 1}, {name}: {found[name][-1]:.0f} ms a step")
+    return found
+
+
+def check(settings: Settings, rows: Rows) -> None:
+    layers, hidden, sequence = (1, 64, 32) if settings.small else (24, 2048, 1024)
+    if settings.on_gpu and torch.cuda.mem_get_info(settings.device)[0] < _ROOMY:
+        layers = min(layers, 4)
+    training = Training(settings, layers=layers, hidden=hidden, sequence=sequence, batch=2)
+    ways: dict[str, tuple[Way, int]] = {"without": (without, 3)}
+    for freq, steps in ((1, 3), (EVERY_10TH, EVERY_10TH)):
+        for path in PATHS:
+            sections = statistics_of_all(path, fp8=True, freq=freq)
+            every = "every step" if freq == 1 else f"every {freq}th step"
+            ways[f"{path}, {every}"] = functools.partial(watched, training.model, sections, path), steps
+    with as_in_a_long_run():
+        times = measure(training, ways, settings)
+    size = f"{layers} layers, hidden {hidden}, {2 * sequence} tokens"
+    alone = statistics.median(times["without"])
+    for name, values in times.items():
+        note = "; ".join(filter(None, [f"{size}, {len(values)} blocks", settings.backend_note]))
+        if not values:
+            rows.left_out(f"{name}: a step", f"no time was left for it; {note}")
+            continue
+        rows.measured(f"{name}: a step", statistics.median(values), "ms", note)
+        if name != "without":
+            # Of the same rounds: a GPU becomes slower while it warms up.
+            added = statistics.median(one - beside for one, beside in zip(values, times["without"], strict=False))
+            rows.measured(f"{name}: added", added, "ms", note)
+            rows.measured(f"{name}: added share", 100 * added / alone, "%", note)
+    if settings.on_gpu:
+        rows.measured("memory, at most", torch.cuda.max_memory_allocated() / 2**30, "GiB")
+
+
+if __name__ == "__main__":
+    run_part("overhead", check)

@@ -1,0 +1,183 @@
+"""What the parts of gpu_check.py share: their rows, and how the process of a part starts.
+
+    def check(settings: Settings, rows: Rows) -> None:
+        rows.equal("files", len(files), 4)
+
+    if __name__ == "__main__":
+        run_part("dumps", check)
+
+A part is started as ``python -m gpu_parts.dumps --rows FILE --device cuda``. Each row is written as soon as it is
+found, so that a part which breaks later has told what it had found before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypedDict, get_args
+
+import torch
+
+Backend = Literal["compiled", "reference", "none"]
+"""Which Transformer Engine a part runs on; ``none``: there is not even its Python."""
+
+Value = float | int | str | None
+
+
+class Row(TypedDict):
+    """What was found.
+
+    ``ok`` is None for a measurement, which cannot be wrong, and for a check that could not be made.
+    """
+
+    part: str
+    check: str
+    value: Value
+    unit: str
+    expected: Value
+    ok: bool | None
+    note: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a part is told.
+
+    Attributes:
+        device: where tensors are.
+        small: whether the sizes are those of a test.
+        backend: which Transformer Engine the part runs on.
+    """
+
+    device: torch.device
+    small: bool
+    backend: Backend
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def backend_note(self) -> str:
+        """What must be known of a time on this backend."""
+        if self.backend == "compiled":
+            return ""
+        return f"on the reference backend on the {'GPU' if self.on_gpu else 'CPU'}, no compiled Transformer Engine"
+
+    def transformer_engine(self) -> Any:
+        """``transformer_engine.pytorch`` on the chosen backend; to be called before anything else imports it."""
+        if self.backend == "reference":
+            from te_precision_callbacks import reference
+
+            reference.install()
+        import transformer_engine.pytorch
+
+        return transformer_engine.pytorch
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+
+class Rows:
+    """Writes the rows of a part.
+
+    Args:
+        part: the name of the part.
+        path: the file, to which each row is appended as a line of JSON.
+    """
+
+    def __init__(self, part: str, path: Path) -> None:
+        self._part = part
+        self._path = path
+
+    def measured(self, check: str, value: Value, unit: str = "", note: str = "") -> None:
+        """A number that is neither right nor wrong."""
+        self.add(check, value, unit, note=note)
+
+    def left_out(self, check: str, note: str) -> None:
+        """A check that could not be made, and why."""
+        self.add(check, None, note=note)
+
+    def equal(self, check: str, value: Value, expected: Value, unit: str = "", note: str = "") -> None:
+        """A number that must be this one."""
+        self.add(check, value, unit, expected, value == expected, note)
+
+    def at_most(self, check: str, value: float, limit: float, unit: str = "", note: str = "") -> None:
+        """A number that must not be larger, nor nan."""
+        self.add(check, value, unit, f"<= {limit:.3g}", value <= limit, note)
+
+    def add(
+        self,
+        check: str,
+        value: Value,
+        unit: str = "",
+        expected: Value = None,
+        ok: bool | None = None,
+        note: str = "",
+    ) -> None:
+        """Any row."""
+        found = row(self._part, check, value, unit, expected, ok, note)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")
+
+
+def row(
+    part: str,
+    check: str,
+    value: Value = None,
+    unit: str = "",
+    expected: Value = None,
+    ok: bool | None = None,
+    note: str = "",
+) -> Row:
+    """A row. JSON has no inf and nan: they become text."""
+    return Row(
+        part=part,
+        check=check,
+        value=_plain(value),
+        unit=unit,
+        expected=_plain(expected),
+        ok=None if ok is None else bool(ok),
+        note=note,
+    )
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows that a part has written; a line that it was killed in is left out."""
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def in_one_line(error: BaseException) -> str:
+    """An exception for a note."""
+    return brief(f"{type(error).__name__}: {error}")
+
+
+def brief(text: str) -> str:
+    """Text for a note: one line, not long, and no folders of this machine."""
+    return re.sub(r"(?<![\w/:.])(/[\w.+@-]+)+/", "", " ".join(text.split()))[:300]
+
+
+def run_part(name: str, check: Callable[[Settings, Rows], None]) -> None:
+    """The main function of a part."""
+    parser = argparse.ArgumentParser(prog=f"python -m gpu_parts.{name}")
+    parser.add_argument("--rows", type=Path, required=True, help="the file that rows are appended to")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--backend", choices=get_args(Backend), default="reference")
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    check(Settings(torch.device(options.device), options.small, options.backend), Rows(name, options.rows))
+
+
+def _plain(value: Value) -> Value:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

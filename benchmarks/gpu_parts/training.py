@@ -1,0 +1,106 @@
+"""Training steps of Transformer Engine's layers, and the sessions that watch them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from step import config, fused_config
+
+from gpu_parts.rows import Settings
+from te_precision_callbacks.options import Observe
+from te_precision_callbacks.session import InspectSession
+
+EndOfStep = Callable[[], object]
+
+
+class Training:
+    """A stack of te.TransformerLayer in bfloat16, trained in FP8 with delayed scaling, which runs on every FP8 GPU.
+
+    Args:
+        settings: where it trains.
+        layers, hidden, sequence, batch: the sizes.
+    """
+
+    def __init__(self, settings: Settings, *, layers: int, hidden: int, sequence: int, batch: int) -> None:
+        te = settings.transformer_engine()
+        from transformer_engine.common.recipe import DelayedScaling
+
+        # What a session says of tensors that the fused path lacks, for example: not what is looked at here.
+        logging.getLogger("te_precision_callbacks").setLevel(logging.ERROR)
+        torch.manual_seed(0)
+        recipe = DelayedScaling()
+        self._autocast: Callable[[], AbstractContextManager[None]] = lambda: te.autocast(enabled=True, recipe=recipe)
+        self.model = torch.nn.Sequential(
+            *(
+                te.TransformerLayer(
+                    hidden,
+                    4 * hidden,
+                    max(1, hidden // 128),
+                    self_attn_mask_type="causal",
+                    attn_input_format="bshd",
+                    hidden_dropout=0.0,
+                    attention_dropout=0.0,
+                    params_dtype=torch.bfloat16,
+                    device=settings.device,
+                )
+                for _ in range(layers)
+            )
+        )
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=settings.on_gpu)
+        self._inputs = torch.randn(batch, sequence, hidden, device=settings.device, dtype=torch.bfloat16)
+
+    def forward_and_backward(self) -> None:
+        """All of a step that must not wait for the device."""
+        with self._autocast():
+            output: torch.Tensor = self.model(self._inputs)
+        loss = output.float().square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def finish(self, end: EndOfStep) -> None:
+        """The optimizer's step, and what comes at the end of a step."""
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        end()
+
+    def step(self, end: EndOfStep) -> None:
+        """A whole step."""
+        self.forward_and_backward()
+        self.finish(end)
+
+
+@contextlib.contextmanager
+def without() -> Iterator[EndOfStep]:
+    """No session."""
+    yield lambda: None
+
+
+@contextlib.contextmanager
+def watched(model: torch.nn.Module, sections: dict[str, Any], observe: Observe) -> Iterator[EndOfStep]:
+    """A session."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        InspectSession(copy.deepcopy(sections), model=model, log_dir=folder, observe=observe) as session,
+    ):
+        yield session.step
+
+
+def statistics_of_all(observe: Observe, *, fp8: bool, freq: int = 1) -> dict[str, Any]:
+    """A config: the eight statistics of LogTensorStats on all tensors that the path has, and those of FP8.
+
+    Args:
+        observe: the path.
+        fp8: whether LogFp8TensorStats comes with its five on all operands.
+        freq: in every how manieth step.
+    """
+    sections = config(fp8=fp8) if observe == "debug" else fused_config(fp8=fp8)
+    for section in sections.values():
+        for options in section["transformer_engine"].values():
+            options["freq"] = freq
+    return sections

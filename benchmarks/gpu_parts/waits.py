@@ -1,0 +1,140 @@
+"""How often, and for what code, the host waits for the device.
+
+    with HostWaits(device) as waits:
+        loss.backward()
+    waits.total, waits.ours
+
+On a GPU these are the operations that ``torch.cuda.set_sync_debug_mode`` warns of: copies to the host, reads of an
+element, and operations whose result has a size that only the device knows. On a CPU, where nothing waits, reads of one
+element are counted (``_local_scalar_dense``, which is what ``.item()`` and ``bool()`` do).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import te_precision_callbacks
+
+_PACKAGE = Path(te_precision_callbacks.__file__).resolve().parent
+_FEATURES = _PACKAGE.parent / "features"
+_STANDS_FOR_OTHERS = ("reference", "numerics")
+"""Parts that compute what Transformer Engine's compiled part would, or that it calls for that."""
+_GOES_BETWEEN = ("session",)
+"""Parts that call Transformer Engine, so that its own waits have them on the stack."""
+_SYNCHRONIZING = "called a synchronizing CUDA operation"
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls something for each read of one element, and counts all operations."""
+
+    def __init__(self, note: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
+        self.operations = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        if function is torch.ops.aten._local_scalar_dense.default:
+            self._note()
+        return function(*args, **(kwargs or {}))
+
+
+class HostWaits:
+    """Counts waits while it is entered.
+
+    Args:
+        device: of which kind they are.
+
+    Attributes:
+        total: all of them.
+        ours: those of this project's own code, without the reference backend.
+        places: file and line of ours -> how often.
+        operations: on a CPU, the operations of torch.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stack = contextlib.ExitStack()
+        self.total = 0
+        self.operations = 0
+        self.places: Counter[str] = Counter()
+
+    @property
+    def ours(self) -> int:
+        return self.places.total()
+
+    @property
+    def where(self) -> str:
+        """The places, for a note."""
+        return ", ".join(f"{count} in {place}" for place, count in self.places.most_common(4))
+
+    def __enter__(self) -> HostWaits:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            self._stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("always")
+            warnings.showwarning = self._shown
+            torch.cuda.set_sync_debug_mode("warn")
+            self._stack.callback(torch.cuda.set_sync_debug_mode, "default")
+        else:
+            self._reads = self._stack.enter_context(_Reads(self._note))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        if self._device.type == "cpu":
+            self.operations = self._reads.operations
+
+    def _shown(self, message: Warning | str, *_: Any, **__: Any) -> None:
+        """Called in place of ``warnings.showwarning``, in the thread of the operation and on top of its stack."""
+        if _SYNCHRONIZING in str(message):
+            self._note()
+
+    def _note(self) -> None:
+        self.total += 1
+        place = _ours(sys._getframe(1))
+        if place is not None:
+            self.places[place] += 1
+
+
+def _ours(frame: FrameType | None) -> str | None:
+    """The innermost line of this project on a stack, if the project waits there; None if somebody else does.
+
+    Transformer Engine, and the reference backend, may be called by this project, as for a GEMM that is watched: their
+    waits are their own. But where a feature or the engine calls them, the project waits.
+    """
+    innermost: str | None = None
+    place: str | None = None
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        part = _part(path)
+        if part is None and "transformer_engine" in path.parts:
+            part = _STANDS_FOR_OTHERS[0]
+        if part is not None:
+            innermost = innermost or (None if part == "numerics" else part)
+            if part not in _STANDS_FOR_OTHERS and place is None:
+                place = f"{part}/{path.name}:{frame.f_lineno}"
+            if part not in (*_STANDS_FOR_OTHERS, *_GOES_BETWEEN):
+                return place
+        frame = frame.f_back
+    return place if innermost in _GOES_BETWEEN else None
+
+
+def _part(path: Path) -> str | None:
+    """The first folder, or the file, of this project that a source file is in."""
+    if path.is_relative_to(_FEATURES):
+        return _FEATURES.name
+    if path.is_relative_to(_PACKAGE):
+        return path.relative_to(_PACKAGE).parts[0]
+    return None
