@@ -10,11 +10,12 @@ The extension is column-major: in row-major terms, and with A and B as matrices 
 result is ``op(B) @ op(A)``. ``pytorch/csrc/extensions/gemm.cpp`` and ``common/gemm/cublaslt_gemm.cu`` (TE 2.20).
 
 Operands are read in the direction that the GPU reads, as float32 times the scales of their blocks; products and sums
-are float32, and the scale of a whole tensor multiplies the sums, as in cuBLAS. FP8 blocks on Hopper are summed block by
-block, and the scales multiply these sums, which are mostly exact, as described for cuBLAS in
-``tests/pytorch/references/blockwise_fp8_gemm_reference.py`` of Transformer Engine's repository. The order of other sums
-is torch's, so a result is not bit-equal to a GPU's. Operands that cuBLAS refuses are refused too, as far as the
-operands show that.
+are float32, and the scale of a whole tensor multiplies the sums, as in cuBLAS. Two operands of bfloat16 with a result
+of bfloat16 go to torch as they are where the processor multiplies bfloat16, whose products and sums are float32 too.
+FP8 blocks on Hopper are summed block by block, and the scales multiply these sums, which are mostly exact, as described
+for cuBLAS in ``tests/pytorch/references/blockwise_fp8_gemm_reference.py`` of Transformer Engine's repository. The order
+of other sums is torch's, so a result is not bit-equal to a GPU's. Operands that cuBLAS refuses are refused too, as far
+as the operands show that.
 """
 
 from __future__ import annotations
@@ -265,8 +266,9 @@ def product_into(
 
 @functools.cache
 def _multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions that multiply bfloat16 and add float32."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    """Whether this CPU has instructions that multiply bfloat16 and add float32 (torch 2.13, ``cpu/__init__.py``)."""
+    asked = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
+    return any(ask is not None and ask() for ask in asked)
 
 
 def _product_of_bfloat16(a: Operand, transa: bool, b: Operand, transb: bool, bias: torch.Tensor | None) -> torch.Tensor:
