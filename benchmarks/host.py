@@ -50,6 +50,7 @@ def case_of(tensors: int, repeats: int, folder: Path) -> dict[str, Any]:
 
     from te_precision_callbacks.engine import kernels
     from te_precision_callbacks.engine.engine import StatisticsEngine
+    from te_precision_callbacks.engine.kernels import native
     from te_precision_callbacks.records import MetricSelection, RunInfo, StatisticsLog, StepRecords
     from te_precision_callbacks.records.worst import RunStatistics
     from te_precision_callbacks.statistics.names import tensor_request
@@ -70,19 +71,25 @@ def case_of(tensors: int, repeats: int, folder: Path) -> dict[str, Any]:
         return result
 
     spent: dict[str, float] = {}
-    measure = kernels.measure
 
-    def timed_pass(*arguments: Any, **keywords: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        start = time.perf_counter()
-        columns = measure(*arguments, **keywords)
-        spent["pass_us"] += time.perf_counter() - start
-        return columns
+    def timed_pass(function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*arguments, **keywords)
+            spent["pass_us"] += time.perf_counter() - start
+            return result
 
+        return timed
+
+    passes = (  # the pass in C++ merges its result itself
+        mock.patch.object(kernels, "measure", timed_pass(kernels.measure)),
+        mock.patch.object(native, "add", timed_pass(native.add)),
+    )
     for iteration in range(1 + repeats):
         if iteration == 1:
             best.clear()
         spent |= {"note_us": 0.0, "measure_us": 0.0, "pass_us": 0.0}
-        with mock.patch.object(kernels, "measure", timed_pass), torch.no_grad():  # as in an autograd Function
+        with passes[0], passes[1], torch.no_grad():  # as in an autograd Function
             for number in range(tensors):
                 layer, tensor = f"layers.{number // 3}.fc1", ("activation", "weight", "gradient")[number % 3]
                 start = time.perf_counter()

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.blockwise import RANGE_MAXIMA, RANGE_SUMS, largest_range
+from te_precision_callbacks.engine.kernels import native
 from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
     MAXIMA,
@@ -403,6 +404,9 @@ def _wanted(asked: Iterable[Iterable[Request]], unquantized_as: str | None) -> _
     return wanted
 
 
+_OF_TENSORS = (Of.TENSOR, Of.EXPONENTS)
+_OF_CODES = (Of.QUANTIZED, Of.SCALES)
+_NOWHERE = (None, None)
 _MOMENTS = _Kind(Of.TENSOR)
 _EXPONENTS = _Kind(Of.EXPONENTS)
 
@@ -463,6 +467,8 @@ class _Measuring:
                 held[form] = self._held(form)
             except Exception as error:
                 self._failed(form, error)
+        if self._add_at_once(held):
+            return
         codes = next((found for found in held.values() if isinstance(found, PerTensor)), None)
         if self._watched.values is None:
             codes = None  # there is nothing to compare them with
@@ -493,6 +499,35 @@ class _Measuring:
                 self._merge(kind, (None, largest_range(self._values, kind.blocks)))
         for form, found in held.items():
             self._compare(form, found, of_codes, amax)
+
+    def _add_at_once(self, held: Mapping[_Form, PerTensor | InBlocks | None]) -> bool:
+        """Measure by the pass in C++, which merges into the slots itself, if it gives all that is wanted."""
+        form, codes = next(iter(held.items()), (None, None))
+        if len(held) > 1 or not (form is None or isinstance(codes, PerTensor)) or not native.takes(self._values):
+            return False
+        if self._watched.values is None:  # there is nothing to compare codes with
+            return False
+        wanted: dict[Of, _Kind] = {}
+        for kind in self._wanted:
+            if kind.blocks is not None or kind.of not in (_OF_CODES if kind.form is not None else _OF_TENSORS):
+                return False
+            if kind.form is not None and kind.form != form:
+                return False  # it could not be read
+            wanted[kind.of] = kind
+        slots = self._engine._slots
+        segments = {of: self._segment(kind) for of, kind in wanted.items()}  # a new one may move the others
+        at = {of: slots.places(segment) for of, segment in segments.items()}
+        moments, maxima = at.get(Of.TENSOR, _NOWHERE)
+        scales, scale_maxima = at.get(Of.SCALES, _NOWHERE)
+        compared, exponents = at.get(Of.QUANTIZED, _NOWHERE)[0], at.get(Of.EXPONENTS, _NOWHERE)[0]
+        places = native.Places(maxima, moments, compared, scale_maxima, scales, exponents)
+        if isinstance(codes, PerTensor):
+            native.add(self._values, codes.codes, codes.scale_inv, places, e5m2=codes.e5m2)
+        else:
+            native.add(self._values, None, None, places)
+        for kind in wanted.values():
+            self._asked(kind)
+        return True
 
     def _held(self, form: _Form) -> PerTensor | InBlocks | None:
         """The quantized data of a form that a GEMM of the layer reads; None where the form must be simulated."""
@@ -583,6 +618,11 @@ class _Measuring:
     def _merge(self, kind: _Kind, columns: SumsAndMaxima) -> None:
         segment = self._segment(kind)
         self._engine._slots.merge(segment, *columns)
+        self._asked(kind)
+
+    def _asked(self, kind: _Kind) -> None:
+        """Note that a kind was measured, and what was asked of it."""
+        segment = self._segment(kind)
         self._engine._slots.ask(segment, self._wanted[kind])
         if self._watched.tensor == _WEIGHT:  # every micro-batch of a step has the same weight
             self._engine._weights_seen.add(segment.key)

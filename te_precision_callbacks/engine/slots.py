@@ -34,6 +34,10 @@ class SegmentKey(NamedTuple):
     shard: int | None = None
 
 
+Parts = tuple[int, torch.Tensor, torch.Tensor, int, int]
+"""A version, sums and maxima, and the address of each."""
+
+
 @dataclass
 class Segment:
     """A range of the vectors.
@@ -47,7 +51,7 @@ class Segment:
         due: the labels that were asked for since the last flush.
         measured: whether anything was merged into the segment since the last flush.
         asked: what was asked for last since the last flush; None: nothing.
-        parts: the range of each vector, and the version of the vectors in which it is that.
+        parts: the range of each vector, with its address, and the version of the vectors in which it is that.
     """
 
     key: SegmentKey
@@ -61,7 +65,7 @@ class Segment:
     due: set[str] = field(default_factory=set)
     measured: bool = False
     asked: Sequence[Request] | None = None
-    parts: tuple[int, torch.Tensor, torch.Tensor] | None = None
+    parts: Parts | None = None
 
 
 class _Vector:
@@ -152,20 +156,27 @@ class Segments:
     def merge(self, segment: Segment, sums: torch.Tensor | None, maxima: torch.Tensor | None) -> None:
         """Add a measurement to a segment. Tensors on another device are moved to the segment's."""
         segment.measured = True
-        if segment.parts is None or segment.parts[0] != self.version:
-            on = self._devices[segment.device]
-            segment.parts = (
-                self.version,
-                on.sums.part(segment.sum_start, len(segment.sums)),
-                on.maxima.part(segment.maximum_start, len(segment.maxima)),
-            )
-        _, kept_sums, kept_maxima = segment.parts
+        _, kept_sums, kept_maxima, _, _ = self._parts(segment)
         # Asking where a tensor is costs less than a call of torch that has nothing to do.
         if sums is not None:
             kept_sums.add_(sums if sums.device == segment.device else sums.to(segment.device))
         if maxima is not None:
             maxima = maxima if maxima.device == segment.device else maxima.to(segment.device)
             torch.maximum(kept_maxima, maxima, out=kept_maxima)
+
+    def places(self, segment: Segment) -> tuple[int, int]:
+        """The addresses of a segment's sums and maxima, for a caller that merges a measurement itself, at once."""
+        segment.measured = True
+        return self._parts(segment)[3:]
+
+    def _parts(self, segment: Segment) -> Parts:
+        parts = segment.parts
+        if parts is None or parts[0] != self.version:
+            on = self._devices[segment.device]
+            sums = on.sums.part(segment.sum_start, len(segment.sums))
+            maxima = on.maxima.part(segment.maximum_start, len(segment.maxima))
+            parts = segment.parts = (self.version, sums, maxima, sums.data_ptr(), maxima.data_ptr())
+        return parts
 
     def vectors(self) -> Iterator[tuple[torch.device, torch.Tensor, torch.Tensor]]:
         """Device, sums and maxima of each device."""

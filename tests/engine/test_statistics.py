@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.engine.kernels import compiled
+from te_precision_callbacks.engine.engine import StatisticsEngine, _Measuring
+from te_precision_callbacks.engine.kernels import compiled, native
 from te_precision_callbacks.statistics.names import (
     UnknownStatisticError,
     logged_request,
@@ -33,6 +33,7 @@ from te_precision_callbacks.vocabulary import RECIPES
 from te_precision_callbacks.watched import Watched
 from tests.engine import exact
 from tests.engine.exact import BLOCK_STATISTICS
+from tests.engine.test_real_quantizers import quantizer
 
 INF, NAN = math.inf, math.nan
 PAGE = Path(__file__).parents[2] / "docs" / "statistics.md"
@@ -447,3 +448,36 @@ def test_the_page_names_what_there_is() -> None:
     page = PAGE.read_text()
     for name in (*STATISTICS, *RECIPES):
         assert f"`{name}`" in page
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_the_pass_adds_to_the_slots_itself_is_what_is_merged(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over micro-batches, and while more layers come and the slots move."""
+    requests = [tensor_request(name).of("activation") for name in ("std", "max", "dynamic_range", "exponent_histogram")]
+    of_codes = [quantized_request(name) for name in ("mse", "underflows%", "scale_inv_min", "scale_inv_max")]
+    added: list[int] = []
+
+    def step() -> list[Any]:
+        engine = StatisticsEngine()
+        for batch in range(2):
+            for layer in range(60):
+                values = normal(16, 48, seed=100 * batch + layer).to(dtype) * 2.0**layer
+                quantized = quantizer("fp8_current_scaling")(values) if layer % 3 else None
+                own = None if quantized is None else quantized._quantizer
+                watched = Watched(f"layer{layer}", "activation", 3, values, quantized, quantized, own)
+                engine.note(watched, requests)
+                if quantized is not None:
+                    engine.note(watched, of_codes)
+                engine.measure()
+        return [(found.layer, found.statistic, found.value) for found in engine.flush(reduce=False)]
+
+    add = native.add
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "add", lambda *given, **named: (added.append(1), add(*given, **named)))
+        found = step()
+    assert len(added) == 2 * 60
+    monkeypatch.setattr(_Measuring, "_add_at_once", lambda *_: False)
+    assert found == step()
+    assert len(found) == 60 * 4 + 40 * 4

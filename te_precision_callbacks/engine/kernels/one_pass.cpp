@@ -546,6 +546,10 @@ Sums measure_with(int codes_format, const char* values, const uint8_t* codes, in
   return measure_piece<Values, None>(values, codes, count, scale_inv);
 }
 
+inline void raise_to(double& kept, double value) {
+  if (value > kept) kept = value;
+}
+
 }  // namespace
 
 // Measures `count` elements.
@@ -553,12 +557,14 @@ Sums measure_with(int codes_format, const char* values, const uint8_t* codes, in
 //   codes         as many bytes, or null
 //   codes_format  0 for none, 1 for E4M3, 2 for E5M2
 //   factor        scale_inv of the codes, or null
-//   exponents     whether EXPONENT_BINS are counted
-//   columns       gets MAXIMA, with codes SCALE_MAXIMA, MOMENT_SUMS, with codes COMPARISON_SUMS and SCALE_SUMS, and
-//                 EXPONENT_BINS where they are counted
+//   threads       at most so many work on it
+//   maxima, moments, compared, scale_maxima, scales, exponents
+//                 MAXIMA, MOMENT_SUMS, COMPARISON_SUMS, SCALE_MAXIMA, SCALE_SUMS and EXPONENT_BINS, to which the results
+//                 are added, or of which they become the maximum; null for what is not wanted
 extern "C" __attribute__((visibility("default"))) void te_precision_one_pass(
     const char* values, int dtype, int64_t count, const uint8_t* codes, int codes_format, const float* factor,
-    int exponents, int threads, double* columns) {
+    int threads, double* maxima, double* moments, double* compared, double* scale_maxima, double* scales,
+    double* exponents) {
   const float scale_inv = factor == nullptr ? 1.0f : *factor;
   const int bytes = dtype == 0 ? 4 : 2;
   if (codes == nullptr) codes = reinterpret_cast<const uint8_t*>(values);  // to count from; they are not read
@@ -573,43 +579,49 @@ extern "C" __attribute__((visibility("default"))) void te_precision_one_pass(
       const int64_t begin = piece * kPiece, size = count - begin < kPiece ? count - begin : kPiece;
       const char* from = values + begin * bytes;
       const auto measure = dtype == 0 ? measure_with<Float32> : dtype == 1 ? measure_with<BFloat16> : measure_with<Float16>;
-      of_piece[piece] = measure(codes_format, from, codes + begin, size, scale_inv, exponents ? own_bins : nullptr);
+      of_piece[piece] = measure(codes_format, from, codes + begin, size, scale_inv, exponents != nullptr ? own_bins : nullptr);
     }
-    if (exponents) {
+    if (exponents != nullptr) {
 #pragma omp critical
       for (int bin = 0; bin < kBins; ++bin) bins[bin] += own_bins[bin];
     }
   }
   Sums all = kNothing;
   for (const Sums& one : of_piece) add_to(all, one);
-  *columns++ = all.max;
-  *columns++ = all.negated_min;
-  *columns++ = all.smallest == kNone ? -kInfinity : -bits_of<float>(all.smallest + 1);
+  if (maxima != nullptr) {
+    raise_to(maxima[0], all.max);
+    raise_to(maxima[1], all.negated_min);
+    raise_to(maxima[2], all.smallest == kNone ? -kInfinity : -bits_of<float>(all.smallest + 1));
+  }
+  if (moments != nullptr) {
+    moments[0] += all.finite;
+    moments[1] += static_cast<double>(count) - all.finite;
+    moments[2] += all.zeros;
+    moments[3] += all.sum;
+    moments[4] += all.square_sum;
+    moments[5] += all.abs_sum;
+  }
+  if (compared != nullptr) {
+    compared[0] += all.finite;
+    compared[1] += all.underflows;
+    compared[2] += all.overflows;
+    compared[3] += all.error_square_sum;
+    compared[4] += all.square_sum;
+  }
   const double scale = scale_inv;
   const bool is_scale = scale > 0 && scale < kInfinity;
-  if (codes_format != 0) {
-    *columns++ = is_scale ? scale : -kInfinity;
-    *columns++ = is_scale ? -scale : -kInfinity;
+  if (scale_maxima != nullptr && is_scale) {
+    raise_to(scale_maxima[0], scale);
+    raise_to(scale_maxima[1], -scale);
   }
-  *columns++ = all.finite;
-  *columns++ = static_cast<double>(count) - all.finite;
-  *columns++ = all.zeros;
-  *columns++ = all.sum;
-  *columns++ = all.square_sum;
-  *columns++ = all.abs_sum;
-  if (codes_format != 0) {
-    *columns++ = all.finite;
-    *columns++ = all.underflows;
-    *columns++ = all.overflows;
-    *columns++ = all.error_square_sum;
-    *columns++ = all.square_sum;
-    *columns++ = is_scale;
-    *columns++ = is_scale ? scale : 0;
-    *columns++ = is_scale ? scale * scale : 0;
+  if (scales != nullptr && is_scale) {
+    scales[0] += 1;
+    scales[1] += scale;
+    scales[2] += scale * scale;
   }
-  if (exponents) {
-    for (int bin = 0; bin < kBins; ++bin) *columns++ = static_cast<double>(bins[bin]);
-    columns[-kBins] -= all.zeros;
-    columns[-1] = 0;  // inf and nan
+  if (exponents != nullptr) {
+    bins[0] -= static_cast<int64_t>(all.zeros);
+    bins[kBins - 1] = 0;  // inf and nan
+    for (int bin = 0; bin < kBins; ++bin) exponents[bin] += static_cast<double>(bins[bin]);
   }
 }
