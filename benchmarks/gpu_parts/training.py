@@ -97,7 +97,7 @@ def statistics_of_all(observe: Observe, *, fp8: bool, freq: int = 1) -> dict[str
     Args:
         observe: the path.
         fp8: whether LogFp8TensorStats comes with its five on all operands.
-        freq: in every how manieth step.
+        freq: after how many steps statistics are due again.
     """
     sections = config(fp8=fp8) if observe == "debug" else fused_config(fp8=fp8)
     for section in sections.values():
