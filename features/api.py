@@ -79,6 +79,9 @@ _OPTIONAL: Mapping[str, Mapping[str, Any]] = {
 }
 """Further arguments of the calls, and the value that a feature gets if Transformer Engine does not pass one."""
 
+_ASKED_WITH = frozenset({"tensor_name", "iteration"})
+_SHOWN_WITH = _ASKED_WITH | _OPTIONAL["inspect_tensor"].keys()
+
 _OF_GEMMS = frozenset({"fp8_gemm_enabled", "modify_tensor"})
 """The calls that are about one GEMM."""
 
@@ -128,6 +131,23 @@ class _Call(NamedTuple):
         )
 
 
+class Observer(NamedTuple):
+    """A feature that looks at a tensor of a layer; layers with the same options share it.
+
+    Attributes:
+        asked: whether it looks at the tensor in an iteration.
+        look: it gets the tensor.
+    """
+
+    asked: _Call
+    look: _Call
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """The same for layers with the same options, while there is an observer with them."""
+        return self.look.feature, self.look.number, id(self.look.options)
+
+
 @Registry.register_namespace_api(namespace=NAMESPACE)
 class TransformerEngineAPI(UpstreamAPI):
     """Routes the calls of Transformer Engine's modules to features.
@@ -172,15 +192,54 @@ class TransformerEngineAPI(UpstreamAPI):
             gemm = (ROWWISE if arguments["rowwise"] else COLUMNWISE).get(str(tensor))
             arguments["gemm"] = gemm
         key = (layer_name, api_name, tensor, gemm)
-        calls = self._api_cache.get(key)
-        if calls is None:
-            calls = self._api_cache[key] = self._find(key, frozenset(arguments))
+        calls = self._calls(key, frozenset(arguments))
         if api_name.endswith(_ENABLED):
             return self._ask(calls, key, arguments)
         if api_name == "modify_tensor":
             return self._modify(calls, key, arguments)
-        self._inspect(calls, key, arguments)
+        self._show(self._due(calls, key), key, arguments)
         return None
+
+    def _calls(self, key: tuple[str, str, str | None, str | None], passed: frozenset[str]) -> list[_Call]:
+        calls: list[_Call] | None = self._api_cache.get(key)
+        if calls is None:
+            calls = self._api_cache[key] = self._find(key, passed)
+        return calls
+
+    def observers(self, layer: str, tensor: str) -> tuple[Observer, ...]:
+        """The features that look at a tensor of a layer: found once, to be asked with :meth:`asked`, and to be called
+        with :meth:`show`."""
+        enabled, inspect_tensor = (
+            (layer, "inspect_tensor_enabled", tensor, None),
+            (layer, "inspect_tensor", tensor, None),
+        )
+        asked = {(call.feature, call.number): call for call in self._calls(enabled, _ASKED_WITH)}
+        return tuple(
+            Observer(asked[call.feature, call.number], call)
+            for call in self._calls(inspect_tensor, _SHOWN_WITH)
+            if (call.feature, call.number) in asked
+        )
+
+    def asked(self, observer: Observer, layer: str, tensor: str, iteration: int) -> tuple[bool, int | None]:
+        """Whether a feature looks at a tensor in an iteration, and in which one it is to be asked again; None: never.
+
+        Raises:
+            FeatureError: the feature failed, or answered with something else.
+        """
+        return _answer(observer.asked, layer, {"tensor_name": tensor, "iteration": iteration})
+
+    def show(self, looking: Sequence[Observer], layer: str, tensor: str, arguments: Mapping[str, Any]) -> None:
+        """Show a tensor to features.
+
+        Args:
+            looking: the features.
+            layer, tensor: what is shown.
+            arguments: those of ``inspect_tensor``, all of them.
+
+        Raises:
+            FeatureError: a feature failed; the others have got the tensor.
+        """
+        self._show([observer.look for observer in looking], (layer, "inspect_tensor", tensor, None), arguments)
 
     def _find(self, key: tuple[str, str, str | None, str | None], passed: frozenset[str]) -> list[_Call]:
         """The features of a layer that have a call, with their options for the tensor and GEMM."""
@@ -213,15 +272,10 @@ class TransformerEngineAPI(UpstreamAPI):
         vetoes = api_name == "fp8_gemm_enabled"
         if not calls:
             return vetoes, None
-        iteration = arguments["iteration"]
         answers: dict[tuple[str, int], bool] = {}
         upcoming: list[int] = []
         for call in calls:
-            answer = call(layer, arguments)
-            if type(answer) is bool:
-                answer = (answer, iteration + 1)
-            if not _is_answer(answer):
-                raise call.wrong(layer, answer, "a bool, or a tuple of a bool and the next iteration (None: never)")
+            answer = _answer(call, layer, arguments)
             answers[call.feature, call.number] = answer[0]
             if answer[1] is not None:
                 upcoming.append(answer[1])
@@ -242,10 +296,10 @@ class TransformerEngineAPI(UpstreamAPI):
             return calls
         return [call for call in calls if answers.get((call.feature, call.number), False)]
 
-    def _inspect(self, calls: Sequence[_Call], key: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+    def _show(self, calls: Iterable[_Call], key: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
         layer = key[0]
         failures: list[FeatureError] = []
-        for call in self._due(calls, key):
+        for call in calls:
             try:
                 returned = call(layer, arguments)
                 if returned is not None:
@@ -459,6 +513,21 @@ def _warn_if_never_called(name: str, feature: Any) -> None:
     for call in has:
         if f"{call}{_ENABLED}" in _REQUIRED and f"{call}{_ENABLED}" not in has:
             logger.warning("%s of the feature %s is never called: %s%s is missing.", call, name, call, _ENABLED)
+
+
+def _answer(call: _Call, layer: str, arguments: Mapping[str, Any]) -> tuple[bool, int | None]:
+    """What a feature answers, and the next iteration to ask it again.
+
+    Raises:
+        FeatureError: it failed, or answered with something else.
+    """
+    answer = call(layer, arguments)
+    if type(answer) is bool:
+        return answer, arguments["iteration"] + 1
+    if not _is_answer(answer):
+        raise call.wrong(layer, answer, "a bool, or a tuple of a bool and the next iteration (None: never)")
+    found: tuple[bool, int | None] = answer
+    return found
 
 
 def _is_answer(answer: Any) -> bool:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import math
 import os
 import re
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from te_precision_callbacks.records import MetricSelection, Row, RunInfo, Sink, StatisticsLog, StepRecords
+from te_precision_callbacks.records import (
+    MetricSelection,
+    Row,
+    RunInfo,
+    Sink,
+    StatisticsLog,
+    StepRecords,
+    statistics_log,
+    writer_thread,
+)
 from te_precision_callbacks.records.statistics_log import claim
+from tests.full_disk import files_up_to
 
 
 def records(*rows: Row, iteration: int = 3) -> StepRecords:
@@ -39,8 +51,8 @@ def test_the_log_has_every_digit_and_no_exponent(tmp_path: Path, value: float) -
     log.start(run_info(tmp_path, rank=2))
     log.write(records(Row("net.fc1", "activation", None, "max", value), Row("", "", None, "my_number", 2.0)))
     path = tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-2.log"
-    first, second = path.read_text().splitlines()
     log.close(None)
+    first, second = path.read_text().splitlines()
     pattern = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - INFO - (\S+) \t\t\t\t iteration=000003 \t\t\t\t value=(\S+)"
     match = re.fullmatch(pattern, first)
     assert match
@@ -126,6 +138,60 @@ def test_a_step_that_ctrl_c_broke_off_is_written_once_behind_an_earlier_run(
     log.close(None)
     text = (tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log").read_text()
     assert [line.split("value=")[-1] for line in text.splitlines() if "value=" in line] == ["1.0", "2.0", "3.0"]
+
+
+def lines(log_dir: Path) -> list[str]:
+    path = log_dir / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_a_step_is_in_the_log_soon_without_anybody_closing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
+    log = StatisticsLog()
+    log.start(run_info(tmp_path))
+    for iteration in range(3):
+        log.write(records(Row("a", "activation", None, "max", 1.0), iteration=iteration))
+        until = time.monotonic() + 10
+        while len(lines(tmp_path)) <= iteration and time.monotonic() < until:
+            time.sleep(0.001)
+        assert len(lines(tmp_path)) == iteration + 1
+    log.close(None)
+    assert len(lines(tmp_path)) == 3
+
+
+def test_a_full_disk_is_told_by_the_step_that_comes_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.001)
+    log, step = StatisticsLog(), Row("a", "activation", None, "max", 1.0)
+    log.start(run_info(tmp_path))
+    with files_up_to(20_000), pytest.raises(OSError, match="File too large"):
+        for iteration in range(10_000):
+            log.write(records(step, iteration=iteration))
+            time.sleep(0.0002)
+    with contextlib.suppress(OSError):  # what is left in the buffer cannot be written either
+        log.close(None)
+    assert lines(tmp_path)[0].endswith("value=1.0")
+
+
+def test_a_disk_that_is_slower_than_the_training_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.001)
+    monkeypatch.setattr(statistics_log, "MOST_WAITING", 10)
+    may_write, most, given = threading.Event(), 0, 0
+
+    def slow(value: float) -> str:
+        may_write.wait(10)
+        return repr(value)
+
+    monkeypatch.setattr(statistics_log, "format_value", slow)
+    log = StatisticsLog()
+    log.start(run_info(tmp_path))
+    threading.Timer(0.1, may_write.set).start()
+    for iteration in range(50):
+        log.write(records(*[Row("a", "activation", None, "max", 1.0)] * 5, iteration=iteration))
+        given += 5
+        most = max(most, given if not may_write.is_set() else 0)
+    log.close(None)
+    assert most == 15, "the third step was handed over, the fourth had to wait"
+    assert len(lines(tmp_path)) == 250
 
 
 def test_a_rank_whose_numbers_another_one_writes_writes_its_own(tmp_path: Path) -> None:

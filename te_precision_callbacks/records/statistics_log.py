@@ -16,13 +16,16 @@ import io
 import itertools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from te_precision_callbacks.records.model import RunInfo, StepRecords
+from te_precision_callbacks.records.writer_thread import WriterThread
 from te_precision_callbacks.statistics.series import SeriesTable, log_name
 
 EVENTS_FOLDER = "nvdlfw_inspect_logs"
@@ -31,6 +34,12 @@ STATISTICS_FOLDER = "nvdlfw_inspect_statistics_logs"
 """As in nvidia-dlfw-inspect 0.2.2, ``logging.py: make_default_statistics_logger``."""
 
 logger = logging.getLogger(__name__)
+
+MOST_WAITING = 1 << 22
+"""The numbers that may wait for the thread, some 100 MB."""
+
+_PAUSE = 0.01
+"""The seconds between two looks whether the disk has kept up."""
 
 _TAB = " \t\t\t\t "
 _LOCAL_MARK = " \t\t\t\t rank={rank}"
@@ -114,10 +123,25 @@ def format_value(value: float) -> str:
     return format(Decimal(text), "f") if "e" in text else text
 
 
-class StatisticsLog:
-    """The sink that writes the statistics log of a rank. A step is in the file when ``write`` returns.
+class _Step(NamedTuple):
+    """What a step hands over to the thread.
 
-    The file is created when there is something to write.
+    Attributes:
+        at: when, in the format of the logging module.
+        names: of the series, by their numbers; may grow.
+        records: the numbers.
+    """
+
+    at: str
+    names: Sequence[str]
+    records: StepRecords
+
+
+class StatisticsLog:
+    """The sink that writes the statistics log of a rank.
+
+    The file is created when there is something to write. A thread writes: a step is in the file ``FLUSH_SECONDS``
+    (``writer_thread.py``) after it was handed over at the latest, and all steps are when ``close`` returns.
 
     Args:
         own_only: write only numbers of this rank alone, since another rank writes the reduced numbers.
@@ -133,8 +157,10 @@ class StatisticsLog:
         self._path: Path | None = None
         self._file: TextIO | None = None
         self._mark = ""
-        self._begun: StepRecords | None = None
-        self._position = 0
+        self._given = 0  # numbers, counted by the training's thread
+        self._taken = 0  # numbers, counted by the log's thread
+        self._last: StepRecords | None = None
+        self._thread: WriterThread[_Step | None] = WriterThread("te-precision statistics log", self._write_waiting)
 
     def start(self, run: RunInfo) -> None:
         """Take the path of the file from the run."""
@@ -142,28 +168,29 @@ class StatisticsLog:
         self._path = run.log_dir / STATISTICS_FOLDER / log_file_name(run.rank)
 
     def write(self, records: StepRecords) -> None:
-        """Append one line per number."""
-        numbers = zip(records.series.tolist(), records.values, strict=True)
-        written = list(itertools.compress(numbers, records.own)) if self._own_only else list(numbers)
-        if self._path is None or not written:
+        """Hand over a step's numbers, one line each. This waits while more than :data:`MOST_WAITING` wait for the disk.
+
+        Raises:
+            OSError: the file cannot be created, was deleted, or could not be written since.
+        """
+        self._raise_failure()
+        count = sum(records.own) if self._own_only else len(records)
+        if self._path is None or not count:
             return
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = claim(self._path)
-        names = self._names_in(records.table)
-        before, between = f"{_now()} - INFO - ", f"{_TAB}iteration={records.iteration:06d}{_TAB}value="
-        after = f"{self._mark if records.local else ''}\n"
-        text = "".join(f"{before}{names[number]}{between}{format_value(value)}{after}" for number, value in written)
-        if records is self._begun:  # Ctrl-C came when it was written
-            self._file.seek(self._position)
-            self._file.truncate()
-        else:
-            self._position = self._file.tell()
-            self._begun = records
-        self._file.write(text)
-        self._file.flush()
         if os.fstat(self._file.fileno()).st_nlink == 0:
             raise FileNotFoundError(f"{self._path} was deleted while it was written")
+        while self.waiting > MOST_WAITING and not self._thread.has_failed:
+            time.sleep(_PAUSE)
+        self._given += count
+        self._thread.put(_Step(_now(), self._names_in(records.table), records))
+
+    @property
+    def waiting(self) -> int:
+        """The numbers that the thread has not written yet."""
+        return self._given - self._taken
 
     def _names_in(self, table: SeriesTable) -> Sequence[str]:
         """The names of a table's series, each made once."""
@@ -176,8 +203,50 @@ class StatisticsLog:
         return self._names
 
     def close(self, error: BaseException | None) -> None:
-        """Close the file."""
+        """Wait until everything is written, and close the file; an interruption may end the waiting, and a second call
+        goes on with it.
+
+        Raises:
+            OSError: something could not be written.
+        """
+        if self._path is not None and self._file is not None:
+            self._thread.put(None)
         self._path = None
+        self._thread.finish()
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            file.close()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        failure = self._thread.take_failure()
+        if failure is not None:
+            self._path = None
+            raise failure
+
+    # ------------------------------------------------------------------ in the log's own thread
+
+    def _write_waiting(self, steps: deque[_Step | None]) -> bool:
+        """Write what waits; returns whether that was the end."""
+        ended = False
+        while steps:
+            step = steps.popleft()
+            if step is None:  # the log is closed
+                ended = True
+            elif step.records is not self._last:  # again, if Ctrl-C came when it was handed over
+                self._last = step.records
+                self._write_step(step)
+        if self._file is not None:
+            self._file.flush()
+        return ended
+
+    def _write_step(self, step: _Step) -> None:
+        records, names = step.records, step.names
+        numbers: Iterable[tuple[int, float]] = zip(records.series.tolist(), records.values, strict=True)
+        written = list(itertools.compress(numbers, records.own) if self._own_only else numbers)
+        before, between = f"{step.at} - INFO - ", f"{_TAB}iteration={records.iteration:06d}{_TAB}value="
+        after = f"{self._mark if records.local else ''}\n"
+        text = "".join(f"{before}{names[number]}{between}{format_value(value)}{after}" for number, value in written)
+        if self._file is not None:
+            self._file.write(text)
+        self._taken += len(written)

@@ -12,8 +12,10 @@ GEMM. :data:`HIGH_PRECISION_ON_FUSED_PATH` is the list of those that do exist. R
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import torch
 
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.effects import NAMESPACE
@@ -170,8 +172,27 @@ def paths_in_words(fused: int, not_fused: Mapping[str, NotFused]) -> str:
     return f"{text} The others take Transformer Engine's debug path: {'; '.join(reasons)}"
 
 
+class _Due(NamedTuple):
+    """What is looked at in an iteration; layers with the same options share it.
+
+    Attributes:
+        observers: tensor -> the features that look at it.
+        upcoming: the next iteration in which one of the features is to be asked again; None: never.
+    """
+
+    observers: Mapping[str, tuple[Any, ...]]
+    upcoming: int | None
+
+
+_Observers = tuple[tuple[str, tuple[Any, ...]], ...]
+"""The tensors of a layer that features may look at, each with these features."""
+
+
 class FusedObservation:
     """A listener of the tap that calls the features of layers on their fused path.
+
+    Which features a layer has is found once, and what they look at is asked once an iteration for all layers with the
+    same options: the features that only look answer for every layer alike.
 
     Args:
         report: receives failures.
@@ -179,14 +200,19 @@ class FusedObservation:
 
     def __init__(self, report: Callable[[str, str, Exception], None]) -> None:
         self._report = report
+        self._api: Any = None
+        self._iteration = -1
         self._modules: dict[str, Any] = {}
-        self._due: dict[str, tuple[int, frozenset[str], int | None]] = {}
-        self._namespace: Any = None
+        self._observers: dict[str, _Observers] = {}
+        self._shared: dict[tuple[object, ...], _Observers] = {}
+        self._answers: dict[int, _Due] = {}
+        self._due: dict[str, tuple[int, _Due]] = {}
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
         """Set the modules, of which some are observed on their fused path."""
         self._modules = {layer.name: named.module for named in modules for layer in named.layers}
-        self._due.clear()
+        for found in (self._observers, self._shared, self._answers, self._due):
+            found.clear()
 
     def ask(self, layers: Sequence[str], iteration: int) -> int | None:
         """Ask the features of a module's layers what they look at in an iteration.
@@ -196,76 +222,93 @@ class FusedObservation:
         """
         import nvdlfw_inspect.api as debug_api
 
-        self._namespace = debug_api.transformer_engine
+        self._api = debug_api.transformer_engine
+        if iteration != self._iteration:
+            self._iteration = iteration
+            self._answers.clear()
+        upcoming: list[int] = []
         for layer in layers:
-            if self._due.get(layer, (None,))[0] != iteration:
-                self._due[layer] = (iteration, *self._answers(layer, iteration))
-        upcoming = [self._due[layer][2] for layer in layers]
-        return min((at for at in upcoming if at is not None), default=None)
+            found = self._answer(layer, iteration)
+            self._due[layer] = iteration, found
+            upcoming += [] if found.upcoming is None else [found.upcoming]
+        return min(upcoming, default=None)
 
-    def _answers(self, layer: str, iteration: int) -> tuple[frozenset[str], int | None]:
-        due, upcoming = [], list[int]()
-        for tensor in TENSORS:
-            try:
-                wanted, again = self._namespace.inspect_tensor_enabled(
-                    layer_name=layer, tensor_name=tensor, iteration=iteration
-                )
-            except Exception as error:
-                self._report("asking what to observe of", f"{layer} {tensor}", error)
-                wanted, again = False, iteration + 1
-            due += [tensor] if wanted else []
-            upcoming += [] if again is None else [again]
-        return frozenset(due), min(upcoming, default=None)
+    def _answer(self, layer: str, iteration: int) -> _Due:
+        observers = self._observers.get(layer)
+        if observers is None:
+            found = tuple((tensor, self._api.observers(layer, tensor)) for tensor in TENSORS)
+            key = tuple((tensor, *(observer.key for observer in of_tensor)) for tensor, of_tensor in found)
+            observers = self._observers[layer] = self._shared.setdefault(key, found)
+        answer = self._answers.get(id(observers))
+        if answer is None:
+            answer = self._answers[id(observers)] = self._asked(observers, layer, iteration)
+        return answer
+
+    def _asked(self, observers: _Observers, layer: str, iteration: int) -> _Due:
+        looking: dict[str, tuple[Any, ...]] = {}
+        upcoming: list[int] = []
+        for tensor, of_tensor in observers:
+            wanted: list[Any] = []
+            for observer in of_tensor:
+                try:
+                    is_wanted, again = self._api.asked(observer, layer, tensor, iteration)
+                except Exception as error:
+                    self._report("asking what to observe of", f"{layer} {tensor}", error)
+                    is_wanted, again = False, iteration + 1
+                wanted += [observer] if is_wanted else []
+                upcoming += [] if again is None else [again]
+            if wanted:
+                looking[tensor] = tuple(wanted)
+        return _Due(looking, min(upcoming, default=None))
 
     def wants(self, layers: Sequence[str]) -> bool:
         """Whether anything is looked at in the iteration that was asked for last."""
-        return any(self._due[layer][1] for layer in layers if layer in self._due)
+        return any(self._due[layer][1].observers for layer in layers if layer in self._due)
 
     def looks_at_activation(self, layers: Sequence[str]) -> bool:
         """Whether the first layer's activation is looked at in the iteration that was asked for last."""
-        return "activation" in self._due[layers[0]][1]
+        return "activation" in self._due[layers[0]][1].observers
 
     def __call__(self, event: GemmEvent) -> None:
         """Call the features that look at a tensor of a GEMM."""
         asked = self._due.get(event.layer)
-        if asked is None or not asked[1] or event.kind is not ForwardKind.OBSERVED:
+        if asked is None or event.kind is not ForwardKind.OBSERVED:
             return
-        for tensor, given in _tensors(event, asked[1]):
+        iteration, (observers, _) = asked
+        for tensor, given in _tensors(event, observers):
             try:
                 if tensor == RESULT[event.gemm] and is_quantized(event.out):
                     raise QuantizationError(
                         "its GEMM writes it quantized (fp8_output, fp8_grad or FP8 attention), so it never exists in"
                         " high precision"
                     )
-                self._inspect(event.layer, tensor, asked[0], given)
+                module = self._modules[event.layer]
+                arguments = {
+                    "tensor_name": tensor,
+                    "iteration": iteration,
+                    "tp_group": getattr(module, "tp_group", None),
+                    "tp_size": getattr(module, "tp_size", 1),
+                    **given,
+                }
+                self._api.show(observers[tensor], event.layer, tensor, arguments)
             except Exception as error:
                 self._report("observing", f"{event.layer} {tensor}", error)
 
-    def _inspect(self, layer: str, tensor: str, iteration: int, given: Mapping[str, Any]) -> None:
-        module = self._modules[layer]
-        self._namespace.inspect_tensor(
-            layer_name=layer,
-            tensor_name=tensor,
-            iteration=iteration,
-            tp_group=getattr(module, "tp_group", None),
-            tp_size=getattr(module, "tp_size", 1),
-            **given,
-        )
 
-
-def _tensors(event: GemmEvent, due: frozenset[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _tensors(event: GemmEvent, due: Container[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The tensors of a GEMM that are looked at: each operand in the first GEMM that reads it, and the result."""
     for operand in event.operands:
         if operand.first and operand.tensor in due:
-            yield (
-                operand.tensor,
-                {
-                    "tensor": operand.high,
-                    "rowwise_quantized_tensor": operand.given,
-                    "columnwise_quantized_tensor": operand.given,
-                    "quantizer": getattr(operand.given, "_quantizer", None),
-                },
-            )
+            yield operand.tensor, _arguments(operand.high, operand.given)
     result = RESULT[event.gemm]
     if result in due and event.out is not None:
-        yield result, {"tensor": event.out}
+        yield result, _arguments(event.out, None)
+
+
+def _arguments(high: torch.Tensor | None, given: Any) -> Mapping[str, Any]:
+    return {
+        "tensor": high,
+        "rowwise_quantized_tensor": given,
+        "columnwise_quantized_tensor": given,
+        "quantizer": getattr(given, "_quantizer", None),
+    }

@@ -2,14 +2,13 @@
 
 <log_dir>/precision_records/<run_id>/seg-000/...
 
-What a step hands over is in the files :data:`FLUSH_SECONDS` later at the latest, unless the disk is slower than the
-training. A process that is killed loses what was handed over since; docs/records.md says more.
+What a step hands over is in the files ``FLUSH_SECONDS`` (``records/writer_thread.py``) later at the latest, unless the
+disk is slower than the training. A process that is killed loses what was handed over since; docs/records.md says more.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -18,15 +17,13 @@ from typing import NamedTuple
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.records.model import Event, EventSink, RunInfo, Scalars, StepRecords
+from te_precision_callbacks.records.writer_thread import WriterThread
 from te_precision_callbacks.store.files import FOLDER, make_segment, new_run_id
 from te_precision_callbacks.store.launches import find_segment
 from te_precision_callbacks.store.limits import DEFAULT_LIMIT
 from te_precision_callbacks.store.recording import Facts, Place, Recording, Step, own_numbers
 
 logger = logging.getLogger(__name__)
-
-FLUSH_SECONDS = 2.0
-"""The seconds from one writing to the next."""
 
 MOST_WAITING = 1 << 24
 """The values that may wait for the thread, some 300 MB; a step beyond them is left out."""
@@ -72,12 +69,10 @@ class RecordSink(EventSink):
         self._limit = limit
         self._run: RunInfo | None = None
         self._info: RunInfo
-        self._jobs: deque[_Job] = deque()
         self._given = 0  # values, counted by the training's thread
         self._taken = 0  # values, counted by the sink's thread
-        self._wake = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._thread: WriterThread[_Job] = WriterThread("te-precision records", self._write_waiting)
+        self._recording: Recording | None = None
         self._said = Notices()
         self._last_records: StepRecords | None = None
         self._last_step: float | None = None
@@ -145,30 +140,17 @@ class RecordSink(EventSink):
         Raises:
             RecordingError: something could not be written.
         """
-        if self._run is not None:
-            if self._failure is None:
-                self._put(_End(error))
-            self._run = None
-        self._wake.set()
-        while self._thread is not None and self._thread.is_alive():
-            self._thread.join(1.0)
+        self._put(_End(error))
+        self._run = None
+        self._thread.finish()
         self._raise_failure()
 
     def _put(self, job: _Job) -> None:
-        if self._failure is not None or self._run is None:
-            return
-        self._jobs.append(job)
-        if self._thread is None:
-            thread = threading.Thread(target=self._work, name="te-precision records", daemon=True)
-            try:
-                thread.start()
-                self._thread = thread
-            except RuntimeError:  # the interpreter is ending, and no longer starts threads
-                if isinstance(job, _End):
-                    self._work()
+        if self._run is not None:
+            self._thread.put(job)
 
     def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
+        failure = self._thread.take_failure()
         if failure is not None:
             self._run = None
             why = failure if str(failure) else type(failure).__name__
@@ -179,39 +161,35 @@ class RecordSink(EventSink):
 
     # ------------------------------------------------------------------ in the sink's own thread
 
-    def _work(self) -> None:
-        recording: Recording | None = None
+    def _write_waiting(self, jobs: deque[_Job]) -> bool:
+        """Write what waits; returns whether that was the end."""
         try:
-            ended = False
-            while not ended:
-                self._wake.wait(FLUSH_SECONDS)
-                recording, ended = self._write_waiting(recording)
-        except BaseException as error:
-            self._failure = error
-            self._jobs.clear()
-            if recording is not None:
-                recording.leave()
+            return self._write_all(jobs)
+        except BaseException:
+            if self._recording is not None:
+                self._recording.leave()
+            raise
 
-    def _write_waiting(self, recording: Recording | None) -> tuple[Recording | None, bool]:
-        """Write what waits; returns the recording, and whether that was the end."""
-        while self._jobs:
-            job = self._jobs[0]
-            if recording is None and self._concerns(job) and self._find():
-                recording = self._recording()
-            if recording is None and self._concerns(job):
-                return None, False  # until rank 0 has begun
-            self._jobs.popleft()
+    def _write_all(self, jobs: deque[_Job]) -> bool:
+        while jobs:
+            job = jobs[0]
+            if self._recording is None and self._concerns(job):
+                if not self._find():
+                    return False  # until rank 0 has begun
+                self._recording = self._begin_recording()
+            jobs.popleft()
             if isinstance(job, Step):
                 self._taken += len(job.records)
             if isinstance(job, _End):
-                if recording is not None:
-                    recording.end(job.error)
-                return recording, True
-            if recording is not None and self._concerns(job):
-                recording.take(job)
-        if recording is not None:
-            recording.flush()
-        return recording, False
+                if self._recording is not None:
+                    self._recording.end(job.error)
+                    self._recording = None
+                return True
+            if self._recording is not None and self._concerns(job):
+                self._recording.take(job)
+        if self._recording is not None:
+            self._recording.flush()
+        return False
 
     def _concerns(self, job: _Job) -> bool:
         """Whether something has to be written on this rank."""
@@ -236,7 +214,7 @@ class RecordSink(EventSink):
                 raise RecordingError("rank 0 has begun no segment")
         return self.place is not None
 
-    def _recording(self) -> Recording:
+    def _begin_recording(self) -> Recording:
         if self.place is None:
             raise RecordingError("no segment was begun")
         return Recording(self._runs, self.place, self._info, writes_reduced=self.writes_reduced, limit=self._limit)

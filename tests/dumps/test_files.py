@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import re
-import resource
 import signal
 import subprocess
 import threading
@@ -32,6 +31,7 @@ from te_precision_callbacks.dumps.header import SCHEMA
 from te_precision_callbacks.dumps.names import numbered
 from tests.dumps.storages import random_bytes, some_mxfp8, some_nvfp4
 from tests.forked import executable
+from tests.full_disk import files_up_to
 from tests.reference.processes import REPOSITORY
 
 X = torch.randn(40, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -688,14 +688,10 @@ def test_a_file_that_does_not_fit_on_the_disk(tmp_path: Path, way: str, file_for
     path = tmp_path / "a"
     dumps.save(X, path, file_format=file_format)
     before = path.read_bytes()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
+    with files_up_to(100_000):
         for name in ("a", "b"):
             with pytest.raises(dumps.DumpError, match=rf"/{name}: cannot be written: .*No part of the file is left"):
                 dumps.save(torch.zeros(100_000), tmp_path / name, file_format=file_format)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert os.listdir(tmp_path) == ["a"]
     assert path.read_bytes() == before
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import resource
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ from te_precision_callbacks.dumps import disk
 from te_precision_callbacks.dumps.writer import Writer
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests import forked
+from tests.full_disk import files_up_to
 
 TENSORS = ["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
 SCRIPT = Path(__file__).with_name("dumps_script.py")
@@ -459,17 +457,6 @@ def test_all_is_written_in_a_run_whose_disk_is_slow(tmp_path: Path, monkeypatch:
         assert torch.equal(dump.tensors["high_precision"], random(seed))
 
 
-@contextmanager
-def largest_file(nbytes: int) -> Iterator[None]:
-    """Writing beyond this fails, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize("file_format", ["safetensors", "torch"])
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_file_that_cannot_be_written(
@@ -481,7 +468,7 @@ def test_a_file_that_cannot_be_written(
 
     def run() -> None:
         asked = config(file_format=file_format)
-        with InspectSession(asked, model=net, log_dir=tmp_path, strict=strict) as session, largest_file(1 << 19):
+        with InspectSession(asked, model=net, log_dir=tmp_path, strict=strict) as session, files_up_to(1 << 19):
             for size in (16, 1 << 14, 16, 16):
                 step(session, net, random(0, size, 32))
                 session._run.observation.recorder._disk._writer.drain()

@@ -19,9 +19,9 @@ from nvdlfw_inspect.registry import Registry
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
 from te_precision_callbacks.engine.kernels import native
+from te_precision_callbacks.records import writer_thread
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.session.upstream import Snapshot
-from te_precision_callbacks.store import sink
 from tests.conftest import feature, statistics
 
 LAYERS = 8
@@ -78,7 +78,7 @@ def growth(net: torch.nn.Module, step: Callable[[], Any], first: int, last: int)
 @pytest.mark.slow
 def test_memory_stays_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "PAYS_FROM", 0)  # it is compiled in the first step, not in a later one
-    monkeypatch.setattr(sink, "FLUSH_SECONDS", 0.001)
+    monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.001)
     net = model()
     with InspectSession(CONFIG, model=net, log_dir=tmp_path) as session:
 

@@ -49,12 +49,13 @@ def records(iteration: int, table: SeriesTable, values: list[float], **keywords:
 def write_until_killed(folder: Path) -> None:
     """Write steps through the sink as fast as a training would, and print the iteration of each after it was handed
     over, with the time."""
-    from te_precision_callbacks.store import sink as sinks
+    from te_precision_callbacks.records import writer_thread
     from te_precision_callbacks.store import writing
+    from te_precision_callbacks.store.sink import RecordSink
 
-    sinks.FLUSH_SECONDS = 0.05
+    writer_thread.FLUSH_SECONDS = 0.05
     writing.SEAL_BYTES = 20_000  # a part every few steps, so that the kill also comes in the middle of a sealing
-    table, sink = SeriesTable(), sinks.RecordSink(folder)
+    table, sink = SeriesTable(), RecordSink(folder)
     sink.start(info(folder))
     for iteration in range(10**9):
         sink.write(records(iteration, table, [float(iteration)] * 50))

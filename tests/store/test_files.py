@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.records import writer_thread
 from te_precision_callbacks.statistics.series import SeriesTable
 from te_precision_callbacks.store import (
     NotARunError,
@@ -32,11 +31,11 @@ from te_precision_callbacks.store import (
     open_run,
     writing,
 )
-from te_precision_callbacks.store import sink as sinks
 from te_precision_callbacks.store.limits import DEFAULT_LIMIT, record_limit
 from te_precision_callbacks.store.sink import RecordingError, RecordSink
 from te_precision_callbacks.store.tables import LOCAL, STEP0
 from tests.forked import REPOSITORY, executable
+from tests.full_disk import files_up_to
 from tests.store.making import info, records, write_run
 
 
@@ -392,23 +391,10 @@ def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- the sink
 
 
-@contextlib.contextmanager
-def files_up_to(nbytes: int) -> Iterator[None]:
-    """No file can grow above a size, as if the disk were full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
-
-
 def test_a_full_disk_ends_the_recording_and_leaves_what_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sinks, "FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
     table, sink = SeriesTable(), RecordSink(tmp_path)
     sink.start(info(tmp_path))
     failed = None
@@ -434,7 +420,7 @@ def test_a_full_disk_ends_the_recording_and_leaves_what_was_written(
 def test_the_limit_ends_the_statistics_and_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sinks, "FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
     table, sink = SeriesTable(), RecordSink(tmp_path, limit=100_000)
     sink.start(info(tmp_path))
     for iteration in range(100):

@@ -23,9 +23,9 @@ from te_precision_callbacks import (
 )
 from te_precision_callbacks.debug_utils import ActivationOverflowError
 from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.records import writer_thread
 from te_precision_callbacks.session import PrecisionContractError
 from te_precision_callbacks.store import RecordedRun, list_runs, open_run
-from te_precision_callbacks.store import sink as sinks
 from tests.accelerate import loops
 from tests.conftest import Keeper, feature, statistics
 from tests.lightning.models import Plain, loader
@@ -267,7 +267,7 @@ def test_an_option_that_is_none(tmp_path: Path) -> None:
 def test_training_goes_on_with_a_full_disk_and_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sinks, "FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
     model = te.Linear(32, 32)
     with InspectSession(statistics(), model=model, log_dir=tmp_path, statistics_log="off") as session:
         train(session, model, 3)
