@@ -11,6 +11,7 @@ float64 terms that have no rounding, or one. Paths:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from measuring import Mode, arguments, machine, report, upstream_functions
 
 from te_precision_callbacks import reference
-from te_precision_callbacks.engine.kernels import eager, native
+from te_precision_callbacks.engine.kernels import eager, measured_by, native
 from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, MAXIMA, MOMENT_SUMS, SCALE_MAXIMA, SCALE_SUMS
 from te_precision_callbacks.statistics.table import STATISTICS
 
@@ -103,7 +104,7 @@ def main(given: list[str] | None = None) -> None:
         expected = exact(x, codes.view(torch.float8_e4m3fn).float() * scale_inv)
         paths = {
             "float64": ours(eager.measure, x, codes, scale_inv),
-            "C++": ours(native.measure, x, codes, scale_inv),
+            "C++": ours(functools.partial(measured_by, native.add), x, codes, scale_inv),
             "TE": upstream(x.view(-1, 64), quantized),
         }
         for path, found in paths.items():

@@ -52,7 +52,6 @@ def case_of(tensors: int, repeats: int, folder: Path) -> dict[str, Any]:
 
     from te_precision_callbacks.engine import kernels
     from te_precision_callbacks.engine.engine import StatisticsEngine
-    from te_precision_callbacks.engine.kernels import native
     from te_precision_callbacks.records import MetricSelection, RunInfo, StatisticsLog, StepRecords, writer_thread
     from te_precision_callbacks.records.worst import RunStatistics
     from te_precision_callbacks.statistics.names import tensor_request
@@ -83,16 +82,12 @@ def case_of(tensors: int, repeats: int, folder: Path) -> dict[str, Any]:
 
         return timed
 
-    passes = (  # the pass in C++ merges its result itself
-        mock.patch.object(kernels, "measure", timed_pass(kernels.measure)),
-        mock.patch.object(native, "add", timed_pass(native.add)),
-    )
     writer_thread.FLUSH_SECONDS = 0.02  # the wait for the thread is short
     for iteration in range(1 + repeats):
         if iteration == 1:
             best.clear()
         spent |= {"note_us": 0.0, "measure_us": 0.0, "pass_us": 0.0}
-        with passes[0], passes[1], torch.no_grad():  # as in an autograd Function
+        with mock.patch.object(kernels, "add", timed_pass(kernels.add)), torch.no_grad():  # as in an autograd Function
             for number in range(tensors):
                 layer, tensor = f"layers.{number // 3}.fc1", ("activation", "weight", "gradient")[number % 3]
                 start = time.perf_counter()

@@ -197,7 +197,10 @@ class TransformerEngineAPI(UpstreamAPI):
             return self._ask(calls, key, arguments)
         if api_name == "modify_tensor":
             return self._modify(calls, key, arguments)
-        self._show(self._due(calls, key), key, arguments)
+        try:
+            self._show(self._due(calls, key), key, arguments)
+        finally:
+            self.measure()
         return None
 
     def _calls(self, key: tuple[str, str, str | None, str | None], passed: frozenset[str]) -> list[_Call]:
@@ -229,7 +232,7 @@ class TransformerEngineAPI(UpstreamAPI):
         return _answer(observer.asked, layer, {"tensor_name": tensor, "iteration": iteration})
 
     def show(self, looking: Sequence[Observer], layer: str, tensor: str, arguments: Mapping[str, Any]) -> None:
-        """Show a tensor to features.
+        """Show a tensor to features; :meth:`measure` must come before the tensor changes.
 
         Args:
             looking: the features.
@@ -240,6 +243,10 @@ class TransformerEngineAPI(UpstreamAPI):
             FeatureError: a feature failed; the others have got the tensor.
         """
         self._show([observer.look for observer in looking], (layer, "inspect_tensor", tensor, None), arguments)
+
+    def measure(self) -> None:
+        """Compute what features want to know of the tensors that they were shown."""
+        self.observation.engine.measure()
 
     def _find(self, key: tuple[str, str, str | None, str | None], passed: frozenset[str]) -> list[_Call]:
         """The features of a layer that have a call, with their options for the tensor and GEMM."""
@@ -307,7 +314,6 @@ class TransformerEngineAPI(UpstreamAPI):
                 self._note_once(call, key)
             except FeatureError as error:  # the tensor's other features get it all the same
                 failures.append(error)
-        self.observation.engine.measure()
         if failures:
             raise failures[0]
 

@@ -2,7 +2,7 @@
 
     engine = StatisticsEngine()
     engine.note(Watched(...), requests)       # the statistics that a feature asks for
-    engine.measure()                          # one pass for all notes of that tensor; nothing waits for the device
+    engine.measure()                          # one pass for all notes of a tensor; nothing waits for the device
     measurements = engine.flush(reduce=True)  # at the end of the step, on all ranks
 
 A run has one engine, in its :class:`te_precision_callbacks.observation.Observation`. The engine knows neither trainers
@@ -27,13 +27,13 @@ import torch.distributed as dist
 
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.blockwise import RANGE_MAXIMA, RANGE_SUMS, largest_range
-from te_precision_callbacks.engine.kernels import native
 from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
     MAXIMA,
     MOMENT_SUMS,
     SCALE_MAXIMA,
     SCALE_SUMS,
+    Pending,
 )
 from te_precision_callbacks.engine.kernels.eager import scale_columns
 from te_precision_callbacks.engine.quantization import (
@@ -147,7 +147,7 @@ class StatisticsEngine:
         self._readings: WeakKeyDictionary[Rows, _Reading] = WeakKeyDictionary()
         self._slots = Segments()
         self._reduction = Reduction()
-        self._noted: tuple[Watched, list[Sequence[Request]]] | None = None
+        self._noted: list[tuple[Watched, list[Sequence[Request]]]] = []
         self._plans: dict[tuple[tuple[int, ...], str | None], _Plan] = {}
         self._weights_seen: set[SegmentKey] = set()
         self.notices = Notices()
@@ -162,24 +162,41 @@ class StatisticsEngine:
         self._plans.clear()
 
     def note(self, watched: Watched, requests: Sequence[Request]) -> None:
-        """Note statistics to compute of a tensor; :meth:`measure` computes all notes of the tensor in one pass."""
-        if self._noted is not None and self._noted[0].values is watched.values:
-            self._noted[1].append(requests)
-        else:
-            self.measure()
-            self._noted = (watched, [requests])
+        """Note statistics to compute of a tensor, which :meth:`measure` reads: it must not change before."""
+        if self._noted:
+            last, asked = self._noted[-1]
+            if last.values is watched.values and (last.layer, last.tensor) == (watched.layer, watched.tensor):
+                asked.append(requests)
+                return
+        self._noted.append((watched, [requests]))
 
     def measure(self) -> None:
-        """Measure what was noted."""
-        if self._noted is not None:
-            (watched, requests), self._noted = self._noted, None
-            self.has_news, self.iteration = True, watched.iteration
-            with _ready():
-                self._measure(watched, requests)
+        """Measure what was noted, each tensor in one pass, and those that are noted together in one launch of a GPU.
 
-    def _measure(self, watched: Watched, asked: Sequence[Sequence[Request]]) -> None:
-        measuring = _Measuring(self, watched)
-        measuring.run(self._plan(asked, measuring.unquantized_as))
+        The tensors that can be measured are, if others raise.
+        """
+        if self._noted:
+            noted, self._noted = self._noted, []
+            self.has_news, self.iteration = True, noted[-1][0].iteration
+            with _ready():
+                self._measure(noted)
+
+    def _measure(self, noted: Iterable[tuple[Watched, Sequence[Sequence[Request]]]]) -> None:
+        together: dict[torch.device, list[Pending]] = {}
+        failure: Exception | None = None
+        for watched, asked in noted:
+            try:
+                measuring = _Measuring(self, watched)
+                pending = measuring.run(self._plan(asked, measuring.unquantized_as))
+            except Exception as error:
+                failure = failure or error
+                continue
+            if pending is not None:
+                together.setdefault(pending.values.device, []).append(pending)
+        for device, pendings in together.items():
+            kernels.add(pendings, *self._slots.on(device))
+        if failure is not None:
+            raise failure
 
     def _plan(self, asked: Sequence[Sequence[Request]], unquantized_as: str | None) -> _Plan:
         """What must be measured. Features ask with the same tuples in each step, so it is found once for each."""
@@ -406,7 +423,6 @@ def _wanted(asked: Iterable[Iterable[Request]], unquantized_as: str | None) -> _
 
 _OF_TENSORS = (Of.TENSOR, Of.EXPONENTS)
 _OF_CODES = (Of.QUANTIZED, Of.SCALES)
-_NOWHERE = (None, None)
 _MOMENTS = _Kind(Of.TENSOR)
 _EXPONENTS = _Kind(Of.EXPONENTS)
 
@@ -430,7 +446,7 @@ class _Measuring:
         if watched.values is None and self._quantized is not None:
             self._values = self._quantized.dequantize().detach()
         else:
-            self._values = torch.empty(0) if watched.values is None else watched.values.detach()
+            self._values = _plain(watched.values)
         placement = engine.placements.get(watched.layer)
         self._contributes = placement is None or placement.contributes(watched.tensor)
         self._shard: int | None = None
@@ -447,28 +463,32 @@ class _Measuring:
             return None
         return self._recipe if self._recipe in RECIPES else "fp8_current_scaling"
 
-    def run(self, plan: _Plan) -> None:
-        """Measure the kinds that are wanted, and merge the results into the slots."""
+    def run(self, plan: _Plan) -> Pending | None:
+        """Measure the kinds that are wanted, and merge the results into the slots.
+
+        Returns:
+            What a pass has to do for it, if one pass gives all; None: it is done.
+        """
         slots, seen = self._engine._slots, self._engine._weights_seen
         self._segments = plan.segments.setdefault((self._watched.layer, self._watched.tensor, self._shard), {})
         for kind, requests in plan.wanted.items():
             segment = self._segment(kind)
-            if segment.key in seen or not self._values.numel():
+            if (seen and segment.key in seen) or not self._values.numel():
                 slots.ask(segment, requests)
             else:
                 self._wanted[kind] = requests
-        if self._wanted:
-            self._run()
+        return self._run() if self._wanted else None
 
-    def _run(self) -> None:
+    def _run(self) -> Pending | None:
         held: dict[_Form, PerTensor | InBlocks | None] = {}
         for form in dict.fromkeys(kind.form for kind in self._wanted if kind.form is not None):
             try:
                 held[form] = self._held(form)
             except Exception as error:
                 self._failed(form, error)
-        if self._add_at_once(held):
-            return
+        pending = self._in_one_pass(held)
+        if pending is not None:
+            return pending
         codes = next((found for found in held.values() if isinstance(found, PerTensor)), None)
         if self._watched.values is None:
             codes = None  # there is nothing to compare them with
@@ -476,58 +496,61 @@ class _Measuring:
         amax = None
         simulated = None in held.values()
         if _MOMENTS in self._wanted or _EXPONENTS in self._wanted or codes is not None or simulated:
+            histogram = _EXPONENTS in self._wanted
             sums, maxima = kernels.measure(
                 self._values,
                 None if codes is None else codes.codes,
                 None if codes is None else codes.scale_inv,
                 e5m2=codes is not None and codes.e5m2,
-                histogram=_EXPONENTS in self._wanted,
+                histogram=histogram,
             )
             amax = maxima[:2].amax() if simulated else None
+            at = kernels.layout(codes=codes is not None, histogram=histogram).places
             if _MOMENTS in self._wanted:
                 self._merge(_MOMENTS, (sums[: len(MOMENT_SUMS)], maxima[: len(MAXIMA)]))
-            start = len(MOMENT_SUMS)
             if codes is not None:
-                middle = start + len(COMPARISON_SUMS)
-                of_codes[Of.QUANTIZED] = sums[start:middle], None
-                start = middle + len(SCALE_SUMS)
-                of_codes[Of.SCALES] = sums[middle:start], maxima[len(MAXIMA) :]
-            if _EXPONENTS in self._wanted:
-                self._merge(_EXPONENTS, (sums[start:], None))
+                of_codes[Of.QUANTIZED] = sums[at.compared : at.scales], None
+                of_codes[Of.SCALES] = sums[at.scales :][: len(SCALE_SUMS)], maxima[at.scale_maxima :]
+            if histogram:
+                self._merge(_EXPONENTS, (sums[at.exponents :], None))
         for kind in self._wanted:
             if kind.blocks is not None:
                 self._merge(kind, (None, largest_range(self._values, kind.blocks)))
         for form, found in held.items():
             self._compare(form, found, of_codes, amax)
+        return None
 
-    def _add_at_once(self, held: Mapping[_Form, PerTensor | InBlocks | None]) -> bool:
-        """Measure by the pass in C++, which merges into the slots itself, if it gives all that is wanted."""
+    def _in_one_pass(self, held: Mapping[_Form, PerTensor | InBlocks | None]) -> Pending | None:
+        """What a pass has to do that gives all that is wanted; None if it does not."""
         form, codes = next(iter(held.items()), (None, None))
-        if len(held) > 1 or not (form is None or isinstance(codes, PerTensor)) or not native.takes(self._values):
-            return False
+        if len(held) > 1 or not (form is None or isinstance(codes, PerTensor)):
+            return None
         if self._watched.values is None:  # there is nothing to compare codes with
-            return False
-        wanted: dict[Of, _Kind] = {}
+            return None
+        at: dict[Of, Segment] = {}
         for kind in self._wanted:
             if kind.blocks is not None or kind.of not in (_OF_CODES if kind.form is not None else _OF_TENSORS):
-                return False
+                return None
             if kind.form is not None and kind.form != form:
-                return False  # it could not be read
-            wanted[kind.of] = kind
-        slots = self._engine._slots
-        segments = {of: self._segment(kind) for of, kind in wanted.items()}  # a new one may move the others
-        at = {of: slots.places(segment) for of, segment in segments.items()}
-        moments, maxima = at.get(Of.TENSOR, _NOWHERE)
-        scales, scale_maxima = at.get(Of.SCALES, _NOWHERE)
-        compared, exponents = at.get(Of.QUANTIZED, _NOWHERE)[0], at.get(Of.EXPONENTS, _NOWHERE)[0]
-        places = native.Places(maxima, moments, compared, scale_maxima, scales, exponents)
-        if isinstance(codes, PerTensor):
-            native.add(self._values, codes.codes, codes.scale_inv, places, e5m2=codes.e5m2)
-        else:
-            native.add(self._values, None, None, places)
-        for kind in wanted.values():
+                return None  # it could not be read
+            at[kind.of] = segment = self._segment(kind)
+            if segment.device != self._values.device:  # the layer was moved within the step
+                return None
+        moments, scales = at.get(Of.TENSOR), at.get(Of.SCALES)
+        places = kernels.Places(
+            moments=-1 if moments is None else moments.sum_start,
+            maxima=-1 if moments is None else moments.maximum_start,
+            compared=at[Of.QUANTIZED].sum_start if Of.QUANTIZED in at else -1,
+            scales=-1 if scales is None else scales.sum_start,
+            scale_maxima=-1 if scales is None else scales.maximum_start,
+            exponents=at[Of.EXPONENTS].sum_start if Of.EXPONENTS in at else -1,
+        )
+        for kind in self._wanted:
             self._asked(kind)
-        return True
+            at[kind.of].measured = True
+        if isinstance(codes, PerTensor):
+            return Pending(self._values, codes.codes, codes.scale_inv, codes.e5m2, places)
+        return Pending(self._values, None, None, False, places)
 
     def _held(self, form: _Form) -> PerTensor | InBlocks | None:
         """The quantized data of a form that a GEMM of the layer reads; None where the form must be simulated."""
@@ -649,6 +672,14 @@ class _Measuring:
             if kind.form == form and kind.of in of
             for request in requests
         )
+
+
+def _plain(values: torch.Tensor | None) -> torch.Tensor:
+    """The tensor without gradients and, if it is a parameter, its data; none has no elements."""
+    if values is None:
+        return torch.empty(0)
+    # Nothing here asks for gradients; an operation of torch between GEMMs takes as long as the rest of a small tensor.
+    return values if type(values) is torch.Tensor else values.detach()
 
 
 def _rank_in(group: dist.ProcessGroup | None) -> int:

@@ -34,8 +34,8 @@ class SegmentKey(NamedTuple):
     shard: int | None = None
 
 
-Parts = tuple[int, torch.Tensor, torch.Tensor, int, int]
-"""A version, sums and maxima, and the address of each."""
+Parts = tuple[int, torch.Tensor, torch.Tensor]
+"""A version, sums and maxima."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Segment:
         due: the labels that were asked for since the last flush.
         measured: whether anything was merged into the segment since the last flush.
         asked: what was asked for last since the last flush; None: nothing.
-        parts: the range of each vector, with its address, and the version of the vectors in which it is that.
+        parts: the range of each vector, and the version of the vectors in which it is that.
     """
 
     key: SegmentKey
@@ -156,7 +156,7 @@ class Segments:
     def merge(self, segment: Segment, sums: torch.Tensor | None, maxima: torch.Tensor | None) -> None:
         """Add a measurement to a segment. Tensors on another device are moved to the segment's."""
         segment.measured = True
-        _, kept_sums, kept_maxima, _, _ = self._parts(segment)
+        _, kept_sums, kept_maxima = self._parts(segment)
         # Asking where a tensor is costs less than a call of torch that has nothing to do.
         if sums is not None:
             kept_sums.add_(sums if sums.device == segment.device else sums.to(segment.device))
@@ -164,19 +164,19 @@ class Segments:
             maxima = maxima if maxima.device == segment.device else maxima.to(segment.device)
             torch.maximum(kept_maxima, maxima, out=kept_maxima)
 
-    def places(self, segment: Segment) -> tuple[int, int]:
-        """The addresses of a segment's sums and maxima, for a caller that merges a measurement itself, at once."""
-        segment.measured = True
-        return self._parts(segment)[3:]
-
     def _parts(self, segment: Segment) -> Parts:
         parts = segment.parts
         if parts is None or parts[0] != self.version:
             on = self._devices[segment.device]
             sums = on.sums.part(segment.sum_start, len(segment.sums))
             maxima = on.maxima.part(segment.maximum_start, len(segment.maxima))
-            parts = segment.parts = (self.version, sums, maxima, sums.data_ptr(), maxima.data_ptr())
+            parts = segment.parts = (self.version, sums, maxima)
         return parts
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sums and the maxima on a device that has segments, until there is another segment."""
+        found = self._devices[device]
+        return found.sums.content, found.maxima.content
 
     def vectors(self) -> Iterator[tuple[torch.device, torch.Tensor, torch.Tensor]]:
         """Device, sums and maxima of each device."""

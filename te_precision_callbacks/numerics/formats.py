@@ -16,6 +16,7 @@ E4M3 and E5M2: "OCP 8-bit Floating Point Specification (OFP8)", revision 1.0. E2
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -182,12 +183,10 @@ class FloatFormat:
         numbers = wide.view(torch.float16).to(torch.float32)
         if self.bias != 15:
             numbers.mul_(2.0 ** (15 - self.bias))
-        above = codes & 0x7F
-        if numbers.numel() and int(above.amax()) > self.max_code:
-            for code in range(self.max_code + 1, 0x80):
-                value = self.value(code)
-                numbers.masked_fill_(above == code, value)
-                numbers.masked_fill_(codes == (code | 0x80), -value)
+        if self.specials is Specials.ONE_NAN and numbers.numel():
+            magnitude = codes & 0x7F
+            if int(magnitude.amax()) > self.max_code:
+                numbers.masked_fill_(magnitude > self.max_code, math.nan)
         return numbers
 
 

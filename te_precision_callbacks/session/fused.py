@@ -272,7 +272,7 @@ class FusedObservation:
     def __call__(self, event: GemmEvent) -> None:
         """Call the features that look at a tensor of a GEMM."""
         asked = self._due.get(event.layer)
-        if asked is None or event.kind is not ForwardKind.OBSERVED:
+        if asked is None or not asked[1].observers or event.kind is not ForwardKind.OBSERVED:
             return
         iteration, (observers, _) = asked
         for tensor, given in _tensors(event, observers):
@@ -293,6 +293,10 @@ class FusedObservation:
                 self._api.show(observers[tensor], event.layer, tensor, arguments)
             except Exception as error:
                 self._report("observing", f"{event.layer} {tensor}", error)
+        try:
+            self._api.measure()
+        except Exception as error:
+            self._report("observing", f"{event.layer} {event.gemm}", error)
 
 
 def _tensors(event: GemmEvent, due: Container[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_precision_callbacks.engine import kernels
-from te_precision_callbacks.engine.kernels import compiled, eager, native
+from te_precision_callbacks.engine.kernels import compiled, eager, measured_by, native
 from te_precision_callbacks.engine.kernels.columns import MOMENT_SUMS
 from tests.engine import exact
 from tests.reference.processes import python
@@ -52,7 +52,7 @@ def measure(way: str) -> Measure:
     def measure(values: torch.Tensor, codes: torch.Tensor | None = None, *args: Any, **options: Any) -> exact.Columns:
         if way != "eager":
             in_cpp = values.dtype in (torch.float32, torch.bfloat16, torch.float16)
-            assert kernels._pass_for(values) is (native if in_cpp else eager).measure
+            assert kernels._pass_for(values) is (native if in_cpp else eager).add
             sums, maxima = kernels.measure(values, codes, *args, **options)
         else:
             sums, maxima = eager.measure(values, codes, *args, **options)
@@ -239,7 +239,7 @@ def test_the_bounds_hold(name: str, measure: Measure, assert_same: Same) -> None
 def test_the_bounds_are_needed() -> None:
     """Sums in float are seen here, so that the tests above do not pass for want of any."""
     values = ADVERSARIAL["all roundings go up"]
-    off = native.measure(values)[0][MOMENT_SUMS.index("sum")].item() / math.fsum(values.tolist()) - 1
+    off = measured_by(native.add, values)[0][MOMENT_SUMS.index("sum")].item() / math.fsum(values.tolist()) - 1
     assert 2 * 2.0**-24 < off < 7 * 2.0**-24
 
 
@@ -340,10 +340,10 @@ def test_codes_of_another_layout(measure: Measure, assert_same: Same) -> None:
 def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
     values, before = normal(9 * 2**16 + 17) * 1e3, torch.get_num_threads()
     codes, scale_inv = quantized(values, 3.0)
-    expected = native.measure(values, codes, scale_inv)
+    expected = measured_by(native.add, values, codes, scale_inv)
     try:
         torch.set_num_threads(threads)
-        found = native.measure(values, codes, scale_inv)
+        found = measured_by(native.add, values, codes, scale_inv)
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
@@ -355,7 +355,7 @@ def test_every_length_up_to_two_vectors(dtype: torch.dtype) -> None:
     values = special(0.0, INF, NAN, -0.0)[:40].to(dtype)
     codes, scale_inv = quantized(values, 0.01)
     for length in range(41):
-        found = native.measure(values[:length], codes[:length], scale_inv)
+        found = measured_by(native.add, values[:length], codes[:length], scale_inv)
         if length:
             expected = exact.columns(values[:length], codes[:length], scale_inv)
             assert_nearly(exact.named(*found, compared=True), expected)
@@ -408,7 +408,7 @@ def test_without_a_compiler(module: Any, monkeypatch: pytest.MonkeyPatch, caplog
 
     monkeypatch.setattr(config.cpp, "cxx", ("/no/such/compiler",))
     assert "C++ compiler" in measured_twice_with_one_warning(module, caplog)
-    assert kernels._pass_for(normal(PRIME)) is eager.measure
+    assert kernels._pass_for(normal(PRIME)) is eager.add
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -423,7 +423,7 @@ def test_where_compiling_fails(module: Any, monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(CppCodeCache, "load", fail)
     message = measured_twice_with_one_warning(module, caplog)
     assert "RuntimeError: no space left on device)" in message
-    assert kernels._pass_for(normal(PRIME)) is eager.measure
+    assert kernels._pass_for(normal(PRIME)) is eager.add
 
 
 A_PROCESS_OF_ITS_OWN = """
@@ -631,7 +631,7 @@ def test_a_triton_kernel_that_fails_is_replaced_for_good(
     monkeypatch.setattr(kernels, "_on_gpu", kernels._with_triton)
     x = torch.tensor([1.0, -2.0, 0.0])
     for _ in range(2):
-        sums, maxima = kernels._gpu_pass()(x)
+        sums, maxima = measured_by(kernels._gpu_pass(), x)
         assert sums.tolist() == [3, 0, 1, -1, 5, 3]
         assert maxima.tolist() == [1, 2, -1]
     assert [record.levelname for record in caplog.records] == ["WARNING"]

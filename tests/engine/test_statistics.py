@@ -478,6 +478,6 @@ def test_what_the_pass_adds_to_the_slots_itself_is_what_is_merged(
         patch.setattr(native, "add", lambda *given, **named: (added.append(1), add(*given, **named)))
         found = step()
     assert len(added) == 2 * 60
-    monkeypatch.setattr(_Measuring, "_add_at_once", lambda *_: False)
+    monkeypatch.setattr(_Measuring, "_in_one_pass", lambda *_: None)
     assert found == step()
     assert len(found) == 60 * 4 + 40 * 4

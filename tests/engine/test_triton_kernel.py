@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import operator
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +25,11 @@ from te_precision_callbacks.engine.kernels.columns import (
     MOMENT_SUMS,
     SCALE_MAXIMA,
     SCALE_SUMS,
+    WIDTHS,
+    Pending,
+    Places,
+    layout,
+    measured_by,
 )
 from tests.engine.exact import scale, statistic
 
@@ -512,11 +518,12 @@ def test_the_host_neither_waits_nor_copies(
     kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, view: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     monkeypatch.setattr(kernel, "_measure", Launch())
+    monkeypatch.setattr(kernel, "_merge", Launch())
     values = view(torch.zeros(400, 300, dtype=torch.bfloat16))
     codes, scale_inv = torch.zeros(values.shape, dtype=torch.uint8), torch.ones(1)
     with Operations() as operations:
         kernel.measure(values, codes, scale_inv, histogram=True)
-    assert operations.names <= {"detach", "view", "empty", "slice", "sum", "amax"}
+    assert operations.names <= {"detach", "view", "empty", "zeros", "full"}
     assert operations.most <= kernel._PROGRAMS_OF_INTERPRETER * (6 + 5 + 3 + 256 + 3 + 2)
 
 
@@ -541,6 +548,88 @@ def test_the_interpreter_leaves_no_trace() -> None:
     assert state() == before
 
 
+# --- several tensors in one launch ------------------------------------------------------------------------------------
+
+
+def pending_of(
+    values: torch.Tensor, at: int, *, codes: bool = False, histogram: bool = False, e5m2: bool = False
+) -> Pending:
+    """A tensor whose columns go to places from ``at`` on."""
+    places, _, _ = layout(codes=codes, histogram=histogram)
+    moved = Places(*(place + at if place >= 0 else -1 for place in places))
+    made = quantized(values, 0.0123, e5m2=e5m2) if codes else (None, None)
+    return Pending(values, *made, e5m2, moved)
+
+
+def vectors(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(size, dtype=torch.float64), torch.full((size,), -1.0, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("codes", [False, True])
+@pytest.mark.parametrize("histogram", [False, True])
+def test_tensors_together_have_the_bits_that_they_have_alone(kernel: ModuleType, codes: bool, histogram: bool) -> None:
+    """Small and large ones, with places that are not in their order."""
+    shapes = [(16,), (64, 1040), (3, 16, 48), (128, 96)]
+    pending = [
+        pending_of(normal(*shape, seed=at).to(torch.bfloat16), 300 * (at * 3 % 4), codes=codes, histogram=histogram)
+        for at, shape in enumerate(shapes)
+    ]
+    assert list(map(len, kernel.grouped(pending))) == [4]
+    together, alone = vectors(1200), vectors(1200)
+    kernel.add(pending, *together)
+    for one in pending:
+        kernel.add([one], *alone)
+    assert torch.equal(together[0], alone[0])
+    assert torch.equal(together[1], alone[1])
+    by_hand = vectors(1200)
+    for one in pending:
+        sums, maxima = kernel.measure(one.values, one.codes, one.scale_inv, histogram=histogram)
+        begin = one.places.moments
+        by_hand[0][begin : begin + len(sums)] += sums
+        kept = by_hand[1][begin : begin + len(maxima)]
+        torch.maximum(kept, maxima, out=kept)
+    assert torch.equal(together[0], by_hand[0])
+    assert torch.equal(together[1], by_hand[1])
+
+
+@pytest.mark.parametrize("field", Places._fields)
+def test_columns_that_nobody_wants_go_nowhere(kernel: ModuleType, field: str) -> None:
+    whole = pending_of(normal(16, 16), 0, codes=True, histogram=field == "exponents")
+    of_whole = kernel.measure(whole.values, whole.codes, whole.scale_inv, histogram=field == "exponents")
+    begin, width = getattr(whole.places, field), getattr(WIDTHS, field)
+    found, expected = vectors(300), vectors(300)
+    kernel.add([whole._replace(places=Places(**{field: 7}))], *found)
+    if field in ("maxima", "scale_maxima"):
+        kept = expected[1][7 : 7 + width]
+        torch.maximum(kept, of_whole[1][begin : begin + width], out=kept)
+    else:
+        expected[0][7 : 7 + width] += of_whole[0][begin : begin + width]
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+def test_which_tensors_share_a_launch(kernel: ModuleType) -> None:
+    matrix, other = normal(32, 48).to(torch.bfloat16), normal(32, 48)
+
+    def sizes(*pending: Pending) -> list[int]:
+        return list(map(len, kernel.grouped(pending)))
+
+    one = pending_of(matrix, 0)
+    assert sizes(one, pending_of(matrix.t(), 300), pending_of(matrix, 600)) == [3]
+    assert sizes(*(pending_of(matrix, 300 * at) for at in range(5))) == [4, 1], "a launch takes four"
+    assert sizes(one, pending_of(other, 300), pending_of(matrix, 600)) == [2, 1], "another dtype"
+    assert sizes(one, pending_of(matrix, 300, codes=True)) == [1, 1], "codes"
+    assert sizes(one, pending_of(matrix, 300, histogram=True)) == [1, 1], "counts of exponents"
+    assert sizes(pending_of(other, 0, codes=True), pending_of(other, 300, codes=True, e5m2=True)) == [1, 1], "format"
+    assert sizes(one, pending_of(matrix[:, ::2], 300), pending_of(matrix[1:, 1:], 600)) == [1, 1, 1], "gaps"
+    assert sizes(one, pending_of(matrix[1:, :7], 300), pending_of(normal(17), 600)) == [1, 1, 1], "no multiple of 16"
+    assert sizes(one, pending_of(matrix.view(-1)[8:24], 300), pending_of(matrix.view(-1)[1:17], 600)) == [2, 1], (
+        "address"
+    )
+    assert sizes(one, one) == [1, 1], "two micro-batches go to the same place"
+    assert sizes(one, pending_of(torch.zeros(0, dtype=torch.bfloat16), 300)) == [1, 1], "empty"
+
+
 # --- what Triton compiles ---------------------------------------------------------------------------------------------
 
 POINTERS = {
@@ -552,24 +641,36 @@ POINTERS = {
 }
 
 
-def compiled(capability: int, values: torch.Tensor, *arguments: Any, **options: Any) -> dict[str, Any]:
+def compiled(
+    capability: int, values: torch.Tensor, *arguments: Any, together: int = 1, kernel: str = "_measure", **options: Any
+) -> dict[str, Any]:
     """What Triton and ptxas make of the launch that these arguments make on a GPU: "ptx", "cubin", ..."""
     module = fresh_kernel()
-    function, launch = module._measure, Launch()
-    module._measure = launch  # type: ignore[attr-defined]
-    module.measure(values, *arguments, **options)
+    function, launches = getattr(module, kernel), {name: Launch() for name in ("_measure", "_merge")}
+    vars(module).update(launches)
+
+    def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
+        (one,) = pending
+        apart = Places(*(1000 if place >= 0 else -1 for place in one.places))
+        places = [Places(*map(operator.add, one.places, (n * step for step in apart))) for n in range(together)]
+        module.add([one._replace(places=of_tensor) for of_tensor in places], sums, maxima)
+
+    measured_by(add, values, *arguments, **options)
+    launch = launches[kernel]
     given = launch.options
-    compile_options = {name: given.pop(name) for name in ("num_warps", "enable_fp_fusion")}
+    compile_options = {name: given.pop(name) for name in ("num_warps", "enable_fp_fusion") if name in given}
     # Triton makes constants of None and 1, and knows which numbers and addresses are multiples of 16.
     signature, constants, multiples = {}, dict(given), {}
     for position, (name, argument) in enumerate(zip(function.arg_names, launch.arguments, strict=False)):
-        if argument is None or (isinstance(argument, int) and argument == 1):
+        is_general = name in function.do_not_specialize
+        if argument is None or (isinstance(argument, int) and argument == 1 and not is_general):
             signature[name], constants[name] = "constexpr", argument
         elif isinstance(argument, int):
             signature[name] = "i32" if argument < 2**31 else "i64"
         else:
             signature[name] = POINTERS[argument.dtype]
-        if signature[name] != "constexpr" and (signature[name].startswith("*") or argument % 16 == 0):
+        is_pointer = signature[name].startswith("*")
+        if signature[name] != "constexpr" and not is_general and (is_pointer or argument % 16 == 0):
             multiples[(position,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(given, "constexpr")
     source = triton.compiler.ASTSource(function, signature, constants, multiples)
@@ -600,9 +701,10 @@ def loads(code: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("compiles")
+@pytest.mark.parametrize("together", [1, 3])
 @pytest.mark.parametrize("dtype", [*WIDE, *FP8])
-def test_a_whole_tensor_is_read_16_bytes_at_a_time(dtype: torch.dtype) -> None:
-    code = ptx(torch.zeros(64, 64, dtype=dtype).t())
+def test_a_whole_tensor_is_read_16_bytes_at_a_time(dtype: torch.dtype, together: int) -> None:
+    code = ptx(torch.zeros(64, 64, dtype=dtype).t(), together=together)
     assert loads(code) == ["v4.b32"] * (32 * dtype.itemsize // 16)
     assert ".ftz" not in code  # subnormal numbers stay
 
@@ -613,9 +715,10 @@ def test_a_whole_tensor_is_read_16_bytes_at_a_time(dtype: torch.dtype) -> None:
 )
 def test_codes_and_histogram_compile(dtype: torch.dtype, e5m2: bool) -> None:
     values, codes = torch.zeros(64, 64, dtype=dtype), torch.zeros(64, 64, dtype=torch.uint8)
-    code = ptx(values, codes, torch.ones(1), e5m2=e5m2, histogram=True)
-    assert "v4.b32" in loads(code)
-    assert ".ftz" not in code
+    for together in (1, 2):
+        code = ptx(values, codes, torch.ones(1), e5m2=e5m2, histogram=True, together=together)
+        assert "v4.b32" in loads(code)
+        assert ".ftz" not in code
 
 
 @pytest.mark.usefixtures("compiles")
@@ -648,10 +751,21 @@ def test_float64_is_for_threads_not_for_elements(with_codes: bool) -> None:
 @pytest.mark.usefixtures("compiles")
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("with_codes", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_registers_are_not_spilled(tmp_path: Path, dtype: torch.dtype, with_codes: bool, capability: int) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "together"),
+    [
+        ("_measure", torch.float32, 1),
+        ("_measure", torch.bfloat16, 1),
+        ("_measure", torch.bfloat16, 3),
+        ("_merge", torch.bfloat16, 3),
+    ],
+)
+def test_registers_are_not_spilled(
+    tmp_path: Path, kernel: str, dtype: torch.dtype, together: int, with_codes: bool, capability: int
+) -> None:
     values, codes = torch.zeros(64, 64, dtype=dtype), torch.zeros(64, 64, dtype=torch.uint8)
-    made = compiled(capability, values, *([codes, torch.ones(1)] if with_codes else []))
+    of_codes = [codes, torch.ones(1)] if with_codes else []
+    made = compiled(capability, values, *of_codes, together=together, kernel=kernel)
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(made["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"

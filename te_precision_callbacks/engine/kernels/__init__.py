@@ -1,18 +1,20 @@
 """One pass over a tensor, in three ways: a Triton kernel on a GPU, C++ on a CPU, blocks of plain torch.
 
+    add([Pending(tensor, codes, scale_inv, False, places)], sums, maxima)           # merged into these vectors
     sums, maxima = measure(tensor)                                                  # MOMENT_SUMS, MAXIMA
     sums, maxima = measure(tensor, codes, scale_inv, e5m2=False)                    # and those of the codes, the scale
     sums, maxima = measure(tensor, histogram=True)                                  # and EXPONENT_BINS counts
 
 All give the columns of :mod:`te_precision_callbacks.engine.kernels.columns`, on the tensor's device, and none waits for
-the device. Which way is taken follows from the tensor: see :func:`measure`.
+the device. Which way is taken follows from the tensor: see :func:`add`.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,6 +27,11 @@ from te_precision_callbacks.engine.kernels.columns import (
     NOTHING,
     SCALE_MAXIMA,
     SCALE_SUMS,
+    Layout,
+    Pending,
+    Places,
+    layout,
+    measured_by,
 )
 
 __all__ = [
@@ -35,14 +42,36 @@ __all__ = [
     "NOTHING",
     "SCALE_MAXIMA",
     "SCALE_SUMS",
+    "Layout",
+    "Pending",
+    "Places",
+    "add",
+    "layout",
     "measure",
+    "measured_by",
 ]
 
 logger = logging.getLogger(__name__)
 
-Pass = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Pass = Callable[[Sequence[Pending], torch.Tensor, torch.Tensor], None]
 
 _on_gpu: Pass | None = None
+
+
+def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
+    """Measure tensors, and what quantization made of them, each in one pass, and merge the results into vectors.
+
+    Args:
+        pending: tensors on one device: float64, float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
+        sums: float64, 1-D, on the device of the tensors; the sums and counts are added.
+        maxima: the same; the maxima are taken.
+    """
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            add(pending, sums, maxima)
+        return
+    for taken, together in itertools.groupby(pending, lambda one: _pass_for(one.values)):
+        taken(list(together), sums, maxima)
 
 
 def measure(
@@ -53,64 +82,52 @@ def measure(
     e5m2: bool = False,
     histogram: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Measure a tensor, and what quantization made of it, in one pass.
+    """Measure one tensor alone.
 
     Args:
-        values: any shape and strides; float64, float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
-        codes: uint8, the shape of ``values``: the FP8 codes of the quantized tensor.
-        scale_inv: float32, one element: the quantized values are the decoded codes times this factor.
-        e5m2: whether the codes are E5M2, not E4M3.
+        values, codes, scale_inv, e5m2: as :class:`Pending` has them.
         histogram: whether the exponents are counted.
 
     Returns:
-        sums: float64, 1-D: MOMENT_SUMS, then COMPARISON_SUMS and SCALE_SUMS with codes, then EXPONENT_BINS counts with
-            histogram.
-        maxima: float64, 1-D: MAXIMA, then SCALE_MAXIMA with codes.
+        The sums and the maxima of :func:`layout`.
     """
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return measure(values, codes, scale_inv, e5m2=e5m2, histogram=histogram)
-    return _pass_for(values)(values.detach(), codes, scale_inv, e5m2=e5m2, histogram=histogram)
+    return measured_by(add, values.detach(), codes, scale_inv, e5m2=e5m2, histogram=histogram)
 
 
 def _pass_for(values: torch.Tensor) -> Pass:
     if values.device.type == "cuda" and values.element_size() <= 4:
         return _gpu_pass()
     if native.takes(values):
-        return native.measure
+        return native.add
     native.leaves(values)
-    return eager.measure
+    return eager.add
 
 
 def _gpu_pass() -> Pass:
     global _on_gpu
     if _on_gpu is None:
-        _on_gpu = eager.measure if importlib.util.find_spec("triton") is None else _with_triton
-        if _on_gpu is eager.measure:
+        _on_gpu = eager.add if importlib.util.find_spec("triton") is None else _with_triton
+        if _on_gpu is eager.add:
             _say("Triton is not installed. Install it with: pip install triton")
     return _on_gpu
 
 
-def _with_triton(
-    values: torch.Tensor,
-    codes: torch.Tensor | None = None,
-    scale_inv: torch.Tensor | None = None,
-    *,
-    e5m2: bool = False,
-    histogram: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
     """Measure with the Triton kernel, or with plain torch once the kernel cannot be made."""
     global _on_gpu
+    left = list(pending)
     try:
         from te_precision_callbacks.engine.kernels import triton_kernel
 
-        return triton_kernel.measure(values, codes, scale_inv, e5m2=e5m2, histogram=histogram)
+        for together in triton_kernel.grouped(pending):
+            triton_kernel.add(together, sums, maxima)
+            left = [one for one in left if not any(one is done for done in together)]
     except (TypeError, ValueError, torch.OutOfMemoryError):
         raise  # not the kernel's fault
     except Exception as error:
-        _on_gpu = eager.measure
+        _on_gpu = eager.add
         _say(f"The Triton kernel cannot be used ({type(error).__name__}: {error}).")
-        return eager.measure(values, codes, scale_inv, e5m2=e5m2, histogram=histogram)
+        eager.add(left, sums, maxima)
 
 
 def _say(why: str) -> None:

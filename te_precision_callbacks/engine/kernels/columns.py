@@ -7,6 +7,10 @@ negated. "Finite" elements are neither inf nor nan; every column except ``nonfin
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
 
 MOMENT_SUMS = ("finite", "nonfinite", "zeros", "sum", "square_sum", "abs_sum")
 """Number of finite elements; of inf and nan; of zeros; sum of x; sum of x^2; sum of abs(x)."""
@@ -31,3 +35,87 @@ EXPONENT_BINS = 256
 
 NOTHING = -math.inf
 """The neutral value of a maximum."""
+
+
+class Places(NamedTuple):
+    """Where the columns of a measurement begin in a vector of sums and in one of maxima; -1: they are not wanted.
+
+    Attributes:
+        moments, compared, scales, exponents: MOMENT_SUMS, COMPARISON_SUMS, SCALE_SUMS, and EXPONENT_BINS counts.
+        maxima, scale_maxima: MAXIMA and SCALE_MAXIMA.
+    """
+
+    moments: int = -1
+    maxima: int = -1
+    compared: int = -1
+    scales: int = -1
+    scale_maxima: int = -1
+    exponents: int = -1
+
+
+WIDTHS = Places(len(MOMENT_SUMS), len(MAXIMA), len(COMPARISON_SUMS), len(SCALE_SUMS), len(SCALE_MAXIMA), EXPONENT_BINS)
+"""How many columns begin at each place."""
+
+
+class Pending(NamedTuple):
+    """A tensor that is to be measured.
+
+    Attributes:
+        values: any shape and strides.
+        codes: uint8, the shape of ``values``: the FP8 codes of the quantized tensor; None without.
+        scale_inv: float32, one element: the quantized values are the decoded codes times this factor.
+        e5m2: whether the codes are E5M2, not E4M3.
+        places: where the result goes.
+    """
+
+    values: torch.Tensor
+    codes: torch.Tensor | None
+    scale_inv: torch.Tensor | None
+    e5m2: bool
+    places: Places
+
+
+class Layout(NamedTuple):
+    """The vectors of one measurement alone, without gaps.
+
+    Attributes:
+        places: of the columns.
+        sums, maxima: how many columns they have.
+    """
+
+    places: Places
+    sums: int
+    maxima: int
+
+
+def layout(*, codes: bool, histogram: bool) -> Layout:
+    """The vectors of a measurement with or without codes, and with or without counts of exponents.
+
+    The sums are MOMENT_SUMS, COMPARISON_SUMS and SCALE_SUMS of codes, EXPONENT_BINS counts; the maxima are MAXIMA, and
+    SCALE_MAXIMA of codes.
+    """
+    compared = len(MOMENT_SUMS)
+    scales = compared + len(COMPARISON_SUMS)
+    exponents = scales + len(SCALE_SUMS) if codes else compared
+    places = Places(moments=0, maxima=0, exponents=exponents if histogram else -1)
+    if codes:
+        places = places._replace(compared=compared, scales=scales, scale_maxima=len(MAXIMA))
+    maxima = len(MAXIMA) + (len(SCALE_MAXIMA) if codes else 0)
+    return Layout(places, exponents + (EXPONENT_BINS if histogram else 0), maxima)
+
+
+def measured_by(
+    add: Callable[[Sequence[Pending], torch.Tensor, torch.Tensor], None],
+    values: torch.Tensor,
+    codes: torch.Tensor | None = None,
+    scale_inv: torch.Tensor | None = None,
+    *,
+    e5m2: bool = False,
+    histogram: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a pass adds for one tensor alone: the vectors of :func:`layout`."""
+    places, width, extremes = layout(codes=codes is not None, histogram=histogram)
+    sums = torch.zeros(width, dtype=torch.float64, device=values.device)
+    maxima = torch.full((extremes,), NOTHING, dtype=torch.float64, device=values.device)
+    add([Pending(values, codes, scale_inv, e5m2, places)], sums, maxima)
+    return sums, maxima

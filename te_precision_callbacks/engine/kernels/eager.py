@@ -8,6 +8,7 @@ sum of raw squares still resolves a spread of a hundred-thousandth of the mean.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -17,6 +18,10 @@ from te_precision_callbacks.engine.kernels.columns import (
     MAXIMA,
     MOMENT_SUMS,
     NOTHING,
+    WIDTHS,
+    Pending,
+    Places,
+    layout,
 )
 from te_precision_callbacks.numerics.formats import E4M3, E5M2
 from te_precision_callbacks.statistics.table import Bins
@@ -233,3 +238,32 @@ def measure(
     scale_sums, scale_maxima = scale_columns(scale)
     before_bins = len(MOMENT_SUMS) + len(COMPARISON_SUMS)
     return torch.cat([sums[:before_bins], scale_sums, sums[before_bins:]]), torch.cat([maxima, scale_maxima])
+
+
+def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
+    """As :func:`te_precision_callbacks.engine.kernels.add`."""
+    for values, codes, scale_inv, e5m2, places in pending:
+        histogram = places.exponents >= 0
+        found = measure(values, codes, scale_inv, e5m2=e5m2, histogram=histogram)
+        merge(found, layout(codes=codes is not None, histogram=histogram).places, places, sums, maxima)
+
+
+def merge(
+    found: tuple[torch.Tensor, torch.Tensor], at: Places, places: Places, sums: torch.Tensor, maxima: torch.Tensor
+) -> None:
+    """Merge columns into vectors.
+
+    Args:
+        found: sums and maxima of a measurement.
+        at: where its columns begin in these.
+        places: where they go; what is not there stays as it is.
+        sums, maxima: the vectors.
+    """
+    for name, begin, place, width in zip(Places._fields, at, places, WIDTHS, strict=True):
+        if begin < 0 or place < 0:
+            continue
+        if name in ("maxima", "scale_maxima"):
+            kept = maxima.narrow(0, place, width)
+            torch.maximum(kept, found[1].narrow(0, begin, width), out=kept)
+        else:
+            sums.narrow(0, place, width).add_(found[0].narrow(0, begin, width))

@@ -10,24 +10,15 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from te_precision_callbacks.engine.kernels import eager
-from te_precision_callbacks.engine.kernels.columns import (
-    COMPARISON_SUMS,
-    EXPONENT_BINS,
-    MAXIMA,
-    MOMENT_SUMS,
-    NOTHING,
-    SCALE_MAXIMA,
-    SCALE_SUMS,
-)
+from te_precision_callbacks.engine.kernels.columns import Pending, Places
 from te_precision_callbacks.engine.kernels.fallback import say_not_compiled
 
 logger = logging.getLogger(__name__)
@@ -61,71 +52,32 @@ def leaves(values: torch.Tensor) -> None:
         _in_plain_torch += values.numel() + _A_CALL
 
 
-def measure(
-    values: torch.Tensor,
-    codes: torch.Tensor | None = None,
-    scale_inv: torch.Tensor | None = None,
-    *,
-    e5m2: bool = False,
-    histogram: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`te_precision_callbacks.engine.kernels.measure`."""
-    widths = [len(MOMENT_SUMS), len(COMPARISON_SUMS), len(SCALE_SUMS), EXPONENT_BINS]
-    wanted = [True, codes is not None, codes is not None, histogram]
-    sums = torch.zeros(sum(itertools.compress(widths, wanted)), dtype=torch.float64, device="cpu")
-    extremes = len(MAXIMA) + len(SCALE_MAXIMA) * (codes is not None)
-    maxima = torch.full((extremes,), NOTHING, dtype=torch.float64, device="cpu")
-    at, at_maxima, places = sums.data_ptr(), maxima.data_ptr(), list[int | None]()
-    for width, is_wanted in zip(widths, wanted, strict=True):
-        places.append(at if is_wanted else None)
-        at += width * is_wanted * sums.itemsize
-    moments, compared, scales, exponents = places
-    scale_maxima = None if codes is None else at_maxima + len(MAXIMA) * maxima.itemsize
-    add(values, codes, scale_inv, Places(at_maxima, moments, compared, scale_maxima, scales, exponents), e5m2=e5m2)
-    return sums, maxima
+def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
+    """As :func:`te_precision_callbacks.engine.kernels.add`, of tensors that :func:`takes` accepts.
 
-
-class Places(NamedTuple):
-    """The addresses of float64 columns on the CPU that a pass adds to, or raises to its maxima; None: not wanted."""
-
-    maxima: int | None = None
-    moments: int | None = None
-    compared: int | None = None
-    scale_maxima: int | None = None
-    scales: int | None = None
-    exponents: int | None = None
-
-
-def add(
-    values: torch.Tensor,
-    codes: torch.Tensor | None,
-    scale_inv: torch.Tensor | None,
-    places: Places,
-    *,
-    e5m2: bool = False,
-) -> None:
-    """Measure a tensor that :func:`takes` accepts, and merge the result into what lies at some places.
-
-    That is the same as to measure it, and to merge what comes out, without an operation of torch.
+    Not one operation of torch is called for a tensor without gaps.
     """
-    # Asking whether a tensor has gaps costs less than an operation of torch that has nothing to do.
-    if not values.is_contiguous():
-        values = (eager.flattened(values) if codes is None else values).contiguous()
-    codes_format, at_codes, at_factor = 0, None, None
-    if codes is not None and scale_inv is not None:
-        codes, factor = codes.contiguous(), scale_inv.to(torch.float32)
-        codes_format = 2 if e5m2 else 1
-        at_codes, at_factor = codes.data_ptr(), factor.data_ptr()
-    _one_pass(
-        values.data_ptr(),
-        _DTYPES[values.dtype],
-        values.numel(),
-        at_codes,
-        codes_format,
-        at_factor,
-        torch.get_num_threads(),
-        *places,
-    )
+    for values, codes, scale_inv, e5m2, places in pending:
+        # Asking whether a tensor has gaps costs less than an operation of torch that has nothing to do.
+        if not values.is_contiguous():
+            values = (eager.flattened(values) if codes is None else values).contiguous()
+        codes_format, at_codes, at_factor = 0, None, None
+        if codes is not None and scale_inv is not None:
+            codes, factor = codes.contiguous(), scale_inv.to(torch.float32)
+            codes_format = 2 if e5m2 else 1
+            at_codes, at_factor = codes.data_ptr(), factor.data_ptr()
+        _one_pass(
+            values.data_ptr(),
+            _DTYPES[values.dtype],
+            values.numel(),
+            at_codes,
+            codes_format,
+            at_factor,
+            torch.get_num_threads(),
+            sums.data_ptr(),
+            maxima.data_ptr(),
+            *places,
+        )
 
 
 def _could_take(values: torch.Tensor) -> bool:
@@ -164,7 +116,7 @@ def _loaded(flags: Sequence[str] = ()) -> Any:
     function.argtypes = [
         *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int64),
         *(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p),
-        ctypes.c_int,
-        *[ctypes.c_void_p] * len(Places._fields),
+        *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
+        *[ctypes.c_int64] * len(Places._fields),
     ]
     return function

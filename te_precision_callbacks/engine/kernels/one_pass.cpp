@@ -546,6 +546,8 @@ Sums measure_with(int codes_format, const char* values, const uint8_t* codes, in
   return measure_piece<Values, None>(values, codes, count, scale_inv);
 }
 
+inline double* place(double* columns, int64_t at) { return at < 0 ? nullptr : columns + at; }
+
 inline void raise_to(double& kept, double value) {
   if (value > kept) kept = value;
 }
@@ -558,13 +560,21 @@ inline void raise_to(double& kept, double value) {
 //   codes_format  0 for none, 1 for E4M3, 2 for E5M2
 //   factor        scale_inv of the codes, or null
 //   threads       at most so many work on it
-//   maxima, moments, compared, scale_maxima, scales, exponents
-//                 MAXIMA, MOMENT_SUMS, COMPARISON_SUMS, SCALE_MAXIMA, SCALE_SUMS and EXPONENT_BINS, to which the results
-//                 are added, or of which they become the maximum; null for what is not wanted
+//   all_sums, all_maxima
+//                 to which the results are added, and of which they become the maximum
+//   moments, maxima, compared, scales, scale_maxima, exponents
+//                 where MOMENT_SUMS, MAXIMA, COMPARISON_SUMS, SCALE_SUMS, SCALE_MAXIMA and EXPONENT_BINS begin in these;
+//                 negative for what is not wanted
 extern "C" __attribute__((visibility("default"))) void te_precision_one_pass(
     const char* values, int dtype, int64_t count, const uint8_t* codes, int codes_format, const float* factor,
-    int threads, double* maxima, double* moments, double* compared, double* scale_maxima, double* scales,
-    double* exponents) {
+    int threads, double* all_sums, double* all_maxima, int64_t moments_at, int64_t maxima_at, int64_t compared_at,
+    int64_t scales_at, int64_t scale_maxima_at, int64_t exponents_at) {
+  double* moments = place(all_sums, moments_at);
+  double* maxima = place(all_maxima, maxima_at);
+  double* compared = place(all_sums, compared_at);
+  double* scales = place(all_sums, scales_at);
+  double* scale_maxima = place(all_maxima, scale_maxima_at);
+  double* exponents = place(all_sums, exponents_at);
   const float scale_inv = factor == nullptr ? 1.0f : *factor;
   const int bytes = dtype == 0 ? 4 : 2;
   if (codes == nullptr) codes = reinterpret_cast<const uint8_t*>(values);  // to count from; they are not read

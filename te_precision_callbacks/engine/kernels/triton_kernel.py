@@ -31,6 +31,7 @@ scales by a power of two for each thread.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,14 +41,7 @@ import triton
 import triton.language as tl
 
 from te_precision_callbacks.engine.kernels import eager
-from te_precision_callbacks.engine.kernels.columns import (
-    COMPARISON_SUMS,
-    EXPONENT_BINS,
-    MAXIMA,
-    MOMENT_SUMS,
-    SCALE_MAXIMA,
-    SCALE_SUMS,
-)
+from te_precision_callbacks.engine.kernels.columns import Pending, Places, layout, measured_by
 
 # dtype -> name in the kernel, integers of the same size to load in its place, and a value that is not finite. Only
 # float32 and float16 are loaded as such: the kernel decodes the others by their bits, which is exact on every GPU.
@@ -73,8 +67,24 @@ _ELEMENTS_PER_THREAD = {False: 32, True: 16}
 _PROGRAMS_PER_PROCESSOR = 4
 _PROGRAMS_OF_INTERPRETER = 4
 
+_MOST_TOGETHER = 4
+"""The tensors of one launch; a GEMM has three."""
+
+# Of the results of programs that are merged at a time.
+_COLUMNS_TOGETHER = 32
+_ROWS_TOGETHER = 64
+
+# Numbers that differ from tensor to tensor, of which Triton is not to make kernels of their own.
+_BEGINS = ["begin1", "begin2", "begin3"]
+_NUMBERS = [
+    *(f"end{tensor}" for tensor in range(_MOST_TOGETHER)),
+    *(f"{name}{tensor}" for tensor in range(_MOST_TOGETHER) for name in Places._fields),
+]
+
 # triton has no types: this keeps the module typed.
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit
+_jit_of_tensors: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_BEGINS)
+_jit_of_places: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_NUMBERS)
 
 
 def measure(
@@ -85,61 +95,106 @@ def measure(
     e5m2: bool = False,
     histogram: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Measure a tensor, and its quantized values if there are any.
+    """As :func:`te_precision_callbacks.engine.kernels.measure`; its tensors and errors are those of :func:`add`."""
+    return measured_by(add, values.detach(), codes, scale_inv, e5m2=e5m2, histogram=histogram)
 
-    The result is the same bits for the same input, strides and device. A quantized value that is inf or NaN makes
-    ``error_square_sum`` inf or NaN, unless its element is not finite either.
+
+def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
+    """Measure tensors, and their quantized values if there are any, and merge the results into vectors.
+
+    The result is the same bits for the same tensors, strides and device, together or alone. A quantized value that is
+    inf or NaN makes ``error_square_sum`` inf or NaN, unless its element is not finite either.
 
     Args:
-        values: any shape and strides; float32, float16, bfloat16, float8_e4m3fn or float8_e5m2. More than 5 dimensions
-            that cannot be merged into fewer cost a contiguous copy.
-        codes: uint8, the shape of ``values``, any strides: the FP8 codes of the quantized values.
-        scale_inv: float32, one element: a quantized value is its decoded code times this, in float32. An element
-            overflows if its magnitude is above the largest number of the format times this.
-        e5m2: whether the codes are E5M2 (largest number 57344); E4M3 (448) otherwise.
-        histogram: whether to count exponents.
-
-    Returns:
-        Sums: ``MOMENT_SUMS``, then ``COMPARISON_SUMS`` and ``SCALE_SUMS`` if there are codes, then ``EXPONENT_BINS``
-        counts if asked for. Maxima: ``MAXIMA``, then ``SCALE_MAXIMA`` if there are codes. Both float64 on the device of
-        ``values``, one dimension.
+        pending: the values are float32, float16, bfloat16, float8_e4m3fn or float8_e5m2. More than 5 dimensions that
+            cannot be merged into fewer cost a contiguous copy. A quantized value is its decoded code times
+            ``scale_inv``, in float32; an element overflows if its magnitude is above the largest number of the format
+            (E4M3 448, E5M2 57344) times this.
+        sums, maxima: float64, one dimension, on the device of the tensors.
 
     Raises:
         TypeError: a tensor has a dtype other than these.
         ValueError: codes and values differ in shape or device, ``scale_inv`` is missing for codes, or does not have
             exactly one element.
     """
-    _check(values, codes, scale_inv)
-    numel = values.numel()
-    if numel == 0:
-        return eager.measure(values, codes, scale_inv, e5m2=e5m2, histogram=histogram)
-    columns, extremes = len(MOMENT_SUMS) + (EXPONENT_BINS if histogram else 0), len(MAXIMA)
-    if codes is not None:
-        columns, extremes = columns + len(COMPARISON_SUMS) + len(SCALE_SUMS), extremes + len(SCALE_MAXIMA)
+    for together in grouped(pending):
+        add_together(together, sums, maxima)
 
+
+def grouped(pending: Sequence[Pending]) -> list[list[Pending]]:
+    """The tensors by the launches that measure them: alike ones without gaps share one, up to :data:`_MOST_TOGETHER`.
+
+    Raises:
+        TypeError, ValueError: as :func:`add`.
+    """
+    groups: list[list[Pending]] = []
+    open_groups: dict[tuple[object, ...], list[Pending]] = {}
+    for one in pending:
+        _check(one.values, one.codes, one.scale_inv)
+        key = _shared_launch(one)
+        group = None if key is None else open_groups.get(key)
+        if group is None or len(group) == _MOST_TOGETHER or any(_meet(one.places, other.places) for other in group):
+            group = []
+            groups.append(group)
+            if key is not None:
+                open_groups[key] = group
+        group.append(one)
+    return groups
+
+
+def _meet(places: Places, others: Places) -> bool:
+    """Whether two results go to the same place."""
+    return any(place == other >= 0 for place, other in zip(places, others, strict=True))
+
+
+def _shared_launch(one: Pending) -> tuple[object, ...] | None:
+    """What tensors of one launch have in common; None for one that is measured alone."""
+    values, codes = one.values, one.codes
+    if values.numel() % 16 or not 0 < values.numel() < 2**31 or values.data_ptr() % 16:
+        return None
+    if codes is not None and codes.data_ptr() % 16:
+        return None
+    ((_, *strides), *others) = _collapse(values, codes)
+    if others or strides != [1, 0 if codes is None else 1]:
+        return None
+    return values.dtype, codes is None, one.e5m2, one.places.exponents >= 0
+
+
+def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
+    """:func:`add` for a group of :func:`grouped`, in two launches."""
+    values, codes, _, e5m2, places = first = together[0]
+    if values.numel() == 0:
+        return eager.add(together, sums, maxima)
+    histogram = places.exponents >= 0
+    at, columns, extremes = layout(codes=codes is not None, histogram=histogram)
     name, integers, not_finite = _FORMATS[values.dtype]
-    elements = values.detach() if integers is None else values.detach().view(integers)
-    dimensions = _collapse(elements, codes)
+    elements = [one.values.detach() if integers is None else one.values.detach().view(integers) for one in together]
+    all_codes = [one.codes for one in together]
+    dimensions = _collapse(elements[0], codes)
     if len(dimensions) > _MAX_DIMENSIONS:
-        elements = elements.contiguous()
-        codes = None if codes is None else codes.contiguous()
-        dimensions = _collapse(elements, codes)
+        elements = [elements[0].contiguous()]
+        all_codes = [None if codes is None else codes.contiguous()]
+        dimensions = _collapse(elements[0], all_codes[0])
     outer, *inner = dimensions
     inner = [*reversed(inner), *[(1, 0, 0)] * (_MAX_DIMENSIONS - 1 - len(inner))]
 
-    vector = _BYTES_PER_LOAD // elements.element_size()
+    vector = _BYTES_PER_LOAD // elements[0].element_size()
     run = _THREADS * vector
     rows = _ELEMENTS_PER_THREAD[codes is not None] // vector
-    programs = min(_programs(values.device), -(-numel // (rows * run)))
-    partials = torch.empty((programs, columns + extremes), dtype=torch.float64, device=values.device)
+    most = _programs(values.device)
+    ends = list(itertools.accumulate(min(most, -(-one.values.numel() // (rows * run))) for one in together))
+    partials = torch.empty((ends[-1], columns + extremes), dtype=torch.float64, device=values.device)
     code_name, largest = _CODE_FORMATS[e5m2]
+    alone = len(together) == 1
+    begins = [None] * (_MOST_TOGETHER - 1) if alone else _filled(ends[:-1], ends[-1])[:-1]
     with torch.cuda.device(values.get_device()):
-        _measure[(programs,)](
-            elements,
-            codes,
-            scale_inv,
+        _measure[(ends[-1],)](
+            *_filled(elements, None if alone else elements[0]),
+            *_filled(all_codes, None if alone else all_codes[0]),
+            *_filled([one.scale_inv for one in together], None if alone else first.scale_inv),
+            *_filled([one.values.numel() for one in together], None if alone else values.numel()),
+            *begins,
             partials,
-            numel,
             *[size for size, _, _ in inner],
             *[stride for _, stride, _ in [*inner, outer]],
             *[stride for _, _, stride in [*inner, outer]],
@@ -150,8 +205,9 @@ def measure(
             SMALLEST_PLAIN=_PLAIN[0],
             LARGEST_PLAIN=_PLAIN[1],
             HISTOGRAM=histogram,
+            ALONE=alone,
             WHOLE_RUNS=len(dimensions) > 1 and inner[0][0] % run == 0,
-            SMALL=numel < 2**31,
+            SMALL=values.numel() < 2**31,
             ROWS=rows,
             PER_THREAD=rows * vector,
             THREADS=_THREADS,
@@ -162,7 +218,29 @@ def measure(
             # Fused, the product of a code and the scale would not be rounded before it is subtracted.
             enable_fp_fusion=codes is None,
         )
-    return partials[:, :columns].sum(dim=0), partials[:, columns:].amax(dim=0)
+        _merge[(len(together), -(-(columns + extremes) // _COLUMNS_TOGETHER))](
+            partials,
+            sums,
+            maxima,
+            *_filled(ends, 0),
+            *[place for one in _filled(together, first) for place in one.places],
+            COMPARED=at.compared,
+            SCALES=at.scales,
+            EXPONENTS=at.exponents,
+            SCALE_MAXIMA=at.scale_maxima,
+            COLUMNS=columns,
+            EXTREMES=extremes,
+            WIDTH=_COLUMNS_TOGETHER,
+            ROWS=_ROWS_TOGETHER,
+            num_warps=_THREADS // 32,
+            enable_fp_fusion=True,
+        )
+    return None
+
+
+def _filled(given: Sequence[Any], filling: Any) -> list[Any]:
+    """As many as a launch can take, the missing ones all the same."""
+    return [*given, *[filling] * (_MOST_TOGETHER - len(given))]
 
 
 def _check(values: torch.Tensor, codes: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
@@ -210,13 +288,30 @@ def _programs(device: torch.device) -> int:
     return processors * _PROGRAMS_PER_PROCESSOR
 
 
-@_jit
+@_jit_of_tensors
 def _measure(
+    # Up to four tensors, alone or together; of absent ones there is the first again, which no program takes.
     values: tl.tensor,
+    values1: tl.tensor,
+    values2: tl.tensor,
+    values3: tl.tensor,
     codes: tl.tensor,
+    codes1: tl.tensor,
+    codes2: tl.tensor,
+    codes3: tl.tensor,
     scale_inv: tl.tensor,
-    partials: tl.tensor,
+    scale_inv1: tl.tensor,
+    scale_inv2: tl.tensor,
+    scale_inv3: tl.tensor,
     numel: tl.tensor,
+    numel1: tl.tensor,
+    numel2: tl.tensor,
+    numel3: tl.tensor,
+    # The first programs of the second, third and fourth tensor.
+    begin1: tl.tensor,
+    begin2: tl.tensor,
+    begin3: tl.tensor,
+    partials: tl.tensor,
     # Sizes and strides from the innermost dimension on; the last of 5 needs no size, absent ones have 1 and 0.
     size0: tl.tensor,
     size1: tl.tensor,
@@ -239,6 +334,7 @@ def _measure(
     SMALLEST_PLAIN: tl.constexpr,
     LARGEST_PLAIN: tl.constexpr,
     HISTOGRAM: tl.constexpr,
+    ALONE: tl.constexpr,  # there is one tensor; several have one dimension, and numel and addresses are multiples of 16
     WHOLE_RUNS: tl.constexpr,  # the innermost size is a multiple of THREADS * VECTOR
     SMALL: tl.constexpr,  # every index fits int32
     ROWS: tl.constexpr,
@@ -253,6 +349,19 @@ def _measure(
     A program reads tiles of [ROWS, THREADS, VECTOR] elements. Each thread has the elements of one index THREADS: a
     tile is reduced to [THREADS] in registers, and only the end of the program brings threads together.
     """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    if not ALONE:
+        which = (program >= begin1).to(tl.int32) + (program >= begin2).to(tl.int32) + (program >= begin3).to(tl.int32)
+        begin = _chosen(which, 0, begin1, begin2, begin3)
+        programs = _chosen(which, begin1, begin2, begin3, programs) - begin
+        program -= begin
+        values = tl.multiple_of(_chosen(which, values, values1, values2, values3), 16)
+        numel = tl.multiple_of(_chosen(which, numel, numel1, numel2, numel3), 16)
+        if CODES != "":
+            codes = tl.multiple_of(_chosen(which, codes, codes1, codes2, codes3), 16)
+            scale_inv = _chosen(which, scale_inv, scale_inv1, scale_inv2, scale_inv3)
+
     run: tl.constexpr = THREADS * VECTOR
     row = (tl.arange(0, ROWS) * run)[:, None, None].to(tl.int64)
     lane = (tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :])[None, :, :]
@@ -276,7 +385,7 @@ def _measure(
 
     tile: tl.constexpr = ROWS * run
     seen = tl.full([], 0, tl.int64)
-    for first in range(tl.program_id(0).to(tl.int64) * tile, numel, tl.num_programs(0).to(tl.int64) * tile):
+    for first in range(program.to(tl.int64) * tile, numel, programs.to(tl.int64) * tile):
         seen += tl.minimum(numel - first, tile)
         index = first + row + lane
         mask = index < numel
@@ -291,13 +400,15 @@ def _measure(
         # Elements beyond the end are loaded as not finite, so whatever excludes inf and NaN excludes them too.
         x = _decode(tl.load(values + offset, mask=mask, other=NOT_FINITE), FORMAT)
         float_sum = _sum(x)
-        here = tl.where(_is_finite(float_sum), tl.maximum(_max(x), _max(-x)), float("inf"))
+        highest, negated_lowest = _max(x), _max(-x)
+        here = tl.where(_is_finite(float_sum), tl.maximum(highest, negated_lowest), float("inf"))
         top = tl.max(here, 0)
         is_plain = (top == 0.0) | ((top >= SMALLEST_PLAIN) & (top <= LARGEST_PLAIN))
         if is_plain:
-            count, nonzero, sum_, squares, magnitudes, high, low, above = _plain_moments(x, float_sum, PER_THREAD)
+            high, low = highest, negated_lowest
+            count, nonzero, sum_, squares, magnitudes, above = _plain_moments(x, float_sum, PER_THREAD)
         else:
-            count, nonzero, sum_, squares, magnitudes, high, low, above = _careful_moments(x)
+            count, nonzero, sum_, squares, magnitudes, above, high, low = _careful_moments(x)
         finite_count += count
         nonzero_count += nonzero
         total += sum_
@@ -354,9 +465,9 @@ def _measure(
         tl.store(sums + 8, _total(overflow_count))
         tl.store(sums + 9, _total(error_square_sum))
         tl.store(sums + 10, square_total)
-        # All programs have the same scale, and the first one counts it.
+        # All programs of a tensor have the same scale, and the first one counts it.
         wide = scale.to(tl.float64)
-        counted = (tl.program_id(0) == 0) & (scale > 0.0) & (scale < float("inf"))
+        counted = (program == 0) & (scale > 0.0) & (scale < float("inf"))
         tl.store(sums + 11, tl.where(counted, 1.0, 0.0).to(tl.float64))
         tl.store(sums + 12, tl.where(counted, wide, 0.0))
         tl.store(sums + 13, tl.where(counted, wide * wide, 0.0))
@@ -370,6 +481,100 @@ def _measure(
     tl.store(maxima + 1, tl.max(negated_min, 0).to(tl.float64))
     smallest = (-tl.max(from_above, 0).to(tl.int32)).to(tl.float32, bitcast=True)
     tl.store(maxima + 2, tl.where(smallest == 0.0, float("-inf"), -smallest).to(tl.float64))
+
+
+@_jit_of_places
+def _merge(
+    partials: tl.tensor,
+    sums: tl.tensor,
+    maxima: tl.tensor,
+    # Behind the last row of each tensor.
+    end0: tl.tensor,
+    end1: tl.tensor,
+    end2: tl.tensor,
+    end3: tl.tensor,
+    # The places of each tensor's columns.
+    moments0: tl.tensor,
+    maxima0: tl.tensor,
+    compared0: tl.tensor,
+    scales0: tl.tensor,
+    scale_maxima0: tl.tensor,
+    exponents0: tl.tensor,
+    moments1: tl.tensor,
+    maxima1: tl.tensor,
+    compared1: tl.tensor,
+    scales1: tl.tensor,
+    scale_maxima1: tl.tensor,
+    exponents1: tl.tensor,
+    moments2: tl.tensor,
+    maxima2: tl.tensor,
+    compared2: tl.tensor,
+    scales2: tl.tensor,
+    scale_maxima2: tl.tensor,
+    exponents2: tl.tensor,
+    moments3: tl.tensor,
+    maxima3: tl.tensor,
+    compared3: tl.tensor,
+    scales3: tl.tensor,
+    scale_maxima3: tl.tensor,
+    exponents3: tl.tensor,
+    COMPARED: tl.constexpr,  # where these begin in a row; -1 if they are not there
+    SCALES: tl.constexpr,
+    EXPONENTS: tl.constexpr,
+    SCALE_MAXIMA: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EXTREMES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """Merge the rows of tensor ``program_id(0)``, and of these the columns from ``program_id(1) * WIDTH`` on."""
+    which = tl.program_id(0)
+    first = _chosen(which, 0, end0, end1, end2)
+    end = _chosen(which, end0, end1, end2, end3)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    is_sum = column < COLUMNS
+    is_maximum = (column >= COLUMNS) & (column < COLUMNS + EXTREMES)
+
+    total = tl.full([WIDTH], 0, tl.float64)
+    largest = tl.full([WIDTH], float("-inf"), tl.float64)
+    for above in range(first, end, ROWS):
+        row = above + tl.arange(0, ROWS)
+        at = partials + row[:, None].to(tl.int64) * (COLUMNS + EXTREMES) + column[None, :]
+        is_row = row[:, None] < end
+        total += tl.sum(tl.load(at, mask=is_row & is_sum[None, :], other=0.0), 0)
+        largest = tl.maximum(largest, tl.max(tl.load(at, mask=is_row & is_maximum[None, :], other=float("-inf")), 0))
+
+    begin = _chosen(which, moments0, moments1, moments2, moments3)
+    base = tl.where(column >= 0, begin, 0)
+    within = column
+    if COMPARED >= 0:
+        compared = _chosen(which, compared0, compared1, compared2, compared3)
+        scales = _chosen(which, scales0, scales1, scales2, scales3)
+        base = tl.where(column >= SCALES, scales, tl.where(column >= COMPARED, compared, base))
+        within = column - tl.where(column >= SCALES, SCALES, tl.where(column >= COMPARED, COMPARED, 0))
+    if EXPONENTS >= 0:
+        exponents = _chosen(which, exponents0, exponents1, exponents2, exponents3)
+        base = tl.where(column >= EXPONENTS, exponents, base)
+        within = tl.where(column >= EXPONENTS, column - EXPONENTS, within)
+    kept = sums + base + within
+    is_kept = is_sum & (base >= 0)
+    tl.store(kept, tl.load(kept, mask=is_kept, other=0.0) + total, mask=is_kept)
+
+    extreme = column - COLUMNS
+    base = tl.where(column >= 0, _chosen(which, maxima0, maxima1, maxima2, maxima3), 0)
+    within = extreme
+    if COMPARED >= 0:
+        scale_maxima = _chosen(which, scale_maxima0, scale_maxima1, scale_maxima2, scale_maxima3)
+        base = tl.where(extreme >= SCALE_MAXIMA, scale_maxima, base)
+        within = tl.where(extreme >= SCALE_MAXIMA, extreme - SCALE_MAXIMA, extreme)
+    kept = maxima + base + within
+    is_kept = is_maximum & (base >= 0)
+    tl.store(kept, tl.maximum(tl.load(kept, mask=is_kept, other=0.0), largest), mask=is_kept)
+
+
+@_jit
+def _chosen(which: tl.tensor, first: tl.tensor, second: tl.tensor, third: tl.tensor, fourth: tl.tensor) -> tl.tensor:
+    return tl.where(which == 0, first, tl.where(which == 1, second, tl.where(which == 2, third, fourth)))
 
 
 @_jit
@@ -416,7 +621,8 @@ def _decode(loaded: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
 
 @_jit
 def _plain_moments(x: tl.tensor, float_sum: tl.tensor, PER_THREAD: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """Moments of a tile without inf and NaN, whose squares float32 can hold: see :func:`_careful_moments`."""
+    """Moments but extremes of a tile without inf and NaN, whose squares float32 can hold: see
+    :func:`_careful_moments`."""
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     mean = float_sum / PER_THREAD
     deviation = x - mean[None, :, None]
@@ -429,8 +635,6 @@ def _plain_moments(x: tl.tensor, float_sum: tl.tensor, PER_THREAD: tl.constexpr)
         sum_here,
         (sum_here + deviation_sum) * wide_mean + _sum(deviation * deviation),
         _sum(tl.abs(x)).to(tl.float64),
-        _max(x),
-        _max(-x),
         _max(_from_above(magnitude)),
     )
 
@@ -438,7 +642,7 @@ def _plain_moments(x: tl.tensor, float_sum: tl.tensor, PER_THREAD: tl.constexpr)
 @_jit
 def _careful_moments(x: tl.tensor) -> tuple[tl.tensor, ...]:
     """Moments of any tile, for each thread: the counts of finite elements and of those other than 0, the sum, the sum
-    of squares, that of magnitudes, the maximum, the negated minimum, the smallest magnitude :func:`_from_above`."""
+    of squares, that of magnitudes, the smallest magnitude :func:`_from_above`; the maximum, and the negated minimum."""
     finite = _is_finite(x)
     magnitude = tl.where(finite, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
     count = _sum(finite.to(tl.int32))
@@ -457,9 +661,9 @@ def _careful_moments(x: tl.tensor) -> tuple[tl.tensor, ...]:
         sum_here * up,
         ((sum_here + deviation_sum) * wide_mean + _sum(deviation * deviation)) * (up * up),
         _sum(tl.abs(scaled)) * up,
+        _max(_from_above(magnitude)),
         maximum,
         negated_min,
-        _max(_from_above(magnitude)),
     )
 
 
