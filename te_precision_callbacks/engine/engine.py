@@ -203,7 +203,7 @@ class StatisticsEngine:
         key = tuple(map(id, asked)), unquantized_as
         plan = self._plans.get(key)
         if plan is None:
-            plan = _Plan(asked, _wanted(asked, unquantized_as), {})
+            plan = _Plan(asked, _wanted(asked, unquantized_as), {}, {})
             if all(type(requests) is tuple for requests in asked):
                 if len(self._plans) >= _MOST_PLANS:
                     self._plans.clear()
@@ -392,6 +392,9 @@ def _name_of(kind: _Kind) -> str:
     return " ".join(parts)
 
 
+_Key = tuple[str, str, int | None]
+"""Layer, tensor and shard."""
+
 _Wanted = Mapping[_Kind, Sequence[Request]]
 """What must be measured of a tensor, and the statistics that follow from each."""
 
@@ -405,11 +408,31 @@ class _Plan(NamedTuple):
         asked: the statistics, which are kept, so that nothing else has their id.
         wanted: what must be measured.
         segments: layer, tensor and shard -> the segment of each kind. They hold until layers are placed otherwise.
+        ready: layer, tensor and shard -> how one pass gives all that is wanted, if it did the last time.
     """
 
     asked: Sequence[Sequence[Request]]
     wanted: _Wanted
-    segments: dict[tuple[str, str, int | None], dict[_Kind, Segment]]
+    segments: dict[_Key, dict[_Kind, Segment]]
+    ready: dict[_Key, _Ready]
+
+
+class _Ready(NamedTuple):
+    """How one pass gives all that is wanted of a tensor.
+
+    Attributes:
+        version: of the slots for which this holds.
+        device: of the tensor for which this holds.
+        form: the form whose codes the pass reads too; None without.
+        places: where the result goes.
+        asked: the segments, and what is asked of each.
+    """
+
+    version: int
+    device: torch.device
+    form: _Form | None
+    places: kernels.Places
+    asked: Sequence[tuple[Segment, Sequence[Request]]]
 
 
 def _wanted(asked: Iterable[Iterable[Request]], unquantized_as: str | None) -> _Wanted:
@@ -470,25 +493,59 @@ class _Measuring:
             What a pass has to do for it, if one pass gives all; None: it is done.
         """
         slots, seen = self._engine._slots, self._engine._weights_seen
-        self._segments = plan.segments.setdefault((self._watched.layer, self._watched.tensor, self._shard), {})
+        key = self._watched.layer, self._watched.tensor, self._shard
+        ready = plan.ready.get(key)
+        if ready is not None and ready.version == slots.version and ready.device == self._values.device:
+            pending = self._by(ready)
+            if pending is not None:
+                return pending
+        self._segments = plan.segments.setdefault(key, {})
         for kind, requests in plan.wanted.items():
             segment = self._segment(kind)
-            if (seen and segment.key in seen) or not self._values.numel():
+            if segment.key in seen or not self._values.numel():
                 slots.ask(segment, requests)
             else:
                 self._wanted[kind] = requests
-        return self._run() if self._wanted else None
-
-    def _run(self) -> Pending | None:
+        if not self._wanted:
+            return None
         held: dict[_Form, PerTensor | InBlocks | None] = {}
         for form in dict.fromkeys(kind.form for kind in self._wanted if kind.form is not None):
             try:
                 held[form] = self._held(form)
             except Exception as error:
                 self._failed(form, error)
-        pending = self._in_one_pass(held)
-        if pending is not None:
-            return pending
+        ready = self._in_one_pass(held)
+        if ready is None:
+            self._in_several_passes(held)
+            return None
+        if len(self._wanted) == len(plan.wanted):
+            plan.ready[key] = ready
+        return self._pending(ready, None if ready.form is None else held[ready.form])
+
+    def _by(self, ready: _Ready) -> Pending | None:
+        """What a pass has to do, if it gives all this time too."""
+        if not self._values.numel() or self._watched.values is None:
+            return None
+        if self._watched.tensor == _WEIGHT and self._engine._weights_seen:
+            return None
+        if ready.form is None:
+            return self._pending(ready, None)
+        try:
+            held = self._held(ready.form)
+        except Exception:  # which is told by whoever asks again
+            return None
+        return self._pending(ready, held) if isinstance(held, PerTensor) else None
+
+    def _pending(self, ready: _Ready, codes: PerTensor | InBlocks | None) -> Pending:
+        for segment, requests in ready.asked:
+            segment.measured = True
+            self._asked(segment, requests)
+        if isinstance(codes, PerTensor):
+            return Pending(self._values, codes.codes, codes.scale_inv, codes.e5m2, ready.places)
+        return Pending(self._values, None, None, False, ready.places)
+
+    def _in_several_passes(self, held: Mapping[_Form, PerTensor | InBlocks | None]) -> None:
+        """Measure what is wanted, and merge it into the slots."""
         codes = next((found for found in held.values() if isinstance(found, PerTensor)), None)
         if self._watched.values is None:
             codes = None  # there is nothing to compare them with
@@ -518,10 +575,9 @@ class _Measuring:
                 self._merge(kind, (None, largest_range(self._values, kind.blocks)))
         for form, found in held.items():
             self._compare(form, found, of_codes, amax)
-        return None
 
-    def _in_one_pass(self, held: Mapping[_Form, PerTensor | InBlocks | None]) -> Pending | None:
-        """What a pass has to do that gives all that is wanted; None if it does not."""
+    def _in_one_pass(self, held: Mapping[_Form, PerTensor | InBlocks | None]) -> _Ready | None:
+        """How one pass gives all that is wanted; None if it does not."""
         form, codes = next(iter(held.items()), (None, None))
         if len(held) > 1 or not (form is None or isinstance(codes, PerTensor)):
             return None
@@ -545,12 +601,8 @@ class _Measuring:
             scale_maxima=-1 if scales is None else scales.maximum_start,
             exponents=at[Of.EXPONENTS].sum_start if Of.EXPONENTS in at else -1,
         )
-        for kind in self._wanted:
-            self._asked(kind)
-            at[kind.of].measured = True
-        if isinstance(codes, PerTensor):
-            return Pending(self._values, codes.codes, codes.scale_inv, codes.e5m2, places)
-        return Pending(self._values, None, None, False, places)
+        asked = [(at[kind.of], requests) for kind, requests in self._wanted.items()]
+        return _Ready(self._engine._slots.version, self._values.device, form, places, asked)
 
     def _held(self, form: _Form) -> PerTensor | InBlocks | None:
         """The quantized data of a form that a GEMM of the layer reads; None where the form must be simulated."""
@@ -641,12 +693,11 @@ class _Measuring:
     def _merge(self, kind: _Kind, columns: SumsAndMaxima) -> None:
         segment = self._segment(kind)
         self._engine._slots.merge(segment, *columns)
-        self._asked(kind)
+        self._asked(segment, self._wanted[kind])
 
-    def _asked(self, kind: _Kind) -> None:
-        """Note that a kind was measured, and what was asked of it."""
-        segment = self._segment(kind)
-        self._engine._slots.ask(segment, self._wanted[kind])
+    def _asked(self, segment: Segment, requests: Sequence[Request]) -> None:
+        """Note that a segment was measured, and what was asked of it."""
+        self._engine._slots.ask(segment, requests)
         if self._watched.tensor == _WEIGHT:  # every micro-batch of a step has the same weight
             self._engine._weights_seen.add(segment.key)
 

@@ -73,23 +73,23 @@ class _Vector:
 
     def __init__(self, device: torch.device, neutral: float) -> None:
         self._neutral = neutral
-        self._storage = torch.full((_FIRST_CAPACITY,), neutral, dtype=torch.float64, device=device)
+        self.storage = torch.full((_FIRST_CAPACITY,), neutral, dtype=torch.float64, device=device)
         self.used = 0
 
     def reserve(self, width: int) -> int:
         start, self.used = self.used, self.used + width
-        if self.used > len(self._storage):
-            larger = self._storage.new_full((2 * self.used,), self._neutral)
-            larger[:start] = self._storage[:start]
-            self._storage = larger
+        if self.used > len(self.storage):
+            larger = self.storage.new_full((2 * self.used,), self._neutral)
+            larger[:start] = self.storage[:start]
+            self.storage = larger
         return start
 
     @property
     def content(self) -> torch.Tensor:
-        return self._storage[: self.used]
+        return self.storage[: self.used]
 
     def part(self, start: int, width: int) -> torch.Tensor:
-        return self._storage.narrow(0, start, width)
+        return self.storage.narrow(0, start, width)
 
     def reset(self) -> None:
         self.content.fill_(self._neutral)
@@ -174,9 +174,9 @@ class Segments:
         return parts
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sums and the maxima on a device that has segments, until there is another segment."""
+        """The sums and the maxima on a device that has segments, and room for more; until there is another segment."""
         found = self._devices[device]
-        return found.sums.content, found.maxima.content
+        return found.sums.storage, found.maxima.storage
 
     def vectors(self) -> Iterator[tuple[torch.device, torch.Tensor, torch.Tensor]]:
         """Device, sums and maxima of each device."""

@@ -314,6 +314,8 @@ def format_of(tensor: Any, *, columnwise: bool) -> str:
         columnwise: whether the GEMM reads the columnwise data.
     """
     held = gemm_operand(tensor, columnwise=columnwise)
+    if type(held) is torch.Tensor:  # the most frequent, of which asking for attributes is slow
+        return dtype_name(held.dtype)
     return _known(held) or _named(held)
 
 
