@@ -421,14 +421,14 @@ class _Ready(NamedTuple):
     """How one pass gives all that is wanted of a tensor.
 
     Attributes:
-        version: of the slots for which this holds.
+        moves: those of the slots until which this holds.
         device: of the tensor for which this holds.
         form: the form whose codes the pass reads too; None without.
         places: where the result goes.
         asked: the segments, and what is asked of each.
     """
 
-    version: int
+    moves: int
     device: torch.device
     form: _Form | None
     places: kernels.Places
@@ -495,7 +495,7 @@ class _Measuring:
         slots, seen = self._engine._slots, self._engine._weights_seen
         key = self._watched.layer, self._watched.tensor, self._shard
         ready = plan.ready.get(key)
-        if ready is not None and ready.version == slots.version and ready.device == self._values.device:
+        if ready is not None and ready.moves == slots.moves and ready.device == self._values.device:
             pending = self._by(ready)
             if pending is not None:
                 return pending
@@ -602,7 +602,7 @@ class _Measuring:
             exponents=at[Of.EXPONENTS].sum_start if Of.EXPONENTS in at else -1,
         )
         asked = [(at[kind.of], requests) for kind, requests in self._wanted.items()]
-        return _Ready(self._engine._slots.version, self._values.device, form, places, asked)
+        return _Ready(self._engine._slots.moves, self._values.device, form, places, asked)
 
     def _held(self, form: _Form) -> PerTensor | InBlocks | None:
         """The quantized data of a form that a GEMM of the layer reads; None where the form must be simulated."""

@@ -108,10 +108,12 @@ class Segments:
     Attributes:
         segments: by name, in the order of their first use.
         version: grows with each new segment, each new output of a segment, and each change of who contributes.
+        moves: how often a segment was moved to another device; in between each stays where it is in the vectors.
     """
 
     segments: dict[SegmentKey, Segment] = field(default_factory=dict)
     version: int = 0
+    moves: int = 0
     _devices: dict[torch.device, _Device] = field(default_factory=dict)
 
     def segment(
@@ -136,6 +138,7 @@ class Segments:
             else:  # the layer was moved to another device: what was asked for stays
                 found.device, found.sum_start, found.maximum_start = device, sum_start, maximum_start
                 found.contributes = contributes
+                self.moves += 1
             self.version += 1
         elif found.contributes != contributes:
             found.contributes = contributes
