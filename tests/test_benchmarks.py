@@ -100,7 +100,7 @@ def test_host() -> None:
     assert list(cases) == [3, 30]
     for case in cases.values():
         parts = [key for key in case if key.endswith("_us")]
-        assert len(parts) == 8
+        assert len(parts) == 9
         assert all(case[part] > 0 for part in parts)
         assert case["numbers"] == case["tensors"] * 8
 

@@ -249,12 +249,41 @@ def _run(case: Case, device: torch.device) -> tuple[dict[str, Any], dict[str, An
     return found, exact(*arguments[1], e5m2)
 
 
+def _differing_together(dtype: torch.dtype, settings: Settings, *, with_codes: bool) -> int:
+    """Of tensors that are measured together, the columns whose bits are not those of a tensor alone."""
+    sides = (16, 48, 96, 128) if settings.small else (16, 512, 2048, 4096)
+    places, width, extremes = kernels.layout(codes=with_codes, histogram=False)
+    pending, alone = [], []
+    for number, side in enumerate(sides):
+        values = _drawn(side, side, seed=number).to(dtype)
+        codes, scale_inv = quantized(values, e5m2=False) if with_codes else (None, None)
+        codes, scale_inv = (None if one is None else one.to(settings.device) for one in (codes, scale_inv))
+        at = [place if place < 0 else place + 300 * number for place in places]
+        values = values.to(settings.device)
+        pending.append(kernels.Pending(values, codes, scale_inv, False, kernels.Places(*at)))
+        alone.append(kernels.measure(values, codes, scale_inv))
+    sums = torch.zeros(300 * len(sides), dtype=torch.float64, device=settings.device)
+    maxima = torch.full_like(sums, kernels.NOTHING)
+    kernels.add(pending, sums, maxima)
+    differing = 0
+    for number, (alone_sums, alone_maxima) in enumerate(alone):
+        begin = 300 * number
+        differing += int((sums[begin : begin + width] != alone_sums).sum())
+        differing += int((maxima[begin : begin + extremes] != alone_maxima).sum())
+    return differing
+
+
 def check(settings: Settings, rows: Rows) -> None:
     bounds = BOUNDS_ON_GPU if settings.on_gpu else BOUNDS_ON_CPU
     with as_in_a_long_run():
         for case in cases(small=settings.small):
             worst, wrong = compared(*_run(case, settings.device), bounds)
             rows.add(case.name, worst, "of the bound", "<= 1, counts equal", ok=not wrong, note="; ".join(wrong)[:400])
+        for dtype in WIDE:
+            for with_codes in (False, True):
+                name = f"{str(dtype).removeprefix('torch.')}, four tensors{' and their codes' if with_codes else ''}"
+                differing = _differing_together(dtype, settings, with_codes=with_codes)
+                rows.equal(f"{name}, together: columns that are not those of one at a time", differing, 0)
         path = path_of(torch.zeros(2**16, device=settings.device))  # after a failure of Triton it is ``eager``
     if settings.on_gpu:
         rows.equal("the pass that was taken", path, "triton")

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,16 +21,13 @@ from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
     EXPONENT_BINS,
     MAXIMA,
-    MOMENT_SUMS,
-    SCALE_MAXIMA,
-    SCALE_SUMS,
     WIDTHS,
     Pending,
     Places,
     layout,
     measured_by,
 )
-from tests.engine.exact import scale, statistic
+from tests.engine.exact import columns, named, statistic
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -122,61 +118,13 @@ def measure(kernel: ModuleType) -> Measure:
     """``measure`` with the columns by name, and the exponent counts as "histogram"."""
 
     def measure(values: torch.Tensor, codes: torch.Tensor | None = None, *args: Any, **options: Any) -> dict[str, Any]:
-        sums, maxima = kernel.measure(values, codes, *args, **options)
-        assert (sums.dtype, sums.dim(), maxima.dtype) == (torch.float64, 1, torch.float64)
-        names = [*MOMENT_SUMS, *((*COMPARISON_SUMS, *SCALE_SUMS) if codes is not None else ())]
-        extremes = [*MAXIMA, *(SCALE_MAXIMA if codes is not None else ())]
-        assert len(sums) == len(names) + EXPONENT_BINS * options.get("histogram", False)
-        found = dict(zip(names, sums.tolist(), strict=False))
-        if options.get("histogram"):
-            found["histogram"] = sums[len(names) :].tolist()
-        return found | dict(zip(extremes, maxima.tolist(), strict=True))
+        found = kernel.measure(values, codes, *args, **options)
+        return named(*found, compared=codes is not None, histogram_too=options.get("histogram", False))
 
     return measure
 
 
 # --- the same numbers in float64 --------------------------------------------------------------------------------------
-
-
-def exact(
-    values: torch.Tensor,
-    codes: torch.Tensor | None = None,
-    scale_inv: torch.Tensor | None = None,
-    *,
-    e5m2: bool = False,
-    histogram: bool = False,
-) -> dict[str, Any]:
-    """The columns from exact float64 values and rounded sums, element by element, in the order of the shape."""
-    x = values.float().double().numpy().reshape(-1)
-    finite = np.isfinite(x)
-    kept = x[finite]
-    nonzero = np.abs(kept[kept != 0])
-    columns: dict[str, Any] = {
-        "finite": finite.sum(),
-        "nonfinite": (~finite).sum(),
-        "zeros": (kept == 0).sum(),
-        "sum": math.fsum(kept),
-        "square_sum": math.fsum(kept**2),
-        "abs_sum": math.fsum(np.abs(kept)),
-        "max": kept.max(initial=-INF),
-        "negated_min": (-kept).max(initial=-INF),
-        "negated_min_nonzero": (-nonzero).max(initial=-INF),
-    }
-    if codes is not None and scale_inv is not None:
-        dtype, largest = (torch.float8_e5m2, 57344.0) if e5m2 else (torch.float8_e4m3fn, 448.0)
-        y = (codes.contiguous().view(dtype).float() * scale_inv).double().numpy().reshape(-1)[finite]
-        limit = float(torch.tensor(largest) * scale_inv)
-        columns |= {
-            "compared": finite.sum(),
-            "underflows": ((kept != 0) & (y == 0)).sum(),
-            "overflows": (np.abs(kept) > limit).sum(),
-            "error_square_sum": math.fsum((kept - y) ** 2),
-            "signal_square_sum": math.fsum(kept**2),
-        } | scale(scale_inv.item())
-    if histogram:
-        bins = np.maximum(np.frexp(nonzero)[1] + 126, 0)  # frexp: 0.5 <= mantissa < 1
-        columns["histogram"] = np.bincount(bins, minlength=EXPONENT_BINS).tolist()
-    return columns
 
 
 ADDITIONS = 16
@@ -219,7 +167,7 @@ def quantized(values: torch.Tensor, scale_inv: float, *, e5m2: bool = False) -> 
 @pytest.mark.parametrize("dtype", WIDE)
 def test_random_values(measure: Measure, dtype: torch.dtype) -> None:
     values = normal(3, 5003).to(dtype)  # several tiles for each program, the last one not whole
-    assert_same(measure(values, histogram=True), exact(values, histogram=True))
+    assert_same(measure(values, histogram=True), columns(values, histogram_too=True))
 
 
 @pytest.mark.parametrize(
@@ -232,14 +180,14 @@ def test_random_values(measure: Measure, dtype: torch.dtype) -> None:
     ],
 )
 def test_every_number_of_a_format(measure: Measure, values: torch.Tensor) -> None:
-    assert_same(measure(values, histogram=True), exact(values, histogram=True))
+    assert_same(measure(values, histogram=True), columns(values, histogram_too=True))
 
 
 @pytest.mark.parametrize("dtype", FP8)
 def test_each_byte_of_a_format_alone(measure: Measure, dtype: torch.dtype) -> None:
     for code in (0x00, 0x80, 0x01, 0x07, 0x08, 0x7B, 0x7C, 0x7D, 0x7E, 0x7F, 0xFB, 0xFC, 0xFE, 0xFF):
         value = torch.tensor([code], dtype=torch.uint8).view(dtype)
-        assert_same(measure(value), exact(value))
+        assert_same(measure(value), columns(value))
 
 
 NUMBERS = {
@@ -259,7 +207,7 @@ NUMBERS = {
 def test_unusual_numbers(measure: Measure, name: str) -> None:
     values = torch.tensor(NUMBERS[name])
     found = measure(values, histogram=True)
-    assert_same(found, exact(values, histogram=True))
+    assert_same(found, columns(values, histogram_too=True))
 
 
 def test_what_the_extremes_of_subnormal_numbers_are(measure: Measure) -> None:
@@ -283,7 +231,7 @@ def test_an_empty_tensor(measure: Measure, shape: tuple[int, ...]) -> None:
 def test_no_dimension(measure: Measure) -> None:
     value = torch.tensor(-2.5, dtype=torch.bfloat16)
     codes, scale_inv = quantized(value, 1.0)
-    assert_same(measure(value, codes, scale_inv[0]), exact(value, codes, scale_inv))
+    assert_same(measure(value, codes, scale_inv[0]), columns(value, codes, scale_inv))
 
 
 @pytest.mark.parametrize("spoiled", [False, True], ids=["finite", "with inf"])
@@ -304,7 +252,7 @@ def test_numbers_that_round_where_float32_adds_them(measure: Measure) -> None:
     large, small = 2.0**24, 1.0
     for pattern in ([large, small, -large, small], [large, *[small] * 31], [-large, large, 0.1, -0.3]):
         values = torch.tensor(pattern).repeat(3000)[:40_000]
-        assert_same(measure(values), exact(values))
+        assert_same(measure(values), columns(values))
 
 
 def test_equal_elements_have_no_spread(measure: Measure) -> None:
@@ -316,7 +264,7 @@ def test_equal_elements_have_no_spread(measure: Measure) -> None:
 def test_a_tensor_that_needs_a_gradient(measure: Measure) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         values = normal(10).to(dtype).requires_grad_()
-        assert_same(measure(values), exact(values.detach()))
+        assert_same(measure(values), columns(values.detach()))
 
 
 # --- shapes and strides -----------------------------------------------------------------------------------------------
@@ -345,7 +293,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("view", VIEWS)
 def test_views(measure: Measure, view: str, dtype: torch.dtype) -> None:
     values = VIEWS[view](normal(5760).to(dtype))
-    assert_same(measure(values, histogram=True), exact(values, histogram=True))
+    assert_same(measure(values, histogram=True), columns(values, histogram_too=True))
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -360,7 +308,7 @@ def test_views_stay_with_their_codes(measure: Measure, view: str) -> None:
         VIEWS[view](quantized(normal(5760, seed=1), 0.25)[0]),
     ]
     for arranged in arrangements:
-        assert_same(measure(values, arranged, scale_inv), exact(values, arranged, scale_inv))
+        assert_same(measure(values, arranged, scale_inv), columns(values, arranged, scale_inv))
 
 
 @pytest.mark.parametrize("values", [normal(64, 96).t(), normal(30, 20, 10).permute(2, 0, 1), normal(1, 5, 1)])
@@ -377,10 +325,10 @@ def test_elements_2_to_the_31_apart(measure: Measure, dtype: torch.dtype) -> Non
     ends.copy_(BYTES[56:88].view(2, 16))
     if dtype == torch.float32:
         values, codes = normal(2, 16), ends
-        assert_same(measure(values, codes, torch.ones(1)), exact(values, codes, torch.ones(1)))
+        assert_same(measure(values, codes, torch.ones(1)), columns(values, codes, torch.ones(1)))
     else:
         values = storage.view(dtype).as_strided((2, 16), (2**31, 1))
-        assert_same(measure(values), exact(values.clone()))
+        assert_same(measure(values), columns(values.clone()))
 
 
 def test_indices_beyond_int32_take_the_same_path(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,20 +361,20 @@ def test_random_values_and_codes(measure: Measure, dtype: torch.dtype, e5m2: boo
     found = measure(values, codes, scale, e5m2=e5m2, histogram=True)
     assert found["underflows"] > 0 or e5m2
     assert found["overflows"] > 0 or e5m2 or scale_inv == 3.0
-    assert_same(found, exact(values, codes, scale, e5m2=e5m2, histogram=True))
+    assert_same(found, columns(values, codes, scale, e5m2=e5m2, histogram_too=True))
 
 
 @pytest.mark.parametrize("e5m2", [False, True])
 def test_every_code_that_is_a_number(measure: Measure, e5m2: bool) -> None:
     codes = BYTES[BYTES.view(FP8[e5m2]).float().isfinite()]
     values, scale_inv = normal(len(codes)), torch.tensor(0.7)
-    assert_same(measure(values, codes, scale_inv, e5m2=e5m2), exact(values, codes, scale_inv, e5m2=e5m2))
+    assert_same(measure(values, codes, scale_inv, e5m2=e5m2), columns(values, codes, scale_inv, e5m2=e5m2))
 
 
 def test_codes_of_float8_values(measure: Measure) -> None:
     values = BYTES.view(torch.float8_e5m2)
     codes, scale_inv = quantized(values.float().nan_to_num(0.0, 0.0, 0.0), 2.0)
-    assert_same(measure(values, codes, scale_inv), exact(values, codes, scale_inv))
+    assert_same(measure(values, codes, scale_inv), columns(values, codes, scale_inv))
 
 
 def test_an_element_overflows_above_the_limit_not_at_it(measure: Measure) -> None:
@@ -454,8 +402,8 @@ def test_a_quantized_value_that_is_not_finite_shows_in_the_error(measure: Measur
 def test_errors_whose_squares_float32_cannot_hold(measure: Measure) -> None:
     values = torch.tensor([3e38, 1e-30])
     codes, scale_inv = torch.tensor([0x00, 0x00], dtype=torch.uint8), torch.ones(1)
-    assert_same(measure(values, codes, scale_inv), exact(values, codes, scale_inv))
-    assert_same(measure(values[1:], codes[1:], scale_inv), exact(values[1:], codes[1:], scale_inv))
+    assert_same(measure(values, codes, scale_inv), columns(values, codes, scale_inv))
+    assert_same(measure(values[1:], codes[1:], scale_inv), columns(values[1:], codes[1:], scale_inv))
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
