@@ -17,6 +17,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from te_precision_callbacks.engine import kernels
+from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
     EXPONENT_BINS,
@@ -27,7 +29,10 @@ from te_precision_callbacks.engine.kernels.columns import (
     layout,
     measured_by,
 )
+from te_precision_callbacks.statistics.names import quantized_request, tensor_request
+from te_precision_callbacks.watched import Watched
 from tests.engine.exact import columns, named, statistic
+from tests.engine.test_quantization import fp8_dtype, te
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -576,6 +581,36 @@ def test_which_tensors_share_a_launch(kernel: ModuleType) -> None:
     )
     assert sizes(one, one) == [1, 1], "two micro-batches go to the same place"
     assert sizes(one, pending_of(torch.zeros(0, dtype=torch.bfloat16), 300)) == [1, 1], "empty"
+
+
+def test_the_engine_with_the_kernel(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of a GEMM, in two micro-batches, with statistics of their own and of codes."""
+    names = ("mean", "std", "min", "max", "l1_norm", "l2_norm")
+    quantizer = te().Float8CurrentScalingQuantizer(fp8_dtype(False), torch.device("cpu"), columnwise=False)
+    launches: list[int] = []
+
+    def add(pending: Sequence[Pending], *into: torch.Tensor) -> None:
+        launches.extend(map(len, kernel.grouped(pending)))
+        kernel.add(pending, *into)
+
+    def found() -> dict[tuple[str, str], float]:
+        engine = StatisticsEngine()
+        for batch in range(2):
+            for number, tensor in enumerate(("activation", "weight", "output")):
+                values = normal(16 * (number + 1), 48, seed=10 * batch + number).to(torch.bfloat16)
+                quantized = None if tensor == "output" else quantizer(values)
+                engine.note(Watched("fc1", tensor, 0, values, quantized, quantized), of_tensor)
+                if quantized is not None:
+                    engine.note(Watched("fc1", tensor, 0, values, quantized, quantized), of_codes)
+            engine.measure()
+        return {(row.tensor, row.statistic): row.value for row in engine.flush(reduce=False)}
+
+    of_tensor = tuple(map(tensor_request, names))
+    of_codes = tuple(map(quantized_request, ("underflows%", "mse", "scale_inv_max")))
+    expected = found()
+    monkeypatch.setattr(kernels, "_pass_for", lambda values: add)
+    assert found() == pytest.approx(expected, rel=1e-5)
+    assert launches == [2, 1, 1, 1], "operands and result; the weight of a step is measured once"
 
 
 # --- what Triton compiles ---------------------------------------------------------------------------------------------
