@@ -182,19 +182,21 @@ class StatisticsEngine:
                 self._measure(noted)
 
     def _measure(self, noted: Iterable[tuple[Watched, Sequence[Sequence[Request]]]]) -> None:
-        together: dict[torch.device, list[Pending]] = {}
+        left: dict[torch.device, list[tuple[_Measuring, _Ready, Pending]]] = {}
         failure: Exception | None = None
         for watched, asked in noted:
             try:
                 measuring = _Measuring(self, watched)
-                pending = measuring.run(self._plan(asked, measuring.unquantized_as))
+                found = measuring.run(self._plan(asked, measuring.unquantized_as))
             except Exception as error:
                 failure = failure or error
                 continue
-            if pending is not None:
-                together.setdefault(pending.values.device, []).append(pending)
-        for device, pendings in together.items():
-            kernels.add(pendings, *self._slots.on(device))
+            if found is not None:
+                left.setdefault(found[0].device, []).append((measuring, *found))
+        for device, together in left.items():
+            kernels.add([pending for _, _, pending in together], *self._slots.on(device))
+            for measuring, ready, _ in together:
+                measuring.end(ready)
         if failure is not None:
             raise failure
 
@@ -486,11 +488,11 @@ class _Measuring:
             return None
         return self._recipe if self._recipe in RECIPES else "fp8_current_scaling"
 
-    def run(self, plan: _Plan) -> Pending | None:
+    def run(self, plan: _Plan) -> tuple[_Ready, Pending] | None:
         """Measure the kinds that are wanted, and merge the results into the slots.
 
         Returns:
-            What a pass has to do for it, if one pass gives all; None: it is done.
+            What a pass has to do for it, behind which :meth:`end` must come, if one pass gives all; None: it is done.
         """
         slots, seen = self._engine._slots, self._engine._weights_seen
         key = self._watched.layer, self._watched.tensor, self._shard
@@ -498,7 +500,7 @@ class _Measuring:
         if ready is not None and ready.moves == slots.moves and ready.device == self._values.device:
             pending = self._by(ready)
             if pending is not None:
-                return pending
+                return ready, pending
         self._segments = plan.segments.setdefault(key, {})
         for kind, requests in plan.wanted.items():
             segment = self._segment(kind)
@@ -520,13 +522,20 @@ class _Measuring:
             return None
         if len(self._wanted) == len(plan.wanted):
             plan.ready[key] = ready
-        return self._pending(ready, None if ready.form is None else held[ready.form])
+        return ready, self._pending(ready, None if ready.form is None else held[ready.form])
+
+    def end(self, ready: _Ready) -> None:
+        """Note that a pass has given all that is wanted."""
+        for segment, requests in ready.asked:
+            segment.measured = True
+            self._asked(segment, requests)
 
     def _by(self, ready: _Ready) -> Pending | None:
         """What a pass has to do, if it gives all this time too."""
         if not self._values.numel() or self._watched.values is None:
             return None
-        if self._watched.tensor == _WEIGHT and self._engine._weights_seen:
+        seen = self._engine._weights_seen
+        if self._watched.tensor == _WEIGHT and any(segment.key in seen for segment, _ in ready.asked):
             return None
         if ready.form is None:
             return self._pending(ready, None)
@@ -537,9 +546,6 @@ class _Measuring:
         return self._pending(ready, held) if isinstance(held, PerTensor) else None
 
     def _pending(self, ready: _Ready, codes: PerTensor | InBlocks | None) -> Pending:
-        for segment, requests in ready.asked:
-            segment.measured = True
-            self._asked(segment, requests)
         if isinstance(codes, PerTensor):
             return Pending(self._values, codes.codes, codes.scale_inv, codes.e5m2, ready.places)
         return Pending(self._values, None, None, False, ready.places)

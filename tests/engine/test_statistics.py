@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine, _Measuring
 from te_precision_callbacks.engine.kernels import compiled, native
 from te_precision_callbacks.statistics.names import (
@@ -481,3 +482,35 @@ def test_what_the_pass_adds_to_the_slots_itself_is_what_is_merged(
     monkeypatch.setattr(_Measuring, "_in_one_pass", lambda *_: None)
     assert found == step()
     assert len(found) == 60 * 4 + 40 * 4
+
+
+def test_a_pass_that_fails_leaves_nothing_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has no memory left: the tensors of that pass have no numbers, and the next pass has its own."""
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    engine = StatisticsEngine()
+    requests = (tensor_request("max"),)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "add", fail)
+        engine.note(Watched("layer", "weight", 3, torch.tensor([5.0])), requests)
+        engine.note(Watched("layer", "output", 3, torch.tensor([6.0])), requests)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.measure()
+    assert len(engine.collect(reduce=False)) == 0
+    engine.note(Watched("layer", "weight", 3, torch.tensor([4.0])), requests)
+    engine.measure()
+    assert [(found.tensor, found.value) for found in engine.flush(reduce=False)] == [("weight", 4.0)]
+
+
+def test_tensors_that_are_noted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that exists in its quantized form only is none of the other such ones."""
+    engine = StatisticsEngine(on_failure=lambda *_: None)
+    requests = (quantized_request("scale_inv_max"),)
+    for number, tensor in enumerate(("activation", "weight")):
+        made = quantizer("fp8_current_scaling")(torch.full((16, 16), 2.0**number))
+        engine.note(Watched("layer", tensor, 3, None, made, made, made._quantizer), requests)
+    engine.measure()
+    found = {measured.tensor: measured.value for measured in engine.flush(reduce=False)}
+    assert found["weight"] == 2 * found["activation"]

@@ -120,7 +120,7 @@ def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.T
         from te_precision_callbacks.engine.kernels import triton_kernel
 
         for together in triton_kernel.grouped(pending):
-            triton_kernel.add(together, sums, maxima)
+            triton_kernel.add_together(together, sums, maxima)
             left = [one for one in left if not any(one is done for done in together)]
     except (TypeError, ValueError, torch.OutOfMemoryError):
         raise  # not the kernel's fault
