@@ -36,7 +36,7 @@ STATISTICS_FOLDER = "nvdlfw_inspect_statistics_logs"
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 1 << 22
-"""The numbers that may wait for the thread, some 100 MB."""
+"""The numbers that may wait for the thread, some 50 MB."""
 
 _PAUSE = 0.01
 """The seconds between two looks whether the disk has kept up."""

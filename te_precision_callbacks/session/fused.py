@@ -236,7 +236,11 @@ class FusedObservation:
     def _answer(self, layer: str, iteration: int) -> _Due:
         observers = self._observers.get(layer)
         if observers is None:
-            found = tuple((tensor, self._api.observers(layer, tensor)) for tensor in TENSORS)
+            try:
+                found = tuple((tensor, self._api.observers(layer, tensor)) for tensor in TENSORS)
+            except Exception as error:
+                self._report("finding what to observe of", layer, error)
+                return _Due({}, None)
             key = tuple((tensor, *(observer.key for observer in of_tensor)) for tensor, of_tensor in found)
             observers = self._observers[layer] = self._shared.setdefault(key, found)
         answer = self._answers.get(id(observers))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
 import transformer_engine.pytorch as te
@@ -165,6 +166,53 @@ def test_schedules_and_evaluation(tmp_path: Path, keeper: Keeper) -> None:
             session.step()
     assert keeper.iterations == [0, 3, 6]
     assert max(keeper.values("max").values()) < 100
+
+
+def test_layers_with_the_same_options_are_asked_once(
+    tmp_path: Path, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each layer has the schedules of its own section."""
+    net = torch.nn.Sequential(*(te.Linear(32, 32, params_dtype=BF16) for _ in range(5)))
+    config = {
+        "often": feature("LogTensorStats", ["0", "1", "2"], tensors=["activation", "output"], stats=["max"], freq=2),
+        "seldom": feature("LogTensorStats", ["3"], tensors=["weight"], stats=["max"], freq=3),
+    }
+    asked: list[tuple[str, str, int]] = []
+    with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper], observe="fused") as session:
+        api = debug_api.transformer_engine
+        own = type(api).asked
+
+        def counted(observer: Any, layer: str, tensor: str, iteration: int) -> Any:
+            asked.append((layer, tensor, iteration))
+            return own(api, observer, layer, tensor, iteration)
+
+        monkeypatch.setattr(api, "asked", counted, raising=False)
+        for _ in range(4):
+            net(torch.randn(ROWS, 32, dtype=BF16)).float().sum().backward()
+            session.step()
+    seen = {(step.iteration, row.layer, row.tensor) for step in keeper.steps for row in step}
+    tensors = ("activation", "output")
+    often = {(iteration, layer, tensor) for iteration in (0, 2) for layer in "012" for tensor in tensors}
+    assert seen == often | {(iteration, "3", "weight") for iteration in (0, 3)}
+    of_often = [("0", tensor, iteration) for iteration in (0, 2) for tensor in tensors]
+    assert sorted(asked) == sorted([*of_often, ("3", "weight", 0), ("3", "weight", 3)])
+
+
+def test_features_that_cannot_be_found_do_not_end_training(
+    tmp_path: Path, keeper: Keeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(layer: str, tensor: str) -> Any:
+        raise RuntimeError("a slip")
+
+    net = te.Linear(32, 32, params_dtype=BF16)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper], observe="fused") as session:
+        monkeypatch.setattr(debug_api.transformer_engine, "observers", fail, raising=False)
+        for _ in range(3):
+            net(torch.randn(ROWS, 32, dtype=BF16)).float().sum().backward()
+            session.step()
+    assert keeper.iterations == []
+    assert caplog.text.count("finding what to observe of") == 1
+    assert "RuntimeError: a slip" in caplog.text
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
