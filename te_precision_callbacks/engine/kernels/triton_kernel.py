@@ -186,7 +186,7 @@ def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.
     partials = torch.empty((ends[-1], columns + extremes), dtype=torch.float64, device=values.device)
     code_name, largest = _CODE_FORMATS[e5m2]
     alone = len(together) == 1
-    begins = [None] * (_MOST_TOGETHER - 1) if alone else _filled(ends[:-1], ends[-1])[:-1]
+    begins = _filled(ends[:-1], ends[-1])[:-1]
     with torch.cuda.device(values.get_device()):
         _measure[(ends[-1],)](
             *_filled(elements, None if alone else elements[0]),
