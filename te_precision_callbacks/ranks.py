@@ -113,7 +113,7 @@ def in_words(of_rank: Mapping[int, Any]) -> str:
     for rank, value in sorted(of_rank.items()):
         ranks_with.setdefault(value, []).append(rank)
     most_first = sorted(ranks_with.items(), key=lambda entry: -len(entry[1]))
-    shown = [f"{value} on {_ranks(ranks)}" for value, ranks in most_first[:_MOST_NAMED]]
+    shown = [f"{value} on {ranks_in_words(ranks)}" for value, ranks in most_first[:_MOST_NAMED]]
     more = len(most_first) - len(shown)
     return "; ".join([*shown, f"and {more} others"] if more else shown)
 
@@ -121,7 +121,8 @@ def in_words(of_rank: Mapping[int, Any]) -> str:
 _MOST_NAMED = 8
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """The numbers of ranks in few words: ``ranks 0, 2-7``."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][-1] == rank - 1:
