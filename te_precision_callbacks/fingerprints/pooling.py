@@ -50,18 +50,18 @@ Pooled = list[dict[str, Any]]
 
 
 class _Save(NamedTuple):
-    """Which save it is: the ``count``-th, from 0, of an iteration."""
+    """Which save it is: the ``number``-th, from 0, of an iteration."""
 
     iteration: int
-    count: int
+    number: int
 
     @classmethod
     def read(cls, text: bytes) -> _Save:
-        iteration, count = text.decode().split(".")
-        return cls(int(iteration), int(count))
+        iteration, number = text.decode().split(".")
+        return cls(int(iteration), int(number))
 
     def __str__(self) -> str:
-        return f"{self.iteration}.{self.count}"
+        return f"{self.iteration}.{self.number}"
 
     def rank_key(self, rank: int) -> str:
         """The key of the hash of a rank's fingerprint."""
