@@ -84,10 +84,8 @@ class Chronicle:
         records, group = self._records, self._options.process_group
         with_rank_0 = ranks.several and (group is None or 0 in torch.distributed.get_process_group_ranks(group))
         if records is not None:
-            leads = ranks.several and torch.distributed.get_rank(group) == 0
-            records.writes_reduced = own_rank() == 0 or leads
-            if records.has_run(self._resume_audit.resumed_run):
-                records.run_id = self._resume_audit.resumed_run
+            records.writes_reduced = own_rank() == 0 or (ranks.several and ranks.leads)
+            records.is_alone = not ranks.several
         if own_rank() == 0:
             self._begin_segment()
         if with_rank_0:
@@ -101,6 +99,7 @@ class Chronicle:
     def _begin_segment(self) -> None:
         if self._records is not None:
             try:
+                self._records.go_on_with(self._resume_audit.resumed_run)
                 self._records.place = self._records.begin()
             except Exception as error:
                 self._sinks.drop(self._records)

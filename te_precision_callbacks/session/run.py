@@ -20,7 +20,7 @@ from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.forwards import ForwardClassifier
 from te_precision_callbacks.naming import Model
 from te_precision_callbacks.notices import Notices
-from te_precision_callbacks.options import SessionOptions
+from te_precision_callbacks.options import SessionOptions, read_statistics_log
 from te_precision_callbacks.ranks import own_rank, world_size
 from te_precision_callbacks.records.model import RunInfo, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
@@ -28,7 +28,7 @@ from te_precision_callbacks.session.chronicle import Chronicle
 from te_precision_callbacks.session.contract import ContractKeeper, require_layers
 from te_precision_callbacks.session.delivery import Delivery, Ending, SessionObservation
 from te_precision_callbacks.session.endings import ProcessEnds
-from te_precision_callbacks.session.errors import ObservationError
+from te_precision_callbacks.session.errors import ObservationError, SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.findings import Findings, Results
 from te_precision_callbacks.session.forward import MOST_FORWARDS, ForwardHooks
@@ -113,6 +113,7 @@ class Run:
             features=options.features,
             process_group=options.process_group,
             report=failures.report,
+            strict=options.strict,
         )
         classify.begin(abandoned=self._is_abandoned)
         self._classify = classify
@@ -128,8 +129,11 @@ class Run:
         self.resume_audit = ResumeAudit(self.model, findings, failures, strict=options.strict)
         limit = record_limit(options.records)
         self._records = RecordSink(findings.log_dir, limit) if limit else None
-        own: list[Sink] = [*self._statistics_logs(), *([] if self._records is None else [self._records])]
-        self._sinks = Sinks([*own, *sinks, *options.sinks], self._describe, failures)
+        self._log_choice = read_statistics_log(options.statistics_log)
+        log = StatisticsLog(given_names=self.model.given_names, limit=self._log_choice.limit)
+        self._log = None if self._log_choice.ranks == "off" else log
+        self._files: list[Sink] = [sink for sink in (self._log, self._records) if sink is not None]
+        self._sinks = Sinks([*self._files, *sinks, *options.sinks], self._describe, failures)
         self._delivery = Delivery(inspector, self.model, findings, self._sinks, failures, self.hooks.delayed_scaling)
         self._delivery.reduces = self._ranks.several
         self.observation = SessionObservation(engine, recorder, self._delivery, reduce=options.reduce)
@@ -172,6 +176,9 @@ class Run:
         """As ``InspectSession.attach``."""
         ranks = self._ranks
         self._delivery.reduces = ranks.several
+        self.inspector.write_events(in_full=self._writes_in_full)
+        if self._log is not None:
+            self._log.own_only = not self._writes_in_full
         self.model.attach(model, ranks)
         self._pools_coverage = ranks.several
         if self._options.require is not None:
@@ -217,6 +224,7 @@ class Run:
             raise
 
     def _end_step(self, ending: Ending) -> StepRecords | None:
+        self.inspector.report_events()
         self.model.say_refused()
         self.model.note_order()
         self.model.note_products()
@@ -289,6 +297,8 @@ class Run:
             if self.model.attached:
                 self.model.say_refused()
                 then.callback(self._tell_the_end, error)
+                if not self._writes_in_full and not _is_failure(error):
+                    self._sinks.pass_over(self._files)
                 self._delivery.hand_over_remainder(logging_step, guard, counts_from=self._loop.counts_from)
 
     def _tell_the_end(self, error: BaseException | None) -> None:
@@ -408,13 +418,10 @@ class Run:
 
     # ------------------------------------------------------------------ what it writes
 
-    def _statistics_logs(self) -> list[StatisticsLog]:
-        """The statistics log of this rank, if it has one."""
-        which, group = self._options.statistics_log, self._options.process_group
-        if which == "off":
-            return []
-        another_writes = which == "rank0" and self._ranks.several and torch.distributed.get_rank(group) != 0
-        return [StatisticsLog(own_only=another_writes, given_names=self.model.given_names)]
+    @property
+    def _writes_in_full(self) -> bool:
+        """Whether this rank writes more than its own numbers, failures and dumps."""
+        return self._ranks.leads or self._log_choice.ranks == "all"
 
     def _describe(self) -> RunInfo:
         return RunInfo(
@@ -455,3 +462,8 @@ class Run:
         finally:
             with guard.interruptible():
                 self.observation.recorder.close()
+
+
+def _is_failure(error: BaseException | None) -> bool:
+    """Whether a rank stops because something failed in it, and not because all of them stop."""
+    return error is not None and not isinstance(error, (SessionError, KeyboardInterrupt, SystemExit))
