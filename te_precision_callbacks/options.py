@@ -75,7 +75,7 @@ def read_statistics_log(statistics_log: object) -> LogChoice:
             f"statistics_log= must be one of {', '.join(map(repr, get_args(StatisticsLogRanks)))}, or the most bytes of a"
             f" rank's log, such as '4GiB' or 'unlimited', or both, such as 'rank0, 4GiB', not {statistics_log!r}."
         )
-    return LogChoice(*(ranks or ["rank0"]), *(limits or [LOG_LIMIT]))
+    return LogChoice(ranks[0] if ranks else "rank0", limits[0] if limits else LOG_LIMIT)
 
 
 Observe = Literal["debug", "fused", "auto"]

@@ -235,7 +235,7 @@ def test_a_disk_that_is_slower_than_the_training_loses_steps_and_says_how_many(
     log.close(None)
     assert len(lines(tmp_path)) == 15, "after the third step, more than 10 wait"
     first, last = caplog.messages
-    assert first.startswith("The disk is slower than the training: 15 numbers wait for the statistics log, so the 5 num")
+    assert first.startswith("The disk is slower than the training: 15 numbers wait for the statistics log, so the 5 ")
     assert last.startswith("235 numbers of 47 steps are missing in the statistics log")
 
 

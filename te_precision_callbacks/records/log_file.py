@@ -154,8 +154,8 @@ class LogFile:
                     self._rotate()
         except OSError as error:
             raise LogFileError(
-                f"{self._path} cannot be written: {error}. The run goes on without this log. Give log_dir= a folder on a"
-                " disk with room that takes files to append to."
+                f"{self._path} cannot be written: {error}. The run goes on without this log. Give log_dir= a folder on"
+                " a disk with room that takes files to append to."
             ) from error
 
     def _open(self) -> None:

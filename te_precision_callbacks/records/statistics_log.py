@@ -4,8 +4,8 @@
     <time> - INFO - fc1_activation_max   iteration=000002   value=4.318804740905762
 
 A line ends with ``rank=<rank>`` if its number belongs to that rank alone although statistics are reduced over ranks, as
-after a reduction that failed. A run in the folder of an earlier run appends to the file. A file that has reached half of
-the log's limit becomes ``<name>.old``, in place of an older one. Lines mark both:
+after a reduction that failed. A run in the folder of an earlier run appends to the file. A file that has reached half
+of the log's limit becomes ``<name>.old``, in place of an older one. Lines mark both:
     <time> - INFO - Here another run begins, of process 4711.
     <time> - INFO - The log goes on from nvdlfw_inspect_globalrank-0.log.old.
 """

@@ -24,6 +24,7 @@ import torch
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.records.statistics_log import EVENTS_FOLDER
+from te_precision_callbacks.records.writer_thread import LONGEST_STILL, within
 from te_precision_callbacks.session.errors import (
     FeatureLoadError,
     ObservationError,
@@ -253,8 +254,7 @@ class Inspector:
                 " be active: call debug_api.end_debug() first, and leave initialize, step and end_debug to the session."
                 " Pass its config as config=; with layer_names='upstream' its selectors select the same layers."
             )
-        if self._strict:
-            self._require_folder()
+        self._make_folder()
         self._snapshot = Snapshot()
         self._snapshot.detach_handlers()
         SingleMessageLogger.logged_messages.clear()
@@ -271,16 +271,23 @@ class Inspector:
         # built before take part as well, since the state is an attribute of the class.
         TEDebugState.debug_enabled = True
 
-    def _require_folder(self) -> None:
-        try:
-            folder = self._log_dir / EVENTS_FOLDER
+    def _make_folder(self) -> None:
+        """Make the log folder, where scripts may put files of their own. Where it cannot be made or written to, each
+        file that is lost is reported by what would write it; a strict run does not start."""
+        folder = self._log_dir / EVENTS_FOLDER if self._strict else self._log_dir
+
+        def make() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK):
                 raise PermissionError(f"no permission to write to {str(folder)!r}")
+
+        try:
+            within(LONGEST_STILL, make)
         except OSError as error:
-            raise SessionError(
-                f"log_dir={str(self._log_dir)!r} cannot be written to: {error}. Give a writable folder."
-            ) from error
+            if self._strict:
+                raise SessionError(
+                    f"log_dir={str(self._log_dir)!r} cannot be written to: {error}. Give a writable folder."
+                ) from error
 
     def _begin_events(self) -> None:
         """Begin upstream's log of events, as ``initialize_logger`` does, but for the thread that writes it."""

@@ -113,7 +113,8 @@ def test_training_goes_on_where_nothing_can_be_written(
     else:
         (tmp_path / "run" / file).parent.mkdir(exist_ok=True)
         (tmp_path / "run" / file).touch()
-    config = statistics() | {"dumps": feature("DumpTensors", ["all"], tensors=["activation"], high_precision_tensor=True)}
+    dumped = feature("DumpTensors", ["all"], tensors=["activation"], high_precision_tensor=True)
+    config = statistics() | {"dumps": dumped}
     net = te.Linear(32, 32)
     with InspectSession(config, model=net, log_dir=tmp_path / "run", sinks=[keeper]) as session:
         train(session, net, 3)
