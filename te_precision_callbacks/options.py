@@ -72,8 +72,8 @@ def read_statistics_log(statistics_log: object) -> LogChoice:
                 limits += [0, 0]  # two are refused
     if not ranks + limits or len(ranks) > 1 or len(limits) > 1 or (ranks == ["off"] and limits):
         raise OptionError(
-            f"statistics_log= must be one of {', '.join(map(repr, get_args(StatisticsLogRanks)))}, or the most bytes of a"
-            f" rank's log, such as '4GiB' or 'unlimited', or both, such as 'rank0, 4GiB', not {statistics_log!r}."
+            f"statistics_log= must be one of {', '.join(map(repr, get_args(StatisticsLogRanks)))}, or the most bytes of"
+            f" a rank's log, such as '4GiB' or 'unlimited', or both, such as 'rank0, 4GiB', not {statistics_log!r}."
         )
     return LogChoice(ranks[0] if ranks else "rank0", limits[0] if limits else LOG_LIMIT)
 
