@@ -130,6 +130,15 @@ def test_dumps() -> None:
     assert least < case["bytes_per_step"] < least + operands + 4 * (1 << 13)
 
 
+def test_disk() -> None:
+    sizes = ("--layers=1", "--hidden=64", "--sequence=32", "--batch=2", "--steps=1")
+    cases = cases_of("disk.py", *sizes)
+    assert list(cases) == ["healthy", "hangs", "full", "slow"]
+    for case in cases.values():
+        assert all(case[key] > 0 for key in ("step_ms", "healthy_ms", "slowest_ms", "stop_ms"))
+    assert cases["hangs"]["stop_ms"] >= 200
+
+
 def test_records() -> None:
     cases = cases_of("records.py", "--values=20000", "--series=200")
     assert list(cases) == ["write", "open", "read", "import", "compare", "report"]

@@ -1,7 +1,8 @@
 """A log as a text file that one process appends to, within a limit; for the thread that writes it.
 
 log = LogFile(path, limit)      # touches no file
-log.append("a line\\n")          # opens, or makes, the file: "<path>", or "<path>.1" if another process is writing that
+log.append("a line\\n")
+log.flush()                     # opens, or makes, the file: "<path>", or "<path>.1" if another process is writing that
 log.close()
 
 At half of the limit the file is renamed to ``<name>.old``, in place of the older half, and a new file begins.
@@ -135,14 +136,27 @@ class LogFile:
         self._file: io.FileIO | None = None
         self._size = 0
         self._has_rotated = False
+        self._lines = bytearray()
 
     def append(self, text: str) -> None:
-        """Append lines, which are in the file when this returns.
+        """Append lines, which are in the file after :meth:`flush`.
+
+        Raises:
+            LogFileError: as of :meth:`flush`, which is called when many lines wait.
+        """
+        self._lines += text.encode(errors="backslashreplace")
+        if len(self._lines) >= _CHUNK:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the lines.
 
         Raises:
             LogFileError: the file cannot be made, was deleted, or cannot be written.
         """
-        data = memoryview(text.encode(errors="backslashreplace"))
+        if not self._lines:
+            return
+        data, self._lines = memoryview(self._lines), bytearray()
         try:
             self._open()
             while len(data):
@@ -194,7 +208,7 @@ class LogFile:
         if self._file is None:
             return
         while len(data):
-            written = self._file.write(data[:_CHUNK]) or 0
+            written = os.write(self._file.fileno(), data[:_CHUNK])
             self._size += written
             data = data[written:]
             self._note_progress()

@@ -179,7 +179,8 @@ class _Writing:
             )
 
     def flush(self) -> None:
-        """Nothing: what was taken is in the file."""
+        """Bring what was taken to the file."""
+        self._file.flush()
 
     def leave(self) -> None:
         """Close the file."""

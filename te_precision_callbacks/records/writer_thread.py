@@ -67,7 +67,7 @@ class WriterThread(Generic[JobT]):
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._given = 0  # numbers, counted by the training's thread
-        self._taken = 0  # numbers, counted by this thread
+        self._taken = self._written = 0  # numbers, counted by this thread
         self._progress = 0
         self._dropped_jobs = self._dropped_numbers = 0
         self._said_dropped = False
@@ -75,7 +75,7 @@ class WriterThread(Generic[JobT]):
     @property
     def waiting(self) -> int:
         """The numbers that are not written yet."""
-        return self._given - self._taken
+        return self._given - self._written
 
     def put(self, job: JobT, count: int = 0) -> bool:
         """Hand over a job.
@@ -90,8 +90,9 @@ class WriterThread(Generic[JobT]):
         """
         if self._failure is not None or os.getpid() != self._process:
             return True
-        if count and self.waiting > self._most_waiting:
-            self._drop(count)
+        queued = self._given - self._taken
+        if count and queued > self._most_waiting:
+            self._drop(count, queued)
             return False
         self._jobs.append((job, count))
         self._given += count
@@ -103,7 +104,7 @@ class WriterThread(Generic[JobT]):
                 self._thread = None
         return True
 
-    def _drop(self, count: int) -> None:
+    def _drop(self, count: int, queued: int) -> None:
         self._dropped_jobs += 1
         self._dropped_numbers += count
         if self._dropped_jobs == 1:
@@ -111,7 +112,7 @@ class WriterThread(Generic[JobT]):
                 "The disk is slower than the training: %s numbers wait for the %s, so the %s numbers of this step, and"
                 " of further ones while it lasts, are left out. Training goes on. The end of the session logs how many"
                 " are missing.",
-                f"{self.waiting:,}",
+                f"{queued:,}",
                 self._what,
                 f"{count:,}",
             )
@@ -202,6 +203,7 @@ class WriterThread(Generic[JobT]):
             self._taken += count
             self.note_progress()
         self._writing.flush()
+        self._written = self._taken
         self.note_progress()
 
 

@@ -37,9 +37,8 @@ class EventLog(logging.Handler):
         super().__init__()
         self.setFormatter(logging.Formatter(FORMAT))
         self._folder = log_dir / EVENTS_FOLDER
-        self._thread: WriterThread[tuple[int, str]] = WriterThread("log of events", self, MOST_WAITING)
-        self._file: LogFile | None = None
-        self._least = logging.INFO
+        self._lines = _Lines()
+        self._thread: WriterThread[tuple[int, str]] = WriterThread("log of events", self._lines, MOST_WAITING)
 
     def begin(self, *, in_full: bool) -> None:
         """Begin to write.
@@ -48,10 +47,10 @@ class EventLog(logging.Handler):
             in_full: whether this rank writes all lines. If not, it writes warnings and errors, so that a rank to which
                 nothing happens makes no file.
         """
-        if self._file is None:
-            self._least = logging.NOTSET if in_full else logging.WARNING
+        if self._lines.file is None:
+            self._lines.least = logging.NOTSET if in_full else logging.WARNING
             path = self._folder / log_file_name(own_rank())
-            self._file = LogFile(path, LIMIT, "", self._thread.note_progress)
+            self._lines.file = LogFile(path, LIMIT, "", self._thread.note_progress)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Hand over a line."""
@@ -72,16 +71,32 @@ class EventLog(logging.Handler):
         self._thread.finish()
         super().close()
 
-    # ------------------------------------------------------------------ in the log's own thread
+
+class _Lines:
+    """The part of the log that runs in its thread.
+
+    Attributes:
+        file: the file; None until it is known which lines are written.
+        least: the least level of these.
+    """
+
+    def __init__(self) -> None:
+        self.file: LogFile | None = None
+        self.least = logging.NOTSET
 
     def take(self, job: tuple[int, str]) -> bool:
-        """Write a line, once it is known which lines are written."""
+        """Take a line, once it is known whether it is written."""
         level, line = job
-        if self._file is not None and level >= self._least:
-            self._file.append(line)
-        return self._file is not None
+        if self.file is not None and level >= self.least:
+            self.file.append(line)
+        return self.file is not None
+
+    def flush(self) -> None:
+        """Bring what was taken to the file."""
+        if self.file is not None:
+            self.file.flush()
 
     def leave(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            self._file.close()
+        if self.file is not None:
+            self.file.close()

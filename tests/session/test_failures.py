@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +16,9 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 
 from te_precision_callbacks.errors import FeatureError, OptionError
-from te_precision_callbacks.records import StepRecords, writer_thread
+from te_precision_callbacks.records import StepRecords, statistics_log, writer_thread
 from te_precision_callbacks.session import InspectSession, ObservationError, SessionError, sinks
+from te_precision_callbacks.store import sink
 from tests.conftest import Keeper, feature, statistics
 from tests.reference.processes import python
 
@@ -158,6 +161,39 @@ def test_a_log_folder_that_fails_later_is_reported_once(
     assert len(reports(caplog)) == 1
     assert "writing records to StatisticsLog" in reports(caplog)[0]
     assert "nvdlfw_inspect_statistics_logs" in reports(caplog)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hangs", ["write", "fsync", "mkdir", "open"])
+def test_a_disk_that_hangs_neither_stops_the_training_nor_its_end(
+    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, hangs: str
+) -> None:
+    """What the threads ask of the disk does not return; what the training's thread asks in the step would show."""
+    monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr(writer_thread, "LONGEST_STILL", 0.2)
+    monkeypatch.setattr(statistics_log, "MOST_WAITING", 50)
+    monkeypatch.setattr(sink, "MOST_WAITING", 50)
+    well, net = threading.Event(), te.Linear(32, 32)
+
+    def hanging(*arguments: Any, **keywords: Any) -> Any:
+        if threading.current_thread().name.startswith("te-precision"):
+            well.wait(60)
+        else:
+            assert not in_step, f"the training's thread has called os.{hangs}"
+        return call(*arguments, **keywords)
+
+    in_step, call = False, getattr(os, hangs)
+    session = InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper], strict=True).start()
+    monkeypatch.setattr(os, hangs, hanging)
+    in_step = True
+    train(session, net, 100)
+    in_step = False
+    session.stop()
+    well.set()
+    assert keeper.iterations == list(range(100))
+    said = [text for text in caplog.messages if "The disk does not answer" in text]
+    assert said, "the end has said what is lost"
+    wait_until(lambda: not any(thread.name.startswith("te-precision") for thread in threading.enumerate()))
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
