@@ -1,6 +1,6 @@
 """What a bad disk costs a training step: one that hangs, is full, or is slow, beside a healthy one.
 
-    python benchmarks/disk.py [--json] [--layers 2 --hidden 256 --sequence 128 --batch 2] [--steps 40]
+    python benchmarks/disk.py [--json] [--layers 2 --hidden 256 --sequence 128 --batch 2] [--steps 16]
 
 The model of examples/byte_lm.py trains in FP8 with statistics of all tensors in every step, which go to the
 statistics log and the records. One process and one model run blocks of four steps after one that warms up: with a
@@ -119,7 +119,7 @@ def _median(blocks: list[tuple[list[float], list[float], float]], place: int) ->
 
 def main(given: list[str] | None = None) -> None:
     torch.manual_seed(0)
-    cases, as_json = of_training(given, __doc__, run_all, layers=2, steps=40)
+    cases, as_json = of_training(given, __doc__, run_all, layers=2, steps=16)
     report(cases, COLUMNS, "Each bad disk's steps beside those of the healthy disk right before.", as_json=as_json)
 
 
