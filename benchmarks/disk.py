@@ -9,7 +9,7 @@ healthy disk, with a bad one, and so on. A bad disk is emulated where this proje
 every 2 s, and 500 numbers may wait instead of millions, so that a block of steps meets the full queue.
   step_ms     the median step.
   healthy_ms  the median of the steps beside the healthy disk in the blocks right before.
-  slowest_ms  the slowest step.
+  slowest_ms, slowest_healthy_ms  the slowest step of both.
   stop_ms     the median time of stop(), where each file that waits for the disk that hangs is given up 0.2 s after the
               last sign of life, instead of 10 s.
 """
@@ -34,7 +34,7 @@ import yaml
 from measuring import milliseconds, progress, report
 from step import Training, config, of_training
 
-COLUMNS = ("case", "step_ms", "healthy_ms", "slowest_ms", "stop_ms")
+COLUMNS = ("case", "step_ms", "healthy_ms", "slowest_ms", "slowest_healthy_ms", "stop_ms")
 
 _BLOCK = 4
 """Timed steps of a block, after one that warms up."""
@@ -106,6 +106,7 @@ def run_all(training: Training, steps: int, folder: Path) -> list[dict[str, Any]
             "step_ms": _median(blocks, 1),
             "healthy_ms": _median(blocks, 0),
             "slowest_ms": max(itertools.chain(*(times for _, times, _ in blocks))),
+            "slowest_healthy_ms": max(itertools.chain(*(times for times, _, _ in blocks))),
             "stop_ms": statistics.median(stop for *_, stop in blocks),
             "steps": sum(len(times) for _, times, _ in blocks),
         }

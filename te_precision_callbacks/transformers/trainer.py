@@ -104,12 +104,12 @@ class Trainer(transformers.Trainer):
         if precision:
             self._refuse_second_callback()
             watch = (ACTIVATION_OVERFLOW,) if overflow else ()
-            chosen: SessionKeywords = {"require": require, "report": report}
+            chosen: SessionKeywords = {"debug": watch, "require": require, "report": report}
             if records is not None:
                 chosen["records"] = records
             if log is not None:
                 chosen["statistics_log"] = log
-            self.add_callback(PrecisionDebugTrainerCallback(config, debug=watch, **chosen))
+            self.add_callback(PrecisionDebugTrainerCallback(config, **chosen))
         elif overflow:
             self.add_callback(ActivationOverflowCallback())
 
