@@ -43,6 +43,9 @@ from te_precision_callbacks.watched import Watched
 
 logger = logging.getLogger(__name__)
 
+LONGEST_STILL = 30.0
+"""The seconds without a tensor that is written after which the end of a run no longer waits for the disk."""
+
 _WEIGHT = "weight"
 
 Report = Callable[[str, str, Exception], None]
@@ -134,8 +137,12 @@ class Recorder:
         written = self._disk.written
         return [written.popleft() for _ in range(len(written))]
 
-    def close(self) -> None:
-        """End the run: decide about held dumps, and wait until all are written. Closing twice does nothing.
+    def close(self, *, decides: bool = True) -> None:
+        """End the run: decide about held dumps, and wait until all are written, or until the disk no longer answers,
+        which is logged. Closing twice does nothing.
+
+        Args:
+            decides: whether held dumps are decided about, for which a device may be asked. If not, they are dropped.
 
         Raises:
             Exception: as in :meth:`end_step`.
@@ -146,9 +153,16 @@ class Recorder:
         self._closed = True
         if self._at_exit is not None:
             self._at_exit.cancel()
-        self._decide()
-        self._disk.drain()
+        if decides:
+            self._decide()
         disk = self._disk
+        if not disk.drain(LONGEST_STILL):
+            logger.error(
+                "The disk does not answer: %s bytes of tensors that wait to be written to %s may be lost. The session"
+                " ends without waiting any longer.",
+                f"{disk.pending:,}",
+                disk.folder,
+            )
         if disk.files:
             logger.info("%d tensors were dumped (%s bytes), in %s.", disk.files, f"{disk.nbytes:,}", disk.folder)
         self._tell()

@@ -106,7 +106,7 @@ class Product:
         """A product that the step has left out."""
         return cls(layer, family, gemm, gemm != "fprop", 0, 0, 0, 1, 0, 0, {}, "never", why)
 
-    @property
+    @functools.cached_property
     def precision(self) -> str:
         """The precision that it computes in, which is that of its widest operand: ``fp8``, ``mxfp8``, ``nvfp4``,
         ``bf16``, ``fp32``, ...; of any other format that format in lower case, empty for a look-up."""

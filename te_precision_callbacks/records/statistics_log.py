@@ -13,7 +13,7 @@ of the log's limit becomes ``<name>.old``, in place of an older one. Lines mark 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
@@ -108,6 +108,10 @@ class StatisticsLog:
         if self._thread is not None and count:
             self._thread.put(_Step(time_now(), self._names_in(records.table), records), count)
 
+    def hurry(self) -> Callable[[], bool]:
+        """Have what was handed over written at once; see :meth:`WriterThread.hurry`."""
+        return _nothing_waits if self._thread is None else self._thread.hurry()
+
     @property
     def waiting(self) -> int:
         """The numbers that the thread has not written yet."""
@@ -140,6 +144,10 @@ class StatisticsLog:
         if failure is not None:
             self._thread = None
             raise failure
+
+
+def _nothing_waits() -> bool:
+    return True
 
 
 class _Writing:

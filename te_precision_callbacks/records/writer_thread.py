@@ -2,6 +2,7 @@
 
 thread = WriterThread("records", writing)   # writing.take(job), flush() and leave() run in the thread
 thread.put(job, count)                      # returns at once: False if the queue is full, and the job is dropped
+is_written = thread.hurry()                 # does not wait for the next time; is_written() tells when all is written
 thread.finish()                             # waits until everything is written, or until the disk no longer answers
 thread.take_failure()                       # the exception that has ended the thread, if any
 
@@ -13,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
 FLUSH_SECONDS = 2.0
@@ -63,7 +65,8 @@ class WriterThread(Generic[JobT]):
         self._most_waiting = most_waiting
         self._process = os.getpid()
         self._jobs: deque[tuple[JobT, int]] = deque()
-        self._wake = threading.Event()
+        self._asked: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()  # also in the handler of a signal
+        self._is_to_finish = False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._given = 0  # numbers, counted by the training's thread
@@ -117,6 +120,16 @@ class WriterThread(Generic[JobT]):
                 f"{count:,}",
             )
 
+    def hurry(self) -> Callable[[], bool]:
+        """Have what waits written at once. May be called in any thread, and in the handler of a signal.
+
+        Returns:
+            Tells whether it is written, as far as it can be.
+        """
+        written = threading.Event()
+        self._asked.put(written)
+        return lambda: written.is_set() or self._thread is None or not self._thread.is_alive()
+
     def finish(self, deadline: float | None = None) -> bool:
         """Wait until everything is written. An interruption may end the waiting, and a second call goes on with it.
 
@@ -130,7 +143,8 @@ class WriterThread(Generic[JobT]):
         """
         if os.getpid() != self._process:
             return True
-        self._wake.set()
+        self._is_to_finish = True
+        self.hurry()
         ends = None if deadline is None else time.monotonic() + deadline
         seen, since = self._progress, time.monotonic()
         while self._thread is not None and self._thread.is_alive():
@@ -181,18 +195,28 @@ class WriterThread(Generic[JobT]):
     def _run(self) -> None:
         try:
             while True:
-                hurried = self._wake.wait(FLUSH_SECONDS)
+                asked = self._wait()
+                is_to_finish = self._is_to_finish
                 self._write_waiting()
-                if hurried and not self._jobs:
+                for written in asked:
+                    written.set()
+                if is_to_finish and not self._jobs:
                     self._writing.leave()
                     return
-                if hurried:
-                    time.sleep(_PAUSE)
         except BaseException as error:  # SystemExit, no memory, ...: in a thread nobody else would see it
             self._failure = error
             self._jobs.clear()
             with contextlib.suppress(Exception):  # it is known to fail
                 self._writing.leave()
+
+    def _wait(self) -> Iterable[threading.Event]:
+        """Wait for the next time; returns what to set when it is over."""
+        asked = []
+        with contextlib.suppress(queue.Empty):
+            asked.append(self._asked.get(timeout=_PAUSE if self._is_to_finish else FLUSH_SECONDS))
+            while True:
+                asked.append(self._asked.get_nowait())
+        return asked
 
     def _write_waiting(self) -> None:
         while self._jobs:
@@ -205,6 +229,17 @@ class WriterThread(Generic[JobT]):
         self._writing.flush()
         self._written = self._taken
         self.note_progress()
+
+
+def all_within(seconds: float, written: Iterable[Callable[[], bool]]) -> bool:
+    """Wait until all that was hurried is written, or for so many seconds; returns whether it is."""
+    until = time.monotonic() + seconds
+    left = list(written)
+    while left and time.monotonic() < until:
+        left = [is_written for is_written in left if not is_written()]
+        if left:
+            time.sleep(_PAUSE)
+    return not left
 
 
 def within(seconds: float, call: Callable[[], ResultT]) -> ResultT:

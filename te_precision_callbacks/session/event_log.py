@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from te_precision_callbacks.ranks import own_rank
@@ -60,6 +61,10 @@ class EventLog(logging.Handler):
             self.handleError(record)
         else:
             self._thread.put((record.levelno, f"{line}\n"), 1)
+
+    def hurry(self) -> Callable[[], bool]:
+        """Have what was handed over written at once; see :meth:`WriterThread.hurry`."""
+        return self._thread.hurry()
 
     def take_failure(self) -> BaseException | None:
         """Why lines could not be written; None the next time."""

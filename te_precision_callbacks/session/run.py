@@ -22,8 +22,10 @@ from te_precision_callbacks.naming import Model
 from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.options import SessionOptions, read_statistics_log
 from te_precision_callbacks.ranks import own_rank, world_size
+from te_precision_callbacks.records.coverage import NOTHING, Coverage
 from te_precision_callbacks.records.model import RunInfo, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
+from te_precision_callbacks.records.writer_thread import all_within
 from te_precision_callbacks.session.chronicle import Chronicle
 from te_precision_callbacks.session.contract import ContractKeeper, require_layers
 from te_precision_callbacks.session.delivery import Delivery, Ending, SessionObservation
@@ -138,6 +140,7 @@ class Run:
         self._delivery.reduces = self._ranks.several
         self.observation = SessionObservation(engine, recorder, self._delivery, reduce=options.reduce)
         self._pools_coverage = False
+        self._coverage = NOTHING
         self._chronicle = Chronicle(
             options, self.model, findings, self.resume_audit, self._sinks, self._records, failures, loop.front_door
         )
@@ -255,6 +258,11 @@ class Run:
                 verdict.text = self._contract.end_step(now, changes, self._ranks)
         return records
 
+    def flush(self, seconds: float) -> bool:
+        """As ``InspectSession.flush``."""
+        sinks = [sink.hurry() for sink in (self._log, self._records) if sink is not None]
+        return all_within(seconds, [*sinks, *self.inspector.hurry_events()])
+
     def log(self, values: Mapping[str, Any], logging_step: int | None) -> int | None:
         """As ``InspectSession.log``; the step under which they are logged, None in a forked process."""
         if self.is_forked:
@@ -275,12 +283,14 @@ class Run:
         ending = self._delivery.ending
         self._chronicle.tell_failure(text, self.inspector.iteration if ending is None else ending.iteration)
 
-    def stop(self, error: BaseException | None, logging_step: int | None, summarize: Callable[[], None]) -> None:
+    def stop(
+        self, error: BaseException | None, logging_step: int | None, summarize: Callable[[Coverage], None]
+    ) -> None:
         """Write the statistics gathered since the last step, and undo all changes.
 
         Args:
             error, logging_step: as in ``InspectSession.stop``.
-            summarize: writes the summary.
+            summarize: writes the summary, of which it gets the coverage.
         """
         explain_shape(error or sys.exc_info()[1], self.model.modules)
         keeps = self._options.keep_precision and self._findings.changes_precision
@@ -299,7 +309,20 @@ class Run:
                 then.callback(self._tell_the_end, error)
                 if not self._writes_in_full and not _is_failure(error):
                     self._sinks.pass_over(self._files)
-                self._delivery.hand_over_remainder(logging_step, guard, counts_from=self._loop.counts_from)
+                self._delivery.hand_over_remainder(
+                    logging_step, guard, counts_from=self._loop.counts_from, from_device=self._asks_device
+                )
+
+    @property
+    def _hurries(self) -> bool:
+        """Whether a signal has come that ends the process: what would take time is left out."""
+        return self._ends is not None and self._ends.termination.came
+
+    @property
+    def _asks_device(self) -> bool:
+        """Whether a GPU may be asked for numbers: before a signal ends the process, it may be waiting for another rank,
+        for ever."""
+        return not (self._hurries and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
     def _tell_the_end(self, error: BaseException | None) -> None:
         """Tell the sinks what they have not been told yet."""
@@ -308,16 +331,17 @@ class Run:
             if error is not None:
                 self._chronicle.tell_error(error, iteration)
             self._chronicle.tell_dumps(self.observation.recorder.take_written())
-            self._chronicle.tell_changes(iteration, at_last=True)
+            self._chronicle.tell_changes(iteration, at_last=True, from_device=self._asks_device)
 
     def _tell_coverage(self) -> None:
         """Tell in one line how much ran in low precision."""
         findings = self._findings
-        if findings.iterations.last is not None and own_rank() == 0:
-            coverage = Results(findings).coverage()
-            if coverage:
-                logger.info("%s.", coverage)
-                self.inspector.log(str(coverage))
+        if findings.iterations.last is not None and own_rank() == 0 and not self._hurries:
+            self._coverage = Results(findings).coverage()
+            if self._coverage:
+                text = str(self._coverage)
+                logger.info("%s.", text)
+                self.inspector.log(text)
 
     def _tell_report(self, error: BaseException | None, guard: Uninterrupted) -> None:
         """Name the command that makes a page of the recorded run, and write the page if that is wanted.
@@ -445,23 +469,25 @@ class Run:
         finally:
             self._failures.on_report = None
 
-    def _write_summary(self, summarize: Callable[[], None]) -> None:
+    def _write_summary(self, summarize: Callable[[Coverage], None]) -> None:
         """Write the summary into the log folder, on one rank."""
-        if own_rank() != 0 or not self.model.attached:
+        if own_rank() != 0 or not self.model.attached or self._hurries:
             return
         try:
-            summarize()
+            summarize(self._coverage)
         except Exception as error:
             with suppress(ObservationError):
                 self._failures.report("writing", "the summary", error)
 
     def _close_dumps(self, error: BaseException | None, guard: Uninterrupted) -> None:
-        """Close the detector, whose last look may raise, and write all dumps."""
+        """Close the detector, whose last look may raise, and write all dumps; before a signal ends the process, those
+        that are on their way."""
         try:
-            self.overflow.close(error)
+            if self._asks_device:
+                self.overflow.close(error)
         finally:
             with guard.interruptible():
-                self.observation.recorder.close()
+                self.observation.recorder.close(decides=self._asks_device)
 
 
 def _is_failure(error: BaseException | None) -> bool:

@@ -321,6 +321,10 @@ class Inspector:
         if failure is not None:
             self._report("writing", _EVENTS, failure)
 
+    def hurry_events(self) -> list[Callable[[], bool]]:
+        """Have the log of events written at once; see :meth:`WriterThread.hurry`."""
+        return [] if self._events is None else [self._events.hurry()]
+
     def _initialize(self, debug_api: Any, receive: ScalarReceiver) -> None:
         """Start upstream."""
         import transformer_engine.debug.features as te_features
@@ -447,6 +451,11 @@ class Inspector:
     def step(self) -> None:
         """Count the iteration and log the gathered statistics; with collectives, unless ``reduce=False``."""
         type(self._manager).step(self._manager)  # see stray_calls.py
+
+    @property
+    def has_news(self) -> bool:
+        """Whether statistics were gathered since the last step."""
+        return self._manager is not None and not self.ended and bool(self._api.observation.engine.has_news)
 
     def log_local_statistics(self) -> None:
         """Log the gathered statistics of this rank, without a collective. Does nothing if upstream never started."""

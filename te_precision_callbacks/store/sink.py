@@ -143,6 +143,10 @@ class RecordSink(EventSink):
         if self.writes_reduced:
             self._put(scalars)
 
+    def hurry(self) -> Callable[[], bool]:
+        """Have what was handed over written at once; see :meth:`WriterThread.hurry`."""
+        return self._thread.hurry()
+
     def close(self, error: BaseException | None) -> None:
         """Wait until everything is written; an interruption may end the waiting, and a second call goes on with it.
 
