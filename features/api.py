@@ -407,11 +407,13 @@ class TransformerEngineAPI(UpstreamAPI):
         found: Measured | None = None
         # All ranks must decide alike whether to reduce: by the config, and not by what this rank has run.
         reduce = is_distributed(group) and self._is_due(iteration)
+        if reduce:
+            self.observation.meet(group)
         steps = self.observation.optimizer_steps
         stamp = Stamp(iteration, fingerprint(self._schedules()), steps()) if reduce else NO_STAMP
         if reduce or engine.has_news:
             iteration = engine.iteration if engine.has_news else iteration
-            found = engine.collect(reduce=reduce, group=group, stamp=stamp)
+            found = engine.collect(reduce=reduce, stamp=stamp)
             self._hand_over(found, iteration)  # Ctrl-C may come at any line: until here the engine keeps the statistics
             engine.forget()
         return found, iteration, type(STATS_BUFFERS).log_stats(STATS_BUFFERS)
@@ -437,6 +439,7 @@ class TransformerEngineAPI(UpstreamAPI):
     def end_debug(self) -> None:
         """Forget everything of the run."""
         super().end_debug()
+        self.observation.part()
         self.observation.end()
         vars(STATS_BUFFERS).pop("log_stats", None)
 

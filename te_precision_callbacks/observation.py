@@ -9,9 +9,13 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 
+import torch.distributed as dist
+
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.reduction import NO_STAMP
+from te_precision_callbacks.ranks.messages import Messages
+from te_precision_callbacks.ranks.tree import RanksLostError
 from te_precision_callbacks.statistics.series import Measured
 
 
@@ -29,7 +33,25 @@ class Observation(abc.ABC):
         self.engine = engine
         self.recorder = recorder
         self.reduce = reduce
+        self._messages: Messages | None = None
         self.optimizer_steps: Callable[[], int] = lambda: NO_STAMP.optimizer_steps
+
+    def meet(self, group: dist.ProcessGroup | None) -> None:
+        """Meet the ranks that reduce together, if that was not done yet; all of them must call it."""
+        messages = self._messages
+        if messages is None or messages.group is not group:
+            self.part()
+            messages = self._messages = Messages(group, "statistics")
+            self.engine.reduce_over(messages)
+            try:
+                messages.open("to reduce statistics")
+            except RanksLostError as error:
+                self.engine.on_failure("reducing", "statistics", error)
+
+    def part(self) -> None:
+        """End the messages to other ranks."""
+        if self._messages is not None:
+            self._messages.close()
 
     @abc.abstractmethod
     def deliver(self, measured: Measured, iteration: int) -> None:

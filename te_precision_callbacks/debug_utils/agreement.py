@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from te_precision_callbacks.ranks import all_reduce, message_device
+from te_precision_callbacks.ranks.messages import Messages
+from te_precision_callbacks.ranks.tree import RanksLostError
 
 _MOST_RANKS = 2**20
-_LAST = 2**40
+_LAST = 2**32
+"""With the number of a rank, a whole number that a float64 holds."""
 
 
 @dataclass(frozen=True)
@@ -51,30 +49,35 @@ class Failure:
     text: str
 
 
-def agree(own: Find | Failure | None, group: dist.ProcessGroup | None) -> Find | Failure | None:
+def agree(own: Find | Failure | None, messages: Messages) -> Find | Failure | None:
     """The find of the rank whose first bad event came first, or else a failure of any rank; None if there is neither.
 
-    All ranks must call it.
-
-    One number is reduced by MAX; a find or a failure is then sent to all ranks.
+    All ranks must call it. One number is exchanged, and only if there is a find or a failure, then that. If the ranks
+    lose one another in between, all ranks know that there is one, and on which rank.
 
     Args:
         own: this rank's find or failure.
-        group: the process group; None for all ranks.
+        messages: to the other ranks.
+
+    Raises:
+        RanksLostError: the ranks are apart.
     """
-    own_rank = dist.get_rank(group)
     # A failure ranks below every find, whose number is above zero.
     order = _LAST - min(own.sequence, _LAST - 1) if isinstance(own, Find) else 0
-    key = 0 if own is None else order * _MOST_RANKS + (_MOST_RANKS - 1 - own_rank)
-    device = message_device(group)
-    greatest = torch.tensor([key], dtype=torch.int64, device=device)
-    all_reduce(greatest, dist.ReduceOp.MAX, group)
-    first = int(greatest.item())
-    if first == 0:
+    key = 0 if own is None else order * _MOST_RANKS + (_MOST_RANKS - 1 - messages.rank)
+    why = "to look for activation overflow together. Perhaps a rank has not trained in this step"
+    (greatest,) = messages.largest("overflow", why, float(key))
+    if greatest == 0:
         return None
-    owner = _MOST_RANKS - 1 - first % _MOST_RANKS
-    sent: list[Any] = [own]
-    source = owner if group is None else dist.get_global_rank(group, owner)
-    dist.broadcast_object_list(sent, src=source, group=group, device=device)
-    found: Find | Failure = sent[0]
-    return found
+    owner = _MOST_RANKS - 1 - int(greatest) % _MOST_RANKS
+    sent: list[Find | Failure] = [own] if own is not None and owner == messages.rank else []
+    try:
+        return messages.pooled(sent, "the overflow", why)[0]
+    except RanksLostError:
+        if sent:
+            return sent[0]
+        name = messages.name(owner)
+        if greatest < _MOST_RANKS:
+            return Failure(messages.number(owner), f"on {name}, whose log says what it was")
+        text = f"An activation or a gradient is inf or nan on {name}"
+        return Find("", "", "", 0, False, messages.number(owner), 0, text, "Its log has the report.", "")

@@ -23,6 +23,7 @@ from te_precision_callbacks.debug_utils.options import (
 )
 from te_precision_callbacks.debug_utils.steps import Steps
 from te_precision_callbacks.naming import Model, named_roots
+from te_precision_callbacks.ranks.messages import Messages
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +163,10 @@ class DebugActivationOverflow:
     @abandoned.setter
     def abandoned(self, value: Callable[[], bool] | None) -> None:
         self._journal.abandoned = value
+
+    def share(self, messages: Messages) -> None:
+        """Agree with other ranks over messages that somebody else opens and closes."""
+        self._looking.share(messages)
 
     def begin_batch(self) -> None:
         """Mark the beginning of a batch, in a loop that calls submodules instead of the model itself.

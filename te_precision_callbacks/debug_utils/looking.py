@@ -21,7 +21,9 @@ from te_precision_callbacks.debug_utils.journal import Journal
 from te_precision_callbacks.debug_utils.options import Options
 from te_precision_callbacks.debug_utils.reading import Reader
 from te_precision_callbacks.debug_utils.weights import advice_on_weights, broken_parameters
-from te_precision_callbacks.ranks import is_distributed, is_initialized, own_rank, pooled
+from te_precision_callbacks.ranks import is_distributed, is_initialized, own_rank
+from te_precision_callbacks.ranks.messages import Messages
+from te_precision_callbacks.ranks.tree import RanksLostError
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,12 @@ class Looking:
         self._options = options
         self._journal = journal
         self._pending: Find | None = None
+        self._messages: Messages | None = None
+        self._shares = False
+
+    def share(self, messages: Messages) -> None:
+        """Agree with other ranks over messages that somebody else opens and closes."""
+        self._messages, self._shares = messages, True
 
     # ------------------------------------------------------------------ when
 
@@ -81,12 +89,46 @@ class Looking:
         together = self._together()
         if not journal.due and (together or journal.failure is None):
             return
-        journal.thread.current = None  # no call is running, even if an interrupt has left one open
-        journal.due = False
-        found = self._look_at_training(may_be_skipped=may_be_skipped)
-        self._stop_if(agree(found, self._options.process_group) if together else found, together=together)
+        messages = self._open_messages() if together else None
+        try:
+            journal.thread.current = None  # no call is running, even if an interrupt has left one open
+            journal.due = False
+            found = self._look_at_training(may_be_skipped=may_be_skipped)
+            if messages is not None:
+                found = self._agreed(found, messages)
+        except BaseException as error:  # the other ranks must not wait for this one
+            if messages is not None:
+                messages.leave(error)
+            raise
+        self._stop_if(found, together=together)
         if journal.batches.is_over:
             self._abort()
+
+    def _open_messages(self) -> Messages:
+        """The messages to the ranks that stop together, which meet in their first common look."""
+        if self._messages is None:
+            self._messages = Messages(self._options.process_group, "overflow")
+            try:
+                self._messages.open("to look for activation overflow")
+            except RanksLostError as error:
+                self._say_apart(error)
+        return self._messages
+
+    def _agreed(self, own: Find | Failure | None, messages: Messages) -> Find | Failure | None:
+        if not messages.is_open:
+            return own
+        try:
+            return agree(own, messages)
+        except RanksLostError as error:
+            self._say_apart(error)
+            return own
+
+    def _say_apart(self, error: RanksLostError) -> None:
+        logger.warning(
+            "Activation overflow: this rank looks alone from now on. %s. A rank that finds one stops alone, and the"
+            " others wait for it until the timeout of their process group.",
+            str(error).removesuffix("."),
+        )
 
     def before_forward(self, *, is_root: bool, evaluation: bool) -> None:
         """Make room for an outermost forward that begins, and count it as :meth:`Batches.begins` does."""
@@ -130,6 +172,8 @@ class Looking:
         found, failure = self._look_at_training(), journal.failure
         journal.closed = True
         self.handles.close()
+        if self._messages is not None and not self._shares:
+            self._messages.close()
         if error is None:
             self._stop_if(found)
         self._begin_anew()
@@ -220,8 +264,13 @@ class Looking:
         except Exception as error:  # the overflow must be reported all the same
             logger.warning("Activation overflow: the parameters could not be checked (%s).", text_of(error))
             broken = []
-        if together:
-            broken = pooled(broken, self._options.process_group)
+        if together and self._messages is not None and self._messages.is_open:
+            try:
+                broken = self._messages.pooled(
+                    broken, "broken parameters", "to name the parameters that are not finite"
+                )
+            except RanksLostError as error:
+                self._say_apart(error)
         return advice_on_weights(broken, self.steps, self.stepped_by) if broken else None
 
     def _abort(self) -> None:

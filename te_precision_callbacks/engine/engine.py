@@ -55,6 +55,7 @@ from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.numerics.formats import E5M2
 from te_precision_callbacks.numerics.layouts import fp8_format
 from te_precision_callbacks.numerics.recipes import RECIPES, Settings
+from te_precision_callbacks.ranks.messages import Messages
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Blocks, Request, UnknownStatisticError, no_blocks
 from te_precision_callbacks.statistics.series import Measured, SeriesTable
 from te_precision_callbacks.statistics.table import EXPONENTS, OF_BLOCKS, OF_SCALES, RANGES, SCALES, STATISTICS, Of
@@ -146,11 +147,24 @@ class StatisticsEngine:
         self.series = SeriesTable() if series is None else series
         self._readings: WeakKeyDictionary[Rows, _Reading] = WeakKeyDictionary()
         self._slots = Segments()
-        self._reduction = Reduction()
+        self._reduction = Reduction(None, self._report)
         self._noted: list[tuple[Watched, list[Sequence[Request]]]] = []
         self._plans: dict[tuple[tuple[int, ...], str | None], _Plan] = {}
         self._weights_seen: set[SegmentKey] = set()
         self.notices = Notices()
+
+    def _report(self, doing: str, of: str, error: Exception) -> None:
+        self.on_failure(doing, of, error)
+
+    def reduce_over(self, messages: Messages | None) -> None:
+        """Reduce over the ranks of these messages from now on."""
+        if self._reduction.messages is not messages:
+            self._reduction = Reduction(messages, self._report)
+
+    @property
+    def optimizers_differ(self) -> bool:
+        """Whether ranks have done different numbers of optimizer steps."""
+        return self._reduction.optimizers_differ
 
     @property
     def placements(self) -> Mapping[str, Placement]:
@@ -212,26 +226,19 @@ class StatisticsEngine:
                 self._plans[key] = plan
         return plan
 
-    def flush(self, *, reduce: bool, group: dist.ProcessGroup | None = None, stamp: Stamp = NO_STAMP) -> Measured:
+    def flush(self, *, reduce: bool, stamp: Stamp = NO_STAMP) -> Measured:
         """The statistics since the last flush, and a fresh start: :meth:`collect` and :meth:`forget`."""
-        found = self.collect(reduce=reduce, group=group, stamp=stamp)
+        found = self.collect(reduce=reduce, stamp=stamp)
         self.forget()
         return found
 
-    def collect(self, *, reduce: bool, group: dist.ProcessGroup | None = None, stamp: Stamp = NO_STAMP) -> Measured:
-        """The statistics since the last :meth:`forget`.
+    def collect(self, *, reduce: bool, stamp: Stamp = NO_STAMP) -> Measured:
+        """The statistics since the last :meth:`forget`; this rank's own where they cannot be reduced.
 
         Args:
-            reduce: whether to reduce over the ranks of ``group``, all of which must call this method alike.
-            group: the process group; None for all ranks.
+            reduce: whether to reduce over the ranks of :meth:`reduce_over`, all of which must call this method alike.
             stamp: what must be equal on these ranks.
-
-        Raises:
-            RanksDifferError: the stamps differ; raised on all ranks.
-            ReductionError: an earlier reduction failed.
         """
-        if reduce and self._reduction.group is not group:
-            self._reduction = Reduction(group)
         with _ready():
             tables = self._reduction.collect(self._slots, reduce=reduce, stamp=stamp)
         readings = [(self._reading(table.rows), table) for table in tables]
@@ -240,6 +247,7 @@ class StatisticsEngine:
             np.concatenate([np.empty(0, np.int32), *(reading.series for reading, _ in readings)]),
             np.concatenate([np.empty(0), *(reading.values(table) for reading, table in readings)]),
             dict(histogram for reading, table in readings for histogram in reading.histograms(table)),
+            local=self._reduction.local,
         )
 
     def _reading(self, rows: Rows) -> _Reading:

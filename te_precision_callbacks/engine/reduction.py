@@ -1,4 +1,4 @@
-"""Brings a step's measurements to the host, merged over ranks: two collectives and one copy, whatever their number.
+"""Brings a step's measurements to the host, merged over ranks: one copy and one message, whatever their number.
 
 Segments are matched between ranks by name, never by order, so ranks may hold different layers, and a layer may rest on
 some ranks for a step. The ranks agree on a common layout when a segment comes up that no rank had before: then, and
@@ -7,7 +7,12 @@ message is needed to find out.
 
 The maxima also carry each rank's :class:`Stamp`, every part together with its negative, so all ranks learn from the
 same message whether the largest stamp is also the smallest. If not, the ranks are in different iterations, and the
-merged numbers are not used.
+merged numbers are not used. Different counts of optimizer steps alone, as of ranks with optimizers of their own, are
+only told.
+
+A rank that cannot pack its message, since the GPU has no memory left for example, sends neutral numbers of the agreed
+length and says so in them: it costs the step the numbers of this rank, and nothing else. Any other failure makes the
+rank leave the others (:mod:`te_precision_callbacks.ranks`), whereupon each has its own numbers.
 
 A tensor of which every rank has a different part is added. Replicas (the weights of a data-parallel group) are merged
 by the maximum, which is the value of any replica, even if some did not run the layer; the shards of tensor parallelism
@@ -18,24 +23,32 @@ mixture: a process group must keep them apart.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 
 from te_precision_callbacks.engine.kernels.columns import NOTHING
 from te_precision_callbacks.engine.slots import Segment, SegmentKey, Segments
 from te_precision_callbacks.errors import PrecisionDebugError
-from te_precision_callbacks.ranks import all_reduce, by_rank, in_words, is_distributed, message_device, pooled, waiting
+from te_precision_callbacks.ranks import in_words
+from te_precision_callbacks.ranks.messages import Messages
+from te_precision_callbacks.ranks.tree import RanksLostError
 from te_precision_callbacks.statistics.table import Columns, Values
+
+logger = logging.getLogger(__name__)
 
 
 class ReductionError(PrecisionDebugError, RuntimeError):
-    """Statistics cannot be reduced any more, since an earlier reduction failed."""
+    """Statistics could not be reduced."""
+
+
+class NumbersMissingError(ReductionError):
+    """The numbers of a step lack those of a rank."""
 
 
 class RanksDifferError(ReductionError):
@@ -49,7 +62,7 @@ class Stamp(NamedTuple):
         iteration: the debug iteration whose statistics are reduced.
         schedule: a hash of when statistics are due.
         optimizer_steps: how many optimizer steps the rank has done. A rank that skips a step() has done more of them
-            than the other ranks at the same iteration. Negative if unknown, which is not compared.
+            than the other ranks at the same iteration. Negative if unknown, which is not compared. It may differ.
     """
 
     iteration: int
@@ -95,73 +108,120 @@ class Table(NamedTuple):
     columns: Columns
 
 
+OnFailure = Callable[[str, str, Exception], None]
+"""Called with what failed, of what, and the exception."""
+
+
 class Reduction:
-    """Collects :class:`Segments` over a process group.
+    """Collects :class:`Segments` over ranks.
 
     Args:
-        group: the process group; None for all ranks.
+        messages: to the other ranks; None if this rank is alone.
+        on_failure: gets failures.
+
+    Attributes:
+        local: whether the last numbers are this rank's own although they were to be reduced.
+        optimizers_differ: whether ranks that are in one iteration have done different numbers of optimizer steps.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
+    def __init__(self, messages: Messages | None, on_failure: OnFailure) -> None:
+        self.messages = messages
+        self.local = self.optimizers_differ = False
+        self._on_failure = on_failure
         self._agreed: dict[SegmentKey, Described] = {}
         self._layout: _Layout | None = None
         self._layout_version = -1
         self._own_layout: _Layout | None = None
         self._own_version = -1
-        self._failed = False
+        self._meeting = 0
+        self._failure: Exception | None = None
 
     def collect(self, slots: Segments, *, reduce: bool, stamp: Stamp = NO_STAMP) -> list[Table]:
         """The measurements since the last time, merged; with ``reduce`` all ranks of the group must call it alike.
 
+        Where that fails they are this rank's own: see :attr:`local`.
+
         Args:
             slots: this rank's segments.
-            reduce: whether to merge over ranks. False takes this rank's own measurements, without a collective.
+            reduce: whether to merge over ranks. False takes this rank's own measurements, without a message.
             stamp: what must be equal on the other ranks.
-
-        Raises:
-            RanksDifferError: ranks have different stamps; raised on all ranks, and nothing was merged.
-            ReductionError: an earlier reduction failed. The other ranks may be in another step since then, so a further
-                reduction would wait for them, or mix the steps.
         """
-        if not reduce or not is_distributed(self.group):
+        messages = self.messages
+        self.local = reduce and messages is not None
+        if not reduce or messages is None or not messages.is_open:
             return self._collect_own(slots)
-        if self._failed:
-            raise ReductionError("An earlier reduction over ranks failed: since then each rank has its own numbers.")
+        if self._meeting != messages.meetings:
+            self._meeting, self._agreed, self._layout = messages.meetings, {}, None
         try:
-            with waiting(
-                f"to reduce the statistics of iteration {stamp.iteration} with them. Perhaps a rank has ended, or has"
-                " skipped a step() and is in an iteration in which nothing is due."
-            ):
-                return self._reduce(slots, stamp)
-        except BaseException:
-            self._failed = True
+            layout = self._reduce(messages, slots, stamp)
+        except (RanksLostError, RanksDifferError) as error:
+            self._on_failure("reducing the statistics of", f"iteration {stamp.iteration}", error)
+            return self._collect_own(slots)
+        except BaseException as error:
+            messages.leave(error)
             raise
+        self.local = False
+        self._tell(messages, layout, stamp)
+        return layout.unpack(layout.merged)
 
     def _collect_own(self, slots: Segments) -> list[Table]:
         if self._own_layout is None or self._own_version != slots.version:
-            described = map(_describe, slots.segments.values())
-            self._own_layout = _Layout(described, slots, device=_home(slots), all_of_them=True)
+            self._own_layout = _Layout(map(_describe, slots.segments.values()), slots, all_of_them=True)
             self._own_version = slots.version
         layout = self._own_layout
-        return layout.unpack(_to_host(layout.pack(slots, changed=False, stamp=NO_STAMP)))
+        layout.pack(slots, NO_STAMP, changed=False, noted=False)
+        return layout.unpack(layout.merged)
 
-    def _reduce(self, slots: Segments, stamp: Stamp) -> list[Table]:
+    def _reduce(self, messages: Messages, slots: Segments, stamp: Stamp) -> _Layout:
+        why = (
+            f"to reduce the statistics of iteration {stamp.iteration}. Perhaps a rank has ended, or has skipped a"
+            " step() and is in an iteration in which nothing is due"
+        )
         while True:
-            news = () if self._layout_version == slots.version else self._news(slots)
+            news = () if self._layout_version == slots.version and self._layout is not None else self._news(slots)
             if self._layout is not None:
                 if self._layout_version != slots.version and not news:
                     self._lay_out(slots)  # new here, but known from other ranks
-                merged = self._exchange(self._layout, self._layout.pack(slots, changed=bool(news), stamp=stamp))
-                if not self._layout.has_one_stamp(merged):
-                    raise _out_of_step({rank: Stamp(*row) for rank, row in by_rank(stamp, self.group).items()})
-                if not self._layout.has_changed(merged):
-                    return self._layout.unpack(merged)
-            for entry in pooled(news, self.group):
+                layout = self._layout
+                self._pack(messages, layout, slots, stamp, changed=bool(news))
+                messages.merge("statistics", why, layout.merged, layout.split)
+                if not layout.has_one_stamp():
+                    self._part(messages, stamp)
+                if not layout.has_changed():
+                    messages.put_noted(layout.is_noted())
+                    return layout
+            for entry in messages.pooled(news, "names of statistics", why):
                 known = self._agreed.get(entry.key)
                 outputs = dict.fromkeys([*(known.outputs if known else ()), *entry.outputs])
                 self._agreed[entry.key] = entry._replace(outputs=tuple(outputs))
             self._lay_out(slots)
+
+    def _pack(self, messages: Messages, layout: _Layout, slots: Segments, stamp: Stamp, *, changed: bool) -> None:
+        """Put the message together; a neutral one if that fails."""
+        try:
+            layout.pack(slots, stamp, changed=changed, noted=messages.note)
+        except Exception as error:
+            layout.pack_nothing(stamp, changed=changed, noted=messages.note, rank=messages.rank)
+            self._failure = error
+
+    def _tell(self, messages: Messages, layout: _Layout, stamp: Stamp) -> None:
+        """Report what the message has shown, on the rank that it concerns or on the first."""
+        of, own = f"iteration {stamp.iteration}", self._failure
+        self._failure = None
+        if layout.has_other_optimizers() and not self.optimizers_differ:
+            self.optimizers_differ = True
+            if messages.leads:
+                logger.warning(
+                    "The ranks have done different numbers of optimizer steps up to iteration %d. That is right if they"
+                    " have different optimizers. Otherwise a rank has missed a step(): call it for each optimizer step,"
+                    " on all ranks.",
+                    stamp.iteration,
+                )
+        if own is not None:
+            self._on_failure("packing the statistics of", of, own)
+        elif (failed := layout.failed()) is not None and messages.leads:
+            text = f"{messages.name(failed)} could not send its numbers, and its log says why; they lack in this step"
+            self._on_failure("reducing the statistics of", of, NumbersMissingError(text))
 
     def _news(self, slots: Segments) -> list[Described]:
         """The segments and outputs that the other ranks do not know yet."""
@@ -173,18 +233,19 @@ class Reduction:
         return news
 
     def _lay_out(self, slots: Segments) -> None:
-        home = message_device(self.group)
-        described = sorted(self._agreed.values(), key=_order)
-        self._layout = _Layout(described, slots, device=_home(slots) if home.type == "cpu" else home, all_of_them=False)
+        self._layout = _Layout(sorted(self._agreed.values(), key=_order), slots, all_of_them=False)
         self._layout_version = slots.version
 
-    def _exchange(self, layout: _Layout, message: torch.Tensor) -> Values:
-        """The messages of all ranks merged."""
-        message = message.to(message_device(self.group))
-        sums, maxima = layout.parts(message)
-        all_reduce(sums, dist.ReduceOp.SUM, self.group)
-        all_reduce(maxima, dist.ReduceOp.MAX, self.group)
-        return _to_host(message)
+    def _part(self, messages: Messages, stamp: Stamp) -> None:
+        """End the messages on all ranks, whose stamps differ.
+
+        Raises:
+            RanksDifferError: always.
+        """
+        found = messages.by_rank(stamp, "stamps", "to find out who is out of step")
+        error = _out_of_step({rank: Stamp(*row) for rank, row in found.items()})
+        messages.part("they are out of step", for_good=len({row[1] for row in found.values()}) > 1)
+        raise error
 
 
 def _out_of_step(stamps: Mapping[int, Stamp]) -> RanksDifferError:
@@ -193,13 +254,13 @@ def _out_of_step(stamps: Mapping[int, Stamp]) -> RanksDifferError:
     def of(part: str) -> dict[int, int]:
         return {rank: getattr(stamp, part) for rank, stamp in stamps.items() if getattr(stamp, part) >= 0}
 
-    local = "Their statistics are not mixed: from now on each rank has its own numbers."
+    local = "Their statistics are not mixed"
     schedules = list(dict.fromkeys(of("schedule").values()))
     if len(schedules) > 1:
         names = {rank: f"schedule {schedules.index(number) + 1}" for rank, number in of("schedule").items()}
         return RanksDifferError(
             "The ranks have different configs, whose statistics are due in different iterations:"
-            f" {in_words(names)}. Give all ranks the same config. {local}"
+            f" {in_words(names)}. Give all ranks the same config. {local}: from now on rank 0 has its own numbers."
         )
     found = [in_words({rank: f"iteration {number}" for rank, number in of("iteration").items()})]
     if len(set(of("optimizer_steps").values())) > 1:
@@ -207,7 +268,7 @@ def _out_of_step(stamps: Mapping[int, Stamp]) -> RanksDifferError:
         found.append(f"done since the start: {in_words(done)}")
     return RanksDifferError(
         f"The ranks are out of step: {'; '.join(found)}. Every rank must call step() for the same optimizer steps, and"
-        f" begin at the same start_step. {local}"
+        f" begin at the same start_step. {local}, until the ranks have met again."
     )
 
 
@@ -225,13 +286,13 @@ def _home(slots: Segments) -> torch.device:
     return next((on for on, _, _ in slots.vectors()), torch.device("cpu"))
 
 
-def _to_host(message: torch.Tensor) -> Values:
-    values: Values = message.cpu().numpy()
-    return values
-
-
-_TRAILER = 2 * len(Stamp._fields) + 1
-"""Elements after the maxima: a stamp, its negative, and whether the rank has segments that are not in the layout."""
+_PARTS = len(Stamp._fields)
+_TRAILER = 2 * _PARTS + 3
+"""Elements after the maxima: a stamp, its negative, whether the rank has segments that are not in the layout, its note,
+and its number if it could not pack its own numbers."""
+_CHANGED, _NOTED, _FAILED = -3, -2, -1
+_PARTS_COMPARED = Stamp._fields.index("optimizer_steps")
+"""The parts of a stamp that must be equal come first."""
 
 
 class _Layout:
@@ -244,21 +305,22 @@ class _Layout:
     Args:
         described: the segments of all ranks.
         slots: this rank's.
-        device: where the message is put together.
         all_of_them: whether segments that do not contribute are included.
+
+    Attributes:
+        merged: the message on the host, in memory of its own: first this rank's, then that of all ranks.
+        split: how many of its elements are added.
     """
 
-    def __init__(
-        self, described: Iterable[Described], slots: Segments, *, device: torch.device, all_of_them: bool
-    ) -> None:
-        self._device = device
+    def __init__(self, described: Iterable[Described], slots: Segments, *, all_of_them: bool) -> None:
+        self._device = _home(slots)
         entries = list(described)
         self._due = sum(len(entry.outputs) for entry in entries)
-        self._split = self._due + sum(len(entry.sums) for entry in entries if entry.key.shard is None)
+        self.split = self._due + sum(len(entry.sums) for entry in entries if entry.key.shard is None)
         self._pieces: list[_Piece] = []
         self._blocks: dict[tuple[tuple[str, ...], tuple[str, ...]], _Block] = {}
         moves: dict[tuple[torch.device, str], list[tuple[int, int, int]]] = {}
-        due, added, largest = 0, self._due, self._split
+        due, added, largest = 0, self._due, self.split
         for entry in entries:
             segment = slots.segments.get(entry.key)
             if segment is not None and not (segment.contributes or all_of_them):
@@ -280,31 +342,54 @@ class _Layout:
                     ("maxima", segment.maximum_start, piece.maxima_at, entry.maxima),
                 ):
                     moves.setdefault((segment.device, of), []).append((start, target, len(names)))
-        self._length = largest + _TRAILER
+        self.merged = np.empty(largest + _TRAILER)
+        self._host = torch.from_numpy(self.merged)
         self._moves = [
-            (on, of, _places(sources, widths).to(on), _places(targets, widths).to(device))
+            (on, of, _places(sources, widths), _places(targets, widths))
             for (on, of), ranges in moves.items()
             for sources, targets, widths in [np.array(ranges).T]
             if widths.any()
         ]
+        self._are_there = False
 
-    def parts(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The part of a message that is summed, and the part that is merged by the maximum."""
-        return message[: self._split], message[self._split :]
-
-    def has_changed(self, merged: Values) -> bool:
+    def has_changed(self) -> bool:
         """Whether some rank has segments that are not in the layout."""
-        return bool(merged[-1] > 0)
+        return bool(self.merged[_CHANGED] > 0)
 
-    def has_one_stamp(self, merged: Values) -> bool:
-        """Whether all ranks have sent the same stamp: the largest of each part is the smallest."""
-        largest, smallest = merged[-_TRAILER:-1].reshape(2, -1)
-        return bool(((largest == -smallest) | (largest == NOTHING)).all())
+    def is_noted(self) -> bool:
+        """Whether some rank has a note."""
+        return bool(self.merged[_NOTED] > 0)
 
-    def pack(self, slots: Segments, *, changed: bool, stamp: Stamp) -> torch.Tensor:
-        """The message of this rank, float64; neutral where the rank has nothing to send."""
-        message = torch.full((self._length,), NOTHING, dtype=torch.float64, device=self._device)
-        message[: self._split] = 0.0
+    def failed(self) -> int | None:
+        """The rank, or the last one, that could not pack its numbers."""
+        return int(self.merged[_FAILED]) if self.merged[_FAILED] >= 0 else None
+
+    def has_one_stamp(self) -> bool:
+        """Whether all ranks are in the same iteration with the same schedule."""
+        return bool(self._alike()[:_PARTS_COMPARED].all())
+
+    def has_other_optimizers(self) -> bool:
+        """Whether ranks have done different numbers of optimizer steps."""
+        return not self._alike()[_PARTS_COMPARED:].all()
+
+    def _alike(self) -> npt.NDArray[np.bool_]:
+        """Of which parts of the stamps the largest is the smallest."""
+        largest, smallest = self.merged[-_TRAILER:_CHANGED].reshape(2, -1)
+        alike: npt.NDArray[np.bool_] = (largest == -smallest) | (largest == NOTHING)
+        return alike
+
+    def pack(self, slots: Segments, stamp: Stamp, *, changed: bool, noted: bool) -> None:
+        """Put the message of this rank together: neutral where the rank has nothing to send.
+
+        It is made where the measurements are, and copied to the host at once.
+        """
+        if not self._are_there:
+            self._moves = [
+                (on, of, sources.to(on), targets.to(self._device)) for on, of, sources, targets in self._moves
+            ]
+            self._are_there = True
+        message = torch.full((len(self.merged) - _TRAILER,), NOTHING, dtype=torch.float64, device=self._device)
+        message[: self.split] = 0.0
         due: list[float] = []
         resting: list[int] = []
         for entry, segment, _, sums_at, _ in self._pieces:
@@ -317,12 +402,22 @@ class _Layout:
             message.index_copy_(0, target, vectors[on][of].index_select(0, source).to(self._device))
         if resting:  # an empty sum is 0, which would win over another replica's negative sum
             message.index_fill_(0, torch.tensor(resting).to(self._device, non_blocking=True), NOTHING)
-        both = [(part, -part) if part >= 0 else (NOTHING, NOTHING) for part in stamp]
-        trailer = [*(part for part, _ in both), *(negative for _, negative in both), changed]
-        flags = torch.tensor([*due, *trailer], dtype=torch.float64).to(self._device, non_blocking=True)
-        message[: self._due] = flags[:-_TRAILER]
-        message[-_TRAILER:] = flags[-_TRAILER:]
-        return message
+        self._host[:-_TRAILER].copy_(message)
+        self.merged[: self._due] = due
+        self._end(stamp, changed=changed, noted=noted, rank=None)
+
+    def pack_nothing(self, stamp: Stamp, *, changed: bool, noted: bool, rank: int) -> None:
+        """The same without numbers, in memory that is there."""
+        self.merged[: self.split] = 0.0
+        self.merged[self.split :] = NOTHING
+        self._end(stamp, changed=changed, noted=noted, rank=rank)
+
+    def _end(self, stamp: Stamp, *, changed: bool, noted: bool, rank: int | None) -> None:
+        trailer = self.merged[-_TRAILER:]
+        for place, part in enumerate(stamp):
+            trailer[place] = part if part >= 0 else NOTHING
+            trailer[_PARTS + place] = -part if part >= 0 else NOTHING
+        trailer[_CHANGED], trailer[_NOTED], trailer[_FAILED] = changed, noted, -1 if rank is None else rank
 
     def unpack(self, values: Values) -> list[Table]:
         """The segments with an output that is due on some rank, the shards of replicas added up."""

@@ -46,9 +46,10 @@ class StepRecords:
         values: [numbers], float64.
         histograms: series -> counts.
         local: True if the numbers belong to this rank alone although statistics are reduced over ranks: numbers that
-            were gathered but not yet stepped when the run ended, and all numbers after a reduction that failed.
+            were gathered but not yet stepped when the run ended, and all numbers while the ranks are apart.
         own: [numbers]: for each number, whether it belongs to this rank alone. False: it is reduced over ranks, and all
-            ranks have the same number. Numbers that a user's own feature logs are not reduced.
+            ranks have the same number; or, while the ranks are apart, this one leaves writing to the first of them.
+            Numbers that a user's own feature logs are not reduced.
         observe_seconds: the seconds that the session has spent at the end of the step before the sinks got its numbers;
             None if that is not known.
         unscaled: the layers that ran delayed scaling in this step with the scale 1, before there is an amax of an

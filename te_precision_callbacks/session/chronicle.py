@@ -90,7 +90,7 @@ class Chronicle:
             self._begin_segment()
         if with_rank_0:
             own = [] if own_rank() or records is None or records.place is None else [records.place]
-            agreed = ranks.pool(own)
+            agreed = ranks.pool(own, "place of the records")
             if records is not None and agreed:
                 records.place = Place(*agreed[0])
         if records is not None and records.place is not None:

@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 _MOST_OFFENDERS = 5
 
+ASKING = 10
+"""The ranks ask one another in each so-manieth step whether precision has changed, where no statistics are due."""
+
 REMEDIES: Mapping[Reason, str] = {
     Reason.SECTION: "take the GEMM or the layer out of that section",
     Reason.SHAPE: "pad the dimension to the next size that works",
@@ -50,6 +53,9 @@ class PrecisionContractError(PrecisionDebugError, RuntimeError):
 class ContractKeeper:
     """Judges a run's contract; on all ranks that reduce together alike.
 
+    Whether precision has changed on any rank travels with the statistics of a step. In a step in which none are due it
+    waits, unless the contract names the step, for the next one of :data:`ASKING`.
+
     Args:
         contract: what is demanded.
         on_broken: what happens if it is broken and the contract does not say it.
@@ -58,41 +64,57 @@ class ContractKeeper:
     def __init__(self, contract: Contract, on_broken: OnBroken) -> None:
         self._contract = contract
         self._on_broken = contract.on_broken or on_broken
-        self._steps = 0
+        self._first: int | None = None
+        self._changes = 0
         self._judged = -1
         self._said = ""
 
-    def end_step(self, coverage_now: Callable[[], Coverage], changes: int, ranks: Ranks) -> str | None:
+    def begin_step(self, changes: int, iteration: int, ranks: Ranks) -> None:
+        """Note for the other ranks whether there is something to judge.
+
+        Args:
+            changes: how often this rank's products, or their precision, have changed so far.
+            iteration: the step.
+            ranks: those that judge together.
+        """
+        if self._first is None:
+            self._first = iteration + self._contract.by_step - 1
+        self._changes = changes
+        ranks.note = iteration >= self._first and self._judged != changes
+
+    def end_step(self, coverage_now: Callable[[], Coverage], iteration: int, ranks: Ranks) -> str | None:
         """Judge, if it is time: at the step that the contract names, and where precision has changed on any rank since.
 
         Args:
             coverage_now: gives this rank's products in the step that has ended.
-            changes: how often this rank's products, or their precision, have changed so far.
+            iteration: the step.
             ranks: those that judge together.
 
         Returns:
-            What is broken, in words; empty if nothing is; None if it was not the time.
+            What is broken, in words; empty if nothing is; None if it was not the time, and if ranks that judge together
+            are apart.
 
         Raises:
             PrecisionContractError: the contract is broken, and is not only to be warned of; on all ranks.
         """
-        self._steps += 1
-        if self._steps < self._contract.by_step:
+        first = iteration if self._first is None else self._first
+        asks = iteration == first or (iteration > first and iteration % ASKING == 0)
+        if not ranks.noted(asks=asks):
             return None
-        if not ranks.any(self._judged != changes):
+        self._judged, own = self._changes, coverage_now()
+        coverage = Coverage(ranks.pool(own, "coverage"), state=tuple(ranks.pool(own.state, "types")))
+        if ranks.several and not ranks.are_together:
             return None
-        self._judged, own = changes, coverage_now()
-        coverage = Coverage(ranks.pool(own), state=tuple(ranks.pool(own.state)))
         broken = [*broken_clauses(self._contract, coverage), *_broken_state(self._contract, coverage.state)]
-        return self._tell(broken, coverage) if broken else ""
+        return self._tell(broken, coverage, iteration - first + self._contract.by_step, ranks) if broken else ""
 
-    def _tell(self, broken: Sequence[str], coverage: Coverage) -> str:
+    def _tell(self, broken: Sequence[str], coverage: Coverage, steps: int, ranks: Ranks) -> str:
         listed = "\n".join(f"- {text}" for text in broken)
-        message = f"The run breaks its precision contract (require=), judged after step {self._steps}:\n{listed}"
+        message = f"The run breaks its precision contract (require=), judged after step {steps}:\n{listed}"
         offenders = _offenders(coverage)
         if offenders:
             message += "\nThe largest products that are not in low precision:\n" + "\n".join(offenders)
-        if self._on_broken == "raise":
+        if self._on_broken == "raise" and ranks.still_together():
             raise PrecisionContractError(message, coverage)
         if own_rank() == 0 and message != self._said:
             logger.warning("%s", message)

@@ -23,6 +23,7 @@ from te_precision_callbacks.session.errors import ObservationError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.findings import Findings
 from te_precision_callbacks.session.model import ObservedModel
+from te_precision_callbacks.session.parallel import Ranks
 from te_precision_callbacks.session.signals import Uninterrupted
 from te_precision_callbacks.session.sinks import Sinks
 from te_precision_callbacks.session.upstream import Inspector
@@ -59,6 +60,7 @@ class _Gathered:
 
     scalars: list[tuple[str, Any]] = field(default_factory=list)
     measured: list[Measured] = field(default_factory=list)
+    local: bool = False
 
 
 class Delivery:
@@ -74,7 +76,7 @@ class Delivery:
 
     Attributes:
         ending: the step whose records not all sinks have yet; None if there is none.
-        reduces: whether statistics are reduced over ranks.
+        ranks: those that reduce statistics together.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Delivery:
         delayed_scaling: DelayedScalingLayers,
     ) -> None:
         self.ending: Ending | None = None
-        self.reduces = False
+        self.ranks: Ranks | None = None
         self._inspector = inspector
         self._model = model
         self._findings = findings
@@ -114,6 +116,7 @@ class Delivery:
         """Take the measurements of the engine."""
         if measured:
             self._gathered.measured.append(measured)
+            self._gathered.local |= measured.local
 
     # ------------------------------------------------------------------ at its end
 
@@ -143,7 +146,11 @@ class Delivery:
         if received and not self._inspector.ended:
             self._gathered.measured = received
         else:  # also what was taken when the script ended upstream
-            ending.local = self.reduces
+            ending.local = self._reduces
+
+    @property
+    def _reduces(self) -> bool:
+        return self.ranks is not None and self.ranks.several
 
     def read_local(self, ending: Ending, *, from_device: bool = True) -> None:
         """Read the records of a step without the other ranks, if there are none yet.
@@ -166,7 +173,7 @@ class Delivery:
         """Do without what is not on the host."""
         scalars = self._gathered.scalars
         self._gathered.scalars = [(name, value) for name, value in scalars if is_on_host(value)]
-        ending.local = self.reduces and not self._gathered.measured
+        ending.local = self._reduces and not self._gathered.measured
         if self._inspector.has_news or len(self._gathered.scalars) < len(scalars):
             logger.warning(
                 "The statistics of iteration %d are not written: they are on the GPU, which is not asked before a"
@@ -232,7 +239,10 @@ class Delivery:
             self._gathered = _Gathered()
             self._failures.report("reading the statistics of", f"iteration {ending.iteration}", error)
             return None
-        reduced = len(series) - len(own) if self.reduces and not ending.local else 0
+        ending.local |= self._gathered.local
+        # Where ranks are apart the first one alone writes its numbers; each one those that are left at the end.
+        left_to_first = ending.local and not ending.is_remainder and self.ranks is not None and not self.ranks.leads
+        reduced = len(series) - len(own) if left_to_first or (self._reduces and not ending.local) else 0
         layers = {table[number].layer for number in series.tolist()}
         records = StepRecords(
             iteration=ending.iteration,
@@ -256,6 +266,9 @@ class SessionObservation(Observation):
     def __init__(self, engine: StatisticsEngine, recorder: Recorder, delivery: Delivery, *, reduce: bool) -> None:
         super().__init__(engine, recorder, reduce=reduce)
         self._delivery = delivery
+
+    def meet(self, group: torch.distributed.ProcessGroup | None) -> None:
+        """Nothing: the ranks have met when the model was attached."""
 
     def deliver(self, measured: Measured, iteration: int) -> None:
         """Take the measurements of the engine."""

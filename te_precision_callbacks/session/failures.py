@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import torch.distributed
-
 from te_precision_callbacks.engine.quantization import QuantizationError
+from te_precision_callbacks.engine.reduction import RanksDifferError
 from te_precision_callbacks.errors import FeatureError
+from te_precision_callbacks.ranks.meeting import INTERFACE
+from te_precision_callbacks.ranks.tree import RanksLostError
 from te_precision_callbacks.session.errors import ObservationError
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ class ObservationFailures:
         self._reported: set[tuple[object, ...]] = set()
         self.on_report: Callable[[str], None] | None = None
         """Called with the text of each failure that is reported."""
+        self.leads: Callable[[], bool] = lambda: True
+        """Whether this rank speaks for all that reduce statistics together."""
 
     def report(self, doing: str, of: str, error: BaseException) -> None:
         """Note a failure.
@@ -60,13 +63,9 @@ class ObservationFailures:
         self._count += 1
         if not known and self.on_report is not None:
             self.on_report(f"{where}: {_text(error)}")
-        if not known and _is_lost_connection(error):
-            logger.error(
-                "%s: rank %d cannot reach the other ranks. One of them has probably ended: its own output says why. %s",
-                where,
-                self._rank,
-                _text(error),
-            )
+        if isinstance(error, (RanksLostError, RanksDifferError)):
+            if not known:
+                self._say_apart(where, error)
         elif self._count == 1:
             logger.error(
                 "Precision debugging failed on rank %d: %s: %s. Training goes on without what failed. The same failure"
@@ -84,18 +83,26 @@ class ObservationFailures:
                 _text(error).removesuffix("."),
             )
 
+    def _say_apart(self, where: str, error: BaseException) -> None:
+        """Say that the ranks are apart: on the first of them, which goes on writing."""
+        text = str(error).removesuffix(".")
+        if self.leads():
+            logger.error(
+                "%s: the ranks exchange no statistics any more. %s. Training goes on. Until the ranks have met again,"
+                " rank %d alone writes its own numbers, which are marked as such. If a rank has ended, its output says"
+                " why. If ranks cannot connect, %s=<interface> names the network interface to use.",
+                where,
+                text,
+                self._rank,
+                INTERFACE,
+            )
+        else:
+            logger.info("%s: %s.", where, text)
+
     def summarize(self) -> None:
         """Log at the end how many failures were only counted."""
         if self._count > 1:
             logger.error("Precision debugging failed %d times on rank %d.", self._count, self._rank)
-
-
-def _is_lost_connection(error: BaseException) -> bool:
-    """Whether a collective lost its connection: NCCL has an exception for this, and gloo's text begins with its
-    file."""
-    return isinstance(error, torch.distributed.DistError) or (
-        isinstance(error, RuntimeError) and "gloo/transport" in str(error)
-    )
 
 
 def _text(error: BaseException) -> str:

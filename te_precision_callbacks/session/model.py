@@ -110,22 +110,23 @@ class ObservedModel:
     # ------------------------------------------------------------------ a model that is given
 
     def attach(self, model: Model, ranks: Ranks) -> None:
-        """Name and watch a model, instead of the model that was watched before; on all ranks.
+        """Name and watch a model, instead of the model that was watched before; on all ranks, inside of
+        :meth:`Ranks.together`.
 
         Raises:
             ConfigError, SessionError: as in ``InspectSession.attach``.
         """
         options, inspector = self._options, self._inspector
-        with ranks.meeting():
-            layers = ranks.together(lambda: self._find_layers(model))
-        layers_of_all = ranks.pool(layers)
+        layers = self._find_layers(model)
+        layers_of_all = ranks.pool(layers, "layers")
         if alike := different_at_one_path(layers_of_all):
             self._name_by_number(alike)
-            layers = ranks.together(lambda: self._find_layers(model))
-            layers_of_all = ranks.pool(layers)
-        plan, sections = ranks.together(lambda: self._plan(model, layers, layers_of_all))
+            layers = self._find_layers(model)
+            layers_of_all = ranks.pool(layers, "numbered layers")
+        plan, sections = self._plan(model, layers, layers_of_all)
         config = {"layer_names": repr(options.layer_names), **flat_config(options.config.enabled_sections, sections)}
-        ranks.require_alike(config, inspector.iteration)
+        agreed = {"strict": options.strict, "debug": options.debug, "require": options.require}
+        ranks.require_alike({**config, **{name: repr(value) for name, value in agreed.items()}}, inspector.iteration)
         self.flat_config, self.config_hash = config, config_hash(config)
         self._take_names(layers_of_all, plan)
         if not options.config.enabled_sections:

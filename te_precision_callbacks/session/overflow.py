@@ -9,6 +9,7 @@ from te_precision_callbacks.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.naming import Model, named_roots
 from te_precision_callbacks.options import SessionOptions
+from te_precision_callbacks.ranks.messages import Messages
 from te_precision_callbacks.session.errors import SessionError
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ class OverflowWatch:
         self._model: Model = ()
         self._reports = 0
 
-    def attach(self, model: Model) -> None:
-        """Watch a model from now on, instead of the previous one."""
+    def attach(self, model: Model, messages: Messages | None) -> None:
+        """Watch a model from now on, instead of the previous one; all ranks stop together, over these messages."""
         if ACTIVATION_OVERFLOW not in self._options.debug:
             return
         from te_precision_callbacks.debug_utils import DebugActivationOverflow
@@ -48,6 +49,8 @@ class OverflowWatch:
             former.close(SessionError("Another model was attached."))
         options = self._options
         self.detector = DebugActivationOverflow(model, distributed=options.reduce, process_group=options.process_group)
+        if messages is not None:
+            self.detector.share(messages)
         self.detector.abandoned = self._abandoned
         self._model, self._reports = model, 0
         if former is not None:

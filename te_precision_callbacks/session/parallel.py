@@ -8,9 +8,10 @@ apart.
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed
@@ -22,11 +23,14 @@ from te_precision_callbacks.engine.engine import Placement
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.forwards import outside_of_dynamo
 from te_precision_callbacks.naming import NamedModule
-from te_precision_callbacks.ranks import by_rank, in_words, is_distributed, pooled, waiting
+from te_precision_callbacks.ranks import in_words, is_distributed
+from te_precision_callbacks.ranks.messages import Messages
+from te_precision_callbacks.ranks.tree import RanksLostError
 from te_precision_callbacks.session.errors import SessionError
 
+logger = logging.getLogger(__name__)
+
 Entry = TypeVar("Entry", bound=Hashable)
-Result = TypeVar("Result")
 
 _MLP_MODES = {"fc1": "column", "fc2": "row"}
 """The halves of a LayerNormMLP: its weights are always split so; ``set_parallel_mode`` only adds communication."""
@@ -100,42 +104,171 @@ def _after_step(counter: weakref.ref[OptimizerSteps]) -> Callable[..., None]:
 class Ranks:
     """The ranks that reduce their statistics together, or this one alone.
 
+    What they tell one another goes over messages of our own (:mod:`te_precision_callbacks.ranks`), from :meth:`meet`
+    on. Where that fails, the ranks are apart: each has what it knows itself.
+
     Args:
-        group: the process group; None for all ranks.
+        group: the process group that says which ranks these are; None for all.
         reduce: whether statistics are reduced at all.
+        report: gets failures; in a strict session it raises.
+
+    Attributes:
+        messages: to the other ranks; None before they have met.
     """
 
-    def __init__(self, group: torch.distributed.ProcessGroup | None, *, reduce: bool) -> None:
+    def __init__(
+        self,
+        group: torch.distributed.ProcessGroup | None,
+        *,
+        reduce: bool,
+        report: Callable[[str, str, Exception], None],
+    ) -> None:
+        self.messages: Messages | None = None
         self._group = group
-        self._several = reduce and is_distributed(group)
+        self._reduce = reduce
+        self._report = report
+        self._error: type[PrecisionDebugError] | None = None
+        self._note = False
 
     @property
     def several(self) -> bool:
-        """Whether there are other ranks."""
-        return self._several
+        """Whether there are other ranks; a process group may be made between the start of a session and its attach."""
+        return self._reduce and is_distributed(self._group)
+
+    @property
+    def are_together(self) -> bool:
+        """Whether the ranks exchange messages."""
+        return self.messages is not None and self.messages.is_open
 
     @property
     def leads(self) -> bool:
-        """Whether this rank writes what all of them have."""
-        return not self._several or torch.distributed.get_rank(self._group) == 0
+        """Whether this rank writes and speaks for all; each does that reduces nothing."""
+        return not self.several or torch.distributed.get_rank(self._group) == 0
 
-    def meeting(self) -> AbstractContextManager[None]:
-        """Surrounds the first collective of an attach, and warns if the other ranks do not reach theirs."""
-        if not self._several:
-            return nullcontext()
-        return waiting(
-            "to attach a session together with them. Every rank must start or attach its session at the same place,"
-            " before any rank waits for another: in a pipeline before the first schedule, not in a stage's first"
-            " forward. With reduce=False no rank waits."
-        )
+    # ------------------------------------------------------------------ together, and apart
 
-    def any(self, own: bool) -> bool:
-        """Whether something is true on any rank."""
-        return any(flag for (flag,) in by_rank([int(own)], self._group).values()) if self._several else own
+    def meet(self) -> None:
+        """Meet the other ranks, when a model is attached."""
+        if not self.several:
+            return
+        try:
+            if self.messages is None:
+                self.messages = Messages(self._group, "session")
+            self.messages.open("to attach a session")
+        except RanksLostError as error:
+            self._lost("meeting", error)
 
-    def pool(self, entries: Iterable[Entry]) -> list[Entry]:
-        """The entries of all ranks, each once."""
-        return pooled(entries, self._group) if self._several else list(entries)
+    @contextmanager
+    def together(
+        self, doing: str, *, agree: bool, error: type[PrecisionDebugError], on_all: tuple[type[Exception], ...] = ()
+    ) -> Iterator[None]:
+        """Surrounds what all ranks do alike. A rank on which it fails leaves the others, so that none waits for it.
+
+        Args:
+            doing: what they do.
+            agree: whether all ranks raise what fails on one of them.
+            error: what the other ranks raise then; a ConfigError is one everywhere.
+            on_all: exceptions that come on all ranks anyway.
+        """
+        self._error = error if agree else None
+        try:
+            yield
+            if agree:
+                self.any("agreement", doing, own=False)
+        except on_all:
+            raise
+        except BaseException as failure:
+            self.leave(failure, raises=agree)
+            raise
+        finally:
+            self._error = None
+
+    def leave(self, error: BaseException, *, raises: bool = False) -> None:
+        """Leave the other ranks, because something failed on this one: see :meth:`Messages.leave`."""
+        if self.messages is not None:
+            self.messages.leave(error, raises=raises)
+
+    def settle(self) -> None:
+        """From now on the ranks are in steps of training."""
+        if self.messages is not None:
+            self.messages.settle()
+
+    def look(self, iteration: int, optimizer_steps: int) -> int | None:
+        """Where the ranks are apart, look for them: see :meth:`Messages.tick`."""
+        if self.messages is None or self.messages.is_open:
+            return None
+        found = self.messages.tick(iteration, optimizer_steps)
+        if found is not None and self.leads:
+            logger.warning("The ranks have met again: statistics are reduced from iteration %d on.", found)
+        return found
+
+    def end(self) -> None:
+        """End the messages of this rank."""
+        if self.messages is not None:
+            self.messages.close()
+
+    def _lost(self, doing: str, error: RanksLostError) -> None:
+        departure = error.departure
+        if departure.raises and self._error is not None and self.messages is not None:
+            kind = ConfigError if departure.kind == ConfigError.__name__ else self._error
+            raise kind(f"On {self.messages.name(departure.rank)}: {departure.text}") from None
+        self._report(doing, "together with the other ranks", error)
+
+    # ------------------------------------------------------------------ what they tell one another
+
+    def pool(self, entries: Iterable[Entry], kind: str) -> list[Entry]:
+        """The entries of all ranks, each once; as they are where this rank is alone.
+
+        Args:
+            entries: this rank's.
+            kind: what they are, equal on all ranks.
+        """
+        own = list(entries)
+        if self.messages is None or not self.messages.is_open:
+            return own
+        try:
+            return self.messages.pooled(own, kind, f"to tell them: {kind}")
+        except RanksLostError as error:
+            self._lost(f"exchanging {kind}", error)
+            return own
+
+    def any(self, kind: str, doing: str, *, own: bool) -> bool:
+        """Whether something holds on any rank; on this one where it is alone."""
+        if self.messages is None or not self.messages.is_open:
+            return own
+        try:
+            return self.messages.largest(kind, f"in {doing}", float(own)) == (1.0,)
+        except RanksLostError as error:
+            self._lost(doing, error)
+            return own
+
+    def still_together(self) -> bool:
+        """Whether all ranks are still there, to raise together; also where this rank is alone."""
+        self.any("agreement", "judging", own=False)
+        return not self.several or self.are_together
+
+    @property
+    def note(self) -> bool:
+        """Whether this rank wants all to judge; it travels with the next numbers of a step."""
+        return self._note
+
+    @note.setter
+    def note(self, note: bool) -> None:
+        self._note = note
+        if self.messages is not None:
+            self.messages.note = note
+            self.messages.take_noted()
+
+    def noted(self, *, asks: bool) -> bool:
+        """Whether any rank has a note. If no numbers were sent in the step, a message is sent only if it ``asks``."""
+        if not self.several:
+            return self._note
+        if self.messages is None or not self.messages.is_open:
+            return False
+        found = self.messages.take_noted()
+        if found is None and asks:
+            found = self.any("notes", "to ask whether precision has changed", own=self._note)
+        return bool(found) and self.are_together
 
     def require_alike(self, config: FlatConfig, iteration: int) -> None:
         """Require that all ranks have the same config and first iteration. Otherwise all ranks raise.
@@ -148,43 +281,28 @@ class Ranks:
             ConfigError: the configs differ.
             SessionError: the iterations differ.
         """
-        if not self._several:
+        messages = self.messages
+        if messages is None or not messages.is_open:
             return
-        of_rank = by_rank([int(config_hash(config)[:14], 16), iteration], self._group)
+        own = int(config_hash(config)[:13], 16), iteration  # 52 bits, which a float64 holds
+        try:
+            found = messages.largest("facts", "to compare configs", *own, *(-number for number in own))
+            if found[:2] == tuple(-number for number in found[2:]):
+                return
+            of_rank = messages.by_rank(own, "facts of ranks", "to compare configs")
+            configs = messages.pooled([tuple(config.items())], "configs", "to compare configs")
+        except RanksLostError as error:
+            self._lost("comparing the configs", error)
+            return
         if len({number for number, _ in of_rank.values()}) > 1:
-            configs = self.pool([tuple(config.items())])
             names = {number: f"config {nth}" for nth, number in enumerate({n: 0 for n, _ in of_rank.values()}, 1)}
             raise ConfigError(
                 f"The ranks were given different configs: {in_words({r: names[n] for r, (n, _) in of_rank.items()})}."
                 f" The first difference: {difference(dict(configs[0]), dict(configs[1]))}. To reduce statistics, all"
                 " ranks need the same config; with reduce=False each rank can have its own."
             )
-        if len({begun for _, begun in of_rank.values()}) > 1:
-            raise SessionError(
-                "The ranks begin at different iterations:"
-                f" {in_words({rank: f'iteration {begun}' for rank, (_, begun) in of_rank.items()})}. Give all of them"
-                " the same start_step, or resume all of them from the same checkpoint."
-            )
-
-    def together(self, compute: Callable[[], Result]) -> Result:
-        """Gives the result of ``compute`` on this rank. If it fails on any rank, all raise, and no rank waits for
-        another.
-
-        Raises:
-            ConfigError: the config cannot be used on another rank.
-            SessionError: another failure on another rank.
-        """
-        if not self._several:
-            return compute()
-        failures: list[tuple[type[ConfigError] | type[SessionError], str]] = []
-        try:
-            result = compute()
-        except Exception as error:
-            kind = ConfigError if isinstance(error, ConfigError) else SessionError
-            known = isinstance(error, PrecisionDebugError)
-            failures.append((kind, str(error) if known else f"{type(error).__name__}: {error}"))
-            self.pool(failures)
-            raise
-        for kind, text in self.pool(failures):
-            raise kind(f"On another rank: {text}")
-        return result
+        raise SessionError(
+            "The ranks begin at different iterations:"
+            f" {in_words({rank: f'iteration {begun}' for rank, (_, begun) in of_rank.items()})}. Give all of them"
+            " the same start_step, or resume all of them from the same checkpoint."
+        )

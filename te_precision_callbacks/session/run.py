@@ -17,6 +17,7 @@ from te_precision_callbacks.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.dumps.files import SAFETENSORS
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.forwards import ForwardClassifier
 from te_precision_callbacks.naming import Model
 from te_precision_callbacks.notices import Notices
@@ -27,7 +28,7 @@ from te_precision_callbacks.records.model import RunInfo, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
 from te_precision_callbacks.records.writer_thread import all_within
 from te_precision_callbacks.session.chronicle import Chronicle
-from te_precision_callbacks.session.contract import ContractKeeper, require_layers
+from te_precision_callbacks.session.contract import ContractKeeper, PrecisionContractError, require_layers
 from te_precision_callbacks.session.delivery import Delivery, Ending, SessionObservation
 from te_precision_callbacks.session.endings import ProcessEnds
 from te_precision_callbacks.session.errors import ObservationError, SessionError
@@ -107,6 +108,8 @@ class Run:
         self._notices = notices
         self._process = os.getpid()
         self._failures = failures = ObservationFailures(strict=options.strict, rank=own_rank())
+        self.ranks = Ranks(options.process_group, reduce=options.reduce, report=failures.report)
+        failures.leads = lambda: self.ranks.leads
         self._optimizer_steps: OptimizerSteps | None = None
         self._ends: ProcessEnds | None = None
         self.inspector = inspector = Inspector(
@@ -137,7 +140,7 @@ class Run:
         self._files: list[Sink] = [sink for sink in (self._log, self._records) if sink is not None]
         self._sinks = Sinks([*self._files, *sinks, *options.sinks], self._describe, failures)
         self._delivery = Delivery(inspector, self.model, findings, self._sinks, failures, self.hooks.delayed_scaling)
-        self._delivery.reduces = self._ranks.several
+        self._delivery.ranks = self.ranks
         self.observation = SessionObservation(engine, recorder, self._delivery, reduce=options.reduce)
         self._pools_coverage = False
         self._coverage = NOTHING
@@ -177,21 +180,34 @@ class Run:
 
     def attach(self, model: Model) -> None:
         """As ``InspectSession.attach``."""
-        ranks = self._ranks
-        self._delivery.reduces = ranks.several
-        self.inspector.write_events(in_full=self._writes_in_full)
-        if self._log is not None:
-            self._log.own_only = not self._writes_in_full
-        self.model.attach(model, ranks)
-        self._pools_coverage = ranks.several
-        if self._options.require is not None:
-            require_layers(self._options.require, ranks.pool(self.model.all_names))
-        if ranks.several and self._optimizer_steps is None:
-            self._optimizer_steps = self.observation.optimizer_steps = OptimizerSteps()
-        self.overflow.attach(model)
+        ranks = self.ranks
+        ranks.meet()
+        self.observation.engine.reduce_over(ranks.messages)
+        with ranks.together("attaching a session", agree=ranks.several, error=SessionError):
+            self.inspector.write_events(in_full=self._writes_in_full)
+            if self._log is not None:
+                self._log.own_only = not self._writes_in_full
+            self.model.attach(model, ranks)
+            self._pools_coverage = ranks.several
+            if self._options.require is not None:
+                require_layers(self._options.require, ranks.pool(self.model.all_names, "names"))
+            if ranks.several and self._optimizer_steps is None:
+                self._optimizer_steps = self.observation.optimizer_steps = OptimizerSteps()
+            self.overflow.attach(model, ranks.messages)
+        ranks.settle()
 
     def step(self, logging_step: int | None) -> StepRecords | None:
         """As ``InspectSession.step``."""
+        try:
+            return self._step(logging_step)
+        except PrecisionDebugError:
+            raise
+        except Exception as error:  # of ours, which must not end the training; nor must the other ranks wait
+            self.ranks.leave(error)
+            self._failures.report("ending", f"iteration {self.inspector.iteration}", error)
+            return None
+
+    def _step(self, logging_step: int | None) -> StepRecords | None:
         inspector, delivery = self.inspector, self._delivery
         if self.overflow.detector is not None:
             try:
@@ -209,33 +225,65 @@ class Run:
         if inspector.ended:
             self._say_ended()
             return None
-        if delivery.ending is not None:
-            delivery.hand_over(delivery.ending)
-        self.resume_audit.end_step()
         iteration = inspector.iteration
         if logging_step is None:
             logging_step = iteration + self._loop.counts_from
-        delivery.ending = ending = Ending(iteration, logging_step)
+        ending = Ending(iteration, logging_step)
         try:
-            return self._end_step(ending)
-        except Exception:
+            with self.ranks.together(
+                "step()",
+                agree=self._options.strict and self.ranks.several,
+                error=ObservationError,
+                on_all=(PrecisionContractError,),
+            ):
+                if delivery.ending is not None:
+                    delivery.hand_over(delivery.ending)
+                delivery.ending = ending
+                self.resume_audit.end_step()
+                records = self._end_step(ending)
+            self._look_for_ranks()
+            return records
+        except PrecisionDebugError:
             raise
-        except BaseException:  # Ctrl-C: the step counts, and the next call hands its remaining records to the sinks
-            inspector.iteration = ending.iteration + 1
-            self.hooks.arm()
-            delivery.read_local(ending)
+        except BaseException:  # such as Ctrl-C: the step counts, and the next call hands its remaining records to sinks
+            self._complete(ending)
             raise
+
+    def _complete(self, ending: Ending) -> None:
+        """Count a step that was not finished, with this rank's own numbers."""
+        delivery = self._delivery
+        if delivery.ending is None:
+            return
+        delivery.ending = ending
+        self.inspector.iteration = ending.iteration + 1
+        self.hooks.arm()
+        delivery.read_local(ending)
+
+    def _look_for_ranks(self) -> None:
+        """Meet the ranks again if they are apart; all go on at the largest iteration."""
+        steps = -1
+        if self._optimizer_steps is not None and not self.observation.engine.optimizers_differ:
+            steps = self._optimizer_steps()
+        iteration = self.ranks.look(self.inspector.iteration, steps)
+        if iteration is not None and iteration != self.inspector.iteration:
+            self.count_from(iteration)
 
     def _end_step(self, ending: Ending) -> StepRecords | None:
         self.inspector.report_events()
         self.model.say_refused()
         self.model.note_order()
         self.model.note_products()
-        self._chronicle.begin(self._ranks)
+        self._chronicle.begin(self.ranks)
         self._sinks.start()  # with the iteration at which the run begins
+        if self._contract is not None:
+            changes = self._findings.audit.changes + self._findings.coverage.changes
+            self._contract.begin_step(changes, ending.iteration, self.ranks)
         try:
             self.inspector.step()
+        except ObservationError:
+            raise
         except Exception as error:
+            self.ranks.leave(error)
             self._failures.report("gathering the statistics of", f"iteration {ending.iteration}", error)
             self._delivery.take_local(ending)
         self.hooks.begin(self.inspector.iteration)
@@ -250,12 +298,12 @@ class Run:
         findings = self._findings
         if self._pools_coverage:
             self._pools_coverage = False
-            findings.coverage.put_of_ranks(self._ranks.pool(findings.coverage_at(ending.iteration)))
+            found = self.ranks.pool(findings.coverage_at(ending.iteration), "coverage of the first step")
+            findings.coverage.put_of_ranks(found)
         if self._contract is not None:
             now = functools.partial(findings.coverage_at, ending.iteration)
-            changes = findings.audit.changes + findings.coverage.changes
             with self._chronicle.judging(ending.iteration) as verdict:
-                verdict.text = self._contract.end_step(now, changes, self._ranks)
+                verdict.text = self._contract.end_step(now, ending.iteration, self.ranks)
         return records
 
     def flush(self, seconds: float) -> bool:
@@ -298,6 +346,7 @@ class Run:
         with Uninterrupted(None if self._ends is None else self._ends.termination) as guard, ExitStack() as then:
             # Callbacks in the stack run in reverse order, whatever fails.
             then.callback(self._failures.summarize)
+            then.callback(self.ranks.end)
             then.callback(self._close_dumps, error, guard)
             then.callback(self._put_back, keeps=keeps)
             then.callback(self._write_summary, summarize)
@@ -388,11 +437,6 @@ class Run:
     # ------------------------------------------------------------------ whether it still observes
 
     @property
-    def _ranks(self) -> Ranks:
-        """The current ranks: a process group may be made between the start and the attach."""
-        return Ranks(self._options.process_group, reduce=self._options.reduce)
-
-    @property
     def is_forked(self) -> bool:
         """Whether this process was forked from the process that started the run and that owns its files."""
         return os.getpid() != self._process
@@ -445,7 +489,7 @@ class Run:
     @property
     def _writes_in_full(self) -> bool:
         """Whether this rank writes more than its own numbers, failures and dumps."""
-        return self._ranks.leads or self._log_choice.ranks == "all"
+        return self.ranks.leads or self._log_choice.ranks == "all"
 
     def _describe(self) -> RunInfo:
         return RunInfo(

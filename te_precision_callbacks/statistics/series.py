@@ -166,12 +166,14 @@ class Measured:
         series: [numbers], int32: the series of each number.
         values: [numbers], float64.
         histograms: series -> counts.
+        local: whether the numbers are this rank's own although they were to be reduced.
     """
 
     table: SeriesTable
     series: npt.NDArray[np.int32]
     values: npt.NDArray[np.float64]
     histograms: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    local: bool = False
 
     def __len__(self) -> int:
         return len(self.series) + len(self.histograms)

@@ -203,7 +203,7 @@ class RecordSink(EventSink):
         if self.writes_reduced:
             return True
         if isinstance(job, Step):
-            return job.records.local or bool(own_numbers(job.records).any())
+            return bool(own_numbers(job.records).any())
         if not isinstance(job, Event) or (job.kind == "contract_judged" and not self.is_alone):
             return False
         return job.severity != "info" or job.kind == "dump_written"

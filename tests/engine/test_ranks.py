@@ -1,4 +1,4 @@
-"""Several gloo processes: their statistics are those of one process that computes the same, and cost two collectives.
+"""Several gloo processes: their statistics are those of one process that computes the same, and cost one message.
 
 All that needs processes runs in one launch of two and one of four: see ranks_script.py. What they found is compared
 here with the same models and batches in this process. A data-parallel rank's batch is a micro-batch here.
@@ -293,16 +293,16 @@ def test_statistics_of_blocks_cost_no_more_messages(two: Ranks) -> None:
         costs = rank["blocks"][-1]
         waits = costs["inside"][1]
         assert set(waits) <= {"bincount"}, "on a GPU the bins are counted without waiting"
-        assert costs["at the end"] == [{"allreduce": 2}, {"cpu": 1, "numpy": 1}]
+        assert costs["at the end"] == [{"statistics": 1}, {"copy_": 1}]
 
 
 @pytest.mark.parametrize("tensors", [6, 504])
-def test_a_step_ends_with_two_collectives_and_one_copy(two: Ranks, tensors: int) -> None:
+def test_a_step_ends_with_one_message_and_one_copy(two: Ranks, tensors: int) -> None:
     for rank in two:
         found = rank["costs"][str(tensors)]
         assert found["watched"] == tensors
         assert found["inside"] == [{}, {}], "nothing waits for the device in a forward or backward"
-        assert found["at the end"] == [{"allreduce": 2}, {"cpu": 1, "numpy": 1}]
+        assert found["at the end"] == [{"statistics": 1}, {"copy_": 1}]
 
 
 def test_transformer_engines_own_feature_costs_more(two: Ranks) -> None:
@@ -323,12 +323,12 @@ def test_a_single_process_needs_no_collective_and_copies_once(tmp_path: Path, fp
                 model.run([("a", step), ("b", step)])
             with ranks_script.Counted() as at_end:
                 running.step()
-            assert (inside.collectives, dict(inside.waits)) == ([], {})
-            assert (at_end.collectives, dict(at_end.waits)) == ([], {"cpu": 1, "numpy": 1})
+            assert (inside.kinds, dict(inside.waits)) == ({}, {})
+            assert (at_end.kinds, dict(at_end.waits)) == ({}, {"copy_": 1})
 
 
 def test_names_are_exchanged_when_a_layer_comes_up_and_only_then(two: Ranks) -> None:
-    plain = {"allreduce": 2}
+    plain = {"statistics": 1, "agreement": 1}  # the session is strict
     for rank in two:
         for name, found in rank["programs"].items():
             exchanges = [step for step, counts in enumerate(found["collectives"]) if counts != plain]
@@ -337,15 +337,16 @@ def test_names_are_exchanged_when_a_layer_comes_up_and_only_then(two: Ranks) -> 
 
 def test_ranks_meet_in_the_steps_in_which_a_statistic_is_due_on_any(two: Ranks) -> None:
     for rank in two:
-        steps_with = [step for step, counts in enumerate(rank["schedules"]) if counts]
+        steps_with = [step for step, counts in enumerate(rank["schedules"]) if "statistics" in counts]
         assert steps_with == [0, 2, 3, 4]
-        assert [rank["schedules"][step] for step in (2, 3, 4)] == [{"allreduce": 2}] * 3
+        assert [rank["schedules"][step] for step in (2, 3, 4)] == [{"statistics": 1, "agreement": 1}] * 3
+        assert [rank["schedules"][step] for step in (1, 5)] == [{"agreement": 1}] * 2
 
 
 def test_messages_do_not_grow_with_the_ranks(two: Ranks, four: Ranks) -> None:
     for rank in (*two, *four):
         assert rank["messages"] == two[0]["messages"]
-    assert [kind for kind, _ in two[0]["messages"][2]] == ["allreduce", "allreduce"]
+    assert [kind for kind, _ in two[0]["messages"][2]] == ["statistics", "agreement"]
 
 
 # ---------------------------------------------------------------------- what goes wrong
@@ -354,7 +355,7 @@ def test_messages_do_not_grow_with_the_ranks(two: Ranks, four: Ranks) -> None:
 def test_after_a_failed_reduction_a_rank_is_on_its_own(two: Ranks, alone: Any) -> None:
     survivor, left = (rank["a_rank_leaves"] for rank in two)
     assert survivor["local"] == [False, True, True, True]
-    assert survivor["collectives"][1:] == [1, 0, 0], "nothing is sent after the one that failed"
+    assert survivor["messages"][1:] == [1, 0, 0], "nothing is sent after the one that failed"
     assert left["local"] == [False, True]
     for found, own, first in ((survivor, range(1, 4), 0), (left, [11], 10)):
         expected = alone(Layers("a"), [[[("a", seed)]] for seed in own])
@@ -363,44 +364,43 @@ def test_after_a_failed_reduction_a_rank_is_on_its_own(two: Ranks, alone: Any) -
         assert found["steps"][0] == survivor["steps"][0], f"the step with batch {first} was reduced"
 
 
-@pytest.mark.parametrize(
-    ("name", "batches", "iterations", "where"),
-    [
-        (
-            "skips a step",
-            [[[1], [2], [3]], [[11, 12], [13]]],
-            [[1, 2, 3], [1, 2]],
-            "iteration 1 on ranks 0-1; done since the start: 2 optimizer steps on rank 0; 3 optimizer steps on rank 1.",
-        ),
-        (
-            "another iteration",
-            [[[1], [2], [3]], [[11], [12], [13]]],
-            [[1, 2, 3], [7, 8, 9]],
-            "iteration 1 on rank 0; iteration 7 on rank 1.",
-        ),
-    ],
-)
-def test_ranks_out_of_step_are_named_and_nothing_is_mixed(
-    two: Ranks, alone: Any, name: str, batches: Any, iterations: Any, where: str
-) -> None:
+def test_ranks_out_of_step_are_named_and_nothing_is_mixed(two: Ranks, alone: Any) -> None:
     for number, rank in enumerate(two):
-        found = rank["out_of_step"][name]
-        assert found["iterations"] == [0, *iterations[number]]
-        assert found["local"] == [False, *(True for _ in iterations[number])]
-        expected = alone(Layers("a"), [[[("a", seed)] for seed in step] for step in batches[number]])
+        found = rank["out_of_step"]["another iteration"]
+        iterations = [[1, 2, 3], [7, 8, 9]][number]
+        assert found["iterations"] == [0, *iterations]
+        assert found["local"] == [False, True, True, True]
+        expected = alone(Layers("a"), [[[("a", 10 * number + seed)]] for seed in (1, 2, 3)])
         for step, values in enumerate(expected, start=1):
             assert_equal(found["steps"][step], values)
         named = [line for line in found["said"] if "out of step" in line]
-        assert len(named) == 1
-        assert f"The ranks are out of step: {where}" in named[0]
-        assert found["collectives"][1:] == [{"allreduce": 3}, *({} for _ in iterations[number][1:])]
+        assert len(named) == (number == 0), "the first rank says it for all"
+        if named:
+            assert "The ranks are out of step: iteration 1 on rank 0; iteration 7 on rank 1." in named[0]
+        assert found["messages"][1:] == [{"statistics": 1, "stamps": 1}, {}, {}]
+
+
+def test_other_counts_of_optimizer_steps_alone_are_only_told(two: Ranks, alone: Any) -> None:
+    """As of optimizers with different groups; or where a rank has skipped a step(), and ends before the others."""
+    first, second = (rank["out_of_step"]["skips a step"] for rank in two)
+    assert (first["local"], second["local"]) == ([False, False, False, True], [False] * 3)
+    batches = [[("a", 0), ("a", 10)], [("a", 1), ("a", 11), ("a", 12)], [("a", 2), ("a", 13)]]
+    expected = alone(Layers("a"), [[calls] for calls in batches])
+    for rank in (first, second):
+        for step, values in enumerate(expected):
+            assert_equal(rank["steps"][step], values)
+    told = [line for line in first["said"] if "different numbers of optimizer steps" in line]
+    assert len(told) == 1
+    assert not [line for line in second["said"] if "optimizer steps" in line]
+    assert [line for line in first["said"] if "rank 1 has ended its session" in line.lower()]
 
 
 def test_ranks_with_other_schedules_are_named_and_nothing_is_mixed(two: Ranks) -> None:
     for number, rank in enumerate(two):
         found = rank["other_schedules"]
-        assert "due in different iterations: schedule 1 on rank 0; schedule 2 on rank 1." in found["raised"]
-        assert found["own"] == [number]
+        (said,) = found["said"]
+        assert "due in different iterations: schedule 1 on rank 0; schedule 2 on rank 1." in said
+        assert (found["own"], found["local"]) == ([number], True)
 
 
 @pytest.mark.parametrize(
@@ -446,7 +446,7 @@ def test_what_one_rank_cannot_attach_raises_on_all(two: Ranks) -> None:
         ("one rank's config is wrong", "ConfigError", "there is no feature 'NoSuchFeature'"),
         ("one rank's model is wrong", "SessionError", "not 'no model'"),
     ):
-        assert first[attempt] == [kind, f"On another rank: {second[attempt][1]}"]
+        assert first[attempt] == [kind, f"On rank 1: {second[attempt][1]}"]
         assert second[attempt][0] == kind
         assert said in second[attempt][1]
 

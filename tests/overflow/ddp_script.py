@@ -20,19 +20,30 @@ from te_precision_callbacks.debug_utils import (
     looking,
 )
 from te_precision_callbacks.debug_utils.hooks import ModelHooks
+from te_precision_callbacks.ranks.tree import Tree
 
 
 class Collectives:
-    """Counts the all_reduce calls of Python, which are the detector's: DDP's own come from C++."""
+    """Counts the detector's messages to the other rank, and the all_reduce calls of Python, of which it makes none:
+    DDP's own come from C++."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._all_reduce = dist.all_reduce
-        dist.all_reduce = self  # type: ignore[assignment]
+        self._all_reduce, self._exchange = dist.all_reduce, Tree.exchange
+        dist.all_reduce = self._reduces  # type: ignore[assignment]
+        Tree.exchange = self._sends  # type: ignore[assignment, method-assign]
 
-    def __call__(self, *arguments: object, **keywords: object) -> object:
+    def _reduces(self, *arguments: Any, **keywords: Any) -> object:
         self.count += 1
-        return self._all_reduce(*arguments, **keywords)  # type: ignore[arg-type]
+        return self._all_reduce(*arguments, **keywords)
+
+    @property
+    def _sends(self) -> Any:
+        def exchange(tree: Tree, *arguments: Any) -> bytes:
+            self.count += 1
+            return self._exchange(tree, *arguments)
+
+        return exchange
 
 
 def fails(hooks: ModelHooks) -> bool:

@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-from te_precision_callbacks import ranks
 from te_precision_callbacks.fingerprints import pooling
+from te_precision_callbacks.ranks import tree
 from te_precision_callbacks.session import InspectSession, PrecisionContractError
 from te_precision_callbacks.session.upstream import Snapshot
 from tests.conftest import feature, statistics
@@ -313,7 +313,7 @@ def train(stage: Split, rank: int) -> None:
 
 def start_late(rank: int, folder: Path) -> None:
     """Rank 1 comes when rank 0 has said that it waits, or not within 15 seconds."""
-    usual, ranks.WAITING = ranks.WAITING, 0.2
+    usual, tree.WAITING = tree.WAITING, 0.2
     folder.mkdir(exist_ok=True)
     said = folder / "rank-0.log"
     logging.getLogger("te_precision_callbacks").addHandler(logging.FileHandler(folder / f"rank-{rank}.log"))
@@ -321,7 +321,7 @@ def start_late(rank: int, folder: Path) -> None:
     while rank == 1 and not (said.exists() and said.stat().st_size) and time.monotonic() < until:
         time.sleep(0.05)
     with InspectSession(statistics(), model=te.Linear(32, 32), log_dir=folder):
-        ranks.WAITING = usual
+        tree.WAITING = usual
 
 
 if __name__ == "__main__":

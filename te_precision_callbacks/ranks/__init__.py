@@ -1,0 +1,58 @@
+"""Which rank this is, and the messages among ranks.
+
+``tree.py`` carries them, ``meeting.py`` brings the ranks together, and ``messages.py`` has what the other parts use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+
+def own_rank() -> int:
+    """The rank of this process; 0 for a single process."""
+    return dist.get_rank() if is_initialized() else 0
+
+
+def world_size() -> int:
+    """How many processes train together."""
+    return dist.get_world_size() if is_initialized() else 1
+
+
+def is_initialized() -> bool:
+    """Whether torch.distributed is available and in use."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def is_distributed(group: dist.ProcessGroup | None) -> bool:
+    """Whether there is more than one rank to reduce over."""
+    return is_initialized() and dist.get_world_size(group) > 1
+
+
+def in_words(of_rank: Mapping[int, Any]) -> str:
+    """Which ranks have what, the most frequent first: ``5 on ranks 0, 2-7; 4 on rank 1``."""
+    ranks_with: dict[Any, list[int]] = {}
+    for rank, value in sorted(of_rank.items()):
+        ranks_with.setdefault(value, []).append(rank)
+    most_first = sorted(ranks_with.items(), key=lambda entry: -len(entry[1]))
+    shown = [f"{value} on {ranks_in_words(ranks)}" for value, ranks in most_first[:_MOST_NAMED]]
+    more = len(most_first) - len(shown)
+    return "; ".join([*shown, f"and {more} others"] if more else shown)
+
+
+_MOST_NAMED = 8
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """The numbers of ranks in few words: ``ranks 0, 2-7``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    shown = ["-".join(map(str, span)) for span in spans[:_MOST_NAMED]]
+    more = [f"and {len(spans) - len(shown)} more spans"] if len(spans) > len(shown) else []
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown + more)}"

@@ -1,0 +1,261 @@
+"""One of several gloo processes, in which a rank runs out of memory: python injecting_script.py RANK WORLD FOLDER EVERY
+
+At every EVERY-th place of step() and attach() in turn, on each rank in turn, an exception is raised. Behind each step
+stand collectives of the training, whose results are compared with those that they must have. The test runs a sample;
+with INJECT_EVERY=1 it runs all places on two and on four ranks, which takes a while.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+from tests.preparing import prepare
+
+prepare()  # before anything imports Transformer Engine
+
+import torch
+import torch.distributed as dist
+import transformer_engine.pytorch as te
+
+import te_precision_callbacks
+from te_precision_callbacks import ranks
+from te_precision_callbacks.engine import reduction
+from te_precision_callbacks.ranks import messages, tree
+from te_precision_callbacks.session import InspectSession, parallel, run, session
+from te_precision_callbacks.session.model import ObservedModel
+from tests.conftest import Keeper, statistics
+
+PACKAGE = str(Path(te_precision_callbacks.__file__).parent)
+FEATURES = str(Path(PACKAGE).parent / "features")
+Place = tuple[str, int]
+"""A file and a line."""
+
+_GUARDED = {
+    *((session.__file__, name) for name in ("step", "attach", "_running", "_tell_of_loss")),
+    *((run.__file__, name) for name in ("step", "attach", "is_forked")),
+    *((parallel.__file__, name) for name in ("meet", "several", "settle")),
+    *((ranks.__file__, name) for name in ("is_distributed", "is_initialized")),
+    *((messages.__file__, name) for name in ("open", "__init__", "_apart", "close")),
+}
+"""The callers of what is guarded: in their own lines there is nothing that could fail."""
+
+
+class Injection:
+    """Notes the lines of this package that run in this thread, or raises at the first visit of one of them."""
+
+    def __init__(self, at: Place | None = None) -> None:
+        self.places: dict[Place, None] = {}
+        self.raised = False
+        self._at = at
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        name = frame.f_code.co_filename
+        if not name.startswith((PACKAGE, FEATURES)) or (name, frame.f_code.co_name) in _GUARDED:
+            return None if not name.startswith(PACKAGE) or "reference" in name else self._outside
+        if name.startswith((str(Path(PACKAGE) / "reference"), str(Path(PACKAGE) / "numerics"))):
+            return None
+        return self._line
+
+    def _outside(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._outside
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            place = frame.f_code.co_filename, frame.f_lineno
+            self.places[place] = None
+            if place == self._at and not self.raised:
+                self.raised = True
+                raise (
+                    torch.OutOfMemoryError(f"injected at {place}")
+                    if self._at[1] % 2
+                    else MemoryError(f"injected at {place}")
+                )
+        return self._line
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+def trained(rank: int, world: int, step: int) -> bool:
+    """Collectives of the training, of the sizes that messages of ours have; whether their results are right."""
+    right = True
+    for size in (1, 3, 8, 57):
+        gradient = torch.full((size,), float(rank + 1 + step), dtype=torch.float64)
+        dist.all_reduce(gradient)
+        right &= bool((gradient == sum(other + 1 + step for other in range(world))).all())
+    return right
+
+
+class Training:
+    """A session with training around it."""
+
+    def __init__(self, folder: Path, **keywords: Any) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.net = torch.nn.Sequential(te.Linear(16, 16), te.Linear(16, 16))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.0)
+        options = {"require": {"share": {"fp32": 1}, "by_step": 2}, "on_broken": "warn", "records": "off", **keywords}
+        self.session = InspectSession(statistics(), log_dir=folder, statistics_log="off", **options)
+        self.session.start(stop_at_sigterm=False)
+        self.right = True
+        self.slowest = 0.0
+        self.steps = 0
+
+    def attach(self, injection: Injection | None) -> str:
+        return self._timed(lambda: self.session.attach(self.net), injection)
+
+    def step(self, injection: Injection | None = None) -> str:
+        self.net(torch.ones(16, 16) * (self.rank + 1)).sum().backward()
+        self.optimizer.step()
+        error = self._timed(lambda: self.session.step(), injection)
+        self.steps += 1
+        return error
+
+    def _timed(self, call: Callable[[], Any], injection: Injection | None) -> str:
+        begun = time.monotonic()
+        error = ""
+        try:
+            if injection is None:
+                call()
+            else:
+                with injection.on():
+                    call()
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        self.slowest = max(self.slowest, time.monotonic() - begun)
+        self.right &= trained(self.rank, self.world, self.steps)
+        return error
+
+
+def everywhere(value: str) -> list[str]:
+    """What each rank has, over the training's process group."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def one(folder: Path, where: str, victim: int, place: Place | None) -> tuple[dict[str, Any], Injection]:
+    """A run in which something fails on one rank, at a place in attach(), or in the first or the third step."""
+    injection = Injection(place)
+    own = injection if dist.get_rank() == victim else None
+    running = Training(folder)
+    errors = {"attach": running.attach(own if where == "attach" else None)}
+    try:
+        if not any(everywhere(errors["attach"])):
+            for number in range(4):
+                error = running.step(own if where == f"step {number}" else None)
+                errors["step"] = errors.get("step") or error
+            errors["apart"] = "" if running.session._run.ranks.are_together else "apart"
+    finally:
+        running.session.stop()
+    right = everywhere("" if running.right else "wrong")
+    return {"errors": errors, "right": right, "slowest": running.slowest}, injection
+
+
+def meet_again(folder: Path) -> dict[str, Any]:
+    """Something fails on rank 1 in the third step: the ranks part, and meet again within 80."""
+    keeper = Keeper()
+    running = Training(folder, require=None, sinks=[keeper])
+    errors = [running.attach(None)]
+    for number in range(80):
+        fails = dist.get_rank() == 1 and number == 2
+        with mock.patch.object(ObservedModel, "note_order", no_room) if fails else nullcontext():
+            errors.append(running.step())
+    running.session.stop()
+    local = [records.local for records in keeper.steps]
+    return {"errors": errors, "right": running.right, "local": local, "iterations": keeper.iterations}
+
+
+def strict(folder: Path) -> dict[str, Any]:
+    """With strict=True something fails on rank 1 in the second step."""
+    running = Training(folder, require=None, strict=True)
+    errors = [running.attach(None)]
+    for number in range(2):
+        fails = dist.get_rank() == 1 and number == 1
+        with mock.patch.object(ObservedModel, "follow", no_room) if fails else nullcontext():
+            errors.append(running.step())
+    running.session.stop(RuntimeError("the loop has ended"))
+    return {"errors": errors, "right": running.right}
+
+
+def no_memory_to_pack(folder: Path) -> dict[str, Any]:
+    """The numbers of rank 1 cannot be packed in the third step."""
+    keeper = Keeper()
+    running = Training(folder, require=None, sinks=[keeper])
+    running.attach(None)
+    for number in range(4):
+        fails = dist.get_rank() == 1 and number == 2
+        with mock.patch.object(reduction._Layout, "pack", no_room) if fails else nullcontext():
+            running.step()
+    running.session.stop()
+    largest = [
+        next(row.value for row in step if (row.layer, row.tensor, row.statistic) == ("0", "activation", "max"))
+        for step in keeper.steps
+    ]
+    return {"right": running.right, "largest": largest, "local": [records.local for records in keeper.steps]}
+
+
+def no_room(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("no room")
+
+
+WHERE = ("attach", "step 0", "step 2")
+
+
+def places(where: str, folder: Path, every: int) -> Iterator[dict[str, Any]]:
+    """What comes of exceptions in the places of a call, on each rank in turn."""
+    for victim in range(dist.get_world_size()):
+        _, injection = one(folder, where, victim, None)
+        shared: list[Any] = [list(injection.places)]
+        dist.broadcast_object_list(shared, src=victim)
+        for place in shared[0][victim % every :: every]:
+            result, injected = one(folder, where, victim, tuple(place))
+            yield {**result, "where": where, "victim": victim, "place": place, "raised": injected.raised}
+
+
+def main(rank: int, world: int, folder: Path, every: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'rendezvous'}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=120),
+    )
+    tree.FAN = 2
+    log = logging.getLogger("te_precision_callbacks")
+    log.addHandler(logging.FileHandler(folder / f"rank-{rank}.log"))
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    found: dict[str, Any] = {}
+    try:
+        found["meet again"] = meet_again(folder / "again")
+        found["strict"] = strict(folder / "strict")
+        found["pack"] = no_memory_to_pack(folder / "pack")
+        found["places"] = [result for where in WHERE for result in places(where, folder / "log", every)]
+    except BaseException:
+        found["failed"] = traceback.format_exc()
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
