@@ -65,7 +65,7 @@ class ContractKeeper:
         self._contract = contract
         self._on_broken = contract.on_broken or on_broken
         self._first: int | None = None
-        self._changes = 0
+        self._changes = self._changed_at = 0
         self._judged = -1
         self._said = ""
 
@@ -82,11 +82,14 @@ class ContractKeeper:
         self._changes = changes
         ranks.note = iteration >= self._first and self._judged != changes
 
-    def end_step(self, coverage_now: Callable[[], Coverage], iteration: int, ranks: Ranks) -> str | None:
+    def end_step(
+        self, coverage_at: Callable[[int], Coverage], changes: int, iteration: int, ranks: Ranks
+    ) -> str | None:
         """Judge, if it is time: at the step that the contract names, and where precision has changed on any rank since.
 
         Args:
-            coverage_now: gives this rank's products in the step that has ended.
+            coverage_at: gives this rank's products in a step.
+            changes: as of :meth:`begin_step`, with those that were found since.
             iteration: the step.
             ranks: those that judge together.
 
@@ -99,9 +102,17 @@ class ContractKeeper:
         """
         first = iteration if self._first is None else self._first
         asks = iteration == first or (iteration > first and iteration % ASKING == 0)
-        if not ranks.noted(asks=asks):
+        if not ranks.several:
+            ranks.note = iteration >= first and self._judged != changes
+        noted = ranks.noted(asks=asks)
+        # What was found after the numbers of a step were sent travels with the next ones; that step is judged then.
+        judges, self._changed_at = self._changed_at, iteration if changes != self._changes else self._changed_at
+        if not noted:
             return None
-        self._judged, own = self._changes, coverage_now()
+        if iteration == first or not ranks.several:
+            self._judged, own = changes, coverage_at(iteration)
+        else:
+            self._judged, own = self._changes, coverage_at(judges)
         coverage = Coverage(ranks.pool(own, "coverage"), state=tuple(ranks.pool(own.state, "types")))
         if ranks.several and not ranks.are_together:
             return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
@@ -301,9 +300,9 @@ class Run:
             found = self.ranks.pool(findings.coverage_at(ending.iteration), "coverage of the first step")
             findings.coverage.put_of_ranks(found)
         if self._contract is not None:
-            now = functools.partial(findings.coverage_at, ending.iteration)
+            changes = findings.audit.changes + findings.coverage.changes
             with self._chronicle.judging(ending.iteration) as verdict:
-                verdict.text = self._contract.end_step(now, ending.iteration, self.ranks)
+                verdict.text = self._contract.end_step(findings.coverage_at, changes, ending.iteration, self.ranks)
         return records
 
     def flush(self, seconds: float) -> bool:

@@ -170,7 +170,7 @@ def test_a_checkpoint_of_rank_0_has_the_fingerprints_of_all_ranks(two: Path) -> 
 def test_a_contract_that_one_rank_breaks_is_broken_on_all(two: Path) -> None:
     for rank in range(2):
         step, _, told = (two / "contract" / f"{rank}.txt").read_text().partition(" ")
-        assert step == "2"
+        assert step == "3", "what is found at the end of a step travels with the numbers of the next one"
         assert "fp8 >= 100%: it is 50.0 %" in told
         assert "pp1.linear fprop, wgrad: 50.0 % in fp32: runs outside of te.autocast" in told
 
