@@ -73,6 +73,10 @@ class Messages:
         return self._ranks[rank]
 
     @property
+    def _group_name(self) -> str:
+        return "all" if self.group is None else "-".join(map(str, self._ranks))
+
+    @property
     def is_open(self) -> bool:
         """Whether the ranks exchange messages."""
         return self._tree is not None
@@ -95,23 +99,21 @@ class Messages:
         """
         self.close()
         self._return = None
-        store = None
+        prefix, has_met = f"te_precision_callbacks/{self._purpose}/{self._group_name}", False
         try:
             if dist.get_backend(self.group) == "fake":
                 raise MeetingFailed("the process group is fake, so there are no others")
-            group = "-".join(map(str, self._ranks)) if self.group is not None else "all"
-            store = shared_store(f"te_precision_callbacks/{self._purpose}/{group}")
             wait = _patience(self.group)
-            keys, secret = meet(store, self._at, wait, why)
-            store = None
+            keys, secret = meet(shared_store(prefix), self._at, wait, why)
+            has_met = True
             self._connect(keys, secret, CONNECTING)
             self._wait, self._met = max(wait, EXCHANGING), (keys, secret)
         except MeetingFailed as error:
             raise self._apart(f"The ranks have not met: {_reason(error)}") from error
         except Exception as error:  # it must not be on this rank alone that anything is raised
-            if store is not None:
+            if not has_met:
                 with contextlib.suppress(Exception):
-                    refuse(store, self._at, f"{self.name(self.rank)} has failed ({_reason(error)})")
+                    refuse(shared_store(prefix), self._at, f"{self.name(self.rank)} has failed ({_reason(error)})")
             raise self._apart(f"The ranks have not met: {_reason(error)}") from error
 
     def settle(self) -> None:
