@@ -19,13 +19,13 @@ from tests.forked import executable
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
-def cases_of(script: str, *arguments: str, names: str = "case") -> dict[Any, dict[str, Any]]:
-    """The JSON of a benchmark: name of a case -> its numbers."""
+def cases_of(script: str, *arguments: str, names: str = "case", fails: int = 0) -> dict[Any, dict[str, Any]]:
+    """The JSON of a benchmark: name of a case -> its numbers. ``fails``: the exit status that it may have too."""
     # torch.compile does nothing here: compiling Transformer Engine's functions takes longer than all the rest.
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     command = [executable(whole=True), str(BENCHMARKS / script), "--json", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode in (0, fails), done.stderr
     return {case[names]: case for case in json.loads(done.stdout)}
 
 
@@ -140,13 +140,27 @@ def test_disk() -> None:
 
 
 def test_records() -> None:
-    cases = cases_of("records.py", "--values=20000", "--series=200")
-    assert list(cases) == ["write", "open", "read", "import", "compare", "report"]
+    cases = cases_of("records.py", "--values=100000", "--series=50")
+    assert list(cases) == ["write", "open", "read", "import", "compare", "report", "limit"]
     for case in cases.values():
         assert case["seconds"] > 0
         assert case["peak_mib"] > 0
         assert case["files_mib"] > 0
     assert 0 < cases["write"]["handed_us"] < cases["write"]["cpu_us"]
+    assert 0 < cases["limit"]["kept_percent"] < 50
+
+
+@pytest.mark.slow
+def test_soak() -> None:
+    (case,) = cases_of("soak.py", "--steps=200", names="steps", fails=1).values()
+    assert [row["iteration"] for row in case["rows"]] == list(range(10, 201, 10))
+    assert {growth["quantity"] for growth in case["growth"]} >= {
+        "cpu_us",
+        "rss_mib",
+        "objects",
+        "threads",
+        "open_files",
+    }
 
 
 # --- gpu_check.py -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import time
@@ -29,6 +30,7 @@ class Aging:
     Args:
         run: the folder of the run.
         writer: writes the segment of this process.
+        first_iteration: of that segment.
         limit: the bytes that the rank's files of all segments may have.
         say: gets an event's kind and text, and whether it is a warning.
 
@@ -36,7 +38,9 @@ class Aging:
         is_full: whether there is no room for more statistics.
     """
 
-    def __init__(self, run: Path, writer: RunWriter, limit: int, say: Callable[[str, str, bool], None]) -> None:
+    def __init__(
+        self, run: Path, writer: RunWriter, first_iteration: int, limit: int, say: Callable[[str, str, bool], None]
+    ) -> None:
         self.is_full = False
         self._writer = writer
         self._limit = limit
@@ -48,7 +52,10 @@ class Aging:
         self._damaged: set[PartFile] = set()
         self._group: list[SealedPart] = []
         self._work: Generator[None, None, SealedPart] | None = None
+        self._begins: dict[Path, float] = {writer.folder: first_iteration}  # segment -> its first iteration
         for number, segment in segments_of(run).items():
+            if number < writer.segment:
+                self._begins[segment] = _first_iteration(segment)
             folder = segment / writer.own.name
             if number != writer.segment and folder.is_dir():
                 self._fixed += _nbytes(folder)
@@ -56,11 +63,12 @@ class Aging:
                     self._earlier.append((segment, folder))
         self._adopt()
 
-    def follow(self, writer: RunWriter) -> None:
+    def follow(self, writer: RunWriter, first_iteration: int) -> None:
         """Go on with another segment, after the one so far was closed."""
         self._parts += self._writer.sealed
         self._fixed += self._writer.nbytes - sum(part.nbytes for part in self._writer.sealed)
         self._writer = writer
+        self._begins[writer.folder] = first_iteration
 
     def keep(self, seconds: float = math.inf) -> None:
         """Thin what is oldest until all files are within the limit; or for so long, unless they are beyond it.
@@ -117,7 +125,9 @@ class Aging:
         self._adopt()
         self._group = choose(self._sound, self._writer.waiting_bytes, _BEFORE * room)
         if self._group:
-            self._work = thin(self._group)
+            own = self._group[0].file.path.parent.parent
+            later = [first for segment, first in self._begins.items() if segment.name > own.name]
+            self._work = thin(self._group, min(later, default=math.inf))
             return True
         self.is_full = used > room
         if self.is_full:
@@ -178,6 +188,14 @@ class Aging:
         if what not in self._said:
             self._said.add(what)
             self._say(kind, text, kind == "records_limited" or what == str(EVERY[1]))
+
+
+def _first_iteration(segment: Path) -> float:
+    """The first iteration of a segment; infinite where that is not known."""
+    try:
+        return int(json.loads((segment / RUN_FILE).read_bytes())["first_iteration"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return math.inf
 
 
 def _parts_in(folder: Path) -> list[SealedPart]:

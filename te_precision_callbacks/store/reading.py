@@ -353,7 +353,21 @@ class _Reader:
             raise _Moved from error
         if stretch is not None:
             rank = int(file.path.parent.name.partition("-")[2])
-            self.thinned.append(Thinned(rank, file.table, stretch.first, stretch.last, stretch.every))
+            for first, last in self._that_count(segment, stretch.first, stretch.last):
+                self.thinned.append(Thinned(rank, file.table, first, last, stretch.every))
+
+    def _that_count(self, segment: int, first: int, last: int) -> list[tuple[int, int]]:
+        """The iterations of a segment from one to another that no later segment has, first and last of each stretch."""
+        found = [(first, last)]
+        for later, (begin, end) in self.spans.items():
+            if later > segment:
+                found = [
+                    (one, other)
+                    for first, last in found
+                    for one, other in ((first, min(last, begin - 1)), (max(first, end + 1), last))
+                    if one <= other
+                ]
+        return found
 
     def _fits(self, table: pa.Table, path: Path) -> bool:
         """Whether what must be there is there."""

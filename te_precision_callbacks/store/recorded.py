@@ -160,6 +160,20 @@ class RecordedRun:
             found |= (each.first <= wanted) & (wanted <= each.last)
         return found
 
+    def has_all_of(self, iterations: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """[iterations]: whether the statistics of a step are all there; of a step of a thinned stretch that is not one
+        of those that are left, there are only the extremes of some series."""
+        found = np.ones(len(iterations), bool)
+        steps = self.steps["iteration"].to_numpy()
+        for each in self.thinned:
+            if each.table != "values" or each.rank != self.thinned[0].rank:
+                continue
+            inside = (each.first <= iterations) & (iterations <= each.last)
+            distances = np.diff(steps[(each.first <= steps) & (steps <= each.last)])
+            step = max(1, int(np.gcd.reduce(distances))) if len(distances) else 1
+            found[inside] = iterations[inside] // step % each.every == 0 if each.every else False
+        return found
+
     def values(self, series: Iterable[int] | None = None) -> pa.Table:
         """The numbers of some series, or of all: ``segment, iteration, series, value, flags``, sorted by series and
         iteration."""

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _MOST_PENDING = 1 << 20
 """The values that are collected before they are appended to the tail."""
 
-_PARTS, _LEAST_PART = 80, 1 << 15
+_PARTS, _LEAST_PART = 32, 1 << 15
 """The limit over the size at which a tail is sealed, and the least such size. Parts that are small compared with the
 limit are thinned a few at a time."""
 
@@ -89,7 +89,7 @@ class Recording:
         self._latest = run.start_iteration
         self._seal_bytes = max(limit // _PARTS, _LEAST_PART)
         self._writer = self._open(place.segment, run.start_iteration)
-        self._aging = Aging(self._folder, self._writer, limit, self._say)
+        self._aging = Aging(self._folder, self._writer, run.start_iteration, limit, self._say)
 
     def _open(self, segment: int, first_iteration: int) -> RunWriter:
         run = self._run
@@ -162,7 +162,7 @@ class Recording:
         """Go on in another segment, since the loop has gone back to an earlier iteration."""
         self._writer.close()
         self._writer = self._open(self._writer.segment + 1, iteration)
-        self._aging.follow(self._writer)
+        self._aging.follow(self._writer, iteration)
         if self._facts.tables:
             self._write_facts()
 

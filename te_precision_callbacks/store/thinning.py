@@ -16,6 +16,7 @@ their place from that moment on (``store/files.py``). A process that is killed l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -113,13 +114,15 @@ def _follows(part: SealedPart, other: SealedPart) -> bool:
 # ---------------------------------------------------------------------- thinning
 
 
-def thin(group: Sequence[SealedPart]) -> Generator[None, None, SealedPart]:
+def thin(group: Sequence[SealedPart], again_from: float = math.inf) -> Generator[None, None, SealedPart]:
     """Make one part of the next level of parts; it pauses between steps that are short.
 
     Memory holds one of the parts, and what is kept of all of them.
 
     Args:
         group: consecutive parts of a level; before a part that is dropped, also what was dropped before.
+        again_from: the iteration from which on a later segment has run again. What no longer counts there is no extreme
+            of what does.
 
     Returns:
         The new part. The others are removed.
@@ -131,12 +134,12 @@ def thin(group: Sequence[SealedPart]) -> Generator[None, None, SealedPart]:
     level = group[-1].level + 1
     first, last = group[0].file, group[-1].file
     schema = _TABLES[first.table]
-    survey = _Survey()
+    survey = _Survey(again_from)
     for part in group:
         survey.see_span(part.file.path)
         if EVERY[level] != DROPPED:
             columns = [name for name in ("series", "iteration", "value", "flags") if name in schema.names]
-            survey.see(_Columns.of(read_part(part.file.path, columns, schema)))
+            survey.see(survey.columns(read_part(part.file.path, columns, schema)))
         yield
     kept = [schema.empty_table()]
     for part in group if EVERY[level] != DROPPED else ():
@@ -158,24 +161,15 @@ class _Columns(NamedTuple):
     """The columns of a part that decide which of its rows are kept.
 
     Attributes:
-        series, iterations: [rows], by series and iteration.
+        series, iterations: [rows], by series and iteration. Each series has two numbers: what was run again is another.
         values: [rows]; None of histograms.
         flags: [rows].
     """
 
-    series: npt.NDArray[np.int32]
+    series: Ints
     iterations: Ints
     values: Floats | None
     flags: npt.NDArray[np.uint8]
-
-    @classmethod
-    def of(cls, table: pa.Table) -> _Columns:
-        series, iterations = table["series"].to_numpy(), table["iteration"].to_numpy()
-        order = np.lexsort((iterations, series))
-        values = table["value"].to_numpy()[order] if "value" in table.column_names else None
-        has_flags = "flags" in table.column_names
-        flags = table["flags"].fill_null(0).to_numpy()[order] if has_flags else np.zeros(len(series), np.uint8)
-        return cls(series[order], iterations[order], values, flags)
 
 
 _NEVER = np.iinfo(np.int64).min
@@ -190,12 +184,24 @@ class _Survey:
         at: [3, series]: the iterations of the lowest, the highest, and the first value that is not finite.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, again_from: float) -> None:
+        self._again_from = again_from
         self.step = np.zeros(0, np.int64)
         self.low, self.high = np.zeros(0), np.zeros(0)
         self.at = np.zeros((3, 0), np.int64)
         self._first = np.zeros(0, np.int64)
         self._span: list[int] = []
+
+    def _series(self, series: npt.NDArray[np.int32], iterations: Ints) -> Ints:
+        return 2 * series.astype(np.int64) + (iterations >= self._again_from)
+
+    def columns(self, table: pa.Table) -> _Columns:
+        """The columns of a part."""
+        iterations = table["iteration"].to_numpy()
+        series = self._series(table["series"].to_numpy(), iterations)
+        order = np.lexsort((iterations, series))
+        values = table["value"].to_numpy()[order] if "value" in table.column_names else None
+        return _Columns(series[order], iterations[order], values, _flags(table)[order])
 
     def see_span(self, path: Path) -> None:
         """Note the iterations that a thinned part had."""
@@ -262,9 +268,8 @@ class _Survey:
 
     def thinned(self, table: pa.Table) -> pa.Table:
         """The rows of a part that are kept, with their flags."""
-        series, iterations = table["series"].to_numpy(), table["iteration"].to_numpy()
-        has_flags = "flags" in table.column_names
-        flags = table["flags"].fill_null(0).to_numpy() if has_flags else np.zeros(len(series), np.uint8)
+        iterations, flags = table["iteration"].to_numpy(), _flags(table)
+        series = self._series(table["series"].to_numpy(), iterations)
         step = self.step[series]
         due = (step == 0) | (iterations // np.maximum(step, 1) % _STEP == 0)
         regular = due & ((flags & (EXTREME | STEP0)) == 0)
@@ -272,8 +277,15 @@ class _Survey:
         extreme = (iterations == self.at[:, series]).any(0)
         kept = regular | first_step | extreme
         table = table.filter(pa.array(kept))
-        if not has_flags:
+        if "flags" not in table.column_names:
             return table
         flags = np.where(regular | first_step, flags, flags | EXTREME)[kept].astype(np.uint8)
         place = table.schema.get_field_index("flags")
         return table.set_column(place, table.schema.field(place), pa.array(flags))
+
+
+def _flags(table: pa.Table) -> npt.NDArray[np.uint8]:
+    if "flags" not in table.column_names:
+        return np.zeros(len(table), np.uint8)
+    flags: npt.NDArray[np.uint8] = table["flags"].fill_null(0).to_numpy()
+    return flags
