@@ -125,6 +125,7 @@ class _Part:
         self._names: dict[str, _Names] = {
             column.name: _Names() for column in schema if pa.types.is_dictionary(column.type)
         }
+        self._codes = np.empty((len(_NAMES), 0), np.int32)
 
     @property
     def waiting_bytes(self) -> int:
@@ -135,9 +136,23 @@ class _Part:
     def _stem(self) -> Path:
         return self._folder / part_stem(self._table, self._number)
 
-    def encoder(self, column: str) -> _Names:
-        """The texts of a dictionary-encoded column."""
-        return self._names[column]
+    def subject_columns(
+        self, subjects: Sequence[tuple[str, ...]], series: npt.NDArray[np.int32]
+    ) -> list[pa.DictionaryArray]:
+        """The columns that name the subjects of rows.
+
+        Args:
+            subjects: of each series.
+            series: [rows].
+        """
+        more = len(subjects) - self._codes.shape[1]
+        self._codes = np.c_[self._codes, np.full((len(_NAMES), more), -1, np.int32)]
+        for number in np.unique(series[self._codes[0, series] < 0]).tolist():
+            named = zip(_NAMES, subjects[number], strict=True)
+            self._codes[:, number] = np.array([self._names[name].code(text) for name, text in named], np.int32)
+        return [
+            self._names[name].encoded(pa.array(codes[series])) for name, codes in zip(_NAMES, self._codes, strict=True)
+        ]
 
     def append_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows; a column that a row lacks is null."""
@@ -237,8 +252,9 @@ class RunWriter:
         self._fact_bytes: dict[str, int] = {}
         self._event_bytes = 0
         self._numbers: dict[tuple[str | None, ...], int] = {}
-        self._subjects: list[tuple[str | None, ...]] = []
+        self._subjects: list[tuple[str, ...]] = []
         self._ranks: list[int | None] = []
+        self._rank_of = pa.array([], pa.int32())
         self._new_values: list[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.float64], npt.NDArray[np.uint8]]] = []
         self._new_vectors: list[tuple[int, int, npt.NDArray[np.uint16], npt.NDArray[np.float32]]] = []
         self._new_steps: list[dict[str, Any]] = []
@@ -576,15 +592,9 @@ class RunWriter:
 
     def _subject_columns(self, part: _Part, series: npt.NDArray[np.int32]) -> list[pa.Array]:
         """The columns that name the subjects of rows, and the rank."""
-        wanted, rows = np.unique(series, return_inverse=True)
-        subjects = [self._subjects[number] for number in wanted.tolist()]
-        columns = []
-        for place, name in enumerate(_NAMES):
-            names = part.encoder(name)
-            codes = np.array([names.code(subject[place]) for subject in subjects], np.int32)
-            columns.append(names.encoded(pa.array(codes[rows])))
-        ranks = pa.array([self._ranks[number] for number in wanted.tolist()], pa.int32())
-        return [*columns, ranks.take(pa.array(rows))]
+        if len(self._rank_of) != len(self._ranks):
+            self._rank_of = pa.array(self._ranks, pa.int32())
+        return [*part.subject_columns(self._subjects, series), self._rank_of.take(pa.array(series))]
 
 
 def _now() -> str:
