@@ -197,7 +197,8 @@ class _Reader:
         values = self._parts(folders, "values", VALUES)
         vectors = self._parts(folders, "vectors", VECTORS)
         facts = self._facts(segments)
-        thinned = joined_stretches(self.thinned)
+        all_steps = _first_of_each(self._joined(steps, STEPS), "iteration")
+        thinned = joined_stretches(self.thinned, all_steps["iteration"].to_numpy())
         for note in stretches_in_words(thinned):
             self._note(note)
         return RecordedRun(
@@ -207,7 +208,7 @@ class _Reader:
             segments=segments,
             **facts,
             series=self.index.table(),
-            steps=_first_of_each(self._joined(steps, STEPS), "iteration"),
+            steps=all_steps,
             scalars=self._joined(scalars, SCALARS),
             events=self._events(folders),
             read_values=functools.partial(self._read, values, VALUE_COLUMNS, NO_VALUES),

@@ -65,15 +65,23 @@ class Thinned(NamedTuple):
     every: int
 
 
-def joined_stretches(stretches: Iterable[Thinned]) -> list[Thinned]:
-    """Neighbours that are equally thin as one, in order."""
+def joined_stretches(stretches: Iterable[Thinned], steps: npt.NDArray[np.int64]) -> list[Thinned]:
+    """Neighbours that are equally thin as one, in order.
+
+    Args:
+        stretches: of all segments.
+        steps: the iterations of the run's steps, ascending. With one between two stretches, these are no neighbours.
+    """
     found: list[Thinned] = []
     for each in sorted(stretches):
         before = found[-1] if found else None
-        if before is not None and (before.rank, before.table, before.every) == (each.rank, each.table, each.every):
-            found[-1] = before._replace(last=max(before.last, each.last))
-        else:
-            found.append(each)
+        alike = before is not None and (before.rank, before.table, before.every) == (each.rank, each.table, each.every)
+        if before is not None and alike:
+            begin, end = np.searchsorted(steps, (before.last + 1, each.first)).tolist()
+            if begin >= end:
+                found[-1] = before._replace(last=max(before.last, each.last))
+                continue
+        found.append(each)
     return found
 
 

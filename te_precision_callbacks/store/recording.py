@@ -94,7 +94,7 @@ class Recording:
     def _open(self, segment: int, first_iteration: int) -> RunWriter:
         run = self._run
         (self._folder / segment_name(segment)).mkdir(parents=True, exist_ok=True)
-        writer = RunWriter(self._folder, segment, run.rank, seal_bytes=self._seal_bytes)
+        writer = RunWriter(self._folder, segment, run.rank, seal_bytes=self._seal_bytes, small_bytes=self._limit // 8)
         self._numbers = _Numbers(writer, self._scopes)
         if run.rank == 0:
             begun = {"first_iteration": first_iteration, "world": run.world_size, "launch": launch_key()}

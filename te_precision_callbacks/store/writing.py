@@ -222,6 +222,7 @@ class RunWriter:
         segment: the number of the segment, whose folder exists.
         rank: the rank that writes.
         seal_bytes: the size of a tail at which it becomes a sealed part, if that is less than :data:`SEAL_BYTES`.
+        small_bytes: the same for steps and the trainer's numbers, whose parts are never joined, if that is more.
 
     Attributes:
         run_id: the name of the run.
@@ -233,7 +234,9 @@ class RunWriter:
         sealed: its sealed parts, oldest first.
     """
 
-    def __init__(self, run_folder: Path, segment: int, rank: int = 0, *, seal_bytes: float = math.inf) -> None:
+    def __init__(
+        self, run_folder: Path, segment: int, rank: int = 0, *, seal_bytes: float = math.inf, small_bytes: float = 0
+    ) -> None:
         self.run_id = run_folder.name
         self.segment = segment
         self.folder = run_folder / segment_name(segment)
@@ -243,11 +246,11 @@ class RunWriter:
         self.own = self.folder / rank_name(rank)
         self.own.mkdir(exist_ok=True)
         self.sealed: list[SealedPart] = []
-        into = self.sealed, seal_bytes
+        into, small = (self.sealed, seal_bytes), (self.sealed, max(seal_bytes, small_bytes))
         self._values = _Part(self.own, "values", VALUES, ("series", "iteration"), *into)
         self._vectors = _Part(self.own, "vectors", VECTORS, ("series", "iteration"), *into)
-        self._steps = _Part(self.own, "steps", STEPS, (), *into)
-        self._scalars = _Part(self.own, "scalars", SCALARS, (), *into)
+        self._steps = _Part(self.own, "steps", STEPS, (), *small)
+        self._scalars = _Part(self.own, "scalars", SCALARS, (), *small)
         self._events: AppendedFile | None = None
         self._fact_bytes: dict[str, int] = {}
         self._event_bytes = 0
