@@ -372,6 +372,7 @@ class Run:
             if self._optimizer_steps is not None:
                 then.callback(self._optimizer_steps.remove)
             then.callback(self.resume_audit.end)
+            then.callback(self.model.release)
             self._findings.iteration = self._delivery.completed
             self.live, self.kept = False, keeps
 

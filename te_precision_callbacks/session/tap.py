@@ -53,6 +53,7 @@ from te_precision_callbacks.naming import NamedOperation
 from te_precision_callbacks.numerics.layouts import is_quantized
 from te_precision_callbacks.session.errors import ObservationError
 from te_precision_callbacks.session.precision import recipe_in_force, recipe_text
+from te_precision_callbacks.turns import AT_ONCE, Turns
 from te_precision_callbacks.vocabulary import OPERANDS, OperandName, class_names
 
 logger = logging.getLogger(__name__)
@@ -164,7 +165,8 @@ class GemmTap:
         self._operations: dict[int, NamedOperation] = {}
         self._attentions: Mapping[int, str] = {}
         self.attention: AttentionListener | None = None
-        self._recipes: list[Any] = []
+        self._turns = Turns[NamedOperation](())
+        self._recipes: dict[int, Any] = {}
         self.has_new_operations = False
         self.on_entered: Callable[[torch.nn.Module, ForwardKind], bool] | None = None
         self._current = _Current()
@@ -210,19 +212,24 @@ class GemmTap:
         """
         self._layers = layers
         self._operations = {id(operation.module): operation for operation in operations}
+        self._turns = Turns(list(self._operations.values()))
         self._recipes = self._recipes_of_operations()
         self.has_new_operations = bool(self._operations)
 
-    def begin_iteration(self) -> None:
-        """Count the GEMMs from 0 again, and look whether operations have run in another recipe than before."""
-        self._orders = itertools.count()
-        before, self._recipes = self._recipes, self._recipes_of_operations()
-        self.has_new_operations = before != self._recipes
+    def begin_iteration(self, *, all_operations: bool = True) -> None:
+        """Count the GEMMs from 0 again, and look whether operations have run in another recipe than before.
 
-    def _recipes_of_operations(self) -> list[Any]:
-        """The recipes that the last forwards of operations have left; None for high precision."""
-        metas: list[Any] = [operation.module.__dict__["_fp8_metas"] for operation in self._operations.values()]
-        return [None if meta is None or meta["forward"] is None else meta["forward"].get("recipe") for meta in metas]
+        Args:
+            all_operations: whether all are looked at, and not only those that have their turn.
+        """
+        self._orders = itertools.count()
+        looked = self._operations.values() if all_operations else self._turns.take(AT_ONCE)
+        self.has_new_operations = any(_recipe_of(each) != self._recipes[id(each.module)] for each in looked)
+        if self.has_new_operations:
+            self._recipes = self._recipes_of_operations()
+
+    def _recipes_of_operations(self) -> dict[int, Any]:
+        return {key: _recipe_of(operation) for key, operation in self._operations.items()}
 
     def listen(self, *listeners: Listener) -> None:
         """Have these called, and no others; without any, Transformer Engine is as it was."""
@@ -744,6 +751,12 @@ def _plain(found: dict[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
     return {
         key: tensor for key, tensor in found.items() if isinstance(tensor, torch.Tensor) and not is_quantized(tensor)
     }
+
+
+def _recipe_of(operation: NamedOperation) -> Any:
+    """The recipe that the last forward of an operation has left; None for high precision."""
+    meta: Any = operation.module.__dict__["_fp8_metas"]
+    return None if meta is None or meta["forward"] is None else meta["forward"].get("recipe")
 
 
 def _methods_of_operations(names: Sequence[str]) -> list[tuple[Any, str, Any]]:
