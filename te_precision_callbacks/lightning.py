@@ -36,7 +36,9 @@ from te_precision_callbacks.session import InspectSession, SessionError, Session
 from te_precision_callbacks.session.outcome import Mailbox
 
 try:
-    from lightning.fabric.loggers import CSVLogger, Logger, TensorBoardLogger
+    from lightning.fabric.loggers.csv_logs import CSVLogger
+    from lightning.fabric.loggers.logger import Logger
+    from lightning.fabric.loggers.tensorboard import TensorBoardLogger
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
     from lightning.pytorch.plugins.precision import DeepSpeedPrecision

@@ -105,6 +105,11 @@ def test_host() -> None:
         assert case["numbers"] == case["tensors"] * 8
 
 
+def test_host_where_nothing_is_due() -> None:
+    cases = cases_of("host.py", "--layers", "3", "30", names="layers")
+    assert [case["step_us"] > 0 for case in cases.values()] == [True, True]
+
+
 def test_plan() -> None:
     (case,) = cases_of("plan.py", "--layers", "50").values()
     assert all(case[part] > 0 for part in ("build_s", "check_s", "rows_s"))

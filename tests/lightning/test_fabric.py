@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,9 @@ from te_precision_callbacks import InspectSession, PrecisionDebugFabricCallback
 from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.session import SessionError
 from tests.conftest import Keeper, global_state, statistics
-from tests.lightning.models import batch_of
+from tests.lightning.models import batch_of, board_scalars, logged_lines
 
+ROOT = Path(__file__).parents[2]
 FIRST = statistics(tensors=["activation", "gradient"])
 
 
@@ -33,10 +35,9 @@ class Net(torch.nn.Module):
         return self.net(x)
 
 
-def fabric_of(folder: Path, callback: PrecisionDebugFabricCallback, **keywords: Any) -> Fabric:
-    made = Fabric(
-        accelerator="cpu", devices=1, callbacks=[callback], loggers=CSVLogger(folder, name="csv", version=""), **keywords
-    )
+def fabric_of(folder: Path, callback: PrecisionDebugFabricCallback) -> Fabric:
+    board = CSVLogger(folder, name="csv", version="")
+    made = Fabric(accelerator="cpu", devices=1, callbacks=[callback], loggers=board)
     made.launch()
     return made
 
@@ -67,9 +68,7 @@ def columns(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def values(keeper: Keeper) -> list[list[tuple[Any, ...]]]:
-    return [
-        [(row.layer, row.tensor, row.statistic, row.value) for row in records] for records in keeper.steps
-    ]
+    return [[(row.layer, row.tensor, row.statistic, row.value) for row in records] for records in keeper.steps]
 
 
 def test_a_loop_has_the_numbers_of_a_session(tmp_path: Path) -> None:
@@ -205,3 +204,23 @@ def test_histograms_go_to_tensorboard(tmp_path: Path) -> None:
     fabric.logger.finalize("success")
     found = events.EventAccumulator(fabric.logger.log_dir).Reload().Tags()
     assert any("exponent_histogram" in name for name in found["histograms"])
+
+
+@pytest.mark.slow
+def test_the_example_runs_and_shows_what_came_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    losses = importlib.import_module("fabric_fp8").main(["--steps", "8", "--log-dir", str(tmp_path)])
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] - 0.3
+    shown = capsys.readouterr().out
+    assert "Precision that really ran" in shown
+    (events,) = (tmp_path / "board").rglob("events.out.tfevents*")
+    board = board_scalars(events)
+    assert board["loss"] == {step: pytest.approx(loss) for step, loss in enumerate(losses)}
+    lines = logged_lines(tmp_path)
+    name, iteration = next(key for key in lines if key[0].endswith("activation_max"))
+    assert board[f"te.{name.removesuffix('_activation_max')}/activation/max"][iteration] == pytest.approx(
+        lines[name, iteration]
+    )
