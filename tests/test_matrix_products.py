@@ -24,7 +24,7 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Sequence[Any] = (), keywords: Any = None) -> Any:
         result = operator(*arguments, **(keywords or {}))
-        self.found += products_of(operator._schema.name.rpartition("::")[2], arguments, result)
+        self.found += products_of(operator._schema.name, arguments, result)
         return result
 
 
@@ -100,7 +100,7 @@ def test_fused_attention(causal: bool) -> None:
 def test_attention_over_sequences_of_different_lengths() -> None:
     query, bounds = torch.zeros(1, 9, 3, 8), torch.tensor([0, 4, 9])
     given = (query, query, query, None, bounds, bounds, 5, 5, 0.0, 0)
-    products = products_of("_efficient_attention_forward", given, query)
+    products = products_of("aten::_efficient_attention_forward", given, query)
     assert sum(product.macs for product in products) == 2 * (4 * 4 + 5 * 5) * 3 * 8
 
 
@@ -110,17 +110,17 @@ def test_attention_over_sequences_of_different_lengths() -> None:
     ids=["rows in groups", "sums in groups", "a matrix for each"],
 )
 def test_grouped_products(left: tuple[int, ...], right: tuple[int, ...], multiply_adds: int) -> None:
-    [product] = products_of("_grouped_mm", (torch.zeros(left), torch.zeros(right)), None)
+    [product] = products_of("aten::_grouped_mm", (torch.zeros(left), torch.zeros(right)), None)
     assert product.macs == multiply_adds
 
 
 def test_what_multiplies_no_matrices() -> None:
-    assert not is_product("mul")
-    assert products_of("mul", (ones(2, 2), ones(2, 2)), ones(2, 2)) == []
-    [lookup] = products_of("embedding", (torch.zeros(9, 4), torch.zeros(2, 3, dtype=torch.int64)), None)
+    assert not is_product("aten::mul")
+    assert products_of("aten::mul", (ones(2, 2), ones(2, 2)), ones(2, 2)) == []
+    [lookup] = products_of("aten::embedding", (torch.zeros(9, 4), torch.zeros(2, 3, dtype=torch.int64)), None)
     assert (lookup.role, lookup.macs, lookup.n, lookup.m) == ("lookup", 0, 6, 4)
 
 
 def test_vectors() -> None:
-    [product] = products_of("mv", (torch.zeros(5, 7), torch.zeros(7)), None)
+    [product] = products_of("aten::mv", (torch.zeros(5, 7), torch.zeros(7)), None)
     assert product[2:6] == (5, 1, 7, math.prod(()))
