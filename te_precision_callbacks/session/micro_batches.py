@@ -37,6 +37,7 @@ class Call:
         has_backward: whether its backward has begun.
         nodes: how many nodes of autograd it has made.
         unlike: how many that it was counted in place of have made another number.
+        has_ended: whether its forward has ended well.
         goes_by_values: whether sizes in it depend on the values of tensors.
         is_known: whether its backward is recognized.
         graph: what ends with its graph; None while it runs.
@@ -49,6 +50,7 @@ class Call:
     has_backward: bool = False
     nodes: int = 0
     unlike: int = 0
+    has_ended: bool = False
     goes_by_values: bool = False
     is_known: bool = False
     graph: weakref.ref[_Mark] | None = None
@@ -101,12 +103,15 @@ class Calls:
         return call
 
     def leave(self) -> None:
-        """The call of this thread has ended, well or not."""
-        self._here.call = None
+        """The call of this thread has ended, well or not. One that has raised is in the place of no other."""
+        call, self._here.call = self._here.call, None
+        if call is not None and not call.has_ended:
+            self._counted = {form: counted for form, counted in self._counted.items() if counted is not call}
 
     def end(self, call: Call, results: Any) -> None:
         """Note that a call has ended well."""
         call.nodes += made_in_thread()
+        call.has_ended = True
         mark = _Mark(call)
         call.is_known = mark_call(leaves(results), mark)
         call.graph = weakref.ref(mark)

@@ -291,9 +291,9 @@ class ModelProducts:
         return self.counting and not self._failure and not self._is_paused()
 
     def _guarded(self, do: Callable[[], ResultT]) -> ResultT | None:
-        """What does not reach training if it fails."""
+        """What does not reach training if it fails, and is left out after a failure."""
         try:
-            return do()
+            return None if self._failure else do()
         except Exception as error:
             self.fail(error)
             return None
