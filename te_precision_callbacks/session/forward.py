@@ -116,6 +116,7 @@ class ForwardHooks:
         self._fused_observation = FusedObservation(failures.report)
         self.products = ModelProducts(failures.report, lambda: classify.paused, self._tap.in_layer)
         self._tap.attention = self.products
+        self._tap.on_silent = self.products.note_silent
         self.order = ExecutionOrder()
         self._saved: list[tuple[Any, str, Any]] = []
 

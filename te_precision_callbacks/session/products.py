@@ -412,12 +412,12 @@ class ModelProducts:
             for _ in range(2 if backward else 1):  # a gradient for each of two operands, with as many multiply-adds
                 self._seen.append(_Seen(layer, "attention", role, formats, of_forward, kind, backward=backward))
 
-    def note_silent(self, layers: Iterable[str], what: str, *, backward: bool) -> None:
+    def note_silent(self, layers: Iterable[str], what: str, backward: bool) -> None:
         """Note that layers of Transformer Engine have run without an event of a GEMM.
 
         Args:
             layers: the layers.
-            what: what has run.
+            what: what has run, and why.
             backward: whether it was its backward.
         """
         if self.counting:

@@ -25,7 +25,6 @@ from te_precision_callbacks.accelerate import unconverted_layers
 from te_precision_callbacks.records.coverage import Coverage, Reason
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.session.products import ModelProducts
-from tests.backward_thread import in_a_second_thread
 from tests.capability import any_capability, stand_for
 from tests.conftest import feature
 
@@ -415,13 +414,6 @@ BLOCKS: dict[str, Callable[..., torch.Tensor]] = {
     "not reentrant in reentrant": lambda layer, x: nested(layer, x, outer=True, inner=False),
     "not reentrant in not reentrant": lambda layer, x: nested(layer, x, outer=False, inner=False),
 }
-
-
-@pytest.fixture(params=["one thread", "two threads"])
-def backward_thread(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The backward runs in the thread of the forward, and in another one, as on a GPU."""
-    with in_a_second_thread() if request.param == "two threads" else nullcontext():
-        yield
 
 
 class Taught(torch.nn.Module):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.cpp_extensions import gemm
 
 from te_precision_callbacks.records.coverage import Coverage
 from te_precision_callbacks.session import InspectSession, ObservationError, PrecisionContractError
@@ -298,3 +299,61 @@ def test_what_training_raises_passes(tmp_path: Path) -> None:
         step(model)
         session.step()
     assert found(session.coverage()) == linear("layer", WIDTH, WIDTH, rows=ROWS)
+
+
+# ---------------------------------------------------------------------- kernels of Transformer Engine's own
+
+
+class FusedPair(te.ops.FusedOperation):  # type: ignore[misc]
+    """Two linear operations in a kernel of their own, as ``NVTE_CUTEDSL_FUSED_GROUPED_MLP`` runs them."""
+
+    def fuser_forward(self, contexts: Any, given: torch.Tensor, **more: Any) -> Any:
+        first, second = (op.weight.detach() for op in self.basic_ops)
+        hidden = given.detach() @ first.t()
+        contexts[0].save_for_backward(given, hidden)
+        if self.stray:
+            gemm.general_gemm(first, given.detach())
+        return hidden @ second.t(), [(), ()]
+
+    def fuser_backward(self, contexts: Any, gradient: torch.Tensor, **more: Any) -> Any:
+        first, second = (op.weight.detach() for op in self.basic_ops)
+        given, hidden = contexts[0].saved_tensors
+        of_hidden = gradient @ second
+        return of_hidden @ first, [(of_hidden.t() @ given,), (gradient.t() @ hidden,)], [(), ()]
+
+    stray = False
+
+
+@pytest.mark.parametrize("stray", [False, True], ids=["none through the extension", "one through the extension"])
+def test_operations_whose_gemms_are_in_a_kernel_of_their_own_are_named(
+    stray: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformer_engine.pytorch.ops.fuser import OperationFuser
+
+    def fuse(operations: list[Any], **_: Any) -> list[Any]:
+        pairs = [operation for operation in operations if isinstance(operation, te.ops.BasicLinear)]
+        return [FusedPair(pairs)] if len(operations) == len(pairs) == 2 else operations
+
+    monkeypatch.setattr(FusedPair, "stray", stray)
+    monkeypatch.setattr(OperationFuser, "forward_backward_fusion_functions", [fuse])
+    fused = te.ops.Sequential(te.ops.BasicLinear(WIDTH, 2 * WIDTH), te.ops.BasicLinear(2 * WIDTH, WIDTH))
+    model = torch.nn.Sequential(torch.nn.Flatten(0, 1), fused, te.Linear(WIDTH, WIDTH))
+    coverage = trained(model, tmp_path)
+    assert found(coverage) == linear("2", WIDTH, WIDTH, rows=ROWS)
+    assert coverage.not_counted == {
+        "the GEMMs of FusedPair, which runs them in a kernel of its own": ["1.0", "1.1"],
+    }
+    assert {product.backward for product in coverage if product.runs == "uncounted"} == {False, True}
+
+
+def test_operations_and_modules_that_are_seen_are_not_named(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(
+        te.ops.Sequential(te.ops.Linear(WIDTH, WIDTH), te.ops.ConstantScale(2.0)),
+        te.LayerNormMLP(WIDTH, 2 * WIDTH, checkpoint=True),
+        te.Linear(WIDTH, WIDTH, delay_wgrad_compute=True),
+    )
+    model[2].weight.requires_grad_(False)
+    with InspectSession(None, model=model, log_dir=tmp_path, statistics_log="off", strict=True) as session:
+        step(model)
+        session.step()
+    assert not session.coverage().not_counted
