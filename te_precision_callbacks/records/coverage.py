@@ -79,8 +79,8 @@ class Product:
         calls: the calls in a step, over its micro-batches. What an activation checkpoint computes again is not counted.
         macs: the multiply-adds of a step.
         operands: tensor -> its format.
-        runs: ``seen`` if it has run, ``planned`` if nothing has run, ``never`` if the step left it out; ``uncounted`` for
-            what has run and may have multiplied matrices, of which no multiply-adds are counted.
+        runs: ``seen`` if it has run, ``planned`` if nothing has run, ``never`` if the step left it out; ``uncounted``
+            for what has run and may have multiplied matrices, of which no multiply-adds are counted.
         not_run: why the step left it out, as in ``session.precision``; what is not counted, and why.
         reason: why it does not run in low precision; None if it does, or does not run.
         reason_ref: what exactly: the section with its file and line, the dimension, the variable.

@@ -1,7 +1,7 @@
 """The calls of a model in a step, of which those that are alike are counted once.
 
-A call is alike if its input has the shapes, the types and the flags of an earlier one. Whether it has taken the same way
-through the model is checked by the number of autograd's nodes that it has made, which costs nothing.
+A call is alike if its input has the shapes, the types and the flags of an earlier one. Whether it has taken the same
+way through the model is checked by the number of autograd's nodes that it has made, which costs nothing.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _form(value: Any, depth: int = 0) -> Hashable:
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (int, float, complex, torch.dtype, torch.device)):
-        return type(value)  # the number of a batch is none of a product's sizes
+        return type(value).__name__  # the number of a batch is none of a product's sizes
     if isinstance(value, Mapping):
         return tuple((str(name), _form(part, depth + 1)) for name, part in value.items())
     if isinstance(value, (list, tuple)):

@@ -24,6 +24,7 @@ SeenT = TypeVar("SeenT")
 _PRODUCTS = "te_precision_products"
 _CALL = "te_precision_call"
 _NOTHING = object()
+_FURTHEST = 8
 
 
 class _OfThread(threading.local):
@@ -76,11 +77,16 @@ class NodesOfProducts(Generic[SeenT]):
         if not here.waiting:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            for tensor in (*here.results, *tensors_in(values)):
-                node = tensor.grad_fn
-                found = None if node is None else here.waiting.pop(node._sequence_nr(), None)  # type: ignore[attr-defined]
-                if node is not None and found is not None:
-                    node.metadata.setdefault(_PRODUCTS, []).extend(found)
+            nodes: list[Any] = [tensor.grad_fn for tensor in (*here.results, *tensors_in(values))]
+        for _ in range(_FURTHEST):  # a DTensor's result may have become a plain tensor, through nodes of its own
+            nodes = list(dict.fromkeys(filter(None, nodes)))
+            for node in nodes:
+                number = node._sequence_nr()
+                if number in here.waiting and _PRODUCTS not in node.metadata:
+                    node.metadata[_PRODUCTS] = here.waiting.pop(number)
+            if not here.waiting:
+                break
+            nodes = [following for node in nodes for following, _ in node.next_functions]
         here.results = []
 
 
@@ -92,7 +98,7 @@ def products_of_node(node: Any) -> list[Any]:
 
 def mark_call(results: Iterable[Any], mark: object) -> bool:
     """Keep a mark with the nodes that a forward has ended with; False where it ended with none that can be found."""
-    nodes = [tensor.grad_fn for tensor in tensors_in(results)]
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(results)]
     marked = False
     for node in nodes:
         marked = marked or node is not None

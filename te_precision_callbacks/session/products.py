@@ -260,7 +260,10 @@ class ModelProducts:
 
         @functools.wraps(upstream)
         def around(roots: Any, *arguments: Any, **keywords: Any) -> Any:
-            if not self._looks() or _in_backward():  # a backward inside of another one is looked at as that one is
+            if not self._looks():
+                return upstream(roots, *arguments, **keywords)
+            if _in_backward():  # a backward inside of another one is looked at as that one is
+                self._guarded(lambda: self._nodes.bind(roots))
                 return upstream(roots, *arguments, **keywords)
             looking = self._guarded(lambda: self._looking_at_backward(roots))
             with looking or nullcontext():

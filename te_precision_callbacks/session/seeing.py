@@ -89,7 +89,7 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def is_seen_by(watcher: Watcher) -> bool:
     """Whether a watcher is told of all operators of this thread, at least of those outside of others."""
-    modes = _get_current_dispatch_mode_stack()  # type: ignore[no-untyped-call]
+    modes = _get_current_dispatch_mode_stack()
     return any(isinstance(mode, SeeingMode) and mode.watcher is watcher and mode._only is None for mode in modes)
 
 
@@ -103,6 +103,6 @@ def _goes_by_values(operator: Any, arguments: Sequence[Any]) -> bool:
 
 def _name_of(operator: Any) -> str:
     if isinstance(operator, torch._ops.HigherOrderOperator):
-        return f"higher_order::{operator.name()}"
+        return f"higher_order::{operator._name}"
     name: str = operator._schema.name
     return name

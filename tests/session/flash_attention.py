@@ -5,6 +5,7 @@ Each computes with numbers of numpy's, so that no operator of torch multiplies.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -145,8 +146,7 @@ def varlen_backward(
 
 
 def _sequences(bounds: torch.Tensor) -> Bounds:
-    listed = bounds.tolist()
-    return list(zip(listed[:-1], listed[1:], strict=True))
+    return list(itertools.pairwise(bounds.tolist()))
 
 
 class FlashAttention(torch.autograd.Function):

@@ -17,6 +17,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import convert_model
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 from transformer_engine.common import recipe as recipes
@@ -732,7 +733,8 @@ def test_another_way_through_the_model_is_noticed(tmp_path: Path) -> None:
     coverage = counted(model, run, tmp_path)
     assert found(coverage)["layers.1", "fprop", False] == 3 * TOKENS * WIDTH * WIDTH, "two, and one that was not run"
     [what] = coverage.not_counted
-    assert what.startswith("1 of 2 micro-batches") and "took another way" in what
+    assert what.startswith("1 of 2 micro-batches")
+    assert "took another way" in what
     assert what in str(coverage)
 
 
@@ -1042,7 +1044,11 @@ def test_attention_of_a_derived_class(tmp_path: Path) -> None:
     assert found(trained(Case(Net, lambda: inputs, {}), tmp_path)) == attention("core")
 
 
-def test_attention_by_a_kernel_that_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("backward_thread")
+@pytest.mark.parametrize("checkpoint", ["none", *TE_BLOCKS])
+def test_attention_by_a_kernel_that_tells_nothing(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is counted by the sizes of its input, as that of flash-attn, whose kernels call no operator of torch's."""
     look = ModelProducts._look
 
@@ -1051,8 +1057,48 @@ def test_attention_by_a_kernel_that_tells_nothing(tmp_path: Path, monkeypatch: p
             look(self, name, arguments, result)
 
     monkeypatch.setattr(ModelProducts, "_look", see_no_attention)
-    coverage = trained(gpt(), tmp_path)
-    assert found(coverage) == GPT
+    case, model = gpt(), Layers(CURRENT(), TE_BLOCKS.get(checkpoint, lambda layer, x: layer(x)))
+    coverage = counted(model, lambda: [case.loss(model).backward() for _ in range(2)] and None, tmp_path)
+    assert found(coverage) == {key: 2 * macs for key, macs in GPT.items()}
     [product] = [one for one in coverage if one.layer.startswith("layers.1") and one.gemm == "pv" and one.backward]
     assert (product.precision, product.reason) == ("fp32", Reason.ATTENTION)
     assert "counted by its sizes" in product.reason_ref
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("backward_thread", "one_rank")
+@pytest.mark.parametrize("block", ["none", "reentrant", "not reentrant", "reentrant in reentrant"])
+def test_tensor_parallel_layers_of_torch(block: str, tmp_path: Path) -> None:
+    """Their operators are those of a DTensor, which runs others on its shards."""
+    around = BLOCKS.get(block, lambda layer, x: layer(x))
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(
+                torch.nn.Sequential(torch.nn.Linear(WIDTH, INNER), torch.nn.GELU(), torch.nn.Linear(INNER, WIDTH))
+                for _ in range(2)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.blocks:
+                x = around(part, x)
+            return x
+
+    model = Net()
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    for part in model.blocks:
+        parallelize_module(part, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    coverage = counted(
+        model, lambda: one_by_one(model, lambda _: torch.ones(TOKENS, WIDTH, requires_grad=True)), tmp_path
+    )
+    expected: Macs = {}
+    for number in (0, 1):
+        expected |= linear(f"blocks.{number}.0", WIDTH, INNER) | linear(f"blocks.{number}.2", INNER, WIDTH)
+    assert found(coverage) == {key: 4 * macs for key, macs in expected.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch.cpp_extensions import gemm
 
 from te_precision_callbacks.records.coverage import Coverage
-from te_precision_callbacks.session import InspectSession, ObservationError, PrecisionContractError
+from te_precision_callbacks.session import InspectSession, ObservationError
 from te_precision_callbacks.session import products as products_module
 from te_precision_callbacks.session.micro_batches import Calls
 from te_precision_callbacks.session.nodes import NodesOfProducts
@@ -70,7 +70,8 @@ def trained(model: torch.nn.Module, folder: Path, **keywords: Any) -> Coverage:
     with InspectSession(None, model=model, log_dir=folder, **options) as session:
         gradients = step(model)
         session.step()
-    assert all(map(torch.equal, gradients, alone)) and len(gradients) == len(alone)
+    assert len(gradients) == len(alone)
+    assert all(map(torch.equal, gradients, alone))
     return session.coverage()
 
 
