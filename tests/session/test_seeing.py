@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
 import transformer_engine.pytorch as te
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from transformer_engine.pytorch.cpp_extensions import gemm
 
+from te_precision_callbacks import forwards
 from te_precision_callbacks.records.coverage import Coverage
 from te_precision_callbacks.session import InspectSession, ObservationError
 from te_precision_callbacks.session import products as products_module
@@ -226,7 +228,8 @@ def test_a_contract_says_what_its_share_leaves_out(
             session.step()
     told = [record.getMessage() for record in caplog.records if UNKNOWN in record.getMessage()]
     about = [text for text in told if "require=" in text]
-    assert len(about) == 1 and "theirs" in about[0]
+    assert len(about) == 1
+    assert "theirs" in about[0]
 
 
 # ---------------------------------------------------------------------- failures of our own
@@ -268,7 +271,8 @@ def test_a_failure_while_looking_never_reaches_training(
     assert "counting the matrix products" in told.getMessage().lower()
     assert found(coverage) == linear("0", WIDTH, WIDTH, rows=ROWS), "those of Transformer Engine go on"
     [what] = coverage.not_counted
-    assert "all products of torch" in what and "out of luck" in what
+    assert "all products of torch" in what
+    assert "out of luck" in what
 
 
 def test_with_strict_it_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,3 +362,21 @@ def test_operations_and_modules_that_are_seen_are_not_named(tmp_path: Path) -> N
         step(model)
         session.step()
     assert not session.coverage().not_counted
+
+
+def test_the_names_of_torch_that_are_used() -> None:
+    """All are private, or may be without a node's own class."""
+    node: Any = (torch.ones(1, requires_grad=True) * 2).grad_fn
+    assert node.metadata is node.metadata
+    assert node._sequence_nr() == torch._C._autograd._get_sequence_nr() - 1
+    assert isinstance(node.next_functions, tuple)
+    assert callable(torch._C._current_autograd_node)
+    assert torch._C._current_graph_task_id() == -1
+    assert _get_current_dispatch_mode_stack() == []
+    assert TorchDispatchMode.supports_higher_order_operators is False
+    assert callable(TorchDispatchMode.ignore_compile_internals)
+    assert torch.ops.higher_order.flex_attention._name == "flex_attention"
+    assert torch.Tag.dynamic_output_shape in torch.ops.aten.nonzero.default.tags
+    assert forwards._APPLY.co_name == "apply"
+    assert forwards._MODULE_CALL.co_name == "_call_impl"
+    assert forwards._ENGINE.co_name == "_engine_run_backward"
