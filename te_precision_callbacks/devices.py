@@ -63,3 +63,18 @@ def is_lost(error: BaseException) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def lost_in_words(error: BaseException, what: str) -> str:
+    """A message about a lost GPU.
+
+    Args:
+        error: an exception that :func:`is_lost`.
+        what: what ends.
+    """
+    reason = str(error).strip().partition("\n")[0]
+    return (
+        f"The GPU can run nothing any more in this process ({type(error).__name__}: {reason}). A kernel that ran before"
+        f" has caused this, and the next operation of training raises the same error. {what} ends. Run again with"
+        " CUDA_LAUNCH_BLOCKING=1 to see in which call."
+    )

@@ -10,6 +10,7 @@ attention computes again counts once. The operators are those of torch 2.13
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -21,6 +22,42 @@ Role = Literal["", "fprop", "dgrad", "wgrad", "qk", "pv", "lookup"]
 probabilities by the values (``pv``)."""
 
 
+Sizes = tuple[int, int, int, int]
+"""n, m, k and batch."""
+
+
+class Bounds(NamedTuple):
+    """Where the sequences begin and end that a call of attention takes together, on the device.
+
+    Attributes:
+        queries, keys: whole numbers, one more than there are sequences.
+        rows, columns: which of n, m and k is the length of a sequence's queries, and which that of its keys.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    rows: int
+    columns: int
+
+    def sizes(self, together: Sizes, queries: Sequence[int], keys: Sequence[int]) -> list[Sizes]:
+        """The sizes of the product of each sequence.
+
+        Args:
+            together: those of all sequences as one.
+            queries, keys: the bounds as numbers.
+        """
+        found = []
+        for rows, columns in zip(_lengths(queries), _lengths(keys), strict=True):
+            sizes = list(together)
+            sizes[self.rows], sizes[self.columns] = rows, columns
+            found.append((sizes[0], sizes[1], sizes[2], sizes[3]))
+        return found
+
+
+def _lengths(bounds: Sequence[int]) -> list[int]:
+    return [end - begin for begin, end in itertools.pairwise(bounds)]
+
+
 class MatrixProduct(NamedTuple):
     """A product of two matrices, or several of the same sizes.
 
@@ -29,6 +66,8 @@ class MatrixProduct(NamedTuple):
         n, m, k: the result has n rows of m elements, each a sum of k products.
         batch: the number of products.
         role: see :data:`Role`.
+        bounds: those of several sequences, whose lengths only the device knows: the sizes are then those of all
+            sequences as one, and :meth:`Bounds.sizes` gives those of each.
     """
 
     a: torch.Tensor
@@ -38,6 +77,7 @@ class MatrixProduct(NamedTuple):
     k: int
     batch: int = 1
     role: Role = ""
+    bounds: Bounds | None = None
 
     @property
     def macs(self) -> int:
@@ -64,6 +104,8 @@ def products_of(operator: str, arguments: Sequence[Any], result: Any) -> list[Ma
     find = _OPERATORS.get(operator)
     return [] if find is None else list(find(arguments, result))
 
+
+_N, _M, _K = range(3)
 
 _Find = Callable[[Sequence[Any], Any], Iterator[MatrixProduct]]
 
@@ -138,20 +180,26 @@ def _attention(*, backward: bool, heads_first: bool, bounds: int | None = None) 
     def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
         query, key, value = arguments[backward : backward + 3]
         size, size_v = query.shape[-1], value.shape[-1]
-        lengths, batch = [(query.shape[length], key.shape[length])], query.numel() // (query.shape[length] * size)
-        if bounds is not None and arguments[bounds] is not None:
-            of_query, of_key = (arguments[bounds + of].diff().tolist() for of in (0, 1))
-            lengths, batch = list(zip(of_query, of_key, strict=True)), query.shape[heads]
-        for rows, columns in lengths:
-            if not backward:
-                yield MatrixProduct(query, key, rows, columns, size, batch, "qk")
-                yield MatrixProduct(query, value, rows, size_v, columns, batch, "pv")
-                continue
-            gradient = arguments[0]
-            yield MatrixProduct(gradient, value, rows, columns, size_v, batch, "pv")  # of the probabilities
-            yield MatrixProduct(gradient, value, columns, size_v, rows, batch, "pv")
-            yield MatrixProduct(gradient, key, rows, size, columns, batch, "qk")
-            yield MatrixProduct(gradient, query, columns, size, rows, batch, "qk")
+        rows, columns, batch = query.shape[length], key.shape[length], query.numel() // (query.shape[length] * size)
+        several = bounds is not None and arguments[bounds] is not None
+
+        def of_sequences(of_rows: int, of_columns: int) -> Bounds | None:
+            if bounds is None or not several:
+                return None
+            return Bounds(arguments[bounds], arguments[bounds + 1], of_rows, of_columns)
+
+        if several:
+            batch = query.shape[heads]
+        if not backward:
+            yield MatrixProduct(query, key, rows, columns, size, batch, "qk", of_sequences(_N, _M))
+            yield MatrixProduct(query, value, rows, size_v, columns, batch, "pv", of_sequences(_N, _K))
+            return
+        gradient = arguments[0]
+        # Of the probabilities, and of each operand.
+        yield MatrixProduct(gradient, value, rows, columns, size_v, batch, "pv", of_sequences(_N, _M))
+        yield MatrixProduct(gradient, value, columns, size_v, rows, batch, "pv", of_sequences(_K, _N))
+        yield MatrixProduct(gradient, key, rows, size, columns, batch, "qk", of_sequences(_N, _K))
+        yield MatrixProduct(gradient, query, columns, size, rows, batch, "qk", of_sequences(_K, _N))
 
     return find
 

@@ -28,6 +28,7 @@ import torch
 from te_precision_callbacks.config.collecting import Collected, read_by
 from te_precision_callbacks.config.conditions import ACTIVATION_OVERFLOW, NONFINITE, Condition, Event, Threshold
 from te_precision_callbacks.config.dumping import is_of_the_layers_recipe, missing_statistic, no_detection
+from te_precision_callbacks.devices import is_capturing
 from te_precision_callbacks.dumps.budget import Limits
 from te_precision_callbacks.dumps.contents import Dump, dump_of, kind_is_known
 from te_precision_callbacks.dumps.disk import Disk, Job
@@ -191,6 +192,15 @@ class Recorder:
         """
         self._follow_fork()
         if self.stopped(wanted.limits):
+            return
+        if is_capturing():  # a copy would be recorded, and done again by each replay
+            self._say_once(
+                "captured",
+                "DumpTensors: %s of %s is not written: a CUDA graph is being captured, and its replays call no feature."
+                " Further tensors are not named. Capture after the steps that you want to dump.",
+                seen.tensor,
+                seen.layer,
+            )
             return
         if self._at_exit is None:
             # Also at the end of a spawned process, which calls no atexit function.

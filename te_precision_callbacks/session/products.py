@@ -18,7 +18,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -28,11 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_precision_callbacks.forwards import NO_BACKWARD, ForwardKind, in_evaluation, innermost_autograd_frame
 from te_precision_callbacks.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
-from te_precision_callbacks.matrix_products import MatrixProduct, Role, is_product, products_of
+from te_precision_callbacks.matrix_products import Bounds, MatrixProduct, Role, Sizes, is_product, products_of
 from te_precision_callbacks.naming import SURROUNDS, Model, named_roots
 from te_precision_callbacks.records.coverage import Family, Product, ProductName, Reason
 from te_precision_callbacks.records.precision import FROZEN, NO_INPUT_GRADIENT
 from te_precision_callbacks.records.state import StateRow
+from te_precision_callbacks.session.lengths import Lengths
 from te_precision_callbacks.session.marks import Marks, Weight, Weights, tensors_in
 from te_precision_callbacks.session.precision import dtype_name, format_of, quantizer_format
 from te_precision_callbacks.session.state import LOSSES, OF_OPERATOR, REDUCING, KeptState
@@ -70,18 +71,20 @@ class _Seen:
         of: the product of the forward, for one of a backward that torch has run.
         backward: whether it belongs to a backward.
         gradients: how many products of the backward, but for dgrad, are of this one.
+        bounds: as those of a :class:`MatrixProduct`.
     """
 
     layer: str
     family: Family
     role: Role
     formats: tuple[str, str]
-    sizes: tuple[int, int, int, int]
+    sizes: Sizes
     kind: str = ""
     weight: Weight | None = None
     of: _Seen | None = None
     backward: bool = False
     gradients: int = 0
+    bounds: Bounds | None = None
 
     @property
     def reason(self) -> Reason | None:
@@ -131,6 +134,7 @@ class ModelProducts:
         self._is_active = False
         self._seen: list[_Seen] = []
         self._of_node: dict[int, _Seen] = {}
+        self._lengths = Lengths()
         self._weights = Weights()
         self._activations = Marks[list[_Seen]]()
         self._scores, self._probabilities = Marks[_Seen](), Marks[bool]()
@@ -166,9 +170,25 @@ class ModelProducts:
         had no products."""
         if not self._seen:
             return None
-        found = tuple(_summed(self._seen)), self._state.rows()
-        self.close()
-        return found
+        try:
+            return tuple(_summed(self._of_each_sequence())), self._state.rows()
+        finally:
+            self.close()
+
+    def _of_each_sequence(self) -> Iterator[_Seen]:
+        """The products that were seen, those of attention of several sequences for each of them."""
+        numbers: Mapping[int, Sequence[int]] = {}
+        try:
+            numbers = self._lengths.read()
+        except Exception as error:
+            self._report("reading the lengths of sequences in", "a step", error)
+        for seen in self._seen:
+            bounds = seen.bounds
+            if bounds is None or id(bounds.queries) not in numbers:
+                yield seen
+                continue
+            for sizes in bounds.sizes(seen.sizes, numbers[id(bounds.queries)], numbers[id(bounds.keys)]):
+                yield replace(seen, sizes=sizes, bounds=None)
 
     def close(self) -> None:
         """Count no longer, and leave torch as it was."""
@@ -318,7 +338,7 @@ class ModelProducts:
             if self._is_muted or self._in_gemm_layer():
                 return
             in_backward = torch._C._current_graph_task_id() != NO_BACKWARD
-            products = products_of(operator, arguments, result)
+            products = self._lengths.keep(products_of(operator, arguments, result))
             if in_backward and operator in REDUCING:
                 self._state.note_reduced(operator, arguments)
             elif not is_product(operator):
@@ -401,7 +421,7 @@ class ModelProducts:
         if not role and _UNFUSED in class_names(inside[1]):  # its softmax may be a kernel of Transformer Engine
             role = "qk" if operator == "baddbmm" else "pv"
         family = "attention" if role in ("qk", "pv") else "functional"
-        return _Seen(inside[0], family, role, formats, sizes, _kind(inside))
+        return _Seen(inside[0], family, role, formats, sizes, _kind(inside), bounds=product.bounds)
 
     def _note_backward(self, products: Iterable[MatrixProduct]) -> None:
         node = torch._C._current_autograd_node()
@@ -416,7 +436,10 @@ class ModelProducts:
                 role = self._role_in_backward(product, of)
             of.gradients += role != "dgrad"
             formats, sizes = (dtype_name(product.a.dtype), dtype_name(product.b.dtype)), product[2:6]
-            self._seen.append(_Seen(of.layer, of.family, role, formats, sizes, of.kind, of=of, backward=True))
+            bounds = product.bounds
+            self._seen.append(
+                _Seen(of.layer, of.family, role, formats, sizes, of.kind, of=of, backward=True, bounds=bounds)
+            )
 
     def _role_in_backward(self, product: MatrixProduct, of: _Seen) -> Role:
         """Whether a product of the backward multiplies the gradient by the weight, or by the activation."""
