@@ -1,0 +1,177 @@
+"""CUDA graphs and lost GPUs, emulated: what torch.cuda would answer is put in its place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from te_precision_callbacks import devices
+from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow, slots
+from te_precision_callbacks.engine import kernels
+from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.session.errors import ObservationError
+from te_precision_callbacks.session.failures import ObservationFailures
+from te_precision_callbacks.statistics.names import tensor_request
+from te_precision_callbacks.watched import Watched
+
+ASSERTED = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
+
+
+class Stream:
+    """The current stream of a GPU.
+
+    Args:
+        error: what every call raises.
+    """
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+
+    def query(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        return False
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Pretends that CUDA is in use: a stream that works or does not, and whether it records a graph."""
+
+    def pretend(error: Exception | None = None, *, capturing: bool = False) -> None:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(error))
+
+    return pretend
+
+
+def lost() -> Exception:
+    """What torch raises for an assertion in a kernel."""
+    return torch.AcceleratorError(ASSERTED)
+
+
+def test_a_lost_gpu_is_told_from_a_failure(cuda: Callable[..., None]) -> None:
+    assert not devices.is_lost(lost()), "CUDA is not in use: whoever raises this means something else"
+    with_code = lost()
+    with_code.error_code = 710  # type: ignore[attr-defined]
+    assert devices.is_lost(with_code)
+    cuda()
+    assert not devices.is_lost(RuntimeError("Triton Error [CUDA]: invalid argument")), "the stream still works"
+    cuda(lost())
+    assert devices.is_lost(RuntimeError("Triton Error [CUDA]: device-side assert triggered"))
+    assert devices.is_lost(lost())
+    assert not devices.is_lost(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not devices.is_lost(TypeError("not about a GPU"))
+
+
+@pytest.mark.parametrize("raised", [lost(), RuntimeError("Triton Error [CUDA]: an illegal memory access")])
+def test_a_lost_gpu_is_not_called_a_failure_of_triton(
+    raised: Exception, cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> Any:
+        raise raised
+
+    triton_kernel = pytest.importorskip("te_precision_callbacks.engine.kernels.triton_kernel")
+    monkeypatch.setattr(triton_kernel, "add_together", fail)
+    monkeypatch.setattr(kernels, "_on_gpu", kernels._with_triton)
+    sums, maxima = torch.zeros(300, dtype=torch.float64), torch.zeros(300, dtype=torch.float64)
+    pending = [kernels.Pending(torch.ones(8), None, None, False, kernels.Places(0, 0, -1, -1, -1, -1))]
+    cuda(lost())
+    with pytest.raises(type(raised)) as error:
+        kernels._gpu_pass()(pending, sums, maxima)
+    assert error.value is raised
+    assert caplog.text == ""
+    assert kernels._on_gpu is kernels._with_triton
+    cuda()
+    with caplog.at_level(logging.WARNING):
+        kernels._gpu_pass()(pending, sums, maxima)
+    assert "The Triton kernel cannot be used" in caplog.text, "the GPU works, so it is Triton's"
+    assert sums[3] == 8, "and plain torch does its work"
+
+
+def test_observation_says_once_that_the_gpu_is_lost_and_does_not_blame_itself(
+    cuda: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda(lost())
+    failures = ObservationFailures(strict=False, rank=0)
+    told: list[str] = []
+    failures.on_report = told.append
+    with caplog.at_level(logging.WARNING):
+        for doing in ("observing", "reading the statistics of", "observing"):
+            failures.report(doing, "fc1 activation", lost())
+        failures.summarize()
+    (record,) = caplog.records
+    assert "AcceleratorError: CUDA error: device-side assert triggered)" in record.getMessage()
+    assert "CUDA_LAUNCH_BLOCKING=1" in record.getMessage()
+    assert "Precision debugging failed" not in caplog.text
+    assert told == []
+    error = lost()
+    with pytest.raises(torch.AcceleratorError) as raised:
+        ObservationFailures(strict=True, rank=0).report("observing", "fc1", error)
+    assert raised.value is error
+    cuda()
+    with pytest.raises(ObservationError):
+        ObservationFailures(strict=True, rank=0).report("observing", "fc1", lost())
+
+
+def test_overflow_detection_leaves_a_lost_gpu_to_training(
+    cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The look before the optimizer's step is where the host waits, so an error of a kernel comes up there first."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def read(rows: torch.Tensor) -> Any:
+        raise lost()
+
+    with DebugActivationOverflow(model), caplog.at_level(logging.WARNING):
+        model(torch.ones(2, 4)).sum().backward()
+        cuda(lost())
+        monkeypatch.setattr(slots, "to_host", read)
+        optimizer.step()
+    assert "Activation overflow detection ends" in caplog.text
+    assert caplog.text.count("device-side assert") == 1
+
+
+# --- a capture --------------------------------------------------------------------------------------------------------
+
+
+def test_no_statistic_is_measured_in_a_capture(cuda: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
+    engine = StatisticsEngine()
+
+    def note() -> None:
+        engine.note(Watched("fc1", "activation", 0, torch.ones(8)), (tensor_request("max"),))
+        engine.measure()
+
+    cuda(capturing=True)
+    with caplog.at_level(logging.WARNING):
+        note()
+        note()
+    assert caplog.text.count("fc1 activation is not measured: a CUDA graph is being captured") == 1
+    assert not engine.has_news
+    cuda()
+    note()
+    assert engine.has_news
+
+
+def test_overflow_detection_rests_in_a_capture(cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm-up has left something to look at, and the optimizer's step is captured."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    reads: list[torch.Tensor] = []
+    to_host = slots.to_host
+    monkeypatch.setattr(slots, "to_host", lambda rows: reads.append(rows) or to_host(rows))
+    with DebugActivationOverflow(model):
+        model(torch.full((2, 4), torch.inf)).sum().backward()
+        cuda(capturing=True)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        assert reads == []
+        cuda()
+        with pytest.raises(ActivationOverflowError):
+            optimizer.step()
+
