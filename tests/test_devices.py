@@ -174,4 +174,3 @@ def test_overflow_detection_rests_in_a_capture(cuda: Callable[..., None], monkey
         cuda()
         with pytest.raises(ActivationOverflowError):
             optimizer.step()
-

@@ -102,9 +102,7 @@ def test_attention_over_sequences_of_different_lengths() -> None:
     given = (query, query, query, None, bounds, bounds, 5, 5, 0.0, 0)
     products = products_of("_efficient_attention_forward", given, query)
     assert [product[2:6] for product in products] == [(9, 9, 8, 3), (9, 8, 9, 3)], "the lengths are on the device"
-    found = [
-        sizes for product in products for sizes in product.bounds.sizes(product[2:6], [0, 4, 9], [0, 3, 9])
-    ]
+    found = [sizes for product in products for sizes in product.bounds.sizes(product[2:6], [0, 4, 9], [0, 3, 9])]
     assert found == [(4, 3, 8, 3), (5, 6, 8, 3), (4, 8, 3, 3), (5, 8, 6, 3)]
 
 
