@@ -5,8 +5,8 @@
 
 It takes under eight minutes and needs no network. Each part is a module of ``gpu_parts`` and runs in a process of its
 own, so that one that fails, breaks the CUDA context or does not end fails by itself. Within a part a check that raises
-is a row, and the next one runs. After ``--seconds`` no further part begins, and the last one is ended. The parts use the compiled
-Transformer Engine if it can be imported, and the reference backend otherwise. The table is printed, and written with
+is a row, and the next one runs. After ``--seconds`` no further part begins, and the last one is ended. The parts use
+the compiled Transformer Engine if it can be imported, and the reference backend otherwise. The table is printed, and written with
 the machine and the versions to ``<out>/<name of the GPU>.json``. The exit status is 1 if a number is wrong or a part
 has failed.
 

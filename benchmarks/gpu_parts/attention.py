@@ -8,6 +8,7 @@ a session, and gradients that differ by no more than two runs without one. The m
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 import tempfile
 from collections.abc import Callable
@@ -62,7 +63,7 @@ def _varlen(device: torch.device) -> Compute:
 
     def compute(*operands: torch.Tensor) -> torch.Tensor:
         bounds = _packed(device)
-        longest = max(end - begin for begin, end in zip(BOUNDS, BOUNDS[1:], strict=False))
+        longest = max(end - begin for begin, end in itertools.pairwise(BOUNDS))
         found = varlen_attn(*(one.reshape(-1, HEADS, SIZE) for one in operands), bounds, bounds, longest, longest)
         return found.reshape(operands[0].shape)  # type: ignore[union-attr]
 
@@ -109,7 +110,7 @@ def _needs_flash_attn(make: Callable[[], Compute]) -> Compute:
 
 
 def kernels(settings: Settings) -> dict[str, tuple[Callable[[], Compute], bool | None]]:
-    """Name -> what makes it, and whether its sequences are packed; None where products cannot be told from operators."""
+    """Name -> what makes it, and whether its sequences are packed; None where operators do not tell the products."""
     device = settings.device
     on_gpu = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
     found: dict[str, tuple[Callable[[], Compute], bool | None]] = {
@@ -129,7 +130,7 @@ def kernels(settings: Settings) -> dict[str, tuple[Callable[[], Compute], bool |
 
 def expected(*, packed: bool) -> int:
     """The multiply-adds of forward and backward: two products, and two more for each."""
-    lengths = [end - begin for begin, end in zip(BOUNDS, BOUNDS[1:], strict=False)] if packed else [LENGTH] * BATCH
+    lengths = [end - begin for begin, end in itertools.pairwise(BOUNDS)] if packed else [LENGTH] * BATCH
     return 6 * HEADS * SIZE * sum(length * length for length in lengths)
 
 

@@ -19,24 +19,29 @@ from gpu_parts.rows import Rows, Settings, run_part
 from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
 
 
-def _on_the_cpu() -> dict[str, Any]:
-    """From a process that sees no GPU."""
+def _both(settings: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is counted here, and at the same time in a process that sees no GPU."""
     environment = {name: value for name, value in os.environ.items() if name != ENVIRONMENT_VARIABLE}
     environment |= {"CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
         command = [sys.executable, "-m", "gpu_parts.coverage_rows", str(path), "--device=cpu", "--backend=reference"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"on the CPU: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            here = all_counted(settings)
+        finally:
+            _, errors = process.communicate()
+        if process.returncode:
+            raise RuntimeError(f"on the CPU: {(errors.strip().splitlines() or ['?'])[-1]}")
+        return here, json.loads(path.read_text(encoding="utf-8"))
 
 
 def check(settings: Settings, rows: Rows) -> None:
     with rows.of("the products on the CPU"):
-        expected = _on_the_cpu()
-        for name, found in all_counted(settings).items():
+        here, expected = _both(settings)
+        for name, found in here.items():
             right = expected[name]
             if isinstance(found, str) or isinstance(right, str):
                 note = f"here: {found}; CPU: {right}" if isinstance(right, str) else str(found)

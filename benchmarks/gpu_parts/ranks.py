@@ -1,4 +1,4 @@
-"""Two ranks with DistributedDataParallel: on two GPUs over NCCL where there are two, else on one, or on the CPU, over gloo.
+"""Two ranks with DistributedDataParallel: over gloo on one GPU or on the CPU, and over NCCL where there are two GPUs.
 
 The statistics that a session reduces are those of both ranks' tensors together, in float64, on both ranks; and training
 is the same to the last bit as without a session.

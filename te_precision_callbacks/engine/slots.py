@@ -137,8 +137,11 @@ class _Device:
         return sums, maxima
 
     def reset(self) -> Sequence[_Vectors]:
-        """Make everything neutral, and return what is left. The current stream keeps its longest vectors; those of other streams, on which
-        nothing but additions is to be queued, are dropped."""
+        """Make everything neutral, and return the vectors that are left.
+
+        The current stream keeps its longest ones. Those of other streams, on which nothing but additions is to be
+        queued, are dropped.
+        """
         stream = current_stream(self._device)
         self._vectors = [vectors for vectors in self._vectors if vectors.stream == stream][:1]
         for vectors in self._vectors:

@@ -23,7 +23,7 @@ def _a_kernel_for_the_cpu() -> Iterator[None]:
         number = torch.zeros((), dtype=torch.int64)
         return query.clone(), torch.zeros(1), number, number, 5, 5
 
-    library = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+    library = torch.library.Library("aten", "IMPL")
     library.impl("_efficient_attention_forward", forward, "CPU")
     yield
     library._destroy()
