@@ -6,9 +6,9 @@
 It takes under eight minutes and needs no network. Each part is a module of ``gpu_parts`` and runs in a process of its
 own, so that one that fails, breaks the CUDA context or does not end fails by itself. Within a part a check that raises
 is a row, and the next one runs. After ``--seconds`` no further part begins, and the last one is ended. The parts use
-the compiled Transformer Engine if it can be imported, and the reference backend otherwise. The table is printed, and written with
-the machine and the versions to ``<out>/<name of the GPU>.json``. The exit status is 1 if a number is wrong or a part
-has failed.
+the compiled Transformer Engine if it can be imported, and the reference backend otherwise. The table is printed, and
+written with the machine and the versions to ``<out>/<name of the GPU>.json``. The exit status is 1 if a number is wrong
+or a part has failed.
 
 A row without a verdict is a measurement, or a check that could not be made; its note says why. In the JSON, ``parts``
 has of each part whether it has ``passed``, ``failed`` or ``cannot run here``, why, and its seconds; ``rows`` has all
@@ -176,7 +176,9 @@ class Check:
             command += [] if part.capability is None else ["--capability", part.capability]
             limit = part.seconds * (1 if self._device == "cuda" else _SLOWER_ON_A_CPU)
             failure = self._run(command, min(limit, left), Path(folder), part.gpus)
-            found = [{**one, "part": part.name} for one in read_rows(path)]
+            found = read_rows(path)
+            for one in found:
+                one["part"] = part.name  # some parts share a module
             begun = path.with_suffix(BEGUN)
             if failure and begun.exists():
                 failure = f"{failure}, in: {begun.read_text(encoding='utf-8')}"

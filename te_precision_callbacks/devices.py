@@ -10,16 +10,21 @@ from collections.abc import Iterable
 
 import torch
 
-_CONTEXT_IS_LOST = frozenset({214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721})
-"""The ``cudaError`` codes after which every call of the process fails: ECC and NVLink errors that cannot be corrected,
-an illegal address, a kernel that ran too long, an assertion in a kernel, and so on (CUDA 13, ``driver_types.h``)."""
-
 
 def is_capturing() -> bool:
     """Whether the current stream records a CUDA graph: an operation is then not run but recorded, a replay would run it
     again, and whatever waits for the device ends the recording with an error."""
+    if not _in_use():
+        return False
+    try:
+        return torch.cuda.is_current_stream_capturing()
+    except RuntimeError:  # the GPU is lost, and whatever is done next says so
+        return False
+
+
+def _in_use() -> bool:
     in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return in_use and torch.cuda.is_current_stream_capturing()
+    return in_use
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -53,10 +58,7 @@ def is_lost(error: BaseException) -> bool:
     """
     if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
         return False
-    if getattr(error, "error_code", None) in _CONTEXT_IS_LOST:
-        return True
-    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if not in_use or is_capturing():
+    if not _in_use() or is_capturing():  # asking a stream would end its capture
         return False
     try:
         torch.cuda.current_stream().query()

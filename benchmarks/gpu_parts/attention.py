@@ -7,6 +7,7 @@ a session, and gradients that differ by no more than two runs without one. The m
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import logging
@@ -64,14 +65,16 @@ def _varlen(device: torch.device) -> Compute:
     def compute(*operands: torch.Tensor) -> torch.Tensor:
         bounds = _packed(device)
         longest = max(end - begin for begin, end in itertools.pairwise(BOUNDS))
-        found = varlen_attn(*(one.reshape(-1, HEADS, SIZE) for one in operands), bounds, bounds, longest, longest)
-        return found.reshape(operands[0].shape)  # type: ignore[union-attr]
+        query, key, value = (one.reshape(-1, HEADS, SIZE) for one in operands)
+        found: Any = varlen_attn(query, key, value, bounds, bounds, longest, longest)
+        result: torch.Tensor = found.reshape(operands[0].shape)
+        return result
 
     return compute
 
 
 def _flash_attn(device: torch.device, *, packed: bool) -> Compute:
-    import flash_attn
+    flash_attn: Any = importlib.import_module("flash_attn")
 
     def compute(*operands: torch.Tensor) -> torch.Tensor:
         if not packed:
@@ -112,20 +115,18 @@ def _needs_flash_attn(make: Callable[[], Compute]) -> Compute:
 def kernels(settings: Settings) -> dict[str, tuple[Callable[[], Compute], bool | None]]:
     """Name -> what makes it, and whether its sequences are packed; None where operators do not tell the products."""
     device = settings.device
-    on_gpu = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
     found: dict[str, tuple[Callable[[], Compute], bool | None]] = {
         "torch, math": (lambda: _of_torch(SDPBackend.MATH), False),
         "torch, flash": (lambda: _of_torch(SDPBackend.FLASH_ATTENTION), False),
-    }
-    for name, backend in on_gpu.items():
-        found[f"torch, {name}"] = (lambda backend=backend: _needs_gpu(settings, lambda: _of_torch(backend))), False
-    return found | {
+        "torch, efficient": (lambda: _needs_gpu(settings, lambda: _of_torch(SDPBackend.EFFICIENT_ATTENTION)), False),
+        "torch, cuDNN": (lambda: _needs_gpu(settings, lambda: _of_torch(SDPBackend.CUDNN_ATTENTION)), False),
         "torch, varlen": (lambda: _needs_gpu(settings, lambda: _varlen(device)), True),
         "flash-attn": (lambda: _needs_flash_attn(lambda: _flash_attn(device, packed=False)), False),
         "flash-attn, varlen": (lambda: _needs_flash_attn(lambda: _flash_attn(device, packed=True)), True),
         "flex, eager": (lambda: _flex(compiled=False), None),
         "flex, compiled": (lambda: _needs_gpu(settings, lambda: _flex(compiled=True)), None),
     }
+    return found
 
 
 def expected(*, packed: bool) -> int:

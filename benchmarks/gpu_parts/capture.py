@@ -100,7 +100,7 @@ def _trained(settings: Settings, make: Make, *, watched: bool, warm: bool) -> li
     torch.manual_seed(0)
     model = make()
     step = _Step(settings, model)
-    side = torch.cuda.Stream(settings.device)
+    side = torch.cuda.Stream(settings.device)  # type: ignore[no-untyped-call]
 
     def warm_up(end: Callable[[], object]) -> None:
         side.wait_stream(torch.cuda.current_stream())

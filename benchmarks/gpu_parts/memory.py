@@ -13,7 +13,9 @@ import torch
 
 from gpu_parts.rows import Rows, Settings, run_part
 from gpu_parts.training import EndOfStep, Training, statistics_of_all, watched, without
+from te_precision_callbacks.options import Observe
 
+PATHS: tuple[Observe, ...] = ("fused", "debug")
 _STEPS = 3
 _FUSED_MAY_ADD = 64 * 2**20
 """Bytes: partial results of a pass, and the slots. No tensor is copied on the fused path."""
@@ -39,7 +41,7 @@ def check(settings: Settings, rows: Rows) -> None:
     note = f"{layers} layers, hidden {hidden}, {2 * sequence} tokens; {settings.backend_note}".removesuffix("; ")
     ways: dict[str, Way] = {
         f"{path}, {what}": functools.partial(watched, training.model, statistics_of_all(path, fp8=fp8), path)
-        for path in ("fused", "debug")  # type: ignore[misc]
+        for path in PATHS
         for what, fp8 in (("of tensors", False), ("of tensors and FP8", True))
     }
     if not settings.on_gpu:

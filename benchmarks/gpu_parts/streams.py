@@ -31,7 +31,7 @@ class Second:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.stream = torch.cuda.Stream(settings.device) if settings.on_gpu else None
+        self.stream = torch.cuda.Stream(settings.device) if settings.on_gpu else None  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def entered(self, *, asleep: bool) -> Iterator[None]:
@@ -42,7 +42,7 @@ class Second:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             if asleep:
-                torch.cuda._sleep(_CYCLES)
+                torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
             yield
 
 

@@ -571,7 +571,7 @@ class GemmTap:
                 result = upstream(*operands, **keywords)
             finally:
                 current.inside = False
-            if grouped and is_capturing() and any(_is_grouped_tensor(operand) for operand in operands):
+            if grouped and is_capturing() and any(map(_is_grouped_tensor, (*operands, *keywords.values()))):
                 self._say_captured(forward)
                 return result
             arguments = {"layout": "TN", **dict(zip(names, operands, strict=False)), **keywords}
