@@ -71,8 +71,8 @@ def run(
     backend: Annotated[
         Backend,
         typer.Option(
-            help="auto: the compiled Transformer Engine if it can be imported, otherwise the reference backend: on the "
-            'real GPU if there is one, otherwise on the CPU, and "cuda" then means the CPU.'
+            help="auto: the compiled Transformer Engine if there is a GPU and it can be imported, otherwise the "
+            'reference backend: on the real GPU if there is one, otherwise on the CPU, and "cuda" then means the CPU.'
         ),
     ] = Backend.AUTO,
 ) -> None:

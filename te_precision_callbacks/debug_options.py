@@ -69,13 +69,14 @@ class DebugRun(Protocol):
 
 
 def add_debug_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--debug NAME [NAME ...]`` and ``--te_precision_config``, ``_require``, ``_records`` and ``_report`` to a
-    parser.
+    """Add ``--debug NAME [NAME ...]`` and ``--te_precision_config``, ``_require``, ``_records``, ``_statistics_log``
+    and ``_report`` to a parser.
 
     The flag may be given several times, and takes ``"a b"`` as ``a b``; an unknown name ends the program with a message
     that lists all names. The results, for :func:`debugging`, are ``arguments.debug``, a tuple, and
-    ``arguments.te_precision_config``, ``arguments.te_precision_require`` and ``arguments.te_precision_records``, each a
-    text or None, and ``arguments.te_precision_report``, True or False.
+    ``arguments.te_precision_config``, ``arguments.te_precision_require``, ``arguments.te_precision_records`` and
+    ``arguments.te_precision_statistics_log``, each a text or None, and ``arguments.te_precision_report``, True or
+    False.
     """
     parser.add_argument(
         "--debug",
@@ -104,6 +105,13 @@ def add_debug_options(parser: argparse.ArgumentParser) -> None:
         metavar="RECORDS",
         help=f"with --debug {TE_PRECISION}: 'on' (the default) or 'off', or the most that a rank records of the run,"
         " such as '64GiB'",
+    )
+    parser.add_argument(
+        "--te_precision_statistics_log",
+        "--te-precision-statistics-log",
+        metavar="LOG",
+        help=f"with --debug {TE_PRECISION}: the ranks that write the statistics log, 'rank0' (the default), 'all' or"
+        " 'off', and the most that a rank's log grows to, such as 'rank0, 4GiB'",
     )
     parser.add_argument(
         "--te_precision_report",
@@ -152,6 +160,7 @@ def debugging(arguments: argparse.Namespace, model: Model, **keywords: Unpack[Se
         debug, config = parse_debug(arguments.debug), arguments.te_precision_config
         require = getattr(arguments, "te_precision_require", None)
         records = getattr(arguments, "te_precision_records", None)
+        log = getattr(arguments, "te_precision_statistics_log", None)
         report = getattr(arguments, "te_precision_report", False)
     except AttributeError as error:
         raise OptionError(
@@ -162,12 +171,15 @@ def debugging(arguments: argparse.Namespace, model: Model, **keywords: Unpack[Se
         te_precision_config=config,
         te_precision_require=require,
         te_precision_records=records,
+        te_precision_statistics_log=log,
         te_precision_report=report,
     )
     if require is not None:
         keywords["require"] = require
     if records is not None:
         keywords["records"] = records
+    if log is not None:
+        keywords["statistics_log"] = log
     if report:
         keywords["report"] = report
     if "debug" in keywords:

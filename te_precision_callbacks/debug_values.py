@@ -60,12 +60,12 @@ def _listed(valid: Sequence[str]) -> str:
 
 
 def check_options_of_te_precision(debug: Iterable[str], **given: object) -> None:
-    """Refuse a config, a contract, or a choice of records or of a report, that nothing would read.
+    """Refuse a config, a contract, or a choice of records, of a log or of a report, that nothing would read.
 
     Args:
         debug: the debug options.
-        **given: the values of ``te_precision_config``, ``te_precision_require``, ``te_precision_records`` and
-            ``te_precision_report``; None or False where it was not given.
+        **given: the values of ``te_precision_config``, ``te_precision_require``, ``te_precision_records``,
+            ``te_precision_statistics_log`` and ``te_precision_report``; None or False where it was not given.
 
     Raises:
         OptionError: one was given, but ``te_precision`` is not among the options.

@@ -11,6 +11,7 @@ and of flash-attn 2.8 and its version 3 for Hopper (``flash_attn_interface.py`` 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -22,6 +23,42 @@ Role = Literal["", "fprop", "dgrad", "wgrad", "qk", "pv", "lookup"]
 probabilities by the values (``pv``)."""
 
 
+Sizes = tuple[int, int, int, int]
+"""n, m, k and batch."""
+
+
+class Bounds(NamedTuple):
+    """Where the sequences begin and end that a call of attention takes together, on the device.
+
+    Attributes:
+        queries, keys: whole numbers, one more than there are sequences.
+        rows, columns: which of n, m and k is the length of a sequence's queries, and which that of its keys.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    rows: int
+    columns: int
+
+    def sizes(self, together: Sizes, queries: Sequence[int], keys: Sequence[int]) -> list[Sizes]:
+        """The sizes of the product of each sequence.
+
+        Args:
+            together: those of all sequences as one.
+            queries, keys: the bounds as numbers.
+        """
+        found = []
+        for rows, columns in zip(_lengths(queries), _lengths(keys), strict=True):
+            sizes = list(together)
+            sizes[self.rows], sizes[self.columns] = rows, columns
+            found.append((sizes[0], sizes[1], sizes[2], sizes[3]))
+        return found
+
+
+def _lengths(bounds: Sequence[int]) -> list[int]:
+    return [end - begin for begin, end in itertools.pairwise(bounds)]
+
+
 class MatrixProduct(NamedTuple):
     """A product of two matrices, or several of the same sizes.
 
@@ -30,6 +67,8 @@ class MatrixProduct(NamedTuple):
         n, m, k: the result has n rows of m elements, each a sum of k products.
         batch: the number of products.
         role: see :data:`Role`.
+        bounds: those of several sequences, whose lengths only the device knows: the sizes are then those of all
+            sequences as one, and :meth:`Bounds.sizes` gives those of each.
     """
 
     a: torch.Tensor
@@ -39,6 +78,7 @@ class MatrixProduct(NamedTuple):
     k: int
     batch: int = 1
     role: Role = ""
+    bounds: Bounds | None = None
 
     @property
     def macs(self) -> int:
@@ -104,6 +144,11 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
 
+
+_N, _M, _K = range(3)
+
+Several = tuple[torch.Tensor, torch.Tensor] | None
+"""The bounds of the queries and of the keys of several sequences."""
 
 _Find = Callable[[Sequence[Any], Any], Iterator[MatrixProduct]]
 
@@ -180,30 +225,41 @@ def _attention(*, backward: bool, heads_first: bool, bounds: int | None = None, 
     def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
         query, key, value = arguments[start : start + 3]
         size, size_v = query.shape[-1], value.shape[-1]
-        lengths, batch = [(query.shape[length], key.shape[length])], query.numel() // (query.shape[length] * size)
+        rows, columns, batch = query.shape[length], key.shape[length], query.numel() // (query.shape[length] * size)
         of_query, of_key = arguments[bounds : bounds + 2] if bounds and len(arguments) > bounds + 1 else (None, None)
+        several: Several = None
         if of_query is not None:
-            rows_of, columns_of = (each.diff().tolist() for each in (of_query, of_query if of_key is None else of_key))
-            lengths, batch = list(zip(rows_of, columns_of, strict=True)), query.shape[heads]
-        for rows, columns in lengths:
-            if not backward:
-                yield MatrixProduct(query, key, rows, columns, size, batch, "qk")
-                yield MatrixProduct(query, value, rows, size_v, columns, batch, "pv")
-            else:
-                gradient = arguments[0]
-                yield from _gradients_of_attention((gradient, query, key, value), rows, columns, size, size_v, batch)
+            batch = query.shape[heads]
+            several = of_query, of_query if of_key is None else of_key
+        if backward:
+            tensors = arguments[0], query, key, value
+            yield from _gradients_of_attention(tensors, rows, columns, size, size_v, batch, several)
+        else:
+            yield MatrixProduct(query, key, rows, columns, size, batch, "qk", _bounds(several, _N, _M))
+            yield MatrixProduct(query, value, rows, size_v, columns, batch, "pv", _bounds(several, _N, _K))
 
     return find
 
 
+def _bounds(several: Several, rows: int, columns: int) -> Bounds | None:
+    return None if several is None else Bounds(*several, rows, columns)
+
+
 def _gradients_of_attention(
-    tensors: Sequence[torch.Tensor], rows: int, columns: int, size: int, size_v: int, batch: int
+    tensors: Sequence[torch.Tensor],
+    rows: int,
+    columns: int,
+    size: int,
+    size_v: int,
+    batch: int,
+    several: Several = None,
 ) -> Iterator[MatrixProduct]:
+    """The products of a backward: of the probabilities, and of each operand."""
     gradient, query, key, value = tensors
-    yield MatrixProduct(gradient, value, rows, columns, size_v, batch, "pv")  # of the probabilities
-    yield MatrixProduct(gradient, value, columns, size_v, rows, batch, "pv")
-    yield MatrixProduct(gradient, key, rows, size, columns, batch, "qk")
-    yield MatrixProduct(gradient, query, columns, size, rows, batch, "qk")
+    yield MatrixProduct(gradient, value, rows, columns, size_v, batch, "pv", _bounds(several, _N, _M))
+    yield MatrixProduct(gradient, value, columns, size_v, rows, batch, "pv", _bounds(several, _K, _N))
+    yield MatrixProduct(gradient, key, rows, size, columns, batch, "qk", _bounds(several, _N, _K))
+    yield MatrixProduct(gradient, query, columns, size, rows, batch, "qk", _bounds(several, _K, _N))
 
 
 def _flex_backward(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin
 
 import torch.distributed
 from typing_extensions import TypedDict, get_type_hints
@@ -18,10 +18,12 @@ from te_precision_callbacks.config.contract import Contract, ContractSource, OnB
 from te_precision_callbacks.config.loading import Config, ConfigSource, load_config
 from te_precision_callbacks.config.problems import suggestion
 from te_precision_callbacks.config.selection import LayerNames
+from te_precision_callbacks.config.sizes import size_in_bytes
 from te_precision_callbacks.debug_values import DebugValue, parse_debug
 from te_precision_callbacks.errors import MissingExtraError, OptionError
 from te_precision_callbacks.records.metrics import LogFilter, MetricSelection
 from te_precision_callbacks.records.model import Sink
+from te_precision_callbacks.records.statistics_log import DEFAULT_LIMIT as LOG_LIMIT
 from te_precision_callbacks.scopes import Scope, check_scope
 from te_precision_callbacks.store.limits import Records, record_limit
 
@@ -35,6 +37,45 @@ StepOn = Literal["optimizer_step", "batch"]
 
 StatisticsLogRanks = Literal["rank0", "all", "off"]
 """The ranks that write statistics that are reduced over ranks into their statistics log."""
+
+
+class LogChoice(NamedTuple):
+    """What ``statistics_log=`` says.
+
+    Attributes:
+        ranks: which ranks write the log.
+        limit: the most bytes of a rank's log; 0 for any number.
+    """
+
+    ranks: StatisticsLogRanks
+    limit: int
+
+
+def read_statistics_log(statistics_log: object) -> LogChoice:
+    """The value of ``statistics_log=``: ranks, a size, or both, such as ``"rank0, 4GiB"``.
+
+    Raises:
+        OptionError: it is none.
+    """
+    ranks: list[StatisticsLogRanks] = []
+    limits: list[int] = []
+    for word in statistics_log.split(",") if isinstance(statistics_log, str) else ():
+        word = word.strip()
+        if word in get_args(StatisticsLogRanks):
+            ranks.append(cast(StatisticsLogRanks, word))
+        elif word == "unlimited":
+            limits.append(0)
+        else:
+            try:
+                limits.append(size_in_bytes(word))
+            except ValueError:
+                limits += [0, 0]  # two are refused
+    if not ranks + limits or len(ranks) > 1 or len(limits) > 1 or (ranks == ["off"] and limits):
+        raise OptionError(
+            f"statistics_log= must be one of {', '.join(map(repr, get_args(StatisticsLogRanks)))}, or the most bytes of"
+            f" a rank's log, such as '4GiB' or 'unlimited', or both, such as 'rank0, 4GiB', not {statistics_log!r}."
+        )
+    return LogChoice(ranks[0] if ranks else "rank0", limits[0] if limits else LOG_LIMIT)
 
 
 Observe = Literal["debug", "fused", "auto"]
@@ -61,7 +102,7 @@ class SessionKeywords(TypedDict, total=False):
     sinks: Sequence[Sink]
     process_group: torch.distributed.ProcessGroup | None
     reduce: bool
-    statistics_log: StatisticsLogRanks
+    statistics_log: StatisticsLogRanks | str
     records: Records
     report: bool
     start_step: int | None
@@ -92,10 +133,13 @@ class SessionOptions:
         process_group: the group over which statistics are reduced. None: all ranks.
         reduce: False keeps the statistics of each rank, without a collective.
         statistics_log: which ranks write the statistics log. ``"rank0"``: the first of the ranks that reduce together,
-            which all have the same numbers, writes all numbers; the others write only their own. ``"all"``: each rank.
-            ``"off"``: none.
+            which all have the same numbers, writes all numbers; the others write only their own. ``"all"``: each rank,
+            also its lines in nvidia-dlfw-inspect's log of events. ``"off"``: none. A size, such as ``"4GiB"`` or
+            ``"rank0, 4GiB"``, is the most that a rank's log grows to, by default 1 GiB: its older half is dropped when
+            it is full. ``"rank0, unlimited"`` sets no limit.
         records: whether the run is recorded in ``<log_dir>/precision_records``: ``"on"``, ``"off"``, or a size such as
-            ``"64GiB"``, the most that a rank records of a run; ``"on"`` means 16 GiB. See docs/records.md.
+            ``"64GiB"``, the most that a rank records of a run, whose old steps are then thinned; ``"on"`` means 16 GiB.
+            See docs/records.md.
         report: whether the page of the run is written to ``<log_dir>/report.html`` when it has ended without an error,
             and attached to Weights & Biases; other loggers get its path. See docs/report.md.
         start_step: the debug iteration at start. None: 0, or the resumed step.
@@ -132,7 +176,7 @@ class SessionOptions:
     sinks: tuple[Sink, ...] = ()
     process_group: torch.distributed.ProcessGroup | None = None
     reduce: bool = True
-    statistics_log: StatisticsLogRanks = "rank0"
+    statistics_log: StatisticsLogRanks | str = "rank0"
     records: Records = "on"
     report: bool = False
     start_step: int | None = None
@@ -175,10 +219,7 @@ class SessionOptions:
         start_step = keywords.get("start_step")
         if start_step is not None and (type(start_step) is not int or start_step < 0):
             raise OptionError(f"start_step= must be a whole number >= 0, not {start_step!r}.")
-        statistics_log = keywords.get("statistics_log", "rank0")
-        if statistics_log not in get_args(StatisticsLogRanks):
-            known_ranks = ", ".join(map(repr, get_args(StatisticsLogRanks)))
-            raise OptionError(f"statistics_log= must be one of {known_ranks}, not {statistics_log!r}.")
+        read_statistics_log(keywords.get("statistics_log", "rank0"))
         if not record_limit(keywords.get("records", "on")) and keywords.get("report"):
             raise OptionError("report=True makes a page of what is recorded, but records='off' records nothing.")
         if keywords.get("report") and find_spec("plotly") is None:

@@ -12,6 +12,7 @@ config, so they are shown as text, not as markup, and without control characters
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import chain, zip_longest
@@ -42,6 +43,9 @@ SUMMARY_FILE = "precision_summary.txt"
 MOST_ROWS = 12
 """The most tensors in a table of statistics. The others are named below the table."""
 
+MOST_LAYERS = 200
+"""The most rows of a table of layers. If there are more layers, those that differ in their numbers alone share one."""
+
 _FILE_WIDTH = 120
 
 _NAME_WIDTH = 29
@@ -57,9 +61,14 @@ def summary(session: InspectSession | SessionOutcome) -> RenderableType:
     Args:
         session: a session, running or stopped, or the results that it has left.
     """
-    coverage = session.coverage()
+    return _summary(session, session.precision, session.coverage())
+
+
+def _summary(
+    session: InspectSession | SessionOutcome, precision: Sequence[GemmPrecision], coverage: Coverage
+) -> RenderableType:
     tables = (
-        precision_table(session),
+        precision_table(session, precision),
         coverage_table(coverage),
         unconverted_table(session.unconverted),
         refused_table(session),
@@ -76,17 +85,22 @@ def summary(session: InspectSession | SessionOutcome) -> RenderableType:
     )
 
 
-def write_summary(session: InspectSession | SessionOutcome) -> None:
+def write_summary(session: InspectSession | SessionOutcome, coverage: Coverage) -> None:
     """Append the summary of a session to the file in its log folder; does nothing if no matrix product has run.
+
+    Args:
+        session: the session.
+        coverage: its coverage.
 
     Raises:
         OSError: the file cannot be written.
     """
-    if not session.precision and not session.coverage():
+    precision = session.precision
+    if not precision and not coverage:
         return
     console = Console(file=io.StringIO(), width=_FILE_WIDTH, color_system=None)
     console.print(f"Summary of {datetime.now():%Y-%m-%d %H:%M:%S}, at iteration {session.iteration}\n", highlight=False)
-    console.print(summary(session))
+    console.print(_summary(session, precision, coverage))
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     lines = "\n".join(line.rstrip() for line in text.splitlines())
     with (session.log_dir / SUMMARY_FILE).open("a", encoding="utf-8") as file:
@@ -100,21 +114,52 @@ def _table(title: str, first: str) -> Table:
     return table
 
 
-def precision_table(session: InspectSession | SessionOutcome) -> Table:
+def precision_table(session: InspectSession | SessionOutcome, precision: Sequence[GemmPrecision]) -> Table:
     """The formats of each GEMM's two operands, as in ``session.precision``: a row per layer, a column per GEMM."""
     table = _table("Precision that really ran", "layer")
     for gemm in GEMMS:
         table.add_column(gemm)
     by_layer: dict[str, dict[str, GemmPrecision]] = {}
-    precision, given_names = session.precision, _given_names(session)
+    given_names = _given_names(session)
     for entry in precision:
         by_layer.setdefault(given_names.get(entry.layer, entry.layer), {})[entry.gemm] = entry
-    for layer, gemms in by_layer.items():
-        table.add_row(_name(layer), *(_operands(gemms.get(gemm)) for gemm in GEMMS))
+    cells = {layer: tuple(_operands(gemms.get(gemm)) for gemm in GEMMS) for layer, gemms in by_layer.items()}
+    _add_layers(table, cells, "session.precision")
     if not all(entry.seen or entry.not_run for entry in precision):
-        table.caption = "Where a change of precision was not seen, the formats are those of the layer's quantizers."
-        table.caption_justify = "left"
+        _add_caption(
+            table, "Where a change of precision was not seen, the formats are those of the layer's quantizers."
+        )
     return table
+
+
+def _add_layers(table: Table, cells: Mapping[str, Sequence[str]], has_all: str) -> None:
+    """Add a row per layer; of very many layers a row for those that differ in their numbers alone, and the first rows.
+
+    Args:
+        table: the table.
+        cells: layer -> its cells.
+        has_all: where all of them are.
+    """
+    if len(cells) <= MOST_LAYERS:
+        for layer, texts in cells.items():
+            table.add_row(_name(layer), *map(_text, texts))
+        return
+    rows: dict[tuple[str, Sequence[str]], list[str]] = {}
+    for layer, texts in cells.items():
+        rows.setdefault((form_of(layer), texts), []).append(layer)
+    for (_, texts), layers in itertools.islice(rows.items(), MOST_LAYERS):
+        table.add_row(_name(", ".join(folded(layers, most=1))), *map(_text, texts))
+    if len(rows) > MOST_LAYERS:
+        _add_caption(table, f"and {len(rows) - MOST_LAYERS} more: {has_all} has all.")
+
+
+def _text(text: str) -> Text:
+    return Text(visible(text))
+
+
+def _add_caption(table: Table, text: str) -> None:
+    table.caption = text if table.caption is None else f"{table.caption}\n{text}"
+    table.caption_justify = "left"
 
 
 def coverage_table(coverage: Coverage) -> Table:
@@ -136,8 +181,7 @@ def coverage_table(coverage: Coverage) -> Table:
         share = 100 * sum(product.macs for product in products) / whole
         table.add_row(_name(", ".join(names)), gemms, precision.upper(), f"{share:.1f} %", Text(visible(why)))
     if len(ranked) > MOST_ROWS:
-        table.caption = f"and {len(ranked) - MOST_ROWS} more: session.coverage() has all."
-        table.caption_justify = "left"
+        _add_caption(table, f"and {len(ranked) - MOST_ROWS} more: session.coverage() has all.")
     return table
 
 
@@ -145,8 +189,7 @@ def unconverted_table(unconverted: Mapping[str, str]) -> Table:
     """The layers that run without Transformer Engine, and why: a row per layer."""
     table = _table("Left unconverted, so without FP8", "layer")
     table.add_column("why")
-    for layer, why in unconverted.items():
-        table.add_row(_name(layer), Text(visible(why)))
+    _add_layers(table, {layer: (why,) for layer, why in unconverted.items()}, "session.unconverted")
     return table
 
 
@@ -155,11 +198,12 @@ def refused_table(session: InspectSession | SessionOutcome) -> Table:
     layer."""
     table = _table("Not observed", "layer")
     table.add_column("what Transformer Engine's debug path refuses")
-    above = ""
-    for info in session.layers:
-        if info.refused:
-            table.add_row(_name(info.name), Text("as above" if info.refused == above else info.refused))
-            above = info.refused
+    refused = {info.name: info.refused for info in session.layers if info.refused}
+    if len(refused) <= MOST_LAYERS:
+        above = ["", *refused.values()]
+        told = zip(refused, refused.values(), above, strict=False)
+        refused = {layer: "as above" if why == before else why for layer, why, before in told}
+    _add_layers(table, {layer: (why,) for layer, why in refused.items()}, "session.layers")
     return table
 
 

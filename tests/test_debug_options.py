@@ -123,6 +123,14 @@ def test_te_precision_is_a_session(tmp_path: Path, keeper: Keeper, more: list[st
     assert logged_lines(tmp_path) == {("0_activation_max", step): batch(step).max().item() for step in range(3)}
 
 
+def test_the_statistics_log(tmp_path: Path) -> None:
+    flags = ["--debug", "te_precision", "--te-precision-statistics-log", "off"]
+    train(parser().parse_args([*flags, "--steps", "1"]), net(), log_dir=tmp_path)
+    assert not (tmp_path / "nvdlfw_inspect_statistics_logs").exists()
+    with pytest.raises(OptionError, match=r"te_precision_statistics_log='off'.*--debug te_precision"):
+        debugging(parser().parse_args(flags[2:]), net())
+
+
 @pytest.mark.parametrize("flags", [[], ["--te_precision_report"], ["--te-precision-report"]])
 def test_the_page_of_the_run(tmp_path: Path, flags: list[str]) -> None:
     train(parser().parse_args(["--debug", "te_precision", *flags, "--steps", "1"]), net(), log_dir=tmp_path)

@@ -21,7 +21,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 
 from te_precision_callbacks.environment import VARIABLES, markdown, read_environment
 from te_precision_callbacks.environment.transformer_engine import WITHOUT_INFLUENCE
-from te_precision_callbacks.records.statistics_log import OVERWRITE_VARIABLE
+from te_precision_callbacks.records.log_file import OVERWRITE_VARIABLE
 from te_precision_callbacks.reference import inherited, target
 from tests.capability import any_capability, stand_for
 from tests.reference.processes import python

@@ -174,6 +174,7 @@ CHANGES = {
     "session.session": {"_last_started"},  # the session of this process
     "transformers.training": {"_OPEN"},  # trainings that a Trainer has left without a word
     "debug_utils.scaling": {"_listeners", "_wrapped"},  # who is told of torch's GradScaler: a seam
+    "records.log_file": {"_OPEN"},  # logs that are open, which a forked process closes
     "ranks": {"_FINISHED"},  # handles that gloo's thread needs
     "engine.kernels": {"_on_gpu"},  # caches of kernels, and what they cannot do
     "engine.kernels.compiled": {"_failed", "_in_plain_torch", "_kernels"},

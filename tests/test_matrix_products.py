@@ -109,7 +109,19 @@ def test_attention_over_sequences_of_different_lengths() -> None:
     query, bounds = torch.zeros(1, 9, 3, 8), torch.tensor([0, 4, 9])
     given = (query, query, query, None, bounds, bounds, 5, 5, 0.0, 0)
     products = products_of("aten::_efficient_attention_forward", given, query)
-    assert sum(product.macs for product in products) == 2 * (4 * 4 + 5 * 5) * 3 * 8
+    assert [product[2:6] for product in products] == [(9, 9, 8, 3), (9, 8, 9, 3)], "the lengths are on the device"
+    found = [sizes for product in products for sizes in product.bounds.sizes(product[2:6], [0, 4, 9], [0, 3, 9])]
+    assert found == [(4, 3, 8, 3), (5, 6, 8, 3), (4, 8, 3, 3), (5, 8, 6, 3)]
+
+
+def test_the_backward_of_attention_over_sequences_of_different_lengths() -> None:
+    query, bounds = torch.zeros(1, 9, 3, 8), torch.tensor([0, 4, 9])
+    given = (query, query, query, query, None, query, bounds, bounds)
+    of_first = [
+        product.bounds.sizes(product[2:6], [0, 4, 9], [0, 3, 9])[0]
+        for product in products_of("aten::_efficient_attention_backward", given, None)
+    ]
+    assert of_first == [(4, 3, 8, 3), (3, 8, 4, 3), (4, 8, 3, 3), (3, 8, 4, 3)]
 
 
 @pytest.mark.parametrize(
@@ -264,10 +276,18 @@ SIZES: dict[str, Callable[[], tuple[str, tuple[Any, ...], Any, int]]] = {
 }  # fmt: skip
 
 
+def macs_of(product: MatrixProduct) -> int:
+    """Its multiply-adds; of several sequences those of each."""
+    bounds = product.bounds
+    if bounds is None:
+        return product.macs
+    return sum(map(math.prod, bounds.sizes(product[2:6], bounds.queries.tolist(), bounds.keys.tolist())))
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_by_hand(name: str) -> None:
     operator, arguments, result, macs = SIZES[name]()
-    assert sum(product.macs for product in products_of(operator, arguments, result)) == macs
+    assert sum(map(macs_of, products_of(operator, arguments, result))) == macs
 
 
 def test_a_recurrent_layer_and_a_bilinear_one() -> None:

@@ -8,9 +8,11 @@ import fcntl
 import math
 import os
 import re
+import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,10 +23,12 @@ from te_precision_callbacks.records import (
     Sink,
     StatisticsLog,
     StepRecords,
+    log_file,
     statistics_log,
     writer_thread,
 )
-from te_precision_callbacks.records.statistics_log import claim
+from te_precision_callbacks.records.log_file import LogFile, LogFileError, claim
+from te_precision_callbacks.records.writer_thread import WriterThread
 from tests.full_disk import files_up_to
 
 
@@ -95,19 +99,53 @@ def test_a_log_that_another_run_is_writing_is_left_to_it(tmp_path: Path, caplog:
     """Also while a process forked from that run lives on."""
     path = tmp_path / "rank-0.log"
     with claim(path) as first, claim(path) as second:
-        first.write("first")
-        second.write("second")
+        first.write(b"first")
+        second.write(b"second")
     assert {kept.name: kept.read_text() for kept in tmp_path.iterdir()} == {
         "rank-0.log": "first",
         "rank-0.log.1": "second",
     }
     assert caplog.messages == [f"Another process is writing {path}; this process writes rank-0.log.1 instead."]
-    left_open = claim(path)
-    worker_s = os.dup(left_open.fileno())
-    left_open.close()
-    with claim(path) as third:
-        assert third.name == str(path)
-    os.close(worker_s)
+    worker = os.fork()
+    if worker == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        with claim(path) as third:
+            assert third.name == path
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
+
+
+def test_a_run_that_was_killed_leaves_its_log_to_the_next_one(tmp_path: Path) -> None:
+    """Though a process that was forked from it, as a worker of a DataLoader, lives on."""
+    has_begun, begun = os.pipe()
+    trainer = os.fork()
+    if trainer == 0:
+        log = StatisticsLog()
+        log.start(run_info(tmp_path))
+        log.write(records(Row("a", "activation", None, "max", 1.0)))
+        writer_thread.FLUSH_SECONDS = 0.01
+        while not lines(tmp_path):
+            time.sleep(0.001)
+        worker = os.fork()
+        if worker == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.write(begun, str(worker).encode())
+        time.sleep(60)
+        os._exit(0)
+    worker = int(os.read(has_begun, 20))
+    os.kill(trainer, signal.SIGKILL)
+    os.waitpid(trainer, 0)
+    try:
+        os.kill(worker, 0)
+        assert log_once(tmp_path, 2.0) == ["1.0", f"Here another run begins, of process {os.getpid()}.", "2.0"]
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.close(begun)
+        os.close(has_begun)
 
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,11 +165,14 @@ def test_a_step_that_ctrl_c_broke_off_is_written_once_behind_an_earlier_run(
     log.start(run_info(tmp_path))
     step = records(Row("a", "activation", None, "max", 2.0), Row("b", "activation", None, "max", 3.0))
 
-    def interrupted(_: int) -> os.stat_result:
+    handed_over = WriterThread.put
+
+    def interrupted(*arguments: Any) -> bool:
+        handed_over(*arguments)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fstat", interrupted)
+        patch.setattr(WriterThread, "put", interrupted)
         with pytest.raises(KeyboardInterrupt):
             log.write(step)
     log.write(step)
@@ -172,26 +213,131 @@ def test_a_full_disk_is_told_by_the_step_that_comes_after(tmp_path: Path, monkey
     assert lines(tmp_path)[0].endswith("value=1.0")
 
 
-def test_a_disk_that_is_slower_than_the_training_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_slower_than_the_training_loses_steps_and_says_how_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The training's thread does not wait: the disk takes nothing before all steps were handed over."""
     monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.001)
     monkeypatch.setattr(statistics_log, "MOST_WAITING", 10)
-    may_write, most, given = threading.Event(), 0, 0
+    may_write = threading.Event()
+    append = LogFile.append
 
-    def slow(value: float) -> str:
+    def slow(file: LogFile, text: str) -> None:
         may_write.wait(10)
-        return repr(value)
+        append(file, text)
 
-    monkeypatch.setattr(statistics_log, "format_value", slow)
+    monkeypatch.setattr(LogFile, "append", slow)
     log = StatisticsLog()
     log.start(run_info(tmp_path))
-    threading.Timer(0.1, may_write.set).start()
     for iteration in range(50):
         log.write(records(*[Row("a", "activation", None, "max", 1.0)] * 5, iteration=iteration))
-        given += 5
-        most = max(most, given if not may_write.is_set() else 0)
+    may_write.set()
     log.close(None)
-    assert most == 15, "the third step was handed over, the fourth had to wait"
-    assert len(lines(tmp_path)) == 250
+    assert len(lines(tmp_path)) == 15, "after the third step, more than 10 wait"
+    first, last = caplog.messages
+    assert first.startswith("The disk is slower than the training: 15 numbers wait for the statistics log, so the 5 ")
+    assert last.startswith("235 numbers of 47 steps are missing in the statistics log")
+
+
+def test_a_disk_that_hangs_stops_neither_the_steps_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pipe that nobody reads takes 64 KiB, and no more."""
+    monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.001)
+    monkeypatch.setattr(writer_thread, "LONGEST_STILL", 0.2)
+    monkeypatch.setattr(statistics_log, "MOST_WAITING", 10_000)
+    path = tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log"
+    path.parent.mkdir()
+    os.mkfifo(path)
+    log = StatisticsLog()
+    log.start(run_info(tmp_path))
+    for iteration in range(100):
+        log.write(records(*[Row("a", "activation", None, "max", 1.0)] * 1000, iteration=iteration))
+    log.close(None)
+    assert "The disk is slower than the training" in caplog.messages[0]
+    assert "numbers that wait for the statistics log may be lost" in caplog.messages[-1]
+    with path.open("rb") as reader:  # the disk answers again, and the thread writes what waits, and closes the file
+        waited = caplog.messages[-1].removeprefix("The disk does not answer: ").partition(" ")[0]
+        assert reader.read().count(b"\n") == int(waited.replace(",", ""))
+
+
+def test_the_end_waits_for_a_disk_that_is_slow_but_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_thread, "LONGEST_STILL", 0.3)
+    append = LogFile.append
+
+    def slow(file: LogFile, text: str) -> None:
+        time.sleep(0.1)
+        append(file, text)
+
+    monkeypatch.setattr(LogFile, "append", slow)
+    log = StatisticsLog()
+    log.start(run_info(tmp_path))
+    for iteration in range(10):
+        log.write(records(Row("a", "activation", None, "max", 1.0), iteration=iteration))
+    log.close(None)
+    assert len(lines(tmp_path)) == 10
+
+
+def test_a_log_keeps_to_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its newest half at least is there, in two files that are one log; the numbers of a step may be in both."""
+    row = Row("a", "activation", None, "max", 1.0)
+    log = StatisticsLog(limit=20_000)
+    log.start(run_info(tmp_path))
+    for iteration in range(300):
+        log.write(records(*[row] * 7, iteration=iteration))
+    log.close(None)
+    path = tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log"
+    older = path.with_name(f"{path.name}.old")
+    assert {older, path} == set(path.parent.iterdir())
+    assert older.stat().st_size + path.stat().st_size <= 20_000
+    assert older.stat().st_size > 9_900
+    own, others = [], []
+    for line in (older.read_text() + path.read_text()).splitlines():
+        (own if "iteration=" in line else others).append(line)
+    found = [int(line.split("iteration=")[1][:6]) for line in own]
+    assert found == [iteration for iteration in range(300) for _ in range(7)][-len(found) :]
+    assert [line[23:] for line in others] == [f" - INFO - The log goes on from {older.name}."] * 2
+    (said,) = caplog.messages
+    assert said.startswith(f"{path} has reached half of its limit of 20,000 bytes: it is {older.name} now")
+    assert "statistics_log='rank0, 4GiB' keeps more" in said
+
+
+@pytest.mark.parametrize("limit", [1, 90, 400])
+def test_a_limit_below_some_lines(tmp_path: Path, limit: int) -> None:
+    log = StatisticsLog(limit=limit)
+    log.start(run_info(tmp_path))
+    for iteration in range(20):
+        log.write(records(Row("a", "activation", None, "max", 1.0), iteration=iteration))
+    log.close(None)
+    assert "iteration=000019" in lines(tmp_path)[-1]
+    assert sum(file.stat().st_size for file in (tmp_path / "nvdlfw_inspect_statistics_logs").iterdir()) < 1000
+
+
+def test_a_full_log_of_a_parallel_run_is_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log"
+    path.parent.mkdir()
+    with claim(path):
+        log = StatisticsLog(limit=2_000)
+        log.start(run_info(tmp_path))
+        for iteration in range(50):
+            log.write(records(Row("a", "activation", None, "max", 1.0), iteration=iteration))
+        log.close(None)
+    assert sorted(file.name[len(path.name) :] for file in path.parent.iterdir()) == ["", ".1", ".1.old"]
+    assert not path.read_text()
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.EROFS, errno.EOPNOTSUPP])
+def test_a_file_system_without_appending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(log_file, "_opened", refuse)
+    log = StatisticsLog()
+    log.start(run_info(tmp_path))
+    log.write(records(Row("a", "activation", None, "max", 1.0)))
+    with pytest.raises(LogFileError, match=r"rank-0.log cannot be written: .*Give log_dir= a folder"):
+        log.close(None)
+    log.write(records(Row("a", "activation", None, "max", 1.0)))
 
 
 def test_a_rank_whose_numbers_another_one_writes_writes_its_own(tmp_path: Path) -> None:
@@ -234,8 +380,7 @@ def test_processes_that_start_together_lose_no_file(tmp_path: Path) -> None:
         def start(owner: int, path: Path = path, together: threading.Barrier = together) -> None:
             together.wait()
             with claim(path) as file:
-                file.write(f"{owner}\n")
-                file.flush()
+                file.write(f"{owner}\n".encode())
                 together.wait()
 
         threads = [threading.Thread(target=start, args=(owner,)) for owner in range(8)]
@@ -245,9 +390,8 @@ def test_processes_that_start_together_lose_no_file(tmp_path: Path) -> None:
             thread.join()
         earlier, *others = sorted(path.parent.iterdir())
         assert earlier == path
-        first, begins, last = earlier.read_text().splitlines()
+        first, last = earlier.read_text().splitlines()
         assert first == "earlier"
-        assert "another run begins" in begins
         assert sorted([last, *(kept.read_text().strip() for kept in others)]) == [*map(str, range(8))]
 
 

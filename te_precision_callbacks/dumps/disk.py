@@ -71,9 +71,14 @@ class Disk:
         if not self.stopped(job.limits):
             self._writer.put(job, job.dump.nbytes, job.limits.max_memory)
 
-    def drain(self) -> None:
-        """Wait until everything is written."""
-        self._writer.drain()
+    def drain(self, longest_still: float | None = None) -> bool:
+        """Wait until everything is written; see :meth:`Writer.drain`."""
+        return self._writer.drain(longest_still)
+
+    @property
+    def pending(self) -> int:
+        """The bytes that are not written yet."""
+        return self._writer.pending
 
     def take_failure(self) -> Exception | None:
         """Returns the failure since the last call, if any."""

@@ -2,7 +2,7 @@
 
     writer = Writer(write)          # write(job) runs in a thread of the writer's own
     writer.put(job, nbytes, most=1 << 30)   # waits while more than `most` bytes would wait for the disk
-    writer.drain()                  # until all is written
+    writer.drain()                  # until all is written; drain(30.0): or nothing more was for 30 seconds
 
     writer.take_failure()           # the exception that has ended the thread, if any
 
@@ -13,6 +13,7 @@ nothing waits for such a thread.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -79,11 +80,23 @@ class Writer(Generic[JobT]):
     def _wait_for_room(self, nbytes: int, most: int) -> None:
         self._changed.wait_for(lambda: self._stopped or not self.pending or self.pending + nbytes <= most)
 
-    def drain(self) -> None:
-        """Wait until everything is written."""
+    def drain(self, longest_still: float | None = None) -> bool:
+        """Wait until everything is written.
+
+        Args:
+            longest_still: the seconds without a job that ends after which to wait no longer. None: no limit.
+
+        Returns:
+            Whether everything is written.
+        """
         with self._changed:
-            if self._thread is not None:
-                self._changed.wait_for(lambda: self._thread is None)
+            while self._thread is not None:
+                if not self._changed.wait_for(functools.partial(self._has_moved, self.pending), longest_still):
+                    return False
+        return True
+
+    def _has_moved(self, pending: int) -> bool:
+        return self._thread is None or self.pending != pending
 
     def take_failure(self) -> BaseException | None:
         """Returns, once, the exception that ended the thread before everything was written; otherwise None."""

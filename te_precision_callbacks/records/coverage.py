@@ -112,7 +112,7 @@ class Product:
         """What has run in a layer and is not counted: what, and why."""
         return cls(layer, family, "other", backward, 0, 0, 0, 1, 0, 0, {}, "uncounted", what)
 
-    @property
+    @functools.cached_property
     def precision(self) -> str:
         """The precision that it computes in, which is that of its widest operand: ``fp8``, ``mxfp8``, ``nvfp4``,
         ``bf16``, ``fp32``, ...; of any other format that format in lower case, empty for a look-up."""

@@ -33,7 +33,7 @@ class Backend(str, enum.Enum):
     """Which Transformer Engine a script runs on."""
 
     AUTO = "auto"
-    """The compiled Transformer Engine if it can be imported, else the reference backend."""
+    """The compiled Transformer Engine if there is a GPU and it can be imported, else the reference backend."""
     TE = "te"
     """The compiled Transformer Engine."""
     REFERENCE = "reference"
@@ -65,7 +65,8 @@ def plan_launch(backend: Backend) -> Launch:
         raise TransformerEngineVersionError(
             f'No Transformer Engine is installed. Its Python part is enough here: pip install "{versions.EXTRA}"'
         )
-    if backend is not Backend.REFERENCE:
+    has_gpu = backend is not Backend.TE and _has_gpu()
+    if backend is Backend.TE or (backend is Backend.AUTO and has_gpu):  # as install_where_needed() decides
         reason = compiled.why_unavailable()
         if reason is None:
             return Launch("the compiled Transformer Engine", {})
@@ -76,7 +77,6 @@ def plan_launch(backend: Backend) -> Launch:
             )
     version = versions.checked_version()
     capability = target.capability()
-    has_gpu = _has_gpu()
     description = "Transformer Engine {} on the reference backend: {}, compute capability {}.{}".format(
         version, "the real GPU" if has_gpu else "the CPU as a pretended GPU", *capability
     )

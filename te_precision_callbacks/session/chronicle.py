@@ -16,7 +16,7 @@ from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.ranks import own_rank
 from te_precision_callbacks.records.model import Event, Scalars, Severity
 from te_precision_callbacks.session.contract import PrecisionContractError
-from te_precision_callbacks.session.delivery import is_number, to_floats
+from te_precision_callbacks.session.delivery import is_number, is_on_host, to_floats
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.findings import Findings
 from te_precision_callbacks.session.model import ObservedModel
@@ -84,10 +84,8 @@ class Chronicle:
         records, group = self._records, self._options.process_group
         with_rank_0 = ranks.several and (group is None or 0 in torch.distributed.get_process_group_ranks(group))
         if records is not None:
-            leads = ranks.several and torch.distributed.get_rank(group) == 0
-            records.writes_reduced = own_rank() == 0 or leads
-            if records.has_run(self._resume_audit.resumed_run):
-                records.run_id = self._resume_audit.resumed_run
+            records.writes_reduced = own_rank() == 0 or (ranks.several and ranks.leads)
+            records.is_alone = not ranks.several
         if own_rank() == 0:
             self._begin_segment()
         if with_rank_0:
@@ -101,6 +99,7 @@ class Chronicle:
     def _begin_segment(self) -> None:
         if self._records is not None:
             try:
+                self._records.go_on_with(self._resume_audit.resumed_run)
                 self._records.place = self._records.begin()
             except Exception as error:
                 self._sinks.drop(self._records)
@@ -109,14 +108,17 @@ class Chronicle:
 
     # ------------------------------------------------------------------ what happens
 
-    def tell_changes(self, iteration: int, *, at_last: bool = False) -> None:
+    def tell_changes(self, iteration: int, *, at_last: bool = False, from_device: bool = True) -> None:
         """Tell at the end of a step what has changed in it.
 
         Args:
             iteration: the step.
             at_last: whether the run ends.
+            from_device: whether to read the trainer's numbers that are not on the host.
         """
         self._tell_of_resume(iteration)
+        if not from_device:
+            self._kept = [kept for kept in self._kept if is_on_host(kept[-1])]
         self._send_scalars(at_once=at_last)
         facts, records = self._facts, self._records
         if facts is None or records is None or not records.writes_reduced or not facts.changed(at_last=at_last):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from te_precision_callbacks.devices import current_stream, follow
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.observation import Observation
@@ -55,9 +56,16 @@ class Ending:
 
 @dataclass
 class _Gathered:
-    """The numbers received since the last step."""
+    """The numbers received since the last step.
+
+    Attributes:
+        scalars: names and numbers from users' features.
+        on_streams: the tensors among them, by the stream that was current then.
+        measured: from the engine.
+    """
 
     scalars: list[tuple[str, Any]] = field(default_factory=list)
+    on_streams: dict[torch.cuda.Stream | None, list[torch.Tensor]] = field(default_factory=dict)
     measured: list[Measured] = field(default_factory=list)
 
 
@@ -103,6 +111,7 @@ class Delivery:
         """Take a number that a user's feature logs: a plain number, or a tensor with one element."""
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             self._gathered.scalars.append((name, value))
+            self._gathered.on_streams.setdefault(current_stream(value.device), []).append(value)
             return
         try:
             self._gathered.scalars.append((name, float(value)))
@@ -145,20 +154,42 @@ class Delivery:
         else:  # also what was taken when the script ended upstream
             ending.local = self.reduces
 
-    def read_local(self, ending: Ending) -> None:
-        """Read the records of a step without the other ranks, if there are none yet."""
+    def read_local(self, ending: Ending, *, from_device: bool = True) -> None:
+        """Read the records of a step without the other ranks, if there are none yet.
+
+        Args:
+            ending: the step.
+            from_device: whether to read what is not on the host.
+        """
         if not ending.is_read:
-            self.take_local(ending)
+            if from_device:
+                self.take_local(ending)
+            else:
+                self._leave_on_device(ending)
             with suppress(ObservationError):  # something else has ended the step already
                 ending.records = self._read(ending)
             ending.is_read = True
         self._gathered = _Gathered()
 
+    def _leave_on_device(self, ending: Ending) -> None:
+        """Do without what is not on the host."""
+        scalars = self._gathered.scalars
+        self._gathered.scalars = [(name, value) for name, value in scalars if is_on_host(value)]
+        ending.local = self.reduces and not self._gathered.measured
+        if self._inspector.has_news or len(self._gathered.scalars) < len(scalars):
+            logger.warning(
+                "The statistics of iteration %d are not written: they are on the GPU, which is not asked before a"
+                " signal ends the process.",
+                ending.iteration,
+            )
+
     def forget_logging_step(self) -> None:
         """Count logging steps anew, since the debug iteration was set."""
         self._last_logging_step = None
 
-    def hand_over_remainder(self, logging_step: int | None, guard: Uninterrupted, *, counts_from: int) -> None:
+    def hand_over_remainder(
+        self, logging_step: int | None, guard: Uninterrupted, *, counts_from: int, from_device: bool = True
+    ) -> None:
         """Hand over the records of an interrupted step, and the statistics gathered since the last step.
 
         Args:
@@ -166,10 +197,11 @@ class Delivery:
                 step the one that ``counts_from`` gives.
             guard: lets Ctrl-C interrupt the sinks.
             counts_from: the logging step of iteration 0.
+            from_device: as in :meth:`read_local`.
         """
         try:
             if self.ending is not None:
-                self.read_local(self.ending)
+                self.read_local(self.ending, from_device=from_device)
                 with guard.interruptible():
                     self.hand_over(self.ending)
             iteration = self._inspector.iteration
@@ -177,7 +209,7 @@ class Delivery:
                 last = self._last_logging_step
                 logging_step = iteration + counts_from if last is None else last + 1
             self.ending = ending = Ending(iteration, logging_step, is_remainder=True)
-            self.read_local(ending)
+            self.read_local(ending, from_device=from_device)
             with guard.interruptible():
                 self.hand_over(ending)
         except ObservationError as error:
@@ -199,6 +231,8 @@ class Delivery:
         if not scalars and not measured:
             return None
         try:
+            for stream, tensors in self._gathered.on_streams.items():
+                follow(stream, tensors)
             values = to_floats([value for _, value in scalars])
             table = self._findings.series
             own = [table.intern(*parsed_log_name(name, self._model.layer_names)) for name, _ in scalars]
@@ -250,6 +284,11 @@ def is_number(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex()
     return isinstance(value, (int, float)) or getattr(value, "shape", None) == ()
+
+
+def is_on_host(value: object) -> bool:
+    """Whether :func:`to_floats` need not wait for a device to take it."""
+    return not isinstance(value, torch.Tensor) or value.device.type == "cpu"
 
 
 def to_floats(values: Sequence[Any]) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from multiprocessing.util import Finalize
+from typing import Any
 
 from te_precision_callbacks.session.errors import SessionError
 from te_precision_callbacks.session.signals import Termination
@@ -19,18 +20,26 @@ class ProcessEnds:
     Args:
         stop: stops the session; called with the exception that ends the process.
         release: removes what a stopped session has left in place.
+        flush: writes what was handed over to the log and the records, in so many seconds.
         at_sigterm: whether to handle SIGTERM, if the script has set no handler for it.
 
     Attributes:
-        termination: the handler of SIGTERM; None if there is none.
+        termination: what acts at SIGTERM and SIGUSR1.
     """
 
-    def __init__(self, stop: Callable[[BaseException], None], release: Callable[[], None], *, at_sigterm: bool) -> None:
+    def __init__(
+        self,
+        stop: Callable[[BaseException], None],
+        release: Callable[[], None],
+        flush: Callable[[float], Any],
+        *,
+        at_sigterm: bool,
+    ) -> None:
         self._stop = stop
         self._release = release
         # Runs also at the end of a spawned process, which calls no atexit function, and whose trainer calls no hook.
         self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=100)
-        self.termination = Termination(self._stop_at_sigterm) if at_sigterm else None
+        self.termination = Termination(self._stop_at_sigterm, flush, ends=at_sigterm)
         self._uncaught = Uncaught(self._stop_before_the_end)
 
     def forget_exceptions(self) -> None:

@@ -50,7 +50,7 @@ from te_precision_callbacks.session.refusals import (
     DebugForward,
     DebugRefusal,
     has_quantized_input,
-    is_capturing,
+    is_captured,
     refusal_of,
 )
 from te_precision_callbacks.session.resting import RestingLayers
@@ -389,7 +389,7 @@ class ForwardHooks:
             if count == MOST_FORWARDS:
                 self.on_many_forwards(module)
         if id(module) in self._fused:
-            if is_capturing():
+            if is_captured():
                 self._leave_alone(module)
                 self._tell(module, CUDA_GRAPH)
             return False

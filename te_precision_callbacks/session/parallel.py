@@ -114,6 +114,11 @@ class Ranks:
         """Whether there are other ranks."""
         return self._several
 
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes what all of them have."""
+        return not self._several or torch.distributed.get_rank(self._group) == 0
+
     def meeting(self) -> AbstractContextManager[None]:
         """Surrounds the first collective of an attach, and warns if the other ranks do not reach theirs."""
         if not self._several:

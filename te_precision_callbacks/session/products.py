@@ -17,7 +17,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -27,8 +27,10 @@ import torch.nn.modules.conv
 from te_precision_callbacks.forwards import NO_BACKWARD, ForwardKind, in_evaluation, is_computing_again
 from te_precision_callbacks.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
 from te_precision_callbacks.matrix_products import (
+    Bounds,
     MatrixProduct,
     Role,
+    Sizes,
     by_values,
     is_product,
     products_of,
@@ -38,6 +40,7 @@ from te_precision_callbacks.naming import SURROUNDS, Model, named_roots
 from te_precision_callbacks.records.coverage import Family, Product, ProductName, Reason
 from te_precision_callbacks.records.precision import FROZEN, NO_INPUT_GRADIENT
 from te_precision_callbacks.records.state import StateRow
+from te_precision_callbacks.session.lengths import Lengths
 from te_precision_callbacks.session.marks import Marks, Weight, Weights, tensors_in
 from te_precision_callbacks.session.micro_batches import Call, Calls, leaves
 from te_precision_callbacks.session.nodes import NodesOfProducts, products_of_node
@@ -82,13 +85,14 @@ class _Seen:
         gradients: how many products of the backward, but for dgrad, are of this one.
         call: the call of the model in which it has run; None where each call is looked at.
         not_counted: the operator, and why it is not counted; empty for a product.
+        bounds: as those of a :class:`MatrixProduct`.
     """
 
     layer: str
     family: Family
     role: Role
     formats: tuple[str, str]
-    sizes: tuple[int, int, int, int]
+    sizes: Sizes
     kind: str = ""
     weight: Weight | None = None
     of: _Seen | None = None
@@ -96,6 +100,7 @@ class _Seen:
     gradients: int = 0
     call: Call | None = None
     not_counted: str = ""
+    bounds: Bounds | None = None
 
     @property
     def calls(self) -> int:
@@ -155,6 +160,7 @@ class ModelProducts:
         self._nodes = NodesOfProducts[_Seen]()
         self._calls = Calls()
         self._backward_of: Call | None = None
+        self._lengths = Lengths()
         self._weights = Weights()
         self._activations = Marks[list[_Seen]]()
         self._scores, self._probabilities = Marks[_Seen](), Marks[bool]()
@@ -191,9 +197,25 @@ class ModelProducts:
         had no products."""
         if not self._seen and not self._failure:
             return None
-        found = tuple(self._products()), self._state.rows()
-        self.close()
-        return found
+        try:
+            return tuple(self._products()), self._state.rows()
+        finally:
+            self.close()
+
+    def _of_each_sequence(self, found: Iterable[_Seen]) -> Iterator[_Seen]:
+        """Products that were seen, those of attention of several sequences for each of them."""
+        numbers: Mapping[int, Sequence[int]] = {}
+        try:
+            numbers = self._lengths.read()
+        except Exception as error:
+            self._report("reading the lengths of sequences in", "a step", error)
+        for seen in found:
+            bounds = seen.bounds
+            if bounds is None or id(bounds.queries) not in numbers:
+                yield seen
+                continue
+            for sizes in bounds.sizes(seen.sizes, numbers[id(bounds.queries)], numbers[id(bounds.keys)]):
+                yield replace(seen, sizes=sizes, bounds=None)
 
     def close(self) -> None:
         """Count no longer, and leave torch as it was."""
@@ -206,7 +228,7 @@ class ModelProducts:
     def _products(self) -> Iterator[Product]:
         """The products of the step, each once, followed by what is not counted."""
         seen = [one for one in self._seen if one.call is None] if self._failure else self._seen
-        yield from _summed(one for one in seen if not one.not_counted)
+        yield from _summed(self._of_each_sequence(one for one in seen if not one.not_counted))
         left: dict[tuple[str, str, bool], _Seen] = {}
         for one in seen:
             if one.not_counted:
@@ -472,7 +494,7 @@ class ModelProducts:
             if not in_backward or torch.is_grad_enabled():  # so it is where a forward is computed again
                 self._follow(operator, arguments, result)
             return
-        products = products_of(operator, arguments, result)
+        products = self._lengths.keep(products_of(operator, arguments, result))
         if by_values(operator, arguments):
             self.note_sizes_by_values()
         if not in_backward:
@@ -567,7 +589,7 @@ class ModelProducts:
         if not role and _UNFUSED in class_names(inside[1]):  # its softmax may be a kernel of Transformer Engine
             role = "qk" if operator == "aten::baddbmm" else "pv"
         family = "attention" if role in ("qk", "pv") else "functional"
-        return _Seen(inside[0], family, role, formats, sizes, _kind(inside))
+        return _Seen(inside[0], family, role, formats, sizes, _kind(inside), bounds=product.bounds)
 
     def _note_backward(self, operator: str, products: Iterable[MatrixProduct], *, left: str) -> None:
         of_node: list[_Seen] = products_of_node(torch._C._current_autograd_node())
@@ -597,6 +619,7 @@ class ModelProducts:
             of.gradients += role != "dgrad"
             formats, sizes = (dtype_name(product.a.dtype), dtype_name(product.b.dtype)), product[2:6]
             seen = _Seen(of.layer, of.family, role, formats, sizes, of.kind, of=of, backward=True, call=of.call)
+            seen.bounds = product.bounds
             self._seen.append(seen)
 
     def _role_in_backward(self, product: MatrixProduct, of: _Seen) -> Role:

@@ -14,21 +14,24 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.debug_values import ACTIVATION_OVERFLOW
+from te_precision_callbacks.devices import is_capturing
 from te_precision_callbacks.dumps.files import SAFETENSORS
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.forwards import ForwardClassifier
 from te_precision_callbacks.naming import Model
 from te_precision_callbacks.notices import Notices
-from te_precision_callbacks.options import SessionOptions
+from te_precision_callbacks.options import SessionOptions, read_statistics_log
 from te_precision_callbacks.ranks import own_rank, world_size
+from te_precision_callbacks.records.coverage import NOTHING, Coverage
 from te_precision_callbacks.records.model import RunInfo, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
+from te_precision_callbacks.records.writer_thread import all_within
 from te_precision_callbacks.session.chronicle import Chronicle
 from te_precision_callbacks.session.contract import ContractKeeper, require_layers
 from te_precision_callbacks.session.delivery import Delivery, Ending, SessionObservation
 from te_precision_callbacks.session.endings import ProcessEnds
-from te_precision_callbacks.session.errors import ObservationError
+from te_precision_callbacks.session.errors import ObservationError, SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.findings import Findings, Results
 from te_precision_callbacks.session.forward import MOST_FORWARDS, ForwardHooks
@@ -113,6 +116,7 @@ class Run:
             features=options.features,
             process_group=options.process_group,
             report=failures.report,
+            strict=options.strict,
         )
         classify.begin(abandoned=self._is_abandoned)
         self._classify = classify
@@ -128,12 +132,16 @@ class Run:
         self.resume_audit = ResumeAudit(self.model, findings, failures, strict=options.strict)
         limit = record_limit(options.records)
         self._records = RecordSink(findings.log_dir, limit) if limit else None
-        own: list[Sink] = [*self._statistics_logs(), *([] if self._records is None else [self._records])]
-        self._sinks = Sinks([*own, *sinks, *options.sinks], self._describe, failures)
+        self._log_choice = read_statistics_log(options.statistics_log)
+        log = StatisticsLog(given_names=self.model.given_names, limit=self._log_choice.limit)
+        self._log = None if self._log_choice.ranks == "off" else log
+        self._files: list[Sink] = [sink for sink in (self._log, self._records) if sink is not None]
+        self._sinks = Sinks([*self._files, *sinks, *options.sinks], self._describe, failures)
         self._delivery = Delivery(inspector, self.model, findings, self._sinks, failures, self.hooks.delayed_scaling)
         self._delivery.reduces = self._ranks.several
         self.observation = SessionObservation(engine, recorder, self._delivery, reduce=options.reduce)
         self._pools_coverage = False
+        self._coverage = NOTHING
         self._chronicle = Chronicle(
             options, self.model, findings, self.resume_audit, self._sinks, self._records, failures, loop.front_door
         )
@@ -172,6 +180,9 @@ class Run:
         """As ``InspectSession.attach``."""
         ranks = self._ranks
         self._delivery.reduces = ranks.several
+        self.inspector.write_events(in_full=self._writes_in_full)
+        if self._log is not None:
+            self._log.own_only = not self._writes_in_full
         self.model.attach(model, ranks)
         self._pools_coverage = ranks.several
         if self._options.require is not None:
@@ -182,6 +193,13 @@ class Run:
 
     def step(self, logging_step: int | None) -> StepRecords | None:
         """As ``InspectSession.step``."""
+        if is_capturing():
+            if self._notices.first("captured step"):
+                logger.warning(
+                    "step() was called while a CUDA graph is being captured, and does nothing there: a replay would not"
+                    " call it. Call step() after each replay."
+                )
+            return None
         inspector, delivery = self.inspector, self._delivery
         if self.overflow.detector is not None:
             try:
@@ -217,6 +235,7 @@ class Run:
             raise
 
     def _end_step(self, ending: Ending) -> StepRecords | None:
+        self.inspector.report_events()
         self.model.say_refused()
         self.model.note_order()
         self.model.note_products()
@@ -247,6 +266,11 @@ class Run:
                 verdict.text = self._contract.end_step(now, changes, self._ranks)
         return records
 
+    def flush(self, seconds: float) -> bool:
+        """As ``InspectSession.flush``."""
+        sinks = [sink.hurry() for sink in (self._log, self._records) if sink is not None]
+        return all_within(seconds, [*sinks, *self.inspector.hurry_events()])
+
     def log(self, values: Mapping[str, Any], logging_step: int | None) -> int | None:
         """As ``InspectSession.log``; the step under which they are logged, None in a forked process."""
         if self.is_forked:
@@ -267,12 +291,14 @@ class Run:
         ending = self._delivery.ending
         self._chronicle.tell_failure(text, self.inspector.iteration if ending is None else ending.iteration)
 
-    def stop(self, error: BaseException | None, logging_step: int | None, summarize: Callable[[], None]) -> None:
+    def stop(
+        self, error: BaseException | None, logging_step: int | None, summarize: Callable[[Coverage], None]
+    ) -> None:
         """Write the statistics gathered since the last step, and undo all changes.
 
         Args:
             error, logging_step: as in ``InspectSession.stop``.
-            summarize: writes the summary.
+            summarize: writes the summary, of which it gets the coverage.
         """
         explain_shape(error or sys.exc_info()[1], self.model.modules)
         keeps = self._options.keep_precision and self._findings.changes_precision
@@ -289,7 +315,22 @@ class Run:
             if self.model.attached:
                 self.model.say_refused()
                 then.callback(self._tell_the_end, error)
-                self._delivery.hand_over_remainder(logging_step, guard, counts_from=self._loop.counts_from)
+                if not self._writes_in_full and not _is_failure(error):
+                    self._sinks.pass_over(self._files)
+                self._delivery.hand_over_remainder(
+                    logging_step, guard, counts_from=self._loop.counts_from, from_device=self._asks_device
+                )
+
+    @property
+    def _hurries(self) -> bool:
+        """Whether a signal has come that ends the process: what would take time is left out."""
+        return self._ends is not None and self._ends.termination.came
+
+    @property
+    def _asks_device(self) -> bool:
+        """Whether a GPU may be asked for numbers: before a signal ends the process, it may be waiting for another rank,
+        for ever."""
+        return not (self._hurries and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
     def _tell_the_end(self, error: BaseException | None) -> None:
         """Tell the sinks what they have not been told yet."""
@@ -298,16 +339,17 @@ class Run:
             if error is not None:
                 self._chronicle.tell_error(error, iteration)
             self._chronicle.tell_dumps(self.observation.recorder.take_written())
-            self._chronicle.tell_changes(iteration, at_last=True)
+            self._chronicle.tell_changes(iteration, at_last=True, from_device=self._asks_device)
 
     def _tell_coverage(self) -> None:
         """Tell in one line how much ran in low precision."""
         findings = self._findings
-        if findings.iterations.last is not None and own_rank() == 0:
-            coverage = Results(findings).coverage()
-            if coverage:
-                logger.info("%s.", coverage)
-                self.inspector.log(str(coverage))
+        if findings.iterations.last is not None and own_rank() == 0 and not self._hurries:
+            self._coverage = Results(findings).coverage()
+            if self._coverage:
+                text = str(self._coverage)
+                logger.info("%s.", text)
+                self.inspector.log(text)
 
     def _tell_report(self, error: BaseException | None, guard: Uninterrupted) -> None:
         """Name the command that makes a page of the recorded run, and write the page if that is wanted.
@@ -408,13 +450,10 @@ class Run:
 
     # ------------------------------------------------------------------ what it writes
 
-    def _statistics_logs(self) -> list[StatisticsLog]:
-        """The statistics log of this rank, if it has one."""
-        which, group = self._options.statistics_log, self._options.process_group
-        if which == "off":
-            return []
-        another_writes = which == "rank0" and self._ranks.several and torch.distributed.get_rank(group) != 0
-        return [StatisticsLog(own_only=another_writes, given_names=self.model.given_names)]
+    @property
+    def _writes_in_full(self) -> bool:
+        """Whether this rank writes more than its own numbers, failures and dumps."""
+        return self._ranks.leads or self._log_choice.ranks == "all"
 
     def _describe(self) -> RunInfo:
         return RunInfo(
@@ -438,20 +477,27 @@ class Run:
         finally:
             self._failures.on_report = None
 
-    def _write_summary(self, summarize: Callable[[], None]) -> None:
+    def _write_summary(self, summarize: Callable[[Coverage], None]) -> None:
         """Write the summary into the log folder, on one rank."""
-        if own_rank() != 0 or not self.model.attached:
+        if own_rank() != 0 or not self.model.attached or self._hurries:
             return
         try:
-            summarize()
+            summarize(self._coverage)
         except Exception as error:
             with suppress(ObservationError):
                 self._failures.report("writing", "the summary", error)
 
     def _close_dumps(self, error: BaseException | None, guard: Uninterrupted) -> None:
-        """Close the detector, whose last look may raise, and write all dumps."""
+        """Close the detector, whose last look may raise, and write all dumps; before a signal ends the process, those
+        that are on their way."""
         try:
-            self.overflow.close(error)
+            if self._asks_device:
+                self.overflow.close(error)
         finally:
             with guard.interruptible():
-                self.observation.recorder.close()
+                self.observation.recorder.close(decides=self._asks_device)
+
+
+def _is_failure(error: BaseException | None) -> bool:
+    """Whether a rank stops because something failed in it, and not because all of them stop."""
+    return error is not None and not isinstance(error, (SessionError, KeyboardInterrupt, SystemExit))

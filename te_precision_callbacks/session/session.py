@@ -18,6 +18,7 @@ from te_precision_callbacks.naming import Model
 from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.ranks import own_rank
+from te_precision_callbacks.records.coverage import Coverage
 from te_precision_callbacks.records.model import Sink, StepRecords
 from te_precision_callbacks.session.endings import ProcessEnds
 from te_precision_callbacks.session.errors import SessionError
@@ -233,7 +234,7 @@ class InspectSession(Results):
         self._resume_audit = run.resume_audit
         _last_started = weakref.ref(self)
         try:
-            run.start(ProcessEnds(self.stop, self.release, at_sigterm=stop_at_sigterm))
+            run.start(ProcessEnds(self.stop, self.release, run.flush, at_sigterm=stop_at_sigterm))
             if self._model is not None:
                 self.attach(self._model)
         except BaseException as error:
@@ -319,6 +320,22 @@ class InspectSession(Results):
             self._kept = run if run.kept else None
             self._run = None
             self._loop.has_left = None
+
+    def flush(self, seconds: float = 3.0) -> bool:
+        """Have the statistics log and the records written as far as they were handed over, in the steps that are
+        complete; they are written every two seconds anyway. Without a collective, and without a copy from a device.
+
+        This may be called in the script's handler of a signal, such as the notice that a job is about to end.
+
+        Args:
+            seconds: how long to wait for the disk.
+
+        Returns:
+            Whether all was written in that time; True if the session is not running, and where this process was forked
+            from the session's.
+        """
+        run = self._run
+        return run is None or not run.live or run.is_forked or run.flush(seconds)
 
     def release(self) -> None:
         """Remove what ``keep_precision=True`` has left in place after :meth:`stop`: the model runs as without a
@@ -444,10 +461,10 @@ class InspectSession(Results):
             )
         return self._run
 
-    def _write_summary(self) -> None:
+    def _write_summary(self, coverage: Coverage) -> None:
         from te_precision_callbacks.summary import write_summary
 
-        write_summary(self)
+        write_summary(self, coverage)
 
 
 def _place_in_script() -> str:

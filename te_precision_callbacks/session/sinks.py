@@ -50,6 +50,7 @@ class Sinks:
         self._notices = Notices()
         self._records: StepRecords | None = None
         self._left: list[Sink] = []
+        self._passed_over: list[Sink] = []
         self._early: list[Event | Scalars] = []
 
     def start(self) -> None:
@@ -76,10 +77,14 @@ class Sinks:
         self._sinks = [other for other in self._sinks if other is not sink]
         self._to_start = [other for other in self._to_start if other is not sink]
 
+    def pass_over(self, sinks: Iterable[Sink]) -> None:
+        """Hand no more records to some sinks, as to files of a rank that has nothing of its own to tell at the end."""
+        self._passed_over = list(sinks)
+
     def write(self, records: StepRecords) -> None:
         """Hand a step's records to all sinks; after an interruption, to sinks that have not finished writing them."""
         if self._records is not records:
-            self._left = list(self._sinks)
+            self._left = [sink for sink in self._sinks if not any(sink is other for other in self._passed_over)]
             self._records = records
         self._each("writing records to", self._left, lambda sink: self._write(sink, records))
         self._name_slow()

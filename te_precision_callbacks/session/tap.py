@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 
+from te_precision_callbacks.devices import is_capturing
 from te_precision_callbacks.forwards import ForwardKind, outside_of_dynamo, running_forward
 from te_precision_callbacks.gemm_events import (
     GEMM_OF_LAYOUT,
@@ -181,7 +182,7 @@ class GemmTap:
         self._orders = itertools.count()
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._callers: list[tuple[Any, str]] = []
-        self._said_foreign = False
+        self._said_foreign = self._said_captured = False
         self._modules = 0  # so many there were when the callers were found
 
     @property
@@ -618,11 +619,24 @@ class GemmTap:
                 result = upstream(*operands, **keywords)
             finally:
                 current.inside = False
+            if grouped and is_capturing() and any(map(_is_grouped_tensor, (*operands, *keywords.values()))):
+                self._say_captured(forward)
+                return result
             arguments = {"layout": "TN", **dict(zip(names, operands, strict=False)), **keywords}
             self._emit(forward, arguments, lambda: gemms(arguments, result), grouped=grouped)
             return result
 
         return tapped
+
+    def _say_captured(self, forward: _Forward | None) -> None:
+        """Say that the rows of experts, which the device knows, were not read: that would end the capture."""
+        if not self._said_captured:
+            self._said_captured = True
+            logger.warning(
+                "The GEMMs of %s and of other layers with grouped tensors are not observed in a CUDA graph: how many"
+                " rows each expert has is unknown while it is captured. Capture after the first step.",
+                OUTSIDE if forward is None else forward.layers[0],
+            )
 
     def _emit(
         self,
@@ -737,6 +751,11 @@ def _of_grouped_tensors(taken: Mapping[str, Any], result: Any) -> Iterable[tuple
 def _matrices(operand: Any) -> Sequence[Any]:
     """A copy of the grouped tensor is split, since splitting changes it."""
     return operand if isinstance(operand, (list, tuple)) else operand.copy().split_into_quantized_tensors()
+
+
+def _is_grouped_tensor(operand: Any) -> bool:
+    """Whether an operand of several GEMMs is one tensor, whose parts are known on the device alone."""
+    return hasattr(operand, "split_into_quantized_tensors")
 
 
 def _is_of_transformer_engine(module: Any) -> bool:

@@ -17,21 +17,21 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
 from te_precision_callbacks.observation import Observation
-from te_precision_callbacks.ranks import own_rank
-from te_precision_callbacks.records.statistics_log import (
-    EVENTS_FOLDER,
-    OVERWRITE_VARIABLE,
-    claim,
-    is_overwritten,
-    log_file_name,
+from te_precision_callbacks.records.statistics_log import EVENTS_FOLDER
+from te_precision_callbacks.records.writer_thread import LONGEST_STILL, within
+from te_precision_callbacks.session.errors import (
+    FeatureLoadError,
+    ObservationError,
+    SessionError,
+    TransformerEngineUnavailableError,
 )
-from te_precision_callbacks.session.errors import FeatureLoadError, SessionError, TransformerEngineUnavailableError
+from te_precision_callbacks.session.event_log import FORMAT, EventLog
 from te_precision_callbacks.session.stray_calls import StrayCalls
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ SUPPORTED_TE = ("2.20", "2.21")
 
 
 _PYTHON_LOGGERS = ("nvdlfw_inspect", "Default Statistics")
+_EVENTS = "nvidia-dlfw-inspect's log"
 _TIMESTAMP_VARIABLE = "NVDLFW_INSPECT_LOG_TIMESTAMP"
 _STATE_ATTRIBUTES = ("debug_enabled", "weight_tensor_tp_group_reduce", "layers_initialized")
 _MODULE_ATTRIBUTES = (
@@ -205,6 +206,7 @@ class Inspector:
         feature_dirs, features: the user's own.
         process_group: as in :class:`te_precision_callbacks.options.SessionOptions`.
         report: called for each failure, with what was done, with which subject, and the exception.
+        strict: refuse to start if nothing can be written to the folder.
     """
 
     def __init__(
@@ -215,8 +217,10 @@ class Inspector:
         features: Sequence[type],
         process_group: Any,
         report: Callable[[str, str, BaseException], None],
+        strict: bool,
     ) -> None:
         self._report = report
+        self._strict = strict
         self._log_dir = log_dir
         self._feature_dirs = feature_dirs
         self._features = features
@@ -224,6 +228,7 @@ class Inspector:
         self._snapshot: Snapshot | None = None
         self._manager: Any = None
         self._stray_calls: StrayCalls | None = None
+        self._events: EventLog | None = None
         self._last_iteration = 0
 
     def start(self, observation: Observation, receive: ScalarReceiver, before_end: Callable[[], None]) -> None:
@@ -235,7 +240,8 @@ class Inspector:
             before_end: called before the script itself ends upstream.
 
         Raises:
-            SessionError: upstream is running already, started here or by the script.
+            SessionError: upstream is running already, started here or by the script; or with ``strict``, nothing can be
+                written to the folder.
             FeatureLoadError: a feature could not be loaded.
         """
         import nvdlfw_inspect.api as debug_api
@@ -248,17 +254,14 @@ class Inspector:
                 " be active: call debug_api.end_debug() first, and leave initialize, step and end_debug to the session."
                 " Pass its config as config=; with layer_names='upstream' its selectors select the same layers."
             )
+        self._make_folder()
         self._snapshot = Snapshot()
         self._snapshot.detach_handlers()
         SingleMessageLogger.logged_messages.clear()
-        events = self._claim_events(self._log_dir / EVENTS_FOLDER / log_file_name(own_rank()))
         with warnings.catch_warnings():
             # TE's deprecated aliases warn when they are registered, used or not; as an error it would end the process.
             warnings.simplefilter("ignore", DeprecationWarning)
-            self._initialize(debug_api, events, receive)
-        for name in _PYTHON_LOGGERS:
-            for handler in logging.getLogger(name).handlers:
-                handler.handleError = self._report_log_failure  # type: ignore[method-assign]
+            self._initialize(debug_api, receive)
         manager: Any = debug_api.DEBUG_MANAGER
         self._manager = manager
         self._stray_calls = StrayCalls(manager, before_end)
@@ -268,26 +271,64 @@ class Inspector:
         # built before take part as well, since the state is an attribute of the class.
         TEDebugState.debug_enabled = True
 
+    def _make_folder(self) -> None:
+        """Make the log folder, where scripts may put files of their own. Where it cannot be made or written to, each
+        file that is lost is reported by what would write it; a strict run does not start."""
+        folder = self._log_dir / EVENTS_FOLDER if self._strict else self._log_dir
+
+        def make() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(f"no permission to write to {str(folder)!r}")
+
+        try:
+            within(LONGEST_STILL, make)
+        except OSError as error:
+            if self._strict:
+                raise SessionError(
+                    f"log_dir={str(self._log_dir)!r} cannot be written to: {error}. Give a writable folder."
+                ) from error
+
+    def _begin_events(self) -> None:
+        """Begin upstream's log of events, as ``initialize_logger`` does, but for the thread that writes it."""
+        import nvdlfw_inspect.logging as inspect_logging
+
+        inspect_logging.LOGGER = inspect_logging.FileLogger(_PYTHON_LOGGERS[0], str(self._log_dir))
+        self._events = EventLog(self._log_dir)
+        on_terminal = logging.StreamHandler()
+        on_terminal.setLevel(logging.WARNING)
+        on_terminal.setFormatter(logging.Formatter(f"NVDLFW INSPECT - {FORMAT}"))
+        found = logging.getLogger(_PYTHON_LOGGERS[0])
+        for handler in (self._events, on_terminal):
+            handler.handleError = self._report_log_failure  # type: ignore[method-assign]
+            found.addHandler(handler)
+        found.propagate = False
+
     def _report_log_failure(self, record: logging.LogRecord) -> None:
-        """Report a line that could not be written, on a full disk for example, instead of logging's own traceback."""
+        """Report a line that could not be made or written to the terminal, instead of logging's own traceback."""
         error = sys.exc_info()[1]
         if error is not None:
-            self._report("writing", "nvidia-dlfw-inspect's log", error)
+            self._report("writing", _EVENTS, error)
 
-    def _claim_events(self, path: Path) -> TextIO:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return claim(path)
-        except OSError as error:
-            raise SessionError(
-                f"log_dir={str(self._log_dir)!r} cannot be written to: {error}. Give a writable folder."
-            ) from error
+    def write_events(self, *, in_full: bool) -> None:
+        """Begin to write the log of events; see :meth:`EventLog.begin`."""
+        if self._events is not None:
+            self._events.begin(in_full=in_full)
 
-    def _initialize(self, debug_api: Any, events: TextIO, receive: ScalarReceiver) -> None:
-        """Start upstream, with its log of events in a file that no other process has."""
+    def report_events(self) -> None:
+        """Report that the log of events could not be written, once."""
+        failure = None if self._events is None else self._events.take_failure()
+        if failure is not None:
+            self._report("writing", _EVENTS, failure)
+
+    def hurry_events(self) -> list[Callable[[], bool]]:
+        """Have the log of events written at once; see :meth:`WriterThread.hurry`."""
+        return [] if self._events is None else [self._events.hurry()]
+
+    def _initialize(self, debug_api: Any, receive: ScalarReceiver) -> None:
+        """Start upstream."""
         import transformer_engine.debug.features as te_features
         from nvdlfw_inspect.debug_manager import DebugManager
-        from nvdlfw_inspect.logging import initialize_logger
 
         import te_precision_callbacks.features as own_features
         from te_precision_callbacks.features import registration
@@ -300,16 +341,9 @@ class Inspector:
                 raise FeatureLoadError(
                     f"The feature class {feature.__name__} could not be registered: {type(error).__name__}: {error}."
                 ) from error
-        # A line that cannot be written now is reported with the first line after the start.
-        raises, logging.raiseExceptions = logging.raiseExceptions, False
-        overwritten = is_overwritten()
-        os.environ.setdefault(OVERWRITE_VARIABLE, "0")  # a file of this name may be another process's
+        self._begin_events()
         try:
             # Like debug_api.initialize(), except for the config: there is none yet, and upstream refuses an empty one.
-            try:
-                initialize_logger(str(self._log_dir))
-            finally:
-                _redirect_events(events)
             debug_api.DEBUG_MANAGER = DebugManager(
                 None,
                 feature_dirs=[*map(str, self._feature_dirs), *own, *upstream],
@@ -324,10 +358,6 @@ class Inspector:
             ) from cause
         except (NotImplementedError, TypeError, AssertionError) as error:
             raise FeatureLoadError(f"nvidia-dlfw-inspect could not load the features: {error}") from error
-        finally:
-            logging.raiseExceptions = raises
-            if not overwritten:
-                del os.environ[OVERWRITE_VARIABLE]
 
     @property
     def registered(self) -> RegisteredFeatures:
@@ -422,6 +452,11 @@ class Inspector:
         """Count the iteration and log the gathered statistics; with collectives, unless ``reduce=False``."""
         type(self._manager).step(self._manager)  # see stray_calls.py
 
+    @property
+    def has_news(self) -> bool:
+        """Whether statistics were gathered since the last step."""
+        return self._manager is not None and not self.ended and bool(self._api.observation.engine.has_news)
+
     def log_local_statistics(self) -> None:
         """Log the gathered statistics of this rank, without a collective. Does nothing if upstream never started."""
         if self._manager is not None and not self.ended:
@@ -446,19 +481,9 @@ class Inspector:
             vars(STATS_BUFFERS).pop("log_stats", None)
             self._snapshot.restore()
             self._snapshot = None
-
-
-def _redirect_events(events: TextIO) -> None:
-    """Continue upstream's log of events in a file that is already open; upstream has opened another by name."""
-    events.seek(0, os.SEEK_END)
-    for handler in logging.getLogger(_PYTHON_LOGGERS[0]).handlers:
-        if isinstance(handler, logging.FileHandler):
-            file: Any = handler
-            by_name, file.stream = file.stream, events
-            with contextlib.suppress(OSError):  # a full disk is reported with the first line after the start
-                by_name.close()
-            return
-    events.close()
+            with contextlib.suppress(ObservationError):  # with strict=True; the session has ended
+                self.report_events()
+            self._events = None
 
 
 def reset_schedule(module: torch.nn.Module) -> None:

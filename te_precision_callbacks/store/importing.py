@@ -8,6 +8,8 @@
 Layer, tensor and statistic are joined without a mark between them. Which part is the layer is told by the names in the
 event logs, by the names of tensors, and by the statistics that are known; any other name stays as it is.
 
+A log that has reached its limit is two files: the older half, ``<name>.old``, is read first.
+
 A log of several ranks has a number once if all ranks that have it agree, and otherwise once for each rank.
 """
 
@@ -28,6 +30,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
+from te_precision_callbacks.records.log_file import older_half
 from te_precision_callbacks.statistics.names import logged_request
 from te_precision_callbacks.statistics.series import parsed_log_name
 from te_precision_callbacks.store.errors import NotARunError
@@ -53,6 +56,7 @@ _LINE = re.compile(
     r"(.{23}) - INFO - (.*) \t\t\t\t iteration=(\d+) \t\t\t\t value=(\S+)(?: \t\t\t\t rank=(\d+))?\s*", re.DOTALL
 )
 _MARK = b" - INFO - Here another run begins, of process "
+_GOES_ON = re.compile(r".{23} - INFO - The log goes on from .*\.old\.")
 _ANOTHER_RUN = re.compile(rb"^.{23} - INFO - Here another run begins, of process \d+\.$", re.MULTILINE)
 _ASSIGNED = re.compile(r"^.{23} - INFO - Assigned layer name: (.*)$")
 _MESSAGE = re.compile(r"^(.{23}) - (WARNING|ERROR|CRITICAL) - (.*)$")
@@ -106,6 +110,11 @@ class _Part(NamedTuple):
     times: dict[int, str]
 
 
+def _halves(file: Path) -> list[Path]:
+    """The files of a log, in order: the older half, if there is one, comes first."""
+    return [each for each in (older_half(file), file) if each.is_file()]
+
+
 def import_logs(path: Path, logs: _Logs) -> RecordedRun:
     """Read logs.
 
@@ -115,7 +124,7 @@ def import_logs(path: Path, logs: _Logs) -> RecordedRun:
     notes: list[str] = []
     layers, events = _read_events(logs)
     parts: list[tuple[int, _Part]] = []
-    sizes = sum(file.stat().st_size for file in logs.statistics.values())
+    sizes = sum(half.stat().st_size for file in logs.statistics.values() for half in _halves(file))
     with _progress(f"Reading {path}", sizes) as advance:
         for rank, file in logs.statistics.items():
             parts += [(rank, part) for part in _read_statistics(file, notes, advance)]
@@ -179,8 +188,8 @@ def _read_events(logs: _Logs) -> tuple[dict[str, None], list[dict[str, Any]]]:
     """The names of layers, in the order of the model, and warnings and errors."""
     layers: dict[str, None] = {}
     events = []
-    for rank, file in logs.events.items():
-        with file.open(encoding="utf-8", errors="replace") as lines:
+    for rank, half in [(rank, half) for rank, file in logs.events.items() for half in _halves(file)]:
+        with half.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 line = line.rstrip("\n")
                 assigned = _ASSIGNED.match(line)
@@ -204,25 +213,32 @@ def _read_events(logs: _Logs) -> tuple[dict[str, None], list[dict[str, Any]]]:
 
 def _read_statistics(file: Path, notes: list[str], advance: Callable[[int], None]) -> Iterator[_Part]:
     """The numbers of a log, piece by piece."""
-    segment, rest, unreadable = 0, b"", 0
-    with file.open("rb") as log:
-        while piece := log.read(_PIECE):
-            advance(len(piece))
-            rest += piece
-            end = rest.rfind(b"\n") + 1
-            lines, rest = rest[:end], rest[end:]
-            begin = 0
-            marks = _ANOTHER_RUN.finditer(lines) if _MARK in lines else ()
-            for mark in (*marks, None):
-                part, bad = _parse(lines[begin : None if mark is None else mark.start()], segment)
-                unreadable += bad
-                if part is not None:
-                    yield part
-                if mark is not None:
-                    segment, begin = segment + 1, mark.end() + 1
-    # What is behind the last end of a line is half a line, which a process was writing when it was killed.
+    segment, unreadable = 0, 0
+    for lines in _lines_of(_halves(file), advance):
+        begin = 0
+        marks = _ANOTHER_RUN.finditer(lines) if _MARK in lines else ()
+        for mark in (*marks, None):
+            part, bad = _parse(lines[begin : None if mark is None else mark.start()], segment)
+            unreadable += bad
+            if part is not None:
+                yield part
+            if mark is not None:
+                segment, begin = segment + 1, mark.end() + 1
     if unreadable:
         notes.append(f"{file}: {unreadable} lines are no statistics.")
+
+
+def _lines_of(files: Iterable[Path], advance: Callable[[int], None]) -> Iterator[bytes]:
+    """Whole lines, many at once; not half a line at the end, which a process was writing when it was killed."""
+    for file in files:
+        rest = b""
+        with file.open("rb") as log:
+            while piece := log.read(_PIECE):
+                advance(len(piece))
+                rest += piece
+                end = rest.rfind(b"\n") + 1
+                lines, rest = rest[:end], rest[end:]
+                yield lines
 
 
 def _parse(lines: bytes, segment: int) -> tuple[_Part | None, int]:
@@ -253,7 +269,7 @@ def _parse(lines: bytes, segment: int) -> tuple[_Part | None, int]:
         found = _from_columns(table)
     except (pa.ArrowInvalid, UnicodeDecodeError):  # a line that has tabs but is none of these, or is no UTF-8
         found, others = None, lines.decode("utf-8", errors="replace").split("\n")
-    others = [line for line in others if line.strip()]
+    others = [line for line in others if line.strip() and not _GOES_ON.fullmatch(line.rstrip("\r"))]
     matches = [_LINE.fullmatch(line) for line in others]
     readable = [match for match in matches if match is not None and _is_number(match[4])]
     parts = [] if found is None else [found]

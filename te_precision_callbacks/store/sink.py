@@ -8,22 +8,19 @@ disk is slower than the training. A process that is killed loses what was handed
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.records.model import Event, EventSink, RunInfo, Scalars, StepRecords
-from te_precision_callbacks.records.writer_thread import WriterThread
+from te_precision_callbacks.records.writer_thread import LONGEST_STILL, WriterThread, within
 from te_precision_callbacks.store.files import FOLDER, make_segment, new_run_id
 from te_precision_callbacks.store.launches import find_segment
 from te_precision_callbacks.store.limits import DEFAULT_LIMIT
 from te_precision_callbacks.store.recording import Facts, Place, Recording, Step, own_numbers
-
-logger = logging.getLogger(__name__)
 
 MOST_WAITING = 1 << 24
 """The values that may wait for the thread, some 300 MB; a step beyond them is left out."""
@@ -43,6 +40,8 @@ class _End(NamedTuple):
     error: BaseException | None
 
 
+_ResultT = TypeVar("_ResultT")
+
 _Job = Step | Event | Scalars | Facts | _End
 
 
@@ -56,7 +55,9 @@ class RecordSink(EventSink):
     Attributes:
         run_id: the name of the run, which may be one that the folder has.
         writes_reduced: whether this rank writes what all ranks share: reduced numbers, steps, the trainer's numbers and
-            facts. If not, it writes only what is its own.
+            facts. If not, it writes only what is its own, and makes no file before it has something: numbers, failures,
+            dumps.
+        is_alone: whether this rank judges the contract alone.
         place: the segment, which all ranks must agree on before :meth:`start`. None: rank 0 begins one, and the others
             look for it.
     """
@@ -64,15 +65,16 @@ class RecordSink(EventSink):
     def __init__(self, log_dir: Path, limit: int = DEFAULT_LIMIT) -> None:
         self.place: Place | None = None
         self.run_id = new_run_id()
+        self._is_new = True
         self.writes_reduced = True
+        self.is_alone = True
         self._runs = log_dir / FOLDER
         self._limit = limit
         self._run: RunInfo | None = None
         self._info: RunInfo
-        self._given = 0  # values, counted by the training's thread
-        self._taken = 0  # values, counted by the sink's thread
-        self._thread: WriterThread[_Job] = WriterThread("te-precision records", self._write_waiting)
+        self._thread: WriterThread[_Job] = WriterThread("records", self, MOST_WAITING)
         self._recording: Recording | None = None
+        self._has_recorded = False
         self._said = Notices()
         self._last_records: StepRecords | None = None
         self._last_step: float | None = None
@@ -81,21 +83,32 @@ class RecordSink(EventSink):
 
     # ------------------------------------------------------------------ in the training's thread
 
-    def has_run(self, run_id: str) -> bool:
-        """Whether the folder has a run."""
-        return Path(run_id).name == run_id != "" and (self._runs / run_id).is_dir()
+    def go_on_with(self, run_id: str) -> None:
+        """Record in a run that the folder has, instead of in a new one; nothing if it has no such run."""
+        if Path(run_id).name == run_id != "" and self._ask((self._runs / run_id).is_dir):
+            self.run_id, self._is_new = run_id, False
 
     def begin(self) -> Place:
-        """Begin a segment, of the run that is gone on with or of a new one.
+        """Begin a segment, of the run that is gone on with or of a new one, whose folder the thread makes.
 
         Raises:
             RecordingError: the folder cannot be made.
         """
+        if self._is_new:
+            return Place(self.run_id, 0)
+        number, _ = self._ask(lambda: make_segment(self._runs / self.run_id))
+        return Place(self.run_id, number)
+
+    def _ask(self, call: Callable[[], _ResultT]) -> _ResultT:
+        """The answer of a disk.
+
+        Raises:
+            RecordingError: there is none.
+        """
         try:
-            number, _ = make_segment(self._runs / self.run_id)
+            return within(LONGEST_STILL, call)
         except OSError as error:
             raise RecordingError(f"{self._runs} cannot be written: {error}. The run is not recorded.") from error
-        return Place(self.run_id, number)
 
     def start(self, run: RunInfo) -> None:
         """Begin to write."""
@@ -116,14 +129,10 @@ class RecordSink(EventSink):
         now = time.perf_counter()
         seconds = None if self._last_step is None else now - self._last_step
         self._last_records, self._last_step = records, now
-        if self._given - self._taken > MOST_WAITING:
-            if self._said.first("slow"):
-                text = "The disk is slower than the training, so numbers of some steps are not recorded."
-                logger.warning("%s The first one is iteration %d. Training goes on.", text, records.iteration)
-                self._put(Event("observation_failed", text, records.iteration, "warning"))
-            return
-        self._given += len(records)
-        self._put(Step(records, time.time(), seconds))
+        job = Step(records, time.time(), seconds)
+        if self._run is not None and not self._thread.put(job, len(records)) and self._said.first("slow"):
+            text = "The disk is slower than the training, so numbers of some steps are not recorded."
+            self._put(Event("observation_failed", text, records.iteration, "warning"))
 
     def event(self, event: Event) -> None:
         """Hand over something that happened."""
@@ -133,6 +142,10 @@ class RecordSink(EventSink):
         """Hand over the trainer's own numbers."""
         if self.writes_reduced:
             self._put(scalars)
+
+    def hurry(self) -> Callable[[], bool]:
+        """Have what was handed over written at once; see :meth:`WriterThread.hurry`."""
+        return self._thread.hurry()
 
     def close(self, error: BaseException | None) -> None:
         """Wait until everything is written; an interruption may end the waiting, and a second call goes on with it.
@@ -154,42 +167,36 @@ class RecordSink(EventSink):
         if failure is not None:
             self._run = None
             why = failure if str(failure) else type(failure).__name__
-            raise RecordingError(
-                f"{self._runs} cannot be written: {why}. The run is no longer recorded; what was recorded remains"
-                " readable."
-            ) from failure
+            now = "no longer recorded; what was recorded remains readable" if self._has_recorded else "not recorded"
+            raise RecordingError(f"{self._runs} cannot be written: {why}. The run is {now}.") from failure
 
     # ------------------------------------------------------------------ in the sink's own thread
 
-    def _write_waiting(self, jobs: deque[_Job]) -> bool:
-        """Write what waits; returns whether that was the end."""
-        try:
-            return self._write_all(jobs)
-        except BaseException:
-            if self._recording is not None:
-                self._recording.leave()
-            raise
+    def take(self, job: _Job) -> bool:
+        """Write a job, once the segment is known to this rank."""
+        if self._recording is None and self._concerns(job):
+            if not self._find():
+                return False  # until rank 0 has begun
+            self._recording = self._begin_recording()
+            self._has_recorded = True
+        if self._recording is None:
+            return True
+        if isinstance(job, _End):
+            self._recording.end(job.error)
+            self._recording = None
+        elif self._concerns(job):
+            self._recording.take(job)
+        return True
 
-    def _write_all(self, jobs: deque[_Job]) -> bool:
-        while jobs:
-            job = jobs[0]
-            if self._recording is None and self._concerns(job):
-                if not self._find():
-                    return False  # until rank 0 has begun
-                self._recording = self._begin_recording()
-            jobs.popleft()
-            if isinstance(job, Step):
-                self._taken += len(job.records)
-            if isinstance(job, _End):
-                if self._recording is not None:
-                    self._recording.end(job.error)
-                    self._recording = None
-                return True
-            if self._recording is not None and self._concerns(job):
-                self._recording.take(job)
+    def flush(self) -> None:
+        """Bring what was taken to the files."""
         if self._recording is not None:
             self._recording.flush()
-        return False
+
+    def leave(self) -> None:
+        """Close the files of a recording that could not go on."""
+        if self._recording is not None:
+            self._recording.leave()
 
     def _concerns(self, job: _Job) -> bool:
         """Whether something has to be written on this rank."""
@@ -197,7 +204,9 @@ class RecordSink(EventSink):
             return True
         if isinstance(job, Step):
             return job.records.local or bool(own_numbers(job.records).any())
-        return isinstance(job, Event) and not job.kind.startswith("segment_")
+        if not isinstance(job, Event) or (job.kind == "contract_judged" and not self.is_alone):
+            return False
+        return job.severity != "info" or job.kind == "dump_written"
 
     def _find(self) -> bool:
         """Whether the segment is known; it is looked for if not.

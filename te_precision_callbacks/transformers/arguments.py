@@ -20,6 +20,7 @@ from te_precision_callbacks.debug_values import (
     parse_debug,
 )
 from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.options import read_statistics_log
 from te_precision_callbacks.store.limits import record_limit
 from te_precision_callbacks.transformers.unwatched import warn_where_unwatched
 
@@ -68,13 +69,16 @@ class TrainingArguments(transformers.TrainingArguments):
             Transformer Engine layer.
         te_precision_require: with ``te_precision``, what the run must hold: as ``require=`` of the callback.
         te_precision_records: with ``te_precision``, whether the run is recorded: as ``records=`` of the callback.
+        te_precision_statistics_log: with ``te_precision``, which ranks write the statistics log, and how much: as
+            ``statistics_log=`` of the callback.
         te_precision_report: with ``te_precision``, whether the page of the run is written at its end: as ``report=`` of
             the callback.
 
     Raises:
         UnknownDebugOptionError: a name is unknown, also inside a list; a ValueError.
-        OptionError: ``te_precision_config``, ``te_precision_require``, ``te_precision_records`` or
-            ``te_precision_report`` without ``te_precision``, or of a type that it does not take.
+        OptionError: ``te_precision_config``, ``te_precision_require``, ``te_precision_records``,
+            ``te_precision_statistics_log`` or ``te_precision_report`` without ``te_precision``, or of a type that it
+            does not take.
         ConfigError: ``te_precision_require`` is no contract.
     """
 
@@ -110,6 +114,14 @@ class TrainingArguments(transformers.TrainingArguments):
         },
     )
 
+    te_precision_statistics_log: str | None = field(
+        default=None,
+        metadata={
+            "help": "With --debug te_precision: the ranks that write the statistics log, 'rank0' (the default), 'all'"
+            " or 'off', and the most that a rank's log grows to, such as 'rank0, 4GiB'."
+        },
+    )
+
     te_precision_report: bool = field(
         default=False,
         metadata={
@@ -128,17 +140,20 @@ class TrainingArguments(transformers.TrainingArguments):
             )
         require: Any = self.te_precision_require
         records: Any = self.te_precision_records
+        log: Any = self.te_precision_statistics_log
         check_options_of_te_precision(
             options,
             te_precision_config=config,
             te_precision_require=require,
             te_precision_records=records,
+            te_precision_statistics_log=log,
             te_precision_report=self.te_precision_report,
         )
         if not isinstance(self.te_precision_report, bool):
             raise OptionError(f"te_precision_report= must be True or False, not {self.te_precision_report!r}.")
         read_contract(require)
         record_limit("on" if records is None else records)
+        read_statistics_log("rank0" if log is None else log)
         if isinstance(config, os.PathLike):
             self.te_precision_config = os.fspath(config)
         self.debug = [option for option in options if isinstance(option, DebugOption)]

@@ -16,6 +16,7 @@ from te_precision_callbacks.debug_values import (
     check_options_of_te_precision,
 )
 from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.options import SessionKeywords
 from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.store.limits import Records
 from te_precision_callbacks.transformers.arguments import parse_options
@@ -39,6 +40,8 @@ class Trainer(transformers.Trainer):
         te_precision_config: the config of ``te_precision``, instead of ``args.te_precision_config``.
         te_precision_require: the contract of ``te_precision``, instead of ``args.te_precision_require``.
         te_precision_records: whether ``te_precision`` records the run, instead of ``args.te_precision_records``.
+        te_precision_statistics_log: which ranks write the statistics log of ``te_precision``, and how much, instead of
+            ``args.te_precision_statistics_log``.
         te_precision_report: whether ``te_precision`` writes the page of the run, instead of
             ``args.te_precision_report``.
         **keywords: as transformers' Trainer takes them.
@@ -62,6 +65,7 @@ class Trainer(transformers.Trainer):
         te_precision_config: ConfigSource = None,
         te_precision_require: ContractSource = None,
         te_precision_records: Records | None = None,
+        te_precision_statistics_log: str | None = None,
         te_precision_report: bool | None = None,
         **keywords: Any,
     ) -> None:
@@ -77,6 +81,9 @@ class Trainer(transformers.Trainer):
         records = te_precision_records
         if records is None:
             records = getattr(self.args, "te_precision_records", None)
+        log = te_precision_statistics_log
+        if log is None:
+            log = getattr(self.args, "te_precision_statistics_log", None)
         report = te_precision_report
         if report is None:
             report = getattr(self.args, "te_precision_report", False)
@@ -85,6 +92,7 @@ class Trainer(transformers.Trainer):
             te_precision_config=config,
             te_precision_require=require,
             te_precision_records=records,
+            te_precision_statistics_log=log,
             te_precision_report=report,
         )
         if options != self.args.debug:
@@ -96,10 +104,12 @@ class Trainer(transformers.Trainer):
         if precision:
             self._refuse_second_callback()
             watch = (ACTIVATION_OVERFLOW,) if overflow else ()
-            recorded: Records = "on" if records is None else records
-            self.add_callback(
-                PrecisionDebugTrainerCallback(config, debug=watch, require=require, records=recorded, report=report)
-            )
+            chosen: SessionKeywords = {"debug": watch, "require": require, "report": report}
+            if records is not None:
+                chosen["records"] = records
+            if log is not None:
+                chosen["statistics_log"] = log
+            self.add_callback(PrecisionDebugTrainerCallback(config, **chosen))
         elif overflow:
             self.add_callback(ActivationOverflowCallback())
 

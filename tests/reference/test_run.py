@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import threading
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
 from te_precision_callbacks.cli import main
-from te_precision_callbacks.reference.launch import why_no_module
+from te_precision_callbacks.reference import compiled, launch
+from te_precision_callbacks.reference.launch import Backend, why_no_module
 from tests.reference.processes import REPOSITORY, answers, python, te_precision
 
 if sys.version_info >= (3, 11):
@@ -303,3 +306,52 @@ def test_help_is_quick() -> None:
         """,
         fresh=True,
     ) == [True, []]
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "backend", "why", "description"),
+    [
+        (True, Backend.AUTO, None, "the compiled Transformer Engine"),
+        (True, Backend.AUTO, "ImportError: no", "reference backend: the real GPU"),
+        (False, Backend.AUTO, "not to be asked", "reference backend: the CPU as a pretended GPU"),
+        (False, Backend.TE, None, "the compiled Transformer Engine"),
+    ],
+)
+def test_what_a_script_runs_on(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, backend: Backend, why: str | None, description: str
+) -> None:
+    """As reference.install_where_needed() decides: on a login node the compiled one is imported, and nothing runs."""
+    asked = []
+    monkeypatch.setattr(launch, "_has_gpu", lambda: has_gpu)
+    monkeypatch.setattr(compiled, "why_unavailable", lambda: asked.append(1) or why)
+    assert description in launch.plan_launch(backend).description
+    assert bool(asked) == (has_gpu or backend is Backend.TE)
+
+
+@pytest.mark.parametrize("why", [None, "ImportError: libcudart.so.13"])
+def test_of_the_ranks_of_a_machine_one_tries_the_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str | None
+) -> None:
+    tried = []
+
+    def run(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
+        tried.append(1)
+        return subprocess.CompletedProcess([], 0 if why is None else 1, "", why or "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(compiled.tempfile, "tempdir", str(tmp_path))  # type: ignore[attr-defined]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    answers: list[str | None] = []
+    ranks = [threading.Thread(target=lambda: answers.append(compiled.why_unavailable())) for _ in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert answers == [why] * 4
+    assert len(tried) == 1
+    monkeypatch.setattr(compiled, "_HOLDS_FOR", 0.0)
+    assert compiled.why_unavailable() == why
+    assert len(tried) == 2, "an old answer is another launch's"
+    monkeypatch.delenv("LOCAL_RANK")
+    assert compiled.why_unavailable() == why
+    assert len(tried) == 3

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +16,9 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 
 from te_precision_callbacks.errors import FeatureError, OptionError
-from te_precision_callbacks.records import StepRecords
+from te_precision_callbacks.records import StepRecords, statistics_log, writer_thread
 from te_precision_callbacks.session import InspectSession, ObservationError, SessionError, sinks
+from te_precision_callbacks.store import sink
 from tests.conftest import Keeper, feature, statistics
 from tests.reference.processes import python
 
@@ -97,29 +102,104 @@ def test_a_slow_sink_is_named_once(
     assert all(text.startswith("The sink SlowSink takes 20 % of the training's time: 110 ms") for text in said)
 
 
-def test_a_log_folder_in_which_nothing_can_be_made_is_refused(tmp_path: Path) -> None:
-    """A file stands where a folder must be: the superuser may write to a folder that is read-only."""
+FILES = ("nvdlfw_inspect_logs", "nvdlfw_inspect_statistics_logs", "precision_records", "tensor_dumps")
+
+
+@pytest.mark.parametrize("file", ["", *FILES, "precision_summary.txt"])
+def test_training_goes_on_where_nothing_can_be_written(
+    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, file: str
+) -> None:
+    """A file stands where a folder must be, or a folder where a file must be: the superuser may write to a folder that
+    is read-only. Each kind of file that is lost is said once, and the others are written."""
+    if file.endswith(".txt"):
+        (tmp_path / "run" / file).mkdir(parents=True)
+    else:
+        (tmp_path / "run" / file).parent.mkdir(exist_ok=True)
+        (tmp_path / "run" / file).touch()
+    dumped = feature("DumpTensors", ["all"], tensors=["activation"], high_precision_tensor=True)
+    config = statistics() | {"dumps": dumped}
+    net = te.Linear(32, 32)
+    with InspectSession(config, model=net, log_dir=tmp_path / "run", sinks=[keeper]) as session:
+        train(session, net, 3)
+    assert keeper.iterations == [0, 1, 2]
+    said = [record.message for record in caplog.records if "failed on rank 0: " in record.message]
+    lost = (file,) if file else (*FILES, "precision_summary.txt")
+    for each in lost:
+        assert sum(f"/{each}" in text for text in said) == 1, (each, said)
+    if file:
+        written = {path.relative_to(tmp_path / "run").parts[0] for path in (tmp_path / "run").rglob("*")}
+        assert written >= {*FILES, "precision_summary.txt"}
+
+
+def test_a_strict_run_starts_in_no_folder_in_which_nothing_can_be_made(tmp_path: Path) -> None:
     (tmp_path / "nvdlfw_inspect_logs").touch()
     with pytest.raises(SessionError, match=r"log_dir='.*' cannot be written to: .*File exists"):
-        InspectSession(statistics(), log_dir=tmp_path).start()
+        InspectSession(statistics(), log_dir=tmp_path, strict=True).start()
 
 
 @pytest.mark.parametrize("deleted", [True, False])
 def test_a_log_folder_that_fails_later_is_reported_once(
-    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, deleted: bool
+    tmp_path: Path,
+    keeper: Keeper,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    deleted: bool,
 ) -> None:
-    net = te.Linear(32, 32)
-    with InspectSession(statistics(), model=net, log_dir=tmp_path / "run", sinks=[keeper]) as session:
+    net, log = te.Linear(32, 32), tmp_path / "run" / "nvdlfw_inspect_statistics_logs"
+    monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path / "run", sinks=[keeper], records="off") as session:
         if deleted:
             train(session, net, 1)
-            shutil.rmtree(tmp_path / "run")
+            wait_until(log.is_dir)
+            shutil.rmtree(log)
         else:
-            (tmp_path / "run" / "nvdlfw_inspect_statistics_logs").touch()
-        train(session, net, 3)
-    assert keeper.iterations == list(range(4 if deleted else 3))
+            log.parent.mkdir(exist_ok=True)
+            log.touch()
+        while session.iteration < 500 and not reports(caplog):
+            train(session, net, 1)
+    assert keeper.iterations == list(range(session.iteration))
     assert len(reports(caplog)) == 1
     assert "writing records to StatisticsLog" in reports(caplog)[0]
     assert "nvdlfw_inspect_statistics_logs" in reports(caplog)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hangs", ["write", "fsync", "mkdir", "open"])
+def test_a_disk_that_hangs_neither_stops_the_training_nor_its_end(
+    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, hangs: str
+) -> None:
+    """What the threads ask of the disk does not return; what the training's thread asks in the step would show."""
+    monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr(writer_thread, "LONGEST_STILL", 0.2)
+    monkeypatch.setattr(statistics_log, "MOST_WAITING", 50)
+    monkeypatch.setattr(sink, "MOST_WAITING", 50)
+    well, net = threading.Event(), te.Linear(32, 32)
+
+    def hanging(*arguments: Any, **keywords: Any) -> Any:
+        if threading.current_thread().name.startswith("te-precision"):
+            well.wait(60)
+        else:
+            assert not in_step, f"the training's thread has called os.{hangs}"
+        return call(*arguments, **keywords)
+
+    in_step, call = False, getattr(os, hangs)
+    session = InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper], strict=True).start()
+    monkeypatch.setattr(os, hangs, hanging)
+    in_step = True
+    train(session, net, 100)
+    in_step = False
+    session.stop()
+    well.set()
+    assert keeper.iterations == list(range(100))
+    said = [text for text in caplog.messages if "The disk does not answer" in text]
+    assert said, "the end has said what is lost"
+    wait_until(lambda: not any(thread.name.startswith("te-precision") for thread in threading.enumerate()))
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not holds() and time.monotonic() < until:
+        time.sleep(0.005)
 
 
 def test_a_broken_sink_ends_a_strict_run(tmp_path: Path) -> None:
@@ -249,7 +329,12 @@ def test_a_config_that_does_nothing_says_so(tmp_path: Path, caplog: pytest.LogCa
         ({"log_dirs": "x"}, "Did you mean 'log_dir'"),
         ({"strict": "yes"}, "strict= must be True or False"),
         ({"start_step": -1}, "start_step="),
-        ({"statistics_log": "rank1"}, "statistics_log= must be one of 'rank0', 'all', 'off', not 'rank1'"),
+        ({"statistics_log": "rank1"}, "statistics_log= must be one of 'rank0', 'all', 'off', or .*, not 'rank1'"),
+        ({"statistics_log": "off, 4GiB"}, "statistics_log= must be one of .*, not 'off, 4GiB'"),
+        ({"statistics_log": "rank0, all"}, "statistics_log= must be one of .*, not 'rank0, all'"),
+        ({"statistics_log": "4GiB, unlimited"}, "statistics_log= must be one of .*, not '4GiB, unlimited'"),
+        ({"statistics_log": ""}, "statistics_log= must be one of .*, not ''"),
+        ({"statistics_log": True}, "statistics_log= must be one of .*, not True"),
         ({"sinks": [print]}, "start, write and close"),
         ({"feature_dirs": "not/there"}, "not a folder"),
         ({"feature_dirs": 5}, "feature_dirs= must be a list"),

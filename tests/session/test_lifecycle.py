@@ -18,7 +18,7 @@ import yaml
 from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks.debug_utils import ActivationOverflowError
-from te_precision_callbacks.records.statistics_log import claim
+from te_precision_callbacks.records.log_file import claim
 from te_precision_callbacks.session import FeatureLoadError, InspectSession, SessionError, running_session
 from te_precision_callbacks.session.upstream import Snapshot
 from tests.conftest import Keeper, feature, global_state, module_state, statistics
@@ -161,7 +161,7 @@ def test_a_session_in_the_folder_of_a_running_one_leaves_its_logs_alone(tmp_path
     events = tmp_path / "nvdlfw_inspect_logs" / "nvdlfw_inspect_globalrank-0.log"
     events.parent.mkdir()
     with claim(events) as of_the_other:
-        of_the_other.write("of another process\n")
+        of_the_other.write(b"of another process\n")
         keeper = run(model(), statistics(), 1, tmp_path)
     assert keeper.iterations == [0]
     assert events.read_text() == "of another process\n"
@@ -337,10 +337,10 @@ def test_a_session_that_cannot_start_leaves_a_running_one_alone(tmp_path: Path, 
     assert keeper.iterations == [0]
 
 
-def test_a_log_dir_that_is_a_file_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_strict_run_refuses_a_log_dir_that_is_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SessionError, match="log_dir="):
-        InspectSession(statistics(), model=model(), log_dir=tmp_path / "file").start()
+        InspectSession(statistics(), model=model(), log_dir=tmp_path / "file", strict=True).start()
     assert not caplog.records
 
 

@@ -176,6 +176,18 @@ def test_the_report_on_the_command_line() -> None:
         trainer(args, kind=Trainer, te_precision_report=True)
 
 
+def test_the_statistics_log_on_the_command_line(tmp_path: Path) -> None:
+    found = parsed("--debug", "te_precision", "--te_precision_statistics_log", "rank0, 4GiB")
+    assert found.te_precision_statistics_log == "rank0, 4GiB"
+    with pytest.raises(OptionError, match=r"te_precision_statistics_log='off' is read only with"):
+        parsed("--te_precision_statistics_log", "off")
+    with pytest.raises(OptionError, match=r"statistics_log= must be one of .*, not '4 apples'"):
+        arguments(tmp_path, TrainingArguments, debug="te_precision", te_precision_statistics_log="4 apples")
+    args = arguments(tmp_path, TrainingArguments, debug="te_precision", te_precision_statistics_log="all")
+    trainer(args, model=llama(), kind=Trainer, te_precision_statistics_log="off").train()
+    assert not list(tmp_path.rglob("nvdlfw_inspect_statistics_logs"))
+
+
 # ---------------------------------------------------------------------- the trainer
 
 

@@ -1,0 +1,61 @@
+"""Which rank makes which files, and how often it waits for the disk, in runs of several gloo ranks."""
+
+from __future__ import annotations
+
+import ast
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from te_precision_callbacks.store import open_run
+from tests.forked import Running
+from tests.lightning.models import log_of, logged_lines
+from tests.session.files_script import CASES
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    done = Running(Path(__file__).with_name("files_script.py"), [str(folder)]).end()
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def made(folder: Path, case: str) -> Mapping[int, list[str]]:
+    """Rank -> what it made, and its calls of fsync."""
+    return {rank: (folder / case / f"{rank}.txt").read_text().splitlines() for rank in range(CASES[case][0])}
+
+
+@pytest.mark.parametrize(("case", "status"), [("normal", 0), ("sigterm", -signal.SIGTERM)])
+def test_rank_0_alone_makes_files(runs: Path, case: str, status: int) -> None:
+    """Also at a SIGTERM in the middle of a step, at which all ranks have gathered a remainder."""
+    found = made(runs, case)
+    assert ast.literal_eval((runs / case / "ended.txt").read_text()) == [status] * len(found)
+    assert all(found[rank] == [] for rank in found if rank)
+    assert {"nvdlfw_inspect_logs", "nvdlfw_inspect_statistics_logs", "precision_records"} <= set(found[0])
+    run = open_run(runs / case / "run")
+    assert run.steps["iteration"].to_pylist() == [0, 1, 2]
+    assert {name for name, _ in logged_lines(runs / case / "run", 0)} >= {"linear_activation_max"}
+
+
+def test_a_rank_that_fails_writes_what_it_alone_has(runs: Path) -> None:
+    found = made(runs, "failure")
+    assert found[2] == found[3] == []
+    files = {path for path in found[1] if Path(path).suffix}
+    in_records = {path for path in files if "/seg-000/rank-00001/" in path}
+    assert files - in_records == {"nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-1.log"}
+    assert {Path(path).name for path in in_records} >= {"events.jsonl", "values-000001.arrows"}
+    assert found[1].count("fsync") < 10
+    run = open_run(runs / "failure" / "run")
+    assert {row["rank"] for row in run.series.to_pylist()} == {None, 0, 1}
+    assert [event["text"] for event in run.events.to_pylist() if event["rank"] == 1] == ["ValueError: bad batch"]
+
+
+def test_all_ranks_write_if_they_are_told_to(runs: Path) -> None:
+    for rank in range(2):
+        assert log_of(runs / "all" / "run", rank).exists()
+        assert (runs / "all" / "run" / "nvdlfw_inspect_logs" / f"nvdlfw_inspect_globalrank-{rank}.log").exists()
