@@ -11,7 +11,14 @@ from te_precision_callbacks.config.contract import Contract, OnBroken
 from te_precision_callbacks.config.problems import ConfigError, suggestion
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.ranks import own_rank
-from te_precision_callbacks.records.coverage import NOTHING, PRECISIONS, Coverage, Product, Reason
+from te_precision_callbacks.records.coverage import (
+    NOTHING,
+    PRECISIONS,
+    Coverage,
+    Product,
+    Reason,
+    left_out_in_words,
+)
 from te_precision_callbacks.records.state import StateRow
 from te_precision_callbacks.session.parallel import Ranks
 
@@ -61,6 +68,7 @@ class ContractKeeper:
         self._steps = 0
         self._judged = -1
         self._said = ""
+        self._said_left = ""
 
     def end_step(self, coverage_now: Callable[[], Coverage], changes: int, ranks: Ranks) -> str | None:
         """Judge, if it is time: at the step that the contract names, and where precision has changed on any rank since.
@@ -83,8 +91,20 @@ class ContractKeeper:
             return None
         self._judged, own = changes, coverage_now()
         coverage = Coverage(ranks.pool(own), state=tuple(ranks.pool(own.state)))
+        self._say_left_out(coverage)
         broken = [*broken_clauses(self._contract, coverage), *_broken_state(self._contract, coverage.state)]
         return self._tell(broken, coverage) if broken else ""
+
+    def _say_left_out(self, coverage: Coverage) -> None:
+        """Warn once of what the shares leave out."""
+        left = "; ".join(left_out_in_words(coverage)) if self._contract.shares else ""
+        if left and left != self._said_left and own_rank() == 0:
+            logger.warning(
+                "The shares of the precision contract (require=) leave out what is not counted: %s. If that multiplies"
+                " matrices, the run may be in another precision than the contract says.",
+                left,
+            )
+        self._said_left = left
 
     def _tell(self, broken: Sequence[str], coverage: Coverage) -> str:
         listed = "\n".join(f"- {text}" for text in broken)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch.distributed
 
+from te_precision_callbacks.devices import is_lost, lost_in_words
 from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.errors import FeatureError
 from te_precision_callbacks.session.errors import ObservationError
@@ -29,6 +30,7 @@ class ObservationFailures:
         self._strict = strict
         self._rank = rank
         self._count = 0
+        self._lost = False
         self._reported: set[tuple[object, ...]] = set()
         self.on_report: Callable[[str], None] | None = None
         """Called with the text of each failure that is reported."""
@@ -44,8 +46,18 @@ class ObservationFailures:
 
         Raises:
             ObservationError: with ``strict=True``.
+            RuntimeError: with ``strict=True``, the exception itself if the GPU is lost.
+
+        A lost GPU is no failure of observation: it is said once, and the next operation of training raises it.
         """
         where = f"{doing} {of}"
+        if is_lost(error):
+            if self._strict:
+                raise error
+            if not self._lost:
+                self._lost = True
+                logger.warning("%s", lost_in_words(error, "Observation"))
+            return
         if self._strict:
             raise ObservationError(f"{where}: {_text(error)}") from error
         kind = (doing, type(error), error.kind if isinstance(error, FeatureError) else str(error))

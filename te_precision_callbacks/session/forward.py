@@ -52,7 +52,7 @@ from te_precision_callbacks.session.refusals import (
     DebugForward,
     DebugRefusal,
     has_quantized_input,
-    is_capturing,
+    is_captured,
     refusal_of,
 )
 from te_precision_callbacks.session.regions import AutocastRegions
@@ -120,6 +120,7 @@ class ForwardHooks:
         self._fused_observation = FusedObservation(failures.report)
         self.products = ModelProducts(failures.report, lambda: classify.paused, self._tap.in_layer)
         self._tap.attention = self.products
+        self._tap.on_silent = self.products.note_silent
         self.order = ExecutionOrder()
         self._saved: list[tuple[Any, str, Any]] = []
 
@@ -396,7 +397,7 @@ class ForwardHooks:
             if count == MOST_FORWARDS:
                 self.on_many_forwards(module)
         if id(module) in self._fused:
-            if is_capturing():
+            if is_captured():
                 self._leave_alone(module)
                 self._tell(module, CUDA_GRAPH)
             return False

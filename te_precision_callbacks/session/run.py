@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.debug_values import ACTIVATION_OVERFLOW
+from te_precision_callbacks.devices import is_capturing
 from te_precision_callbacks.dumps.files import SAFETENSORS
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
@@ -192,6 +193,13 @@ class Run:
 
     def step(self, logging_step: int | None) -> StepRecords | None:
         """As ``InspectSession.step``."""
+        if is_capturing():
+            if self._notices.first("captured step"):
+                logger.warning(
+                    "step() was called while a CUDA graph is being captured, and does nothing there: a replay would not"
+                    " call it. Call step() after each replay."
+                )
+            return None
         inspector, delivery = self.inspector, self._delivery
         if self.overflow.detector is not None:
             try:

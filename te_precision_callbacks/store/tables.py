@@ -139,7 +139,7 @@ GEMMS = pa.schema(
         ("calls", pa.int64()),  # a step
         ("macs", pa.int64()),  # a step
         ("order", pa.int64()),
-        ("runs", pa.string()),  # seen, planned, never
+        ("runs", pa.string()),  # seen, planned, never, uncounted
         ("not_run", pa.string()),
         ("precision", pa.string()),  # as Product.precision
         ("reason", pa.string()),  # the name of a Reason; null: low precision
