@@ -1,15 +1,18 @@
 """All that can only be known on a GPU, in one command: what must be right there, and what it costs.
 
     python benchmarks/gpu_check.py [--parts kernels,dumps] [--json] [--out benchmarks/gpu]
-    python benchmarks/gpu_check.py --device cpu --small    # the same code on a CPU, in a minute
+    python benchmarks/gpu_check.py --device cpu    # the same code on a CPU at the sizes of a test, in three minutes
 
 It takes under eight minutes and needs no network. Each part is a module of ``gpu_parts`` and runs in a process of its
-own, so that one that fails, breaks the CUDA context or does not end fails by itself. The parts use the compiled
-Transformer Engine if it can be imported, and the reference backend otherwise. The table is printed, and written with
-the machine and the versions to ``<out>/<name of the GPU>.json``. The exit status is 1 if a number is wrong or a part
-has failed.
+own, so that one that fails, breaks the CUDA context or does not end fails by itself. Within a part a check that raises
+is a row, and the next one runs. After ``--seconds`` no further part begins, and the last one is ended. The parts use
+the compiled Transformer Engine if it can be imported, and the reference backend otherwise. The table is printed, and
+written with the machine and the versions to ``<out>/<name of the GPU>.json``. The exit status is 1 if a number is wrong
+or a part has failed.
 
-A row without a verdict is a measurement, or a check that could not be made; its note says why.
+A row without a verdict is a measurement, or a check that could not be made; its note says why. In the JSON, ``parts``
+has of each part whether it has ``passed``, ``failed`` or ``cannot run here``, why, and its seconds; ``rows`` has all
+figures.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -30,7 +34,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from gpu_parts.rows import Row, brief, read_rows, row
+from gpu_parts.rows import BEGUN, Backend, Row, brief, read_rows, row
 from measuring import progress, report
 
 from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
@@ -38,6 +42,12 @@ from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
 BENCHMARKS = Path(__file__).resolve().parent
 COLUMNS = ("part", "check", "value", "unit", "expected", "verdict", "note")
 _VERDICTS = {True: "ok", False: "WRONG", None: ""}
+SECONDS = 470.0
+"""For all parts together."""
+_SLOWER_ON_A_CPU = 5
+"""How many times as long a part may run there: most of it are imports, on a machine that others may use too."""
+_LEAST_SECONDS = 5.0
+"""With less no part begins."""
 _MACHINE_SECONDS = 240.0
 """In which the machine must have been asked; the compiled Transformer Engine is imported for it once."""
 
@@ -51,24 +61,39 @@ class Part:
         module: what ``python -m`` runs.
         seconds: after which it is ended, and has failed.
         needs_transformer_engine: whether nothing of it can run without Transformer Engine's Python.
+        capability: the compute capability whose recipes it runs: on the reference backend where the GPU has another.
+        gpus: how many GPUs it may see.
     """
 
     name: str
     module: str
     seconds: float
     needs_transformer_engine: bool = True
+    capability: str | None = None
+    gpus: int = 1
 
 
 PARTS = (
     Part("kernels", "gpu_parts.kernels", 90, needs_transformer_engine=False),
-    Part("bandwidth", "gpu_parts.bandwidth", 75),
-    Part("launches", "gpu_parts.launches", 40),
+    Part("large", "gpu_parts.large", 45, needs_transformer_engine=False),
+    Part("streams", "gpu_parts.streams", 25, needs_transformer_engine=False),
+    Part("hopper", "gpu_parts.recipes", 60, capability="9.0"),
+    Part("blackwell", "gpu_parts.recipes", 60, capability="10.0"),
+    Part("coverage", "gpu_parts.coverage", 60),
+    Part("attention", "gpu_parts.attention", 75),
+    Part("capture", "gpu_parts.capture", 45),
+    Part("lost_gpu", "gpu_parts.lost_gpu", 30),
+    Part("ranks", "gpu_parts.ranks", 60, gpus=2),
     Part("parity", "gpu_parts.parity", 60),
+    Part("launches", "gpu_parts.launches", 40),
     Part("front_doors", "gpu_parts.front_doors", 45),
-    Part("dumps", "gpu_parts.dumps", 25),
+    Part("dumps", "gpu_parts.dumps", 30),
     Part("overflow", "gpu_parts.overflow", 25, needs_transformer_engine=False),
+    Part("memory", "gpu_parts.memory", 40),
+    Part("bandwidth", "gpu_parts.bandwidth", 75),
     Part("overhead", "gpu_parts.overhead", 100),
 )
+"""What must be right comes before what it costs, for which no time may be left."""
 
 
 class CannotRunError(Exception):
@@ -81,6 +106,7 @@ class Check:
     Args:
         device: ``cuda`` or ``cpu``.
         small: whether the sizes are those of a test.
+        seconds: for all parts together.
 
     Attributes:
         machine: what the numbers depend on.
@@ -89,17 +115,21 @@ class Check:
         CannotRunError: the device is ``cuda``, and there is none; or the machine could not be asked.
     """
 
-    def __init__(self, device: str, *, small: bool) -> None:
+    def __init__(self, device: str, *, small: bool, seconds: float) -> None:
+        self._device = device
         self._options = ["--device", device, *(["--small"] if small else [])]
-        self._environment = _environment(device)
+        self._until = time.monotonic() + seconds
         self._small = small
         self.machine = self._ask(device)
 
     def _ask(self, device: str) -> dict[str, Any]:
         command = [sys.executable, "-m", "gpu_parts.machine", "--device", device]
-        done = subprocess.run(
-            command, env=self._environment, capture_output=True, text=True, check=False, timeout=_MACHINE_SECONDS
-        )
+        try:
+            done = subprocess.run(
+                command, env=_environment(device), capture_output=True, text=True, check=False, timeout=_MACHINE_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            raise CannotRunError(f"the machine had not answered after {_MACHINE_SECONDS:.0f} s") from None
         if done.returncode:
             raise CannotRunError(f"the machine could not be asked: {_last_line(done.stderr)}")
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -108,16 +138,19 @@ class Check:
         return found
 
     def run(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """The machine, the seconds of each part, and all rows."""
+        """The machine, how each part has ended, and all rows."""
         rows: list[Row] = []
         seconds: dict[str, float] = {}
+        ended: dict[str, dict[str, Any]] = {}
         for part in parts:
             progress(f"{part.name} ...")
             start = time.monotonic()
             found = self._rows_of(part)
             seconds[part.name] = round(time.monotonic() - start, 1)
+            ended[part.name] = {**verdict(found), "seconds": seconds[part.name]}
             wrong = sum(one["ok"] is False for one in found)
-            progress(f"{part.name}: {len(found)} rows, {wrong} wrong, {seconds[part.name]} s")
+            how = ended[part.name]["verdict"]
+            progress(f"{part.name}: {how}, {len(found)} rows, {wrong} wrong, {seconds[part.name]} s")
             rows += found
         return {
             "machine": self.machine,
@@ -125,32 +158,49 @@ class Check:
             "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "small": self._small,
             "ok": all(one["ok"] is not False for one in rows),
+            "parts": ended,
             "seconds": seconds,
             "rows": rows,
         }
 
     def _rows_of(self, part: Part) -> list[Row]:
-        backend = self.machine["backend"]
+        left = self._until - time.monotonic()
+        if left < _LEAST_SECONDS:
+            return [row(part.name, "all", note="no time was left for it: --seconds gives more")]
+        backend = self._backend_of(part)
         if part.needs_transformer_engine and backend == "none":
             return [row(part.name, "all", note=self.machine["why_this_backend"])]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "rows")
             command = [sys.executable, "-m", part.module, "--rows", str(path), "--backend", backend, *self._options]
-            failure = self._run(command, part.seconds, Path(folder))
+            command += [] if part.capability is None else ["--capability", part.capability]
+            limit = part.seconds * (1 if self._device == "cuda" else _SLOWER_ON_A_CPU)
+            failure = self._run(command, min(limit, left), Path(folder), part.gpus)
             found = read_rows(path)
+            for one in found:
+                one["part"] = part.name  # some parts share a module
+            begun = path.with_suffix(BEGUN)
+            if failure and begun.exists():
+                failure = f"{failure}, in: {begun.read_text(encoding='utf-8')}"
         if not failure and not found:
             failure = "it gave no rows"
         if failure:
             found.append(row(part.name, "the part", "failed", expected="ran to its end", ok=False, note=failure))
         return found
 
-    def _run(self, command: Sequence[str], limit: float, folder: Path) -> str:
+    def _backend_of(self, part: Part) -> Backend:
+        """A part that runs another GPU's recipes runs them on the reference backend."""
+        backend: Backend = self.machine["backend"]
+        has = self.machine["layouts"]
+        return "reference" if backend == "compiled" and part.capability not in (None, has) else backend
+
+    def _run(self, command: Sequence[str], limit: float, folder: Path, gpus: int) -> str:
         """Run a part; how it failed, or nothing."""
         output = folder / "output"
         with output.open("wb") as stream:
             process = subprocess.Popen(
                 command,
-                env=self._environment,
+                env=_environment(self._device, gpus),
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
@@ -163,27 +213,42 @@ class Check:
                 return f"it had not ended after {limit:.0f} s"
             finally:
                 _end(process)
-        if status == 0:
-            return ""
         text = output.read_text(encoding="utf-8", errors="replace")
+        if status == 0:
+            if "Traceback (most recent call last)" in text:  # of a check that has failed
+                progress(text[-3000:])
+            return ""
         progress(text[-3000:])
         return f"status {status}: {_last_line(text)}"
 
 
-def _environment(device: str) -> dict[str, str]:
-    """Of the parts: they find these modules, and see one GPU or none."""
+def _environment(device: str, gpus: int = 1) -> dict[str, str]:
+    """Of the parts: they find these modules, and see so many GPUs, as far as there are any."""
     found = {name: value for name, value in os.environ.items() if name != ENVIRONMENT_VARIABLE}
     path = [str(BENCHMARKS), *filter(None, [found.get("PYTHONPATH")])]
-    seen = found.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] if device == "cuda" else ""
+    all_gpus = found.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")  # what comes after one that is not there is ignored
+    seen = ",".join(all_gpus[:gpus]) if device == "cuda" else ""
     return found | {"PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": seen}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a part that still runs, with the processes that it has started."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    """End a part that still runs, and the processes that it has started, also where it has ended before them."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def verdict(rows: Sequence[Row]) -> dict[str, str]:
+    """How a part has ended: ``passed``, ``failed`` or ``cannot run here``, and why."""
+    wrong = [one for one in rows if one["ok"] is False]
+    if wrong:
+        return {
+            "verdict": "failed",
+            "why": "; ".join(f"{one['check']}: {one['note'] or one['value']}" for one in wrong),
+        }
+    if all(one["value"] is None for one in rows):
+        return {"verdict": "cannot run here", "why": "; ".join(dict.fromkeys(one["note"] for one in rows))}
+    return {"verdict": "passed", "why": ""}
 
 
 def _last_line(text: str) -> str:
@@ -233,14 +298,19 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where tensors are (default: cuda)")
     parser.add_argument("--parts", type=_parts, default=PARTS, help=f"some of {','.join(one.name for one in PARTS)}")
-    parser.add_argument("--small", action="store_true", help="the sizes of a test")
+    parser.add_argument("--small", action="store_true", help="the sizes of a test, which a CPU has in any case")
+    parser.add_argument(
+        "--seconds", type=float, help=f"for all parts together (default: {SECONDS:.0f}; on a CPU as long as they take)"
+    )
     parser.add_argument("--json", action="store_true", help="print what is written instead of a table")
     parser.add_argument(
         "--out", type=Path, default=BENCHMARKS / "gpu", help="where it is written (default: benchmarks/gpu)"
     )
     options = parser.parse_args(given)
     try:
-        check = Check(options.device, small=options.small)
+        small = options.small or options.device == "cpu"
+        seconds = options.seconds or (SECONDS if options.device == "cuda" else math.inf)
+        check = Check(options.device, small=small, seconds=seconds)
     except CannotRunError as error:
         progress(f"{parser.prog}: {error}.")
         return 2
@@ -252,7 +322,8 @@ def main(given: Sequence[str] | None = None) -> int:
         print(json.dumps(found, indent=1))
     else:
         print(in_words(check.machine), end="\n\n")
-        seconds = ", ".join(f"{name} {value:.0f} s" for name, value in found["seconds"].items())
+        parts = found["parts"].items()
+        seconds = ", ".join(f"{name} {how['verdict']} ({how['seconds']:.0f} s)" for name, how in parts)
         wrong = [one for one in found["rows"] if one["ok"] is False]
         notes = f"{len(found['rows'])} rows, {len(wrong)} wrong. {seconds}. Written to {path.name}."
         notes += "".join(f"\nWRONG: {one['part']}, {one['check']}: {one['value']}. {one['note']}" for one in wrong)

@@ -1,6 +1,7 @@
 """What watching costs the host, part by part: for 6 to 60,000 tensors of a step, with eight statistics each.
 
     python benchmarks/host.py [--json] [--tensors 6 600 60000] [--repeats 3]
+    python benchmarks/host.py --layers 10 500 2000 [--json]    # session.step() where nothing is due
 
 The tensors have 16 x 16 elements, so that next to nothing is the arithmetic of large tensors.
   note        microseconds a tensor: the statistics of a tensor are asked for.
@@ -13,11 +14,15 @@ The tensors have 16 x 16 elements, so that next to nothing is the arithmetic of 
   metrics     microseconds a number: the selection of metrics, under their names, as all loggers get them.
   tensorboard microseconds a number: TensorBoard's writer, as a trainer calls it.
 Of several steps the fastest, behind one that interns series and makes names.
+
+With --layers: microseconds of session.step() in a model of so many te.Linear, in steps in which nothing is due; the
+median of many.
 """
 
 from __future__ import annotations
 
 import functools
+import statistics
 import tempfile
 import time
 from array import array
@@ -44,6 +49,7 @@ COLUMNS = (
     "tensorboard_us",
 )
 SIDE = 16
+IDLE_STEPS = 400
 
 
 def case_of(tensors: int, repeats: int, folder: Path) -> dict[str, Any]:
@@ -128,14 +134,49 @@ def case_of(tensors: int, repeats: int, folder: Path) -> dict[str, Any]:
     return {"tensors": tensors, "numbers": numbers, **best}
 
 
+def idle_case(layers: int) -> dict[str, Any]:
+    """The cost of a step in which nothing is due."""
+    import transformer_engine.pytorch as te
+
+    from te_precision_callbacks.session import InspectSession
+
+    net = torch.nn.Sequential(*(te.Linear(SIDE, SIDE) for _ in range(layers)))
+    log = {"enabled": True, "tensors": ["activation"], "stats": ["max"], "freq": 10**9}
+    config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": {"LogTensorStats": log}}}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        InspectSession(config, model=net, log_dir=folder, records="off") as session,
+    ):
+        for _ in range(3):
+            with te.autocast(enabled=True):
+                out = net(torch.randn(SIDE, SIDE))
+            out.sum().backward()
+            session.step()
+        session.step()  # without forwards, as those that are timed
+        times = []
+        for _ in range(IDLE_STEPS):
+            start = time.perf_counter()
+            session.step()
+            times.append(1e6 * (time.perf_counter() - start))
+    return {"layers": layers, "step_us": statistics.median(times)}
+
+
 def main(given: list[str] | None = None) -> None:
     parser = arguments(__doc__)
+    parser.add_argument("--layers", type=int, nargs="+", help="time steps in which nothing is due, with so many layers")
     parser.add_argument("--tensors", type=int, nargs="+", default=[6, 60, 600, 6_000, 60_000], help="watched in a step")
     parser.add_argument("--repeats", type=int, default=3, help="timed steps (default: 3)")
     options = parser.parse_args(given)
     reference.install_where_needed()
     described = machine(torch.device("cpu"))
     progress(described) if options.json else print(described, end="\n\n")
+    if options.layers:
+        idle = []
+        for layers in options.layers:
+            idle.append({**idle_case(layers), "machine": described})
+            progress(f"{layers} layers")
+        report(idle, ("layers", "step_us"), "Microseconds a step in which nothing is due.", as_json=options.json)
+        return
     cases = []
     for tensors in options.tensors:
         with tempfile.TemporaryDirectory() as folder, as_in_a_long_run():

@@ -9,6 +9,8 @@
   import      open_run of the same numbers as a statistics log of nvidia-dlfw-inspect.
   compare     the run with a second one, with a third one as the noise: so many values of each.
   report      the page of what was written, with open_run; ``files_mib`` is its size.
+  limit       as write, with a limit of two bytes for each value that comes: most of them are thinned out again.
+              ``kept_percent`` of the values are left.
 Each case has a process of its own; its memory is the most that it has had, with the imports.
 """
 
@@ -28,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-COLUMNS = ("case", "values", "seconds", "handed_us", "cpu_us", "peak_mib", "files_mib")
+COLUMNS = ("case", "values", "seconds", "handed_us", "cpu_us", "peak_mib", "files_mib", "kept_percent")
 STATISTICS = (
     "min",
     "max",
@@ -57,7 +59,7 @@ def names(series: int) -> list[tuple[str, str, str]]:
     ]
 
 
-def write(folder: Path, values: int, series: int) -> dict[str, float]:
+def write(folder: Path, values: int, series: int, limit: int = 1 << 40) -> dict[str, float]:
     """Record a run."""
     from te_precision_callbacks.records.model import RunInfo, StepRecords
     from te_precision_callbacks.statistics.series import SeriesTable
@@ -67,7 +69,7 @@ def write(folder: Path, values: int, series: int) -> dict[str, float]:
     numbers = np.array([table.intern(*name) for name in names(series)], np.int32)
     generator = np.random.default_rng(zlib.crc32(folder.name.encode()))  # runs that are compared differ
     own = [False] * series
-    sink = RecordSink(folder)
+    sink = RecordSink(folder, limit)
     begun, cpu, handed = time.perf_counter(), time.process_time(), 0.0
     sink.start(RunInfo(folder, 0, 1, 0, (), {}, "benchmark"))
     for iteration in range(values // series):
@@ -83,6 +85,20 @@ def write(folder: Path, values: int, series: int) -> dict[str, float]:
         "handed_us": 1e6 * handed / written,
         "cpu_us": 1e6 * (time.process_time() - cpu) / written,
     }
+
+
+def write_limited(folder: Path, values: int, series: int) -> dict[str, float]:
+    """Record a run that reaches its limit: two bytes for each value that comes."""
+    from te_precision_callbacks.store import open_run
+
+    limited = folder.parent / "limited"
+    found = write(limited, values, series, 2 * values)
+    size = sum(file.stat().st_size for file in limited.rglob("*") if file.is_file())
+    run = open_run(limited)
+    kept = len(run.values()) / (values // series * series)
+    if size > 2 * values or not run.thinned:
+        raise SystemExit(f"{size} bytes, of {2 * values}")
+    return {**found, "files_mib": size / 2**20, "kept_percent": 100 * kept}
 
 
 def open_only(folder: Path, values: int, series: int) -> dict[str, float]:
@@ -159,6 +175,7 @@ CASES: Mapping[str, tuple[str, Callable[[Path, int, int], dict[str, float]]]] = 
     "import": ("log", open_only),
     "compare": ("records", compare_all),
     "report": ("records", make_page),
+    "limit": ("records", write_limited),
 }
 """Case -> the folder that it works on, ``records`` or ``log``, and what it does."""
 

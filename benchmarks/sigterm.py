@@ -73,7 +73,9 @@ class _Slow(torch.utils.data.Dataset[int]):
 
 
 def _wait_for_a_key() -> None:
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=LONG))
+    store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=LONG)
+    )
     store.get("never")
 
 
@@ -83,7 +85,7 @@ def _hang_the_disk() -> None:
     from te_precision_callbacks.store.files import AppendedFile
 
     silent, _ = os.pipe()
-    LogFile.append = lambda self, text: os.read(silent, 1)  # type: ignore[assignment,method-assign,return-value]
+    LogFile.append = lambda self, text: os.read(silent, 1)  # type: ignore[assignment,method-assign]
     AppendedFile.write = lambda self, data: len(os.read(silent, 1))  # type: ignore[method-assign]
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from te_precision_callbacks.accelerate import PrecisionDebugger
     from te_precision_callbacks.config import ConfigError, load_config
     from te_precision_callbacks.errors import PrecisionDebugError
+    from te_precision_callbacks.fabric import PrecisionDebugFabricCallback
     from te_precision_callbacks.lightning import PrecisionDebugCallback
     from te_precision_callbacks.session import InspectSession
     from te_precision_callbacks.transformers import PrecisionDebugTrainerCallback
@@ -29,6 +30,7 @@ __all__ = [
     "InspectSession",
     "PrecisionDebugCallback",
     "PrecisionDebugError",
+    "PrecisionDebugFabricCallback",
     "PrecisionDebugTrainerCallback",
     "PrecisionDebugger",
     "load_config",

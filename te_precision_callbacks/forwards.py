@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, TypeVar, cast
 
@@ -16,6 +16,11 @@ NO_BACKWARD = -1
 
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_MODULE_CALL = torch.nn.Module._call_impl.__code__
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+"""Code of torch 2.13 by which a frame is known."""
 
 
 def outside_of_dynamo(function: FunctionT) -> FunctionT:
@@ -109,16 +114,60 @@ def innermost_autograd_frame() -> str | None:
 
     ``unpack_hook`` is where torch 2.13's and Transformer Engine 2.20's non-reentrant checkpoints recompute.
     """
+    return next((name for name, _ in _autograd_frames()), None)
+
+
+def running_functions() -> Iterator[FunctionCtx | None]:
+    """The contexts of the autograd Functions whose forwards run on the stack, innermost first, up to a backward; None
+    for one with a ``setup_context``, whose forward has no context yet."""
+    for name, context in _autograd_frames():
+        if name != "forward":
+            return
+        yield context
+
+
+def is_computing_again() -> bool:
+    """Whether what runs in a backward is a forward that an activation checkpoint computes again, in whatever part of
+    it, rather than the backward of a node."""
+    in_module = False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_name
-        if name == "unpack_hook":
-            return name
-        # The cheap look at the names first: f_locals of every frame would cost more than the forward pass.
-        is_function = name in ("forward", "backward") and frame.f_code.co_varnames[:1] == ("ctx",)
-        if is_function and isinstance(frame.f_locals.get("ctx"), FunctionCtx):
-            return name
+        code = frame.f_code
+        if code is _ENGINE:
+            return False  # a backward inside of the backward of a checkpoint
+        in_module = in_module or code is _MODULE_CALL
+        found = _autograd_frame(frame)
+        if found is not None and found[0] != "forward":
+            name, context = found
+            checkpoints = "Checkpoint" in type(context).__name__
+            return name == "unpack_hook" or in_module or checkpoints or torch.is_grad_enabled()
         frame = frame.f_back
+    return False
+
+
+def _autograd_frames() -> Iterator[tuple[str, FunctionCtx | None]]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = _autograd_frame(frame)
+        if found is not None:
+            yield found
+        frame = frame.f_back
+
+
+def _autograd_frame(frame: FrameType) -> tuple[str, FunctionCtx | None] | None:
+    """The name of a frame in which an autograd Function runs, or a checkpoint computes again, and the context."""
+    name = frame.f_code.co_name
+    if name == "unpack_hook":
+        return name, None
+    if name not in ("forward", "backward"):
+        return None
+    # The cheap look at the names first: f_locals of every frame would cost more than the forward pass.
+    if frame.f_code.co_varnames[:1] == ("ctx",):
+        context = frame.f_locals.get("ctx")
+        if isinstance(context, FunctionCtx):
+            return name, context
+    if name == "forward" and frame.f_back is not None and frame.f_back.f_code is _APPLY:
+        return name, None
     return None
 
 

@@ -36,8 +36,11 @@ from te_precision_callbacks.session import InspectSession, SessionError, Session
 from te_precision_callbacks.session.outcome import Mailbox
 
 try:
+    from lightning.fabric.loggers.csv_logs import CSVLogger
+    from lightning.fabric.loggers.logger import Logger
+    from lightning.fabric.loggers.tensorboard import TensorBoardLogger
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+    from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
     from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 except ImportError as error:
     raise MissingExtraError("te_precision_callbacks.lightning", "lightning") from error
@@ -155,7 +158,7 @@ class PrecisionDebugCallback(Callback):
         self._session = InspectSession.from_options(self._options)
         self._session.start(
             log_dir=self._options.log_dir or _log_dir_of(trainer),
-            sinks=[_LoggerSink(receiver, select) for receiver in trainer.loggers if trainer.is_global_zero],
+            sinks=[LightningLoggerSink(receiver, select) for receiver in trainer.loggers if trainer.is_global_zero],
             stop_at_sigterm=False,  # the trainer takes it, and calls on_exception
             front_door="lightning",
         )
@@ -339,8 +342,8 @@ def _scales_loss(trainer: Trainer) -> bool:
     return isinstance(plugin, DeepSpeedPrecision) and plugin.precision.startswith("16")
 
 
-class _LoggerSink(LoggerSink):
-    """The sink that hands a step's metrics to one of the trainer's loggers, in one call."""
+class LightningLoggerSink(LoggerSink):
+    """The sink that hands a step's metrics to one of the loggers of a trainer or of Fabric, in one call."""
 
     def __init__(self, receiver: Logger, select: MetricSelection) -> None:
         super().__init__(select)
@@ -359,7 +362,7 @@ class _LoggerSink(LoggerSink):
             add_report_to_wandb(self._receiver.experiment, path)
         elif isinstance(self._receiver, TensorBoardLogger):
             self._receiver.experiment.add_text(REPORT_NAME, str(path))
-        else:
+        elif type(self._receiver) is not CSVLogger:  # Fabric's takes numbers alone
             self._receiver.log_hyperparams({REPORT_NAME: str(path)})
 
 

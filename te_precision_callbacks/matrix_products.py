@@ -1,15 +1,17 @@
 """The matrix products that an operator of torch computes, and their sizes.
 
-    for product in products_of("addmm", (bias, activation, weight), result):
+    for product in products_of("aten::addmm", (bias, activation, weight), result):
         product.n, product.m, product.k, product.macs
 
-A product is counted as its definition has it: a causal mask leaves no multiply-add out, and what a fused backward of
-attention computes again counts once. The operators are those of torch 2.13
-(``aten/src/ATen/native/native_functions.yaml``).
+The full mathematical size counts: a causal mask leaves no multiply-add out, nor does a sparse operand, and what a fused
+backward of attention computes again counts once. The operators are those of torch 2.13
+(``aten/src/ATen/native/native_functions.yaml``, ``torch/nn/attention``, ``torch/_higher_order_ops/flex_attention.py``),
+and of flash-attn 2.8 and its version 3 for Hopper (``flash_attn_interface.py`` of each).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -21,6 +23,42 @@ Role = Literal["", "fprop", "dgrad", "wgrad", "qk", "pv", "lookup"]
 probabilities by the values (``pv``)."""
 
 
+Sizes = tuple[int, int, int, int]
+"""n, m, k and batch."""
+
+
+class Bounds(NamedTuple):
+    """Where the sequences begin and end that a call of attention takes together, on the device.
+
+    Attributes:
+        queries, keys: whole numbers, one more than there are sequences.
+        rows, columns: which of n, m and k is the length of a sequence's queries, and which that of its keys.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    rows: int
+    columns: int
+
+    def sizes(self, together: Sizes, queries: Sequence[int], keys: Sequence[int]) -> list[Sizes]:
+        """The sizes of the product of each sequence.
+
+        Args:
+            together: those of all sequences as one.
+            queries, keys: the bounds as numbers.
+        """
+        found = []
+        for rows, columns in zip(_lengths(queries), _lengths(keys), strict=True):
+            sizes = list(together)
+            sizes[self.rows], sizes[self.columns] = rows, columns
+            found.append((sizes[0], sizes[1], sizes[2], sizes[3]))
+        return found
+
+
+def _lengths(bounds: Sequence[int]) -> list[int]:
+    return [end - begin for begin, end in itertools.pairwise(bounds)]
+
+
 class MatrixProduct(NamedTuple):
     """A product of two matrices, or several of the same sizes.
 
@@ -29,6 +67,8 @@ class MatrixProduct(NamedTuple):
         n, m, k: the result has n rows of m elements, each a sum of k products.
         batch: the number of products.
         role: see :data:`Role`.
+        bounds: those of several sequences, whose lengths only the device knows: the sizes are then those of all
+            sequences as one, and :meth:`Bounds.sizes` gives those of each.
     """
 
     a: torch.Tensor
@@ -38,6 +78,7 @@ class MatrixProduct(NamedTuple):
     k: int
     batch: int = 1
     role: Role = ""
+    bounds: Bounds | None = None
 
     @property
     def macs(self) -> int:
@@ -46,7 +87,7 @@ class MatrixProduct(NamedTuple):
 
 
 def is_product(operator: str) -> bool:
-    """Whether an operator multiplies matrices, or looks up rows of one."""
+    """Whether an operator multiplies matrices in a way that is counted, or looks up rows of one."""
     return operator in _OPERATORS
 
 
@@ -54,16 +95,60 @@ def products_of(operator: str, arguments: Sequence[Any], result: Any) -> list[Ma
     """The matrix products of a call of an operator.
 
     Args:
-        operator: its name without namespace and overload: ``addmm``.
+        operator: its name with its namespace, without overload: ``aten::addmm``. For a higher-order operator the
+            namespace is ``higher_order``.
         arguments: its positional arguments.
         result: what it has returned.
 
     Returns:
-        Nothing for an operator that multiplies no matrices.
+        Nothing for an operator whose products are not counted.
     """
     find = _OPERATORS.get(operator)
     return [] if find is None else list(find(arguments, result))
 
+
+def why_not_counted(operator: str, arguments: Sequence[Any]) -> str:
+    """Why an operator that may multiply matrices is not counted; empty for one that is, or that multiplies none.
+
+    Args:
+        operator: as in :func:`products_of`.
+        arguments: its positional arguments. An operator outside of torch that is not known may multiply matrices if it
+            gets two of them with floating-point numbers.
+    """
+    if operator in _OPERATORS:
+        return ""
+    namespace, _, name = operator.partition("::")
+    if namespace == "aten":
+        reason = NOT_COUNTED.get(name) or NOT_COUNTED.get(name.removesuffix("_"), "")
+        return "" if reason in _MULTIPLY_NOTHING else reason
+    if namespace in _NO_PRODUCTS:
+        return ""
+    matrices = [tensor for tensor in _tensors(arguments) if tensor.dim() > 1 and tensor.is_floating_point()]
+    return UNKNOWN_OPERATOR if len(matrices) > 1 else ""
+
+
+def by_values(operator: str, arguments: Sequence[Any]) -> bool:
+    """Whether the sizes of the products depend on the values of arguments: on the bounds of sequences.
+
+    Args:
+        operator, arguments: as in :func:`products_of`.
+    """
+    bounds = _BOUNDS.get(operator)
+    return bounds is not None and len(arguments) > bounds and arguments[bounds] is not None
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+_N, _M, _K = range(3)
+
+Several = tuple[torch.Tensor, torch.Tensor] | None
+"""The bounds of the queries and of the keys of several sequences."""
 
 _Find = Callable[[Sequence[Any], Any], Iterator[MatrixProduct]]
 
@@ -125,33 +210,157 @@ def _lookup(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
     yield MatrixProduct(indices, weight, indices.numel(), weight.shape[-1], 0, role="lookup")
 
 
-def _attention(*, backward: bool, heads_first: bool, bounds: int | None = None) -> _Find:
+def _attention(*, backward: bool, heads_first: bool, bounds: int | None = None, first: int | None = None) -> _Find:
     """Fused attention: of a backward the first argument is the gradient, followed by query, key and value.
 
     Args:
         backward: whether it is one.
         heads_first: whether operands are [batch, heads, length, size], or [..., length, heads, size].
         bounds: the number of the argument with the bounds of several sequences of queries, followed by that of keys.
+        first: the number of the argument with the queries; by default the first one, behind the gradient.
     """
     heads, length = (-3, -2) if heads_first else (-2, -3)
+    start = int(backward) if first is None else first
 
     def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
-        query, key, value = arguments[backward : backward + 3]
+        query, key, value = arguments[start : start + 3]
         size, size_v = query.shape[-1], value.shape[-1]
-        lengths, batch = [(query.shape[length], key.shape[length])], query.numel() // (query.shape[length] * size)
-        if bounds is not None and arguments[bounds] is not None:
-            of_query, of_key = (arguments[bounds + of].diff().tolist() for of in (0, 1))
-            lengths, batch = list(zip(of_query, of_key, strict=True)), query.shape[heads]
-        for rows, columns in lengths:
-            if not backward:
-                yield MatrixProduct(query, key, rows, columns, size, batch, "qk")
-                yield MatrixProduct(query, value, rows, size_v, columns, batch, "pv")
+        rows, columns, batch = query.shape[length], key.shape[length], query.numel() // (query.shape[length] * size)
+        of_query, of_key = arguments[bounds : bounds + 2] if bounds and len(arguments) > bounds + 1 else (None, None)
+        several: Several = None
+        if of_query is not None:
+            batch = query.shape[heads]
+            several = of_query, of_query if of_key is None else of_key
+        if backward:
+            tensors = arguments[0], query, key, value
+            yield from _gradients_of_attention(tensors, rows, columns, size, size_v, batch, several)
+        else:
+            yield MatrixProduct(query, key, rows, columns, size, batch, "qk", _bounds(several, _N, _M))
+            yield MatrixProduct(query, value, rows, size_v, columns, batch, "pv", _bounds(several, _N, _K))
+
+    return find
+
+
+def _bounds(several: Several, rows: int, columns: int) -> Bounds | None:
+    return None if several is None else Bounds(*several, rows, columns)
+
+
+def _gradients_of_attention(
+    tensors: Sequence[torch.Tensor],
+    rows: int,
+    columns: int,
+    size: int,
+    size_v: int,
+    batch: int,
+    several: Several = None,
+) -> Iterator[MatrixProduct]:
+    """The products of a backward: of the probabilities, and of each operand."""
+    gradient, query, key, value = tensors
+    yield MatrixProduct(gradient, value, rows, columns, size_v, batch, "pv", _bounds(several, _N, _M))
+    yield MatrixProduct(gradient, value, columns, size_v, rows, batch, "pv", _bounds(several, _K, _N))
+    yield MatrixProduct(gradient, key, rows, size, columns, batch, "qk", _bounds(several, _N, _K))
+    yield MatrixProduct(gradient, query, columns, size, rows, batch, "qk", _bounds(several, _K, _N))
+
+
+def _flex_backward(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
+    """Query, key, value, result, its logarithms, and the gradient: [batch, heads, length, size]."""
+    query, key, value, _, _, gradient = arguments[:6]
+    rows, columns, batch = query.shape[-2], key.shape[-2], math.prod(query.shape[:-2])
+    tensors = gradient, query, key, value
+    yield from _gradients_of_attention(tensors, rows, columns, query.shape[-1], value.shape[-1], batch)
+
+
+def _by_result(a: int, b: int, inner: Callable[[torch.Tensor, torch.Tensor], int]) -> _Find:
+    """A product whose packed operand does not have its size: the result has.
+
+    Args:
+        a, b: the numbers of the arguments.
+        inner: gives k.
+    """
+
+    def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
+        left, right = arguments[a], arguments[b]
+        columns = result.shape[-1]
+        yield MatrixProduct(left, right, result.numel() // max(1, columns), columns, inner(left, right))
+
+    return find
+
+
+def _pairs(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
+    for pair in zip(*arguments[:2], strict=True):
+        yield from _matrices(0, 1)(pair, None)
+
+
+def _outer(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
+    left, right = arguments[1:3]
+    yield MatrixProduct(left, right, left.numel(), right.numel(), 1)
+
+
+def _trilinear(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
+    """``torch.nn.Bilinear``: its weight multiplies the products of all pairs of features."""
+    tensors, expands = arguments[:3], arguments[3:6]
+    shapes = []
+    for tensor, expand in zip(tensors, expands, strict=True):
+        shape = list(tensor.shape)
+        for place in sorted(expand):
+            shape.insert(place, 1)
+        shapes.append(shape)
+    whole = math.prod(map(max, zip(*shapes, strict=True)))
+    yield MatrixProduct(tensors[0], tensors[1], result.numel(), 1, whole // max(1, result.numel()))
+
+
+def _linear_backward(gradient: int, activation: int, of_input: int | None, of_weight: int | None) -> _Find:
+    """Both gradients of a linear layer.
+
+    Args:
+        gradient, activation: the numbers of the arguments; the weight is the third one.
+        of_input, of_weight: the places in the mask, the fourth one, that say whether each is computed.
+    """
+
+    def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
+        of_result, weight = arguments[gradient], arguments[2]
+        outputs, inputs = weight.shape
+        rows = of_result.numel() // max(1, outputs)
+        if of_input is not None and arguments[3][of_input]:
+            yield MatrixProduct(of_result, weight, rows, inputs, outputs, role="dgrad")
+        if of_weight is None or arguments[3][of_weight]:
+            yield MatrixProduct(of_result, arguments[activation], outputs, inputs, rows, role="wgrad")
+
+    return find
+
+
+def _linear_backward_input(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
+    gradient, weight = arguments[1:3]
+    outputs, inputs = weight.shape
+    yield MatrixProduct(gradient, weight, gradient.numel() // max(1, outputs), inputs, outputs, role="dgrad")
+
+
+def _recurrent(weights: slice, *, packed: bool = True, mask: int | None = None, backward: bool = False) -> _Find:
+    """A recurrent layer, which multiplies each step's input and state by a matrix; several layers and directions have
+    several.
+
+    Args:
+        weights: the arguments with weights.
+        packed: whether that is one argument, a list.
+        mask: the number of the argument that says which gradients are computed: of the input first, of weights last.
+        backward: whether it is the backward.
+    """
+
+    def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
+        given, of_weights = arguments[0], arguments[weights]
+        wanted = (True,) if mask is None else arguments[mask]
+        steps = given.numel() // max(1, given.shape[-1])
+        for weight in of_weights[0] if packed else of_weights:
+            if weight.dim() != 2:
                 continue
-            gradient = arguments[0]
-            yield MatrixProduct(gradient, value, rows, columns, size_v, batch, "pv")  # of the probabilities
-            yield MatrixProduct(gradient, value, columns, size_v, rows, batch, "pv")
-            yield MatrixProduct(gradient, key, rows, size, columns, batch, "qk")
-            yield MatrixProduct(gradient, query, columns, size, rows, batch, "qk")
+            rows, columns = weight.shape
+            if not backward:
+                yield MatrixProduct(given, weight, steps, rows, columns, role="fprop")
+                continue
+            if wanted[0]:
+                yield MatrixProduct(given, weight, steps, columns, rows, role="dgrad")
+            if wanted[-1]:
+                yield MatrixProduct(given, weight, rows, columns, steps, role="wgrad")
 
     return find
 
@@ -164,18 +373,181 @@ _FUSED = (
     "_scaled_dot_product_fused_attention_overrideable",
 )
 
-_OPERATORS: Mapping[str, _Find] = {
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "_scaled_mm", "_int_mm"), _matrices(0, 1)),
+
+def _of_dense(left: torch.Tensor, right: torch.Tensor) -> int:
+    return right.shape[-2]
+
+
+def _of_left(left: torch.Tensor, right: torch.Tensor) -> int:
+    return left.shape[-1]
+
+
+_PRODUCTS = ("mm", "bmm", "mv", "dot", "vdot", "_scaled_mm", "_scaled_mm_v2", "_int_mm")
+_PACKED = ("_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu", "_weight_int4pack_mm_with_scales_and_zeros")
+
+_OF_ATEN: Mapping[str, _Find] = {
+    **dict.fromkeys(_PRODUCTS, _matrices(0, 1)),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"), _matrices(1, 2)),
-    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), _grouped),
-    **dict.fromkeys(("linear", "mkldnn_linear", "_linear_pointwise"), _linear),
+    **dict.fromkeys(("addmm_", "baddbmm_", "addbmm_", "addmv_"), _matrices(1, 2)),
+    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), _grouped),
+    **dict.fromkeys(("addr", "addr_"), _outer),
+    "_foreach_mm": _pairs,
+    "_trilinear": _trilinear,
+    **dict.fromkeys(("linear", "mkldnn_linear"), _linear),
+    "linear_backward": _linear_backward(1, 0, 0, 1),
+    "mkldnn_linear_backward": _linear_backward(1, 0, 0, 1),
+    "mkldnn_linear_backward_input": _linear_backward_input,
+    "mkldnn_linear_backward_weights": _linear_backward(0, 1, None, None),
+    **dict.fromkeys((*_PACKED, "_weight_int8pack_mm", "_mixed_dtypes_linear", "_dyn_quant_matmul_4bit"),
+                    _by_result(0, 1, _of_left)),
+    "_cslt_sparse_mm": _by_result(0, 1, _of_dense),
+    "_sparse_semi_structured_mm": _by_result(0, 2, _of_dense),
+    "_sparse_semi_structured_addmm": _by_result(1, 3, _of_dense),
+    "_sparse_semi_structured_linear": _by_result(0, 1, _of_left),
     "convolution": _convolution,
+    "convolution_overrideable": _convolution,
     "convolution_backward": _convolution_backward,
-    "embedding": _lookup,
+    **dict.fromkeys(("_cudnn_rnn", "miopen_rnn"), _recurrent(slice(1, 2))),
+    "_cudnn_rnn_backward": _recurrent(slice(1, 2), mask=21, backward=True),
+    "miopen_rnn_backward": _recurrent(slice(1, 2), mask=20, backward=True),
+    "mkldnn_rnn_layer": _recurrent(slice(1, 5), packed=False),
+    "mkldnn_rnn_layer_backward": _recurrent(slice(1, 5), packed=False, backward=True),
+    **dict.fromkeys(("embedding", "_embedding_bag", "_embedding_bag_forward_only"), _lookup),
     **dict.fromkeys(_FUSED, _attention(backward=False, heads_first=True)),
     **{f"{name}_backward": _attention(backward=True, heads_first=True) for name in _FUSED},
     "_flash_attention_forward": _attention(backward=False, heads_first=False, bounds=3),
+    "_flash_attention_forward_no_dropout_inplace": _attention(backward=False, heads_first=False, bounds=4, first=1),
     "_flash_attention_backward": _attention(backward=True, heads_first=False, bounds=6),
     "_efficient_attention_forward": _attention(backward=False, heads_first=False, bounds=4),
     "_efficient_attention_backward": _attention(backward=True, heads_first=False, bounds=6),
+    "_cudnn_attention_forward": _attention(backward=False, heads_first=False, bounds=4),
+    "_cudnn_attention_backward": _attention(backward=True, heads_first=False, bounds=9),
+}  # fmt: skip
+
+_OPERATORS: Mapping[str, _Find] = {
+    **{f"aten::{name}": find for name, find in _OF_ATEN.items()},
+    "mkldnn::_linear_pointwise": _linear,
+    "torch_attn::_varlen_attn": _attention(backward=False, heads_first=False, bounds=3),
+    "torch_attn::_varlen_attn_out": _attention(backward=False, heads_first=False, bounds=4, first=1),
+    "torch_attn::_varlen_attn_backward": _attention(backward=True, heads_first=False, bounds=6),
+    "higher_order::flex_attention": _attention(backward=False, heads_first=True),
+    "higher_order::flex_attention_backward": _flex_backward,
+    "flash_attn::_flash_attn_forward": _attention(backward=False, heads_first=False),
+    "flash_attn::_flash_attn_backward": _attention(backward=True, heads_first=False),
+    "flash_attn::_flash_attn_varlen_forward": _attention(backward=False, heads_first=False, bounds=3),
+    "flash_attn::_flash_attn_varlen_backward": _attention(backward=True, heads_first=False, bounds=9),
+    "flash_attn_3::_flash_attn_forward": _attention(backward=False, heads_first=False, bounds=7),
+    "flash_attn_3::_flash_attn_backward": _attention(backward=True, heads_first=False, bounds=6),
 }
+
+_BOUNDS: Mapping[str, int] = {
+    "aten::_flash_attention_forward": 3,
+    "aten::_flash_attention_forward_no_dropout_inplace": 4,
+    "aten::_efficient_attention_forward": 4,
+    "aten::_cudnn_attention_forward": 4,
+    "torch_attn::_varlen_attn": 3,
+    "torch_attn::_varlen_attn_out": 4,
+    "flash_attn::_flash_attn_varlen_forward": 3,
+    "flash_attn_3::_flash_attn_forward": 7,
+}
+"""Forward of attention over several sequences -> the number of the argument with the bounds of the queries."""
+
+_ELEMENTWISE = "multiplies no matrices"
+_COPIES = "changes how a tensor is kept, and multiplies nothing"
+_SUMS = "adds up rows, and multiplies nothing"
+_MULTIPLY_NOTHING = frozenset({_ELEMENTWISE, _COPIES, _SUMS})
+
+_INSIDE = "is a kernel of a convolution: torch calls it inside of aten::convolution, which is counted"
+_SPARSE = "how much it multiplies depends on the values of a sparse matrix"
+_SOLVES = "decomposes a matrix, or solves by one, in a number of multiply-adds that depends on its method"
+_DISTANCES = "computes distances, in a number of multiply-adds that depends on its method"
+_APPLE = "is a kernel for Apple's GPUs"
+_INFERENCE = "is a fast path of inference, which has no gradients"
+_NESTED = "belongs to nested tensors, whose rows are not known on the host"
+
+UNKNOWN_OPERATOR = "gets several floating-point matrices; whether it multiplies them is not known"
+
+NOT_COUNTED: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            *("_conv_depthwise2d", "_nnpack_spatial_convolution", "_slow_conv2d_backward", "_slow_conv2d_forward"),
+            *("conv_depthwise3d", "convolution_backward_overrideable", "slow_conv3d_forward", "slow_conv_dilated2d"),
+            *("slow_conv_dilated3d", "slow_conv_transpose2d", "slow_conv_transpose3d"),
+            *("cudnn_convolution", "cudnn_convolution_add_relu", "cudnn_convolution_relu"),
+            *("cudnn_convolution_transpose", "miopen_convolution", "miopen_convolution_add_relu"),
+            *("miopen_convolution_relu", "miopen_convolution_transpose", "miopen_depthwise_convolution"),
+            *("mkldnn_convolution", "_convolution", "conv_tbc"),
+        ),
+        _INSIDE,
+    ),
+    **dict.fromkeys(
+        (
+            *("_sparse_addmm", "_sparse_mm_reduce_impl", "_sparse_mm_reduce_impl_backward", "_sparse_sparse_matmul"),
+            *("hspmm", "sparse_sampled_addmm", "_spsolve", "sspaddmm"),
+        ),
+        _SPARSE,
+    ),
+    **dict.fromkeys(
+        (
+            *("_cholesky_solve_helper", "cholesky", "cholesky_inverse", "cholesky_solve", "geqrf", "ormqr"),
+            *("_linalg_det", "_linalg_eigh", "_linalg_eigvals", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd"),
+            *("linalg_cholesky_ex", "linalg_eig", "linalg_householder_product", "linalg_inv_ex"),
+            *("linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lstsq", "linalg_lu", "linalg_lu_factor_ex"),
+            *("linalg_lu_solve", "linalg_matrix_exp", "linalg_qr", "linalg_solve_triangular", "triangular_solve"),
+            *("linalg_pinv", "lu_unpack", "_compute_linear_combination"),
+        ),
+        _SOLVES,
+    ),
+    **dict.fromkeys(("_cdist_forward", "_cdist_backward", "_pdist_forward", "_pdist_backward"), _DISTANCES),
+    **dict.fromkeys(
+        (
+            *("_lstm_mps", "lstm_mps_backward", "_mps_convolution", "_mps_convolution_transpose"),
+            *("mps_convolution_backward", "mps_convolution_transpose_backward"),
+            *("_scaled_dot_product_attention_math_for_mps",),
+        ),
+        _APPLE,
+    ),
+    **dict.fromkeys(
+        (
+            *("_native_multi_head_attention", "_transformer_encoder_layer_fwd", "_triton_multi_head_attention"),
+            *("_triton_scaled_dot_attention", "quantized_gru", "quantized_lstm"),
+        ),
+        _INFERENCE,
+    ),
+    "matmul_backward": _NESTED,
+    **dict.fromkeys(
+        (
+            *("_convert_weight_to_int4pack", "_convert_weight_to_int4pack_for_cpu", "_cslt_compress"),
+            *("_cudnn_rnn_flatten_weight", "_cudnn_init_dropout_state", "_cslt_sparse_mm_search"),
+            *("_sparse_semi_structured_apply", "_sparse_semi_structured_apply_dense", "_sparse_semi_structured_tile"),
+            *("_to_sparse_semi_structured", "mkldnn_reorder_conv2d_weight", "mkldnn_reorder_conv3d_weight"),
+        ),
+        _COPIES,
+    ),
+    **dict.fromkeys(
+        (
+            *("_embedding_bag_backward", "_embedding_bag_dense_backward", "embedding_dense_backward"),
+            *("_embedding_bag_per_sample_weights_backward", "embedding_renorm", "_sparse_sum_backward"),
+        ),
+        _SUMS,
+    ),
+    **dict.fromkeys(
+        (
+            *("_thnn_fused_gru_cell", "_thnn_fused_gru_cell_backward", "_thnn_fused_lstm_cell"),
+            *("_thnn_fused_lstm_cell_backward_impl", "linalg_cross", "linalg_vector_norm", "linalg__powsum"),
+            *("_linalg_check_errors", "_sparse_log_softmax_backward_data", "_sparse_softmax_backward_data"),
+            *("_sparse_mask_projection", "sparse_mask"),
+        ),
+        _ELEMENTWISE,
+    ),
+}
+"""Operators of aten that are not counted though they, or their names, look like products -> why."""
+
+_NO_PRODUCTS = frozenset(
+    {
+        *("c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp", "_dtensor", "profiler", "prims", "rngprims"),
+        *("debugprims", "debug_mode_ops", "inductor", "inductor_prims", "export", "_test", "streams"),
+        *("te_kv_cache", "te_attention", "te_softmax", "tex", "transformer_engine"),
+    }
+)
+"""Namespaces without products, and Transformer Engine's own, of which the tap tells."""

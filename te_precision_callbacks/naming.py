@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from te_precision_callbacks.scopes import FoundScope, Scope, found_scope, scope_of
+from te_precision_callbacks.turns import Turns
 
 if TYPE_CHECKING:
     from te_precision_callbacks.config.selection import LayerNames
@@ -324,16 +325,33 @@ class ModuleTree:
 
     def __init__(self, model: Model, *, parameters: bool = False) -> None:
         modules = list(dict.fromkeys(module for _, root in named_roots(model) or () for module in root.modules()))
-        self._children = [(module._modules, dict(module._modules)) for module in modules]
+        self._children = [(module, dict(module._modules)) for module in modules]
+        self._turns = Turns(self._children)
+        self._ids = frozenset(map(id, modules))
+        self._has_grown = False
         # Parameters by identity: tensors are compared element by element.
         self._parameters = [
             (module, tuple(map(id, module._parameters.values())), compiled_call(module))
             for module in (modules if parameters else ())
         ]
 
+    def note_registration(self, module: torch.nn.Module) -> None:
+        """Note that a module gets a child, for :meth:`seems_changed`."""
+        self._has_grown = self._has_grown or id(module) in self._ids
+
+    def seems_changed(self, at_once: int) -> bool:
+        """Whether a module was added or replaced since, as far as registrations were noted; any other change is seen
+        when the module's turn comes.
+
+        Args:
+            at_once: how many modules are looked at.
+        """
+        return self._has_grown or any(module._modules != before for module, before in self._turns.take(at_once))
+
     def changed(self) -> bool:
         """Whether a module was added, replaced, moved or removed since."""
-        return any(now != before for now, before in self._children) or any(
+        self._has_grown = False
+        return any(module._modules != before for module, before in self._children) or any(
             tuple(map(id, module._parameters.values())) != parameters or compiled_call(module) is not compiled
             for module, parameters, compiled in self._parameters
         )

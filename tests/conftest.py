@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,6 +177,15 @@ def nothing_left_behind() -> Iterator[None]:
     assert after == before
     # Delayed scaling updates the amax histories of all layers that there have ever been in the process.
     FP8GlobalStateManager.reset()
+
+
+@pytest.fixture(params=["one thread", "two threads"])
+def backward_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The backward runs in the thread of the forward, and in another one, as on a GPU."""
+    from tests.backward_thread import in_a_second_thread
+
+    with in_a_second_thread() if request.param == "two threads" else nullcontext():
+        yield
 
 
 def statistics(*, tensors: list[str] | None = None, layers: list[str] | None = None, **options: Any) -> dict[str, Any]:

@@ -19,13 +19,13 @@ from tests.forked import executable
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
-def cases_of(script: str, *arguments: str, names: str = "case") -> dict[Any, dict[str, Any]]:
-    """The JSON of a benchmark: name of a case -> its numbers."""
+def cases_of(script: str, *arguments: str, names: str = "case", fails: int = 0) -> dict[Any, dict[str, Any]]:
+    """The JSON of a benchmark: name of a case -> its numbers. ``fails``: the exit status that it may have too."""
     # torch.compile does nothing here: compiling Transformer Engine's functions takes longer than all the rest.
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     command = [executable(whole=True), str(BENCHMARKS / script), "--json", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode in (0, fails), done.stderr
     return {case[names]: case for case in json.loads(done.stdout)}
 
 
@@ -105,6 +105,11 @@ def test_host() -> None:
         assert case["numbers"] == case["tensors"] * 8
 
 
+def test_host_where_nothing_is_due() -> None:
+    cases = cases_of("host.py", "--layers", "3", "30", names="layers")
+    assert [case["step_us"] > 0 for case in cases.values()] == [True, True]
+
+
 def test_plan() -> None:
     (case,) = cases_of("plan.py", "--layers", "50").values()
     assert all(case[part] > 0 for part in ("build_s", "check_s", "rows_s"))
@@ -140,16 +145,36 @@ def test_disk() -> None:
 
 
 def test_records() -> None:
-    cases = cases_of("records.py", "--values=20000", "--series=200")
-    assert list(cases) == ["write", "open", "read", "import", "compare", "report"]
+    cases = cases_of("records.py", "--values=100000", "--series=50")
+    assert list(cases) == ["write", "open", "read", "import", "compare", "report", "limit"]
     for case in cases.values():
         assert case["seconds"] > 0
         assert case["peak_mib"] > 0
         assert case["files_mib"] > 0
     assert 0 < cases["write"]["handed_us"] < cases["write"]["cpu_us"]
+    assert 0 < cases["limit"]["kept_percent"] < 50
+
+
+@pytest.mark.slow
+def test_soak() -> None:
+    (case,) = cases_of("soak.py", "--steps=200", names="steps", fails=1).values()
+    assert [row["iteration"] for row in case["rows"]] == list(range(10, 201, 10))
+    assert {growth["quantity"] for growth in case["growth"]} >= {
+        "cpu_us",
+        "rss_mib",
+        "objects",
+        "threads",
+        "open_files",
+    }
 
 
 # --- gpu_check.py -----------------------------------------------------------------------------------------------------
+
+
+NAMES = (
+    *("kernels", "large", "streams", "hopper", "blackwell", "coverage", "attention", "capture", "lost_gpu", "ranks"),
+    *("parity", "launches", "front_doors", "dumps", "overflow", "memory", "bandwidth", "overhead"),
+)
 
 
 def gpu_check(
@@ -172,10 +197,15 @@ def rows_of(found: dict[str, Any], part: str) -> dict[str, dict[str, Any]]:
 
 
 def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
-    parts = ["kernels", "bandwidth", "launches", "front_doors", "dumps", "overflow", "overhead"]
+    separately = ("blackwell", "parity")  # another capability than that of the processes here
+    parts = [part for part in NAMES if part not in separately]
     found, done = gpu_check(tmp_path, "--parts", ",".join(parts))
     assert found["ok"] is True
     assert list(found["seconds"]) == parts
+    verdicts = {name: part["verdict"] for name, part in found["parts"].items()}
+    need_a_gpu = dict.fromkeys(("capture", "lost_gpu"), "cannot run here")
+    assert verdicts == dict.fromkeys(parts, "passed") | need_a_gpu
+    assert found["parts"]["capture"]["why"] == "needs a GPU"
     assert not [row for row in found["rows"] if row["ok"] is False]
     assert found["machine"]["backend"] == "reference"
     assert found["machine"]["versions"]["torch"]
@@ -191,6 +221,19 @@ def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
         assert launches[f"{path}: operations in a step"]["value"] > launches["without: operations in a step"]["value"]
     doors = rows_of(found, "front_doors")
     assert all(doors[f"{name}: statistics"]["value"] == 64 for name in ("lightning", "accelerate", "transformers"))
+    assert rows_of(found, "hopper")["Float8BlockScaling: losses, gradients and weights with a session"]["ok"] is True
+    assert rows_of(found, "large")["16,448 elements, transposed"]["ok"] is True
+    assert rows_of(found, "streams")["statistics, growing vectors: wrong numbers"]["value"] == 0
+    assert rows_of(found, "ranks")["two ranks over gloo: activation std, step 2, rank 1"]["ok"] is True
+    assert rows_of(found, "dumps")["the host in the first dump"]["value"] > 0
+    covered = rows_of(found, "coverage")
+    for model in ("torch", "Transformer Engine"):
+        for kind in ("none", "reentrant", "non-reentrant"):
+            assert covered[f"{model}, checkpoint: {kind}: multiply-adds"]["value"] > 10**7
+    attention = rows_of(found, "attention")
+    assert attention["torch, flash: multiply-adds"]["value"] == 6 * 4 * 64 * 2 * 128**2
+    assert attention["flex, eager: the output with a session"]["ok"] is True
+    assert attention["torch, varlen"]["note"] == "needs a GPU"
     assert rows_of(found, "dumps")["tensors equal to those of the step, bit for bit"]["value"] == 12
     assert rows_of(found, "overflow")["host waits added to a step"]["value"] == 1
     assert rows_of(found, "overhead")["debug, every 10th step: a step"]["value"] > 0
@@ -202,8 +245,12 @@ def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
 
 def test_gpu_check_compares_the_bytes_of_two_processes(tmp_path: Path) -> None:
     """Each of the two capabilities needs processes without Transformer Engine."""
-    found, done = gpu_check(tmp_path, "--parts", "parity", "--json", whole=False)
+    found, done = gpu_check(tmp_path, "--parts", "blackwell,parity", "--json", whole=False)
     assert json.loads(done.stdout) == found
+    recipes = rows_of(found, "blackwell")
+    for name in ("MXFP8BlockScaling", "NVFP4BlockScaling"):
+        assert recipes[f"{name}: activation underflows%"]["value"] > 0
+        assert recipes[f"{name}: activation underflows%"]["ok"] is True
     rows = rows_of(found, "parity")
     compared = {check: row for check, row in rows.items() if check.endswith("bytes that differ")}
     assert len(compared) == 8 + 9
@@ -229,6 +276,9 @@ PARTS = {
     "raises": "rows.measured('before', 1.0); raise ValueError('this part has failed')",
     "killed": "rows.measured('before', 1.0); import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
     "silent": "pass",
+    "goes on": "with rows.of('first'):\n        raise ValueError('of this check')\n    rows.equal('second', 1, 1)",
+    "elsewhere": "from gpu_parts.rows import CannotRunHereError\n    raise CannotRunHereError('needs a moon')",
+    "hangs": "with rows.of('a wait'):\n        import time; time.sleep(600)",
     "nan": "rows.at_most('an error', float('nan'), 1.0)",
     "right": "rows.equal('one and one', 2, 2)",
 }
@@ -241,9 +291,11 @@ def test_gpu_check_goes_on_after_a_part_that_fails(
         script = (
             f"from gpu_parts.rows import run_part\ndef check(settings, rows):\n    {body}\nrun_part({name!r}, check)\n"
         )
-        (tmp_path / f"part_{name}.py").write_text(script)
+        (tmp_path / f"part_{name.replace(' ', '_')}.py").write_text(script)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    parts = [in_process.Part(name, f"part_{name}", 60.0) for name in PARTS]
+    parts = [
+        in_process.Part(name, f"part_{name.replace(' ', '_')}", 0.6 if name == "hangs" else 60.0) for name in PARTS
+    ]
     monkeypatch.setattr(in_process, "PARTS", parts)
     folder = tmp_path / "out"
     assert in_process.main(["--device", "cpu", "--out", str(folder), "--parts", ",".join(PARTS)]) == 1
@@ -257,12 +309,29 @@ def test_gpu_check_goes_on_after_a_part_that_fails(
         ("killed", "before"): None,
         ("killed", "the part"): False,
         ("silent", "the part"): False,
+        ("goes on", "first"): False,
+        ("goes on", "second"): True,
+        ("elsewhere", "all"): None,
+        ("hangs", "the part"): False,
         ("nan", "an error"): False,
         ("right", "one and one"): True,
     }
     notes = {row["part"]: row["note"] for row in found["rows"] if row["check"] == "the part"}
     assert notes["raises"].endswith("ValueError: this part has failed")
     assert notes["silent"] == "it gave no rows"
+    assert notes["hangs"] == "it had not ended after 3 s, in: a wait"
+    verdicts_of_parts = {name: part["verdict"] for name, part in found["parts"].items()}
+    assert verdicts_of_parts == dict.fromkeys(PARTS, "failed") | {"elsewhere": "cannot run here", "right": "passed"}
+    assert found["parts"]["elsewhere"]["why"] == "needs a moon"
+    assert "first: ValueError: of this check (" in found["parts"]["goes on"]["why"]
+
+
+def test_gpu_check_begins_no_part_for_which_no_time_is_left(in_process: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    assert in_process.main(["--device", "cpu", "--out", str(folder), "--parts", "kernels,dumps", "--seconds", "1"]) == 0
+    found = json.loads((folder / "cpu.json").read_text())
+    assert [part["verdict"] for part in found["parts"].values()] == ["cannot run here"] * 2
+    assert "no time was left" in found["parts"]["dumps"]["why"]
 
 
 def test_gpu_check_without_a_gpu_says_so(in_process: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -274,4 +343,4 @@ def test_gpu_check_without_a_gpu_says_so(in_process: Any, tmp_path: Path, capfd:
     with pytest.raises(SystemExit) as ended:
         in_process.main(["--parts", "kernel"])
     assert ended.value.code == 2
-    assert "no such part: kernel. There are kernels, bandwidth" in capfd.readouterr().err
+    assert "no such part: kernel. There are kernels, large" in capfd.readouterr().err

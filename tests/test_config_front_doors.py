@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from te_precision_callbacks import PrecisionDebugCallback, PrecisionDebugger, PrecisionDebugTrainerCallback
+from te_precision_callbacks import (
+    PrecisionDebugCallback,
+    PrecisionDebugFabricCallback,
+    PrecisionDebugger,
+    PrecisionDebugTrainerCallback,
+)
 from te_precision_callbacks.config import ConfigError, load_config
 from te_precision_callbacks.debug_options import add_debug_options, debugging
 from te_precision_callbacks.session import InspectSession
@@ -63,6 +68,7 @@ FRONT_DOORS: dict[str, Callable[..., Any]] = {
     "load_config": load_config,
     "InspectSession": InspectSession,
     "Lightning": PrecisionDebugCallback,
+    "Fabric": PrecisionDebugFabricCallback,
     "Accelerate": by_accelerate,
     "Transformers": PrecisionDebugTrainerCallback,
     "debug_options": by_arguments,

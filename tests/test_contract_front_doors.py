@@ -12,12 +12,18 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from te_precision_callbacks import PrecisionDebugCallback, PrecisionDebugger, PrecisionDebugTrainerCallback
+from te_precision_callbacks import (
+    PrecisionDebugCallback,
+    PrecisionDebugFabricCallback,
+    PrecisionDebugger,
+    PrecisionDebugTrainerCallback,
+)
 from te_precision_callbacks.debug_options import add_debug_options, debugging
 from te_precision_callbacks.session import Coverage, PrecisionContractError
 from te_precision_callbacks.transformers import Trainer, TrainingArguments
 from tests.accelerate import loops
 from tests.lightning import models as lightning
+from tests.lightning import test_fabric as fabric
 from tests.transformers import models as transformers
 
 BROKEN = "fp8 >= 95%"
@@ -39,6 +45,19 @@ def by_lightning_without_transformer_engine(folder: Path, require: Any) -> Calla
     callback = PrecisionDebugCallback(require=require)
     fit = lightning.trainer(folder, callbacks=[callback], max_steps=5).fit
     return lambda: (fit(lightning.Torch(), lightning.loader(8)), callback.session.coverage())[1]
+
+
+def by_fabric(folder: Path, require: Any) -> Callable[[], Coverage]:
+    callback = PrecisionDebugFabricCallback(require=require, log_dir=folder)
+    made = fabric.fabric_of(folder, callback)
+
+    def train() -> Coverage:
+        model, optimizer = fabric.prepared(made)
+        with callback:
+            fabric.train(made, model, optimizer, range(5))
+        return callback.session.coverage()
+
+    return train
 
 
 def by_accelerate(folder: Path, require: Any) -> Callable[[], Coverage]:
@@ -85,6 +104,7 @@ def by_argparse(folder: Path, require: Any) -> Callable[[], Coverage]:
 FRONT_DOORS = {
     "Lightning": by_lightning,
     "Lightning, without Transformer Engine": by_lightning_without_transformer_engine,
+    "Fabric": by_fabric,
     "Accelerate": by_accelerate,
     "Transformers": by_transformers,
     "Transformers, by the flag": by_transformers_flag,

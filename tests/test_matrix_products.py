@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,14 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from te_precision_callbacks.matrix_products import MatrixProduct, is_product, products_of
+from te_precision_callbacks import matrix_products
+from te_precision_callbacks.matrix_products import (
+    NOT_COUNTED,
+    MatrixProduct,
+    is_product,
+    products_of,
+    why_not_counted,
+)
 
 
 class Products(TorchDispatchMode):
@@ -24,7 +32,7 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Sequence[Any] = (), keywords: Any = None) -> Any:
         result = operator(*arguments, **(keywords or {}))
-        self.found += products_of(operator._schema.name.rpartition("::")[2], arguments, result)
+        self.found += products_of(operator._schema.name, arguments, result)
         return result
 
 
@@ -100,8 +108,20 @@ def test_fused_attention(causal: bool) -> None:
 def test_attention_over_sequences_of_different_lengths() -> None:
     query, bounds = torch.zeros(1, 9, 3, 8), torch.tensor([0, 4, 9])
     given = (query, query, query, None, bounds, bounds, 5, 5, 0.0, 0)
-    products = products_of("_efficient_attention_forward", given, query)
-    assert sum(product.macs for product in products) == 2 * (4 * 4 + 5 * 5) * 3 * 8
+    products = products_of("aten::_efficient_attention_forward", given, query)
+    assert [product[2:6] for product in products] == [(9, 9, 8, 3), (9, 8, 9, 3)], "the lengths are on the device"
+    found = [sizes for product in products for sizes in product.bounds.sizes(product[2:6], [0, 4, 9], [0, 3, 9])]
+    assert found == [(4, 3, 8, 3), (5, 6, 8, 3), (4, 8, 3, 3), (5, 8, 6, 3)]
+
+
+def test_the_backward_of_attention_over_sequences_of_different_lengths() -> None:
+    query, bounds = torch.zeros(1, 9, 3, 8), torch.tensor([0, 4, 9])
+    given = (query, query, query, query, None, query, bounds, bounds)
+    of_first = [
+        product.bounds.sizes(product[2:6], [0, 4, 9], [0, 3, 9])[0]
+        for product in products_of("aten::_efficient_attention_backward", given, None)
+    ]
+    assert of_first == [(4, 3, 8, 3), (3, 8, 4, 3), (4, 8, 3, 3), (3, 8, 4, 3)]
 
 
 @pytest.mark.parametrize(
@@ -110,17 +130,173 @@ def test_attention_over_sequences_of_different_lengths() -> None:
     ids=["rows in groups", "sums in groups", "a matrix for each"],
 )
 def test_grouped_products(left: tuple[int, ...], right: tuple[int, ...], multiply_adds: int) -> None:
-    [product] = products_of("_grouped_mm", (torch.zeros(left), torch.zeros(right)), None)
+    [product] = products_of("aten::_grouped_mm", (torch.zeros(left), torch.zeros(right)), None)
     assert product.macs == multiply_adds
 
 
 def test_what_multiplies_no_matrices() -> None:
-    assert not is_product("mul")
-    assert products_of("mul", (ones(2, 2), ones(2, 2)), ones(2, 2)) == []
-    [lookup] = products_of("embedding", (torch.zeros(9, 4), torch.zeros(2, 3, dtype=torch.int64)), None)
+    assert not is_product("aten::mul")
+    assert products_of("aten::mul", (ones(2, 2), ones(2, 2)), ones(2, 2)) == []
+    [lookup] = products_of("aten::embedding", (torch.zeros(9, 4), torch.zeros(2, 3, dtype=torch.int64)), None)
     assert (lookup.role, lookup.macs, lookup.n, lookup.m) == ("lookup", 0, 6, 4)
 
 
 def test_vectors() -> None:
-    [product] = products_of("mv", (torch.zeros(5, 7), torch.zeros(7)), None)
+    [product] = products_of("aten::mv", (torch.zeros(5, 7), torch.zeros(7)), None)
     assert product[2:6] == (5, 1, 7, math.prod(()))
+
+
+LIKE_PRODUCTS = re.compile(
+    r"mm|matmul|linear|conv|attention|dot|rnn|lstm|gru|addr|outer|ger$|cdist|pdist|mv$|mv_$|matrix_exp|linalg|cslt|bmm"
+    r"|sparse|einsum|chain|embedding|solve|cholesky|svd|qr$|^lu_|flash|gemm|kron|inner"
+)
+"""In the names of operators that multiply matrices."""
+
+NO_PRODUCTS = re.compile(
+    r"gamma|cumm|rsqrt|sqrt|interp|bilinear|to_sparse|sparse_(?!mm|addmm|semi|sampled|sparse)|resize_as|commit|comm|dummy|bilinear"
+    r"|nonlinear|_to_mkldnn|sparse_to|as_sparse|triangular$|convert_indices|to_dense|is_sparse|linspace|hamming"
+)
+
+
+def like_products() -> set[str]:
+    """The operators of aten with several tensors that, by their names, may multiply them.
+
+    Those that torch takes apart before a dispatch mode are seen as their parts.
+    """
+    found: dict[str, bool] = {}
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, _, name = schema.name.partition("::")
+        tensors = [given for given in schema.arguments if "Tensor" in str(given.type) and not given.is_out]
+        if namespace != "aten" or not LIKE_PRODUCTS.search(name) or NO_PRODUCTS.search(name) or len(tensors) < 2:
+            continue
+        full = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
+        try:
+            apart = torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
+        except RuntimeError:  # an operator of TorchScript alone
+            apart = True
+        found[name] = found.get(name, False) or not apart
+    return {name for name, is_seen in found.items() if is_seen}
+
+
+def test_every_operator_that_may_multiply_is_counted_or_has_a_reason() -> None:
+    known = {name.partition("::")[2] for name in matrix_products._OPERATORS} | set(NOT_COUNTED)
+    missing = {name for name in like_products() if name not in known and name.removesuffix("_") not in known}
+    assert not missing
+    assert all(NOT_COUNTED.values())
+    assert not set(NOT_COUNTED).intersection(matrix_products._OF_ATEN)
+
+
+def test_the_operators_that_are_counted_have_these_names() -> None:
+    """Those of torch; flash-attn's are not installed."""
+    import torch.nn.attention.varlen
+
+    assert torch.nn.attention.varlen
+    names = {schema.name for schema in torch._C._jit_get_all_schemas()}
+    higher = {f"higher_order::{name}" for name in dir(torch.ops.higher_order)}
+    counted = {name for name in matrix_products._OPERATORS if not name.startswith("flash_attn")}
+    assert counted - names - higher - {"mkldnn::_linear_pointwise"} == {
+        name for name in counted if name.startswith("higher_order") and name not in higher
+    }
+    assert {f"aten::{name}" for name in NOT_COUNTED} <= names
+
+
+def test_an_operator_of_another_namespace_is_not_atens() -> None:
+    a, b = torch.ones(4, 4), torch.ones(4, 4)
+    assert products_of("vendor::mm", (a, b), a) == []
+    assert "is not known" in why_not_counted("vendor::mm", (a, b))
+    assert not why_not_counted("vendor::mm", (a, torch.ones(4))), "one matrix alone"
+    assert not why_not_counted("vendor::mm", (a, torch.ones(4, 4, dtype=torch.int64)))
+    assert "is not known" in why_not_counted("vendor::grouped", ([a, b], 3))
+    assert not why_not_counted("c10d::allreduce_", ([a, b],))
+    assert not why_not_counted("aten::mm", (a, b))
+    assert not why_not_counted("aten::add", (a, b))
+    assert "sparse" in why_not_counted("aten::_sparse_addmm", (a, a, b))
+    assert not why_not_counted("aten::sparse_mask", (a, b))
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape)
+
+
+def recurrent(kind: str, layers: int = 2) -> tuple[torch.Tensor, list[torch.Tensor], int]:
+    """The input and the weights of a recurrent layer of 7 steps for 3 sequences, and its multiply-adds by hand."""
+    net = {"LSTM": torch.nn.LSTM, "GRU": torch.nn.GRU}[kind](5, 6, layers)
+    gates = {"LSTM": 4, "GRU": 3}[kind]
+    by_hand = sum(gates * 6 * ((5 if layer == 0 else 6) + 6) for layer in range(layers)) * 7 * 3
+    return zeros(7, 3, 5), list(net.parameters()), by_hand
+
+
+SIZES: dict[str, Callable[[], tuple[str, tuple[Any, ...], Any, int]]] = {
+    "_scaled_mm_v2": lambda: ("aten::_scaled_mm_v2", (zeros(5, 7), zeros(7, 3), [], []), None, 5 * 7 * 3),
+    "_scaled_grouped_mm_v2": lambda: (
+        "aten::_scaled_grouped_mm_v2", (zeros(10, 4), zeros(3, 4, 6), [], []), None, 10 * 4 * 6
+    ),
+    "_cslt_sparse_mm": lambda: ("aten::_cslt_sparse_mm", (zeros(100), zeros(8, 3)), zeros(5, 3), 5 * 8 * 3),
+    "_cslt_sparse_mm, transposed": lambda: (
+        "aten::_cslt_sparse_mm", (zeros(100), zeros(8, 3)), zeros(3, 5), 5 * 8 * 3
+    ),
+    "_sparse_semi_structured_mm": lambda: (
+        "aten::_sparse_semi_structured_mm", (zeros(5, 4), zeros(5, 1), zeros(8, 3)), zeros(5, 3), 5 * 8 * 3
+    ),
+    "_foreach_mm": lambda: ("aten::_foreach_mm", ([zeros(2, 3)] * 2, [zeros(3, 4)] * 2), None, 2 * 2 * 3 * 4),
+    "addr": lambda: ("aten::addr", (zeros(5, 3), zeros(5), zeros(3)), zeros(5, 3), 15),
+    "linear_backward": lambda: (
+        "aten::linear_backward", (zeros(5, 7), zeros(5, 3), zeros(3, 7), [True, True, True]), None, 2 * 5 * 7 * 3
+    ),
+    "linear_backward of a frozen weight": lambda: (
+        "aten::linear_backward", (zeros(5, 7), zeros(5, 3), zeros(3, 7), [True, False, False]), None, 5 * 7 * 3
+    ),
+    **{
+        f"_cudnn_rnn {kind}": lambda kind=kind: (
+            "aten::_cudnn_rnn", (recurrent(kind)[0], recurrent(kind)[1], 4), None, recurrent(kind)[2]
+        )
+        for kind in ("LSTM", "GRU")
+    },
+    "_cudnn_rnn_backward": lambda: (
+        "aten::_cudnn_rnn_backward",
+        (*recurrent("LSTM")[:2], *[None] * 19, [True, True, True, True]),
+        None,
+        2 * recurrent("LSTM")[2],
+    ),
+    "flash-attn 3": lambda: (
+        "flash_attn_3::_flash_attn_forward", (*[zeros(2, 5, 3, 8)] * 3, None), None, 2 * 2 * 3 * 5 * 5 * 8
+    ),
+    "torch's varlen": lambda: (
+        "torch_attn::_varlen_attn",
+        (*[zeros(9, 3, 8)] * 3, torch.tensor([0, 4, 9]), torch.tensor([0, 4, 9]), 5, 5),
+        None,
+        2 * (16 + 25) * 3 * 8,
+    ),
+    "torch's varlen, backward": lambda: (
+        "torch_attn::_varlen_attn_backward",
+        (*[zeros(9, 3, 8)] * 5, None, torch.tensor([0, 4, 9]), torch.tensor([0, 4, 9]), 5, 5),
+        None,
+        4 * (16 + 25) * 3 * 8,
+    ),
+}  # fmt: skip
+
+
+def macs_of(product: MatrixProduct) -> int:
+    """Its multiply-adds; of several sequences those of each."""
+    bounds = product.bounds
+    if bounds is None:
+        return product.macs
+    return sum(map(math.prod, bounds.sizes(product[2:6], bounds.queries.tolist(), bounds.keys.tolist())))
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_by_hand(name: str) -> None:
+    operator, arguments, result, macs = SIZES[name]()
+    assert sum(map(macs_of, products_of(operator, arguments, result))) == macs
+
+
+def test_a_recurrent_layer_and_a_bilinear_one() -> None:
+    """On a CPU, in one operator for each of its layers; forward, and two products backward."""
+    net, x = torch.nn.LSTM(5, 6, 2), torch.zeros(7, 3, 5, requires_grad=True)
+    with Products() as products:
+        net(x)[0].sum().backward()
+    assert sum(product.macs for product in products.found) == 3 * recurrent("LSTM")[2]
+    bilinear = torch.nn.Bilinear(5, 6, 4, bias=False)
+    with Products() as products:
+        bilinear(ones(7, 5), ones(7, 6)).sum().backward()
+    assert [product.macs for product in products.found] == 4 * [7 * 4 * 5 * 6]

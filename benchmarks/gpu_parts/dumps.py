@@ -1,8 +1,13 @@
-"""DumpTensors: four tensors of a layer in each of some steps, read back and compared with the tensors themselves."""
+"""DumpTensors: four tensors of a layer in each of some steps, read back and compared with the tensors themselves.
+
+And how long training stops in the first dump, which allocates the page-locked memory, and in the others.
+"""
 
 from __future__ import annotations
 
+import statistics
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +18,14 @@ import torch
 from gpu_parts.rows import Rows, Settings, run_part
 from gpu_parts.waits import HostWaits
 from te_precision_callbacks import dumps
+from te_precision_callbacks.dumps.budget import Limits
 from te_precision_callbacks.dumps.contents import dump_of
+from te_precision_callbacks.dumps.page_locked import Ring
+from te_precision_callbacks.dumps.recording import Recorder
+from te_precision_callbacks.dumps.wanted import Wanted
 from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.statistics.schedule import Schedule
+from te_precision_callbacks.watched import Watched
 
 TENSORS = ("activation", "weight", "gradient", "output")
 CONFIG: dict[str, Any] = {
@@ -124,9 +135,9 @@ def _snapshot(settings: Settings, rows: Rows) -> None:
     values = torch.randn(4096, 4096, device=settings.device, dtype=torch.bfloat16)
     expected = values.cpu()
     dump = dump_of(values, None, tensor="activation")
-    dump.copied().wait()  # the first page-locked memory is allocated, for which torch waits
+    ring = Ring(2 * values.nbytes)
     with HostWaits(settings.device) as waits:
-        snapshot = dump.copied()
+        snapshot = dump.copied(ring)
         values.zero_()
     rows.equal("host waits for a snapshot", waits.total, 0, note=waits.where)
     snapshot.wait()
@@ -137,9 +148,43 @@ def _snapshot(settings: Settings, rows: Rows) -> None:
     rows.equal("a snapshot has what was there before", same, True)
 
 
+def _latency(settings: Settings, rows: Rows) -> None:
+    """How long noting a tensor takes the host, in the recorder that a session has."""
+    size = 64 if settings.small else 4096
+    values = torch.randn(size, size, device=settings.device, dtype=torch.bfloat16)
+    limits = Limits(max_bytes=1 << 33, max_files=1000, max_memory=1 << (26 if settings.small else 30))
+    wanted = Wanted(
+        Schedule.of(1, 0, -1, None),
+        high_precision=True,
+        quantized=False,
+        internals=False,
+        conditions=(),
+        file_format=None,
+        limits=limits,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = Recorder(Path(folder), file_format="safetensors")
+        times = []
+        for iteration in range(8):
+            settings.synchronize()
+            start = time.perf_counter()
+            recorder.note(Watched("layer", "activation", iteration, values), wanted, dict)
+            times.append(1e3 * (time.perf_counter() - start))
+            recorder.end_step()
+        recorder.flush()
+        listing = dumps.list(Path(folder) / "tensor_dumps")
+        recorder.close()
+    rows.equal("the recorder's files", len(listing), len(times))
+    note = f"a tensor of {size} x {size} in bfloat16"
+    rows.measured("the host in the first dump", times[0], "ms", note)
+    rows.measured("the host in the second dump", times[1], "ms", note)
+    rows.measured("the host in a later dump, median", statistics.median(times[2:]), "ms", note)
+
+
 def check(settings: Settings, rows: Rows) -> None:
-    _read_back(settings, rows)
-    _snapshot(settings, rows)
+    for name, part in {"files": _read_back, "a snapshot": _snapshot, "the first dump": _latency}.items():
+        with rows.of(name):
+            part(settings, rows)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ def facts(device: str) -> dict[str, Any]:
         "versions": {name: _version(name) for name in PACKAGES},
         "backend": backend,
         "why_this_backend": why,
+        "layouts": "10.0" if device == "cuda" and torch.cuda.get_device_capability(0) >= (10, 0) else "9.0",
     }
     if device == "cuda":
         found["gpu"] = _gpu()

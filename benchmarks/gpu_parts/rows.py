@@ -1,7 +1,8 @@
 """What the parts of gpu_check.py share: their rows, and how the process of a part starts.
 
     def check(settings: Settings, rows: Rows) -> None:
-        rows.equal("files", len(files), 4)
+        with rows.of("files"):  # an exception in it is a row, and what comes after it runs all the same
+            rows.equal("files", len(files), 4)
 
     if __name__ == "__main__":
         run_part("dumps", check)
@@ -13,20 +14,31 @@ found, so that a part which breaks later has told what it had found before.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import json
 import math
 import re
-from collections.abc import Callable
+import sys
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
+BEGUN = ".begun"
+"""The suffix of the file with the name of the check that runs."""
+
 Backend = Literal["compiled", "reference", "none"]
 """Which Transformer Engine a part runs on; ``none``: there is not even its Python."""
 
 Value = float | int | str | None
+
+
+class CannotRunHereError(Exception):
+    """Something that a check needs is not on this machine; its text says what."""
 
 
 class Row(TypedDict):
@@ -52,11 +64,13 @@ class Settings:
         device: where tensors are.
         small: whether the sizes are those of a test.
         backend: which Transformer Engine the part runs on.
+        capability: the compute capability that the reference backend stands for; None for its own choice.
     """
 
     device: torch.device
     small: bool
     backend: Backend
+    capability: str | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -74,7 +88,8 @@ class Settings:
         if self.backend == "reference":
             from te_precision_callbacks import reference
 
-            reference.install()
+            major_minor = None if self.capability is None else tuple(map(int, self.capability.split(".")))
+            reference.install(capability=major_minor)  # type: ignore[arg-type]
         import transformer_engine.pytorch
 
         return transformer_engine.pytorch
@@ -96,6 +111,23 @@ class Rows:
     def __init__(self, part: str, path: Path) -> None:
         self._part = part
         self._path = path
+
+    @contextlib.contextmanager
+    def of(self, check: str) -> Iterator[None]:
+        """A check of its own: where it raises, that is a row, and the part goes on with the next one."""
+        begun = self._path.with_suffix(BEGUN)
+        begun.write_text(check, encoding="utf-8")  # for who ends the part while it runs
+        try:
+            yield
+        except CannotRunHereError as why:
+            self.left_out(check, brief(str(why)))
+        except Exception as error:
+            traceback.print_exc()
+            self.add(check, "failed", expected="ran", ok=False, note=f"{in_one_line(error)} {_where(error)}".strip())
+            error.__traceback__ = None  # which holds the tensors of the check
+        finally:
+            begun.unlink()
+            gc.collect()
 
     def measured(self, check: str, value: Value, unit: str = "", note: str = "") -> None:
         """A number that is neither right nor wrong."""
@@ -160,6 +192,12 @@ def in_one_line(error: BaseException) -> str:
     return brief(f"{type(error).__name__}: {error}")
 
 
+def _where(error: BaseException) -> str:
+    """File and line of the innermost frames, without folders."""
+    frames = traceback.extract_tb(error.__traceback__)[-3:]
+    return f"({', '.join(f'{Path(frame.filename).name}:{frame.lineno}' for frame in frames)})" if frames else ""
+
+
 def brief(text: str) -> str:
     """Text for a note: one line, not long, and no folders of this machine."""
     return re.sub(r"(?<![\w/:.])(/[\w.+@-]+)+/", "", " ".join(text.split()))[:300]
@@ -171,10 +209,17 @@ def run_part(name: str, check: Callable[[Settings, Rows], None]) -> None:
     parser.add_argument("--rows", type=Path, required=True, help="the file that rows are appended to")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--backend", choices=get_args(Backend), default="reference")
+    parser.add_argument("--capability")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
-    check(Settings(torch.device(options.device), options.small, options.backend), Rows(name, options.rows))
+    settings = Settings(torch.device(options.device), options.small, options.backend, options.capability)
+    rows = Rows(name, options.rows)
+    try:
+        check(settings, rows)
+    except CannotRunHereError as why:
+        rows.left_out("all", brief(str(why)))
+    sys.stdout.flush()
 
 
 def _plain(value: Value) -> Value:

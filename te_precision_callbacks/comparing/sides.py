@@ -15,6 +15,7 @@ from te_precision_callbacks.comparing.errors import ComparisonError
 from te_precision_callbacks.statistics.names import logged_request
 from te_precision_callbacks.store import RecordedRun
 from te_precision_callbacks.store.index import Subject
+from te_precision_callbacks.store.tables import EXTREME
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -84,6 +85,8 @@ class Side:
         parts = []
         if wanted:
             table = self.run.values(wanted)
+            if self.run.thinned:  # an extreme says nothing of the steps around it, of which the other side may have all
+                table = table.filter(pa.array(table["flags"].fill_null(0).to_numpy() & EXTREME == 0))
             place = np.full(max(wanted) + 1, -1, np.int64)
             place[wanted] = [number for number, found in enumerate(numbers) if found >= 0]
             parts.append((place[table["series"].to_numpy()], table["iteration"].to_numpy(), table["value"].to_numpy()))

@@ -18,6 +18,7 @@ from te_precision_callbacks.debug_utils.options import Options
 from te_precision_callbacks.debug_utils.scales import fp8_scale
 from te_precision_callbacks.debug_utils.slots import Measured, Unmeasured
 from te_precision_callbacks.debug_utils.structure import arguments, tensors_in
+from te_precision_callbacks.devices import is_capturing
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.forwards import NO_BACKWARD, ForwardClassifier, ForwardKind, outside_of_dynamo
 
@@ -237,5 +238,4 @@ def _is_recorded() -> bool:
     """Whether the code is being recorded, for TorchScript or a CUDA graph: nobody will read the numbers then."""
     if torch._C._get_tracing_state() is not None:
         return True
-    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return in_use and torch.cuda.is_current_stream_capturing()
+    return is_capturing()

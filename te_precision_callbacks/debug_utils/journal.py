@@ -15,6 +15,7 @@ from te_precision_callbacks.debug_utils.events import Labelled, Place
 from te_precision_callbacks.debug_utils.interval import Interval
 from te_precision_callbacks.debug_utils.options import Options
 from te_precision_callbacks.debug_utils.slots import Measured
+from te_precision_callbacks.devices import is_capturing, is_lost, lost_in_words
 from te_precision_callbacks.notices import Notices
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class Journal:
 
     def note_loss_scale(self, scale: torch.Tensor | None) -> None:
         """Note that a GradScaler has scaled a loss."""
-        if self.broken or self.is_over():
+        if self.broken or self.is_over() or is_capturing():
             return
         try:
             self.training.note_loss_scale(scale)
@@ -110,11 +111,16 @@ class Journal:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Handle a failure of detection: note nothing until the next look, which raises the failure; or log it."""
+        """Handle a failure of detection: note nothing until the next look, which raises the failure; or log it.
+
+        A GPU that is lost is no failure of detection: the next operation of training raises it.
+        """
         if self.broken:
             return
         self.broken = True
-        if self._raises:
+        if is_lost(error):
+            logger.warning("%s", lost_in_words(error, "Activation overflow detection"))
+        elif self._raises:
             self.failure = error
         else:
             logger.error(

@@ -21,6 +21,7 @@ from te_precision_callbacks.debug_utils.journal import Journal
 from te_precision_callbacks.debug_utils.options import Options
 from te_precision_callbacks.debug_utils.reading import Reader
 from te_precision_callbacks.debug_utils.weights import advice_on_weights, broken_parameters
+from te_precision_callbacks.devices import is_capturing
 from te_precision_callbacks.ranks import is_distributed, is_initialized, own_rank
 from te_precision_callbacks.ranks.messages import Messages
 from te_precision_callbacks.ranks.tree import RanksLostError
@@ -83,7 +84,7 @@ class Looking:
             may_be_skipped: whether a scaler that has scaled the loss can still skip the step.
         """
         journal = self._journal
-        if journal.is_over():
+        if journal.is_over() or is_capturing():  # what was noted before waits for the first look after the capture
             return
         self.has_looked = True
         together = self._together()
@@ -133,7 +134,7 @@ class Looking:
     def before_forward(self, *, is_root: bool, evaluation: bool) -> None:
         """Make room for an outermost forward that begins, and count it as :meth:`Batches.begins` does."""
         training = self._journal.training
-        if training.slots.used >= MOST_SLOTS:
+        if training.slots.used >= MOST_SLOTS and not is_capturing():
             self._make_room()
         elif self._options.mode == "immediate" and training.slots.used >= _MOST_SLOTS_IMMEDIATE:
             training.forget_numbers()

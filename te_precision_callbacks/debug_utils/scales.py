@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from te_precision_callbacks.debug_utils.slots import Slot, Slots
+from te_precision_callbacks.devices import is_capturing
 from te_precision_callbacks.numerics.layouts import fp8_format
 from te_precision_callbacks.vocabulary import recipe_of
 
@@ -36,6 +37,8 @@ def fp8_scale(module: Any, direction: Literal["scaling_fwd", "scaling_bwd"], slo
     index = _GRADIENT_OF_OUTPUT[name] if direction == "scaling_bwd" else 0
     scale = getattr(meta.get(direction), "scale", None)
     if isinstance(scale, torch.Tensor) and scale.numel() > index:
+        if is_capturing():
+            return None
         return slots.note(scale.reshape(-1)[index])
     try:
         quantizer = module.quantizers[direction][index]

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from te_precision_callbacks.devices import current_stream, follow, is_capturing
 from te_precision_callbacks.numerics.layouts import has_scale
 
 TWICE_IS_FASTER = 2**14
@@ -62,13 +63,16 @@ class Slot:
 
 Measured = Slot | Unmeasured
 
+_Place = tuple[torch.dtype, torch.device, torch.cuda.Stream | None]
+
 
 class _Store:
-    """The slots of one dtype on one device, in chunks."""
+    """The slots of one dtype on one device, in chunks that one stream makes and writes."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         self.dtype = dtype
         self.device = device
+        self._stream = stream
         self._chunks: list[torch.Tensor] = []
         self.slots: list[Slot] = []
         self.free: list[Slot] = []
@@ -85,7 +89,8 @@ class _Store:
         return len(self.slots) - len(self.free)
 
     def content(self) -> torch.Tensor:
-        """The used rows as float64; float32 if the device has no float64."""
+        """The used rows as float64, for the current stream; float32 if the device has no float64."""
+        follow(self._stream, self._chunks)
         rows = torch.cat(self._chunks)[: self.used] if len(self._chunks) > 1 else self._chunks[0][: self.used]
         return rows.to(torch.float32 if self.device.type == "mps" else torch.float64)
 
@@ -96,7 +101,6 @@ class _Store:
         size = min(_LARGEST_CHUNK, max(_FIRST_CHUNK, len(self.slots)))
         # Tensors that are made in inference mode cannot be written outside it.
         with torch.inference_mode(False):
-            # Not filled: that would be queued on the current stream, and could run after another stream has written.
             chunk = torch.empty((size, 3), dtype=self.dtype, device=self.device)
             cells = iter(chunk.view(-1).unbind())
         self._chunks.append(chunk)
@@ -157,7 +161,7 @@ class Slots:
 
     def __init__(self, *, abs_min: bool) -> None:
         self._abs_min = abs_min
-        self._stores: dict[tuple[torch.dtype, torch.device], _Store] = {}
+        self._stores: dict[_Place, _Store] = {}
 
     @property
     def used(self) -> int:
@@ -180,12 +184,11 @@ class Slots:
                 if isinstance(found, Unmeasured):
                     return found
                 values = found
-            store = self._stores.get((values.dtype, values.device))
-            if store is None:
-                if values.is_meta:
-                    return Unmeasured("meta")
-                store = self._new_store(values)
-            slot = store.take()
+            if values.is_meta:
+                return Unmeasured("meta")
+            if values.is_cuda and is_capturing():
+                return Unmeasured("captured")
+            slot = self._store_of(values).take()
             if values.dtype is torch.float32 and values.numel() >= TWICE_IS_FASTER and values.device.type == "cpu":
                 torch.amin(values, (), out=slot.low)
                 torch.amax(values, (), out=slot.high)
@@ -202,8 +205,7 @@ class Slots:
     def note(self, number: torch.Tensor) -> Slot:
         """Keep one number as it is now, without waiting for it."""
         number = number.detach()
-        store = self._stores.get((number.dtype, number.device)) or self._new_store(number)
-        slot = store.take()
+        slot = self._store_of(number).take()
         for cell in (slot.low, slot.high):
             cell.copy_(number)
         return slot
@@ -231,9 +233,12 @@ class Slots:
         for store in self._stores.values():
             store.reset()
 
-    def _new_store(self, values: torch.Tensor) -> _Store:
-        store = _Store(values.dtype, values.device)
-        self._stores[values.dtype, values.device] = store
+    def _store_of(self, values: torch.Tensor) -> _Store:
+        stream = current_stream(values.device)
+        place = values.dtype, values.device, stream
+        store = self._stores.get(place)
+        if store is None:
+            store = self._stores[place] = _Store(values.dtype, values.device, stream)
         return store
 
 

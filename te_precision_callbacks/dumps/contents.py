@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -43,6 +44,7 @@ from te_precision_callbacks.dumps.header import (
     dtype_name,
     leads_to,
 )
+from te_precision_callbacks.dumps.page_locked import Place, Ring
 from te_precision_callbacks.numerics.layouts import NVFP4, PER_TENSOR, Stored, is_quantized, stored, unpacked
 
 
@@ -79,14 +81,19 @@ class Dump:
                 decoded += 0 if name in self.tensors else elements * 4
         return self.nbytes + decoded
 
-    def copied(self) -> Dump:
+    def copied(self, ring: Ring | None = None) -> Dump:
         """Makes a snapshot that training can no longer change.
 
         On a CPU this is a copy. From a GPU the tensors are copied to page-locked host memory, after the work queued on
         the current stream, and nothing waits: call :meth:`wait` before reading them. ``original`` stays on its device.
+
+        Args:
+            ring: gives the page-locked memory, which it gets back when the snapshot is dropped. Without one, or where
+                it has no room, torch allocates the memory, which may take milliseconds.
         """
         devices = {tensor.device for tensor in (*self.tensors.values(), *_buffers(self.original)) if tensor.is_cuda}
-        tensors = {name: _snapshot(tensor) for name, tensor in self.tensors.items()}
+        places: list[Place] = []
+        tensors = {name: _snapshot(tensor, ring, places) for name, tensor in self.tensors.items()}
         original = _with_buffers(self.original, torch.Tensor.clone)
         # After all copies: the writer's thread reads them on another stream.
         events = []
@@ -94,7 +101,10 @@ class Dump:
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
             events.append(event)
-        return dataclasses.replace(self, tensors=tensors, original=original, events=tuple(events))
+        snapshot = dataclasses.replace(self, tensors=tensors, original=original, events=tuple(events))
+        if places:
+            weakref.finalize(snapshot, Ring.give_back, places, snapshot.events).atexit = False
+        return snapshot
 
     def wait(self) -> None:
         """Wait until the copies of :meth:`copied` have arrived."""
@@ -417,10 +427,15 @@ def _factors_name(direction: Direction) -> str:
     return direction.scale.replace("_scale_inv", "_factors")
 
 
-def _snapshot(tensor: torch.Tensor) -> torch.Tensor:
+def _snapshot(tensor: torch.Tensor, ring: Ring | None, places: list[Place]) -> torch.Tensor:
+    """A copy; a place of the ring that it takes is added to ``places``."""
     if tensor.is_cuda:
-        # To page-locked memory, as torch does it for a copy that does not block.
-        return tensor.contiguous().to("cpu", non_blocking=True)
+        tensor = tensor.contiguous()
+        place = None if ring is None else ring.take(tensor.nbytes)
+        if place is None:
+            return tensor.to("cpu", non_blocking=True)  # to page-locked memory of torch's own
+        places.append(place)
+        return place.memory.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

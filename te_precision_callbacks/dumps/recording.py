@@ -21,19 +21,21 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from te_precision_callbacks.config.collecting import Collected, read_by
 from te_precision_callbacks.config.conditions import ACTIVATION_OVERFLOW, NONFINITE, Condition, Event, Threshold
 from te_precision_callbacks.config.dumping import is_of_the_layers_recipe, missing_statistic, no_detection
+from te_precision_callbacks.devices import is_capturing, is_lost
 from te_precision_callbacks.dumps.budget import Limits
 from te_precision_callbacks.dumps.contents import Dump, dump_of, kind_is_known
 from te_precision_callbacks.dumps.disk import Disk, Job
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.files import TORCH
 from te_precision_callbacks.dumps.header import Header
+from te_precision_callbacks.dumps.page_locked import LARGEST, Ring
 from te_precision_callbacks.dumps.wanted import Wanted, has_nonfinite, quantized_form
 from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.ranks import own_rank
@@ -110,6 +112,7 @@ class Recorder:
         self._nonfinite: list[int] = []
         self._micro_batches: dict[tuple[str, str, int], int] = {}
         self._learned: list[Measured] = []
+        self._ring: Ring | Literal[False] | None = None
 
     # ------------------------------------------------------------------ the life of a run
 
@@ -163,6 +166,7 @@ class Recorder:
                 f"{disk.pending:,}",
                 disk.folder,
             )
+        self._ring = None
         if disk.files:
             logger.info("%d tensors were dumped (%s bytes), in %s.", disk.files, f"{disk.nbytes:,}", disk.folder)
         self._tell()
@@ -192,6 +196,15 @@ class Recorder:
         self._follow_fork()
         if self.stopped(wanted.limits):
             return
+        if is_capturing():  # a copy would be recorded, and done again by each replay
+            self._say_once(
+                "captured",
+                "DumpTensors: %s of %s is not written: a CUDA graph is being captured, and its replays call no feature."
+                " Further tensors are not named. Capture after the steps that you want to dump.",
+                seen.tensor,
+                seen.layer,
+            )
+            return
         if self._at_exit is None:
             # Also at the end of a spawned process, which calls no atexit function.
             self._at_exit = Finalize(None, self.close, exitpriority=90)
@@ -212,7 +225,7 @@ class Recorder:
                 if wanted.conditions:  # some are known at once: NONFINITE on the CPU
                     self._nonfinite.append(seen.iteration)
                 self._disk.wait_for_room(dump.nbytes, wanted.limits)
-                self._disk.put(job._replace(dump=dump.copied()))
+                self._disk.put(job._replace(dump=self._copied(dump, wanted.limits)))
             elif self._held_bytes + dump.nbytes > wanted.limits.max_memory:
                 self._say_once(
                     ("held", wanted.limits),
@@ -226,7 +239,27 @@ class Recorder:
                 )
             else:
                 self._held_bytes += dump.nbytes
-                self._held.append(_Held(job._replace(dump=dump.copied()), *held))
+                self._held.append(_Held(job._replace(dump=self._copied(dump, wanted.limits)), *held))
+
+    def _copied(self, dump: Dump, limits: Limits) -> Dump:
+        """A snapshot; the first one from a GPU allocates the memory for all."""
+        if self._ring is None and any(tensor.is_cuda for tensor in dump.tensors.values()):
+            self._ring = self._new_ring(min(limits.max_memory, LARGEST))
+        return dump.copied(self._ring or None)
+
+    def _new_ring(self, nbytes: int) -> Ring | Literal[False]:
+        try:
+            return Ring(nbytes)
+        except RuntimeError as error:
+            if is_lost(error):
+                raise
+            logger.warning(
+                "DumpTensors: %s bytes of page-locked memory cannot be allocated (%s). Each tensor allocates its own,"
+                " which may stop training for milliseconds. Set a smaller max_memory.",
+                f"{nbytes:,}",
+                str(error).partition("\n")[0],
+            )
+            return False
 
     def _conditions_left(
         self, seen: Watched, wanted: Wanted, collected: Callable[[], Mapping[str, Collected]]

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from te_precision_callbacks.devices import is_capturing
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.blockwise import RANGE_MAXIMA, RANGE_SUMS, largest_range
 from te_precision_callbacks.engine.kernels.columns import (
@@ -191,9 +192,21 @@ class StatisticsEngine:
         """
         if self._noted:
             noted, self._noted = self._noted, []
+            if is_capturing():  # it would be recorded, and added again by each replay
+                self._say_captured(noted[0][0])
+                return
             self.has_news, self.iteration = True, noted[-1][0].iteration
             with _ready():
                 self._measure(noted)
+
+    def _say_captured(self, watched: Watched) -> None:
+        if self.notices.first("captured"):
+            logger.warning(
+                "%s %s is not measured: a CUDA graph is being captured, and its replays call no feature. Further"
+                " tensors are not named. Capture after the steps that you want to observe.",
+                watched.layer,
+                watched.tensor,
+            )
 
     def _measure(self, noted: Iterable[tuple[Watched, Sequence[Sequence[Request]]]]) -> None:
         left: dict[torch.device, list[tuple[_Measuring, _Ready, Pending]]] = {}

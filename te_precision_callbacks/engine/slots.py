@@ -3,6 +3,11 @@
 Every watched tensor has segments: its moments, its exponents, one for each recipe that the tensor is compared with, and
 so on. A segment has columns that are added, and columns of which the maximum is kept; micro-batches merge in place, and
 nothing is copied to the host before the end of the step.
+
+Each stream of a GPU has vectors of its own, which are made, filled and added to on that stream alone, so that no stream
+ever waits for another, and no addition comes before the filling. Vectors that have become too short stay where they
+are, with what was added to them, and longer ones take the additions from then on. The reading at the end of the step
+waits for all streams that have added, and merges their vectors.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from te_precision_callbacks.devices import current_stream, follow
 from te_precision_callbacks.engine.kernels.columns import NOTHING
 from te_precision_callbacks.statistics.names import Request
 
@@ -34,10 +40,6 @@ class SegmentKey(NamedTuple):
     shard: int | None = None
 
 
-Parts = tuple[int, torch.Tensor, torch.Tensor]
-"""A version, sums and maxima."""
-
-
 @dataclass
 class Segment:
     """A range of the vectors.
@@ -51,7 +53,7 @@ class Segment:
         due: the labels that were asked for since the last flush.
         measured: whether anything was merged into the segment since the last flush.
         asked: what was asked for last since the last flush; None: nothing.
-        parts: the range of each vector, and the version of the vectors in which it is that.
+        parts: the vectors that it was last merged into, and its range of each.
     """
 
     key: SegmentKey
@@ -65,40 +67,86 @@ class Segment:
     due: set[str] = field(default_factory=set)
     measured: bool = False
     asked: Sequence[Request] | None = None
-    parts: Parts | None = None
+    parts: tuple[_Vectors, torch.Tensor, torch.Tensor] | None = None
 
 
-class _Vector:
-    """A growing float64 vector with a neutral value."""
+class _Vectors:
+    """A vector of sums and one of maxima, on one device and one stream.
 
-    def __init__(self, device: torch.device, neutral: float) -> None:
-        self._neutral = neutral
-        self.storage = torch.full((_FIRST_CAPACITY,), neutral, dtype=torch.float64, device=device)
-        self.used = 0
+    Args:
+        device: where they are.
+        stream: on which they are filled and added to; None for a device without streams.
+        lengths: of both.
+    """
 
-    def reserve(self, width: int) -> int:
-        start, self.used = self.used, self.used + width
-        if self.used > len(self.storage):
-            larger = self.storage.new_full((2 * self.used,), self._neutral)
-            larger[:start] = self.storage[:start]
-            self.storage = larger
-        return start
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None, lengths: tuple[int, int]) -> None:
+        self.stream = stream
+        self.sums = torch.full((lengths[0],), 0.0, dtype=torch.float64, device=device)
+        self.maxima = torch.full((lengths[1],), NOTHING, dtype=torch.float64, device=device)
 
-    @property
-    def content(self) -> torch.Tensor:
-        return self.storage[: self.used]
-
-    def part(self, start: int, width: int) -> torch.Tensor:
-        return self.storage.narrow(0, start, width)
-
-    def reset(self) -> None:
-        self.content.fill_(self._neutral)
+    def reset(self, used: tuple[int, int]) -> None:
+        self.sums[: used[0]].fill_(0.0)
+        self.maxima[: used[1]].fill_(NOTHING)
 
 
-@dataclass
 class _Device:
-    sums: _Vector
-    maxima: _Vector
+    """The vectors of a device.
+
+    Attributes:
+        used: how many sums and maxima the segments have.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.used = (0, 0)
+        self._vectors: list[_Vectors] = []
+
+    def reserve(self, sums: int, maxima: int) -> tuple[int, int]:
+        """Where a segment with so many sums and maxima begins."""
+        before = self.used
+        self.used = before[0] + sums, before[1] + maxima
+        return before
+
+    def current(self) -> _Vectors:
+        """The vectors of the current stream, with room for all segments."""
+        stream = current_stream(self._device)
+        sums, maxima = self.used
+        for vectors in self._vectors:
+            if vectors.stream == stream and len(vectors.sums) >= sums and len(vectors.maxima) >= maxima:
+                return vectors
+        lengths = max(_FIRST_CAPACITY, 2 * sums), max(_FIRST_CAPACITY, 2 * maxima)
+        made = _Vectors(self._device, stream, lengths)
+        self._vectors.insert(0, made)  # the longest are found first
+        return made
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sums and maxima of all vectors, for the current stream."""
+        if not self._vectors:
+            self.current()
+        for vectors in self._vectors:
+            follow(vectors.stream, (vectors.sums, vectors.maxima))
+        used_sums, used_maxima = self.used
+        first, *others = self._vectors
+        sums, maxima = first.sums[:used_sums], first.maxima[:used_maxima]
+        if others:
+            sums, maxima = sums.clone(), maxima.clone()
+        for other in others:  # shorter ones are from before the last segments
+            sums[: len(other.sums)].add_(other.sums[:used_sums])
+            here = maxima[: len(other.maxima)]
+            torch.maximum(here, other.maxima[:used_maxima], out=here)
+        return sums, maxima
+
+    def reset(self) -> Sequence[_Vectors]:
+        """Make everything neutral, and return the vectors that are left.
+
+        The current stream keeps its longest ones. Those of other streams, on which nothing but additions is to be
+        queued, are dropped.
+        """
+        stream = current_stream(self._device)
+        self._vectors = [vectors for vectors in self._vectors if vectors.stream == stream][:1]
+        for vectors in self._vectors:
+            vectors.reset(self.used)
+        return self._vectors
 
 
 @dataclass
@@ -130,14 +178,14 @@ class Segments:
         if found is None or (found.device != device and not found.measured):
             on = self._devices.get(device)
             if on is None:
-                on = self._devices[device] = _Device(_Vector(device, 0.0), _Vector(device, NOTHING))
-            sum_start, maximum_start = on.sums.reserve(len(sums)), on.maxima.reserve(len(maxima))
+                on = self._devices[device] = _Device(device)
+            sum_start, maximum_start = on.reserve(len(sums), len(maxima))
             if found is None:
                 found = Segment(key, sums, maxima, device, sum_start, maximum_start, contributes)
                 self.segments[key] = found
             else:  # the layer was moved to another device: what was asked for stays
                 found.device, found.sum_start, found.maximum_start = device, sum_start, maximum_start
-                found.contributes = contributes
+                found.contributes, found.parts = contributes, None
                 self.moves += 1
             self.version += 1
         elif found.contributes != contributes:
@@ -159,7 +207,7 @@ class Segments:
     def merge(self, segment: Segment, sums: torch.Tensor | None, maxima: torch.Tensor | None) -> None:
         """Add a measurement to a segment. Tensors on another device are moved to the segment's."""
         segment.measured = True
-        _, kept_sums, kept_maxima = self._parts(segment)
+        kept_sums, kept_maxima = self._parts(segment)
         # Asking where a tensor is costs less than a call of torch that has nothing to do.
         if sums is not None:
             kept_sums.add_(sums if sums.device == segment.device else sums.to(segment.device))
@@ -167,31 +215,33 @@ class Segments:
             maxima = maxima if maxima.device == segment.device else maxima.to(segment.device)
             torch.maximum(kept_maxima, maxima, out=kept_maxima)
 
-    def _parts(self, segment: Segment) -> Parts:
+    def _parts(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
+        """The range of the current stream's vectors that is a segment's."""
+        vectors = self._devices[segment.device].current()
         parts = segment.parts
-        if parts is None or parts[0] != self.version:
-            on = self._devices[segment.device]
-            sums = on.sums.part(segment.sum_start, len(segment.sums))
-            maxima = on.maxima.part(segment.maximum_start, len(segment.maxima))
-            parts = segment.parts = (self.version, sums, maxima)
-        return parts
+        if parts is None or parts[0] is not vectors:
+            sums = vectors.sums.narrow(0, segment.sum_start, len(segment.sums))
+            maxima = vectors.maxima.narrow(0, segment.maximum_start, len(segment.maxima))
+            parts = segment.parts = (vectors, sums, maxima)
+        return parts[1:]
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sums and the maxima on a device that has segments, and room for more; until there is another segment."""
-        found = self._devices[device]
-        return found.sums.storage, found.maxima.storage
+        """The sums and the maxima on a device that has segments, and room for more; for operations that are queued on
+        the current stream, until there is another segment."""
+        vectors = self._devices[device].current()
+        return vectors.sums, vectors.maxima
 
     def vectors(self) -> Iterator[tuple[torch.device, torch.Tensor, torch.Tensor]]:
-        """Device, sums and maxima of each device."""
+        """Device, sums and maxima of each device, with what all its streams have added, for the current stream."""
         for device, on in self._devices.items():
-            yield device, on.sums.content, on.maxima.content
+            yield device, *on.read()
 
     def reset(self) -> None:
         """Make everything neutral again, for the next step."""
-        for on in self._devices.values():
-            on.sums.reset()
-            on.maxima.reset()
+        kept = {vectors for on in self._devices.values() for vectors in on.reset()}
         for segment in self.segments.values():
             segment.due.clear()
             segment.asked = None
             segment.measured = False
+            if segment.parts is not None and segment.parts[0] not in kept:
+                segment.parts = None  # it would keep dropped vectors alive

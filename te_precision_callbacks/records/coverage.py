@@ -23,7 +23,7 @@ from te_precision_callbacks.vocabulary import GEMMS
 
 ProductName = Literal["fprop", "dgrad", "wgrad", "qk", "pv", "other", "lookup"]
 Family = Literal["te", "te_ops", "torch", "functional", "attention", "lookup"]
-Runs = Literal["seen", "planned", "never"]
+Runs = Literal["seen", "planned", "never", "uncounted"]
 
 LOW_PRECISION: Mapping[str, frozenset[str]] = {
     "fp8": frozenset({"fp8", "mxfp8"}),
@@ -79,8 +79,9 @@ class Product:
         calls: the calls in a step, over its micro-batches. What an activation checkpoint computes again is not counted.
         macs: the multiply-adds of a step.
         operands: tensor -> its format.
-        runs: ``seen`` if it has run, ``planned`` if nothing has run, ``never`` if the step left it out.
-        not_run: why the step left it out, as in ``session.precision``.
+        runs: ``seen`` if it has run, ``planned`` if nothing has run, ``never`` if the step left it out; ``uncounted``
+            for what has run and may have multiplied matrices, of which no multiply-adds are counted.
+        not_run: why the step left it out, as in ``session.precision``; what is not counted, and why.
         reason: why it does not run in low precision; None if it does, or does not run.
         reason_ref: what exactly: the section with its file and line, the dimension, the variable.
     """
@@ -105,6 +106,11 @@ class Product:
     def left_out(cls, layer: str, family: Family, gemm: ProductName, why: str) -> Product:
         """A product that the step has left out."""
         return cls(layer, family, gemm, gemm != "fprop", 0, 0, 0, 1, 0, 0, {}, "never", why)
+
+    @classmethod
+    def uncounted(cls, layer: str, family: Family, what: str, *, backward: bool = False) -> Product:
+        """What has run in a layer and is not counted: what, and why."""
+        return cls(layer, family, "other", backward, 0, 0, 0, 1, 0, 0, {}, "uncounted", what)
 
     @functools.cached_property
     def precision(self) -> str:
@@ -184,10 +190,20 @@ class Coverage(tuple[Product, ...]):
         """The products that run, and not in low precision; the largest first."""
         return sorted((product for product in self if product.macs and not product.is_low), key=lambda p: -p.macs)
 
+    @property
+    def not_counted(self) -> dict[str, list[str]]:
+        """What has run and is not counted, and why -> the layers; the shares leave it out."""
+        found: dict[str, list[str]] = {}
+        for product in self:
+            if product.runs == "uncounted" and product.layer not in found.setdefault(product.not_run, []):
+                found[product.not_run].append(product.layer)
+        return found
+
     def __str__(self) -> str:
         whole = self.macs()
+        left = [f"not counted: {text}" for text in left_out_in_words(self)]
         if not whole:
-            return "No matrix product has been seen."
+            return "; ".join(["No matrix product has been seen", *left]) if left else "No matrix product has been seen."
         by_precision: dict[str, int] = defaultdict(int)
         for product in self:
             by_precision[product.precision] += product.macs
@@ -199,11 +215,18 @@ class Coverage(tuple[Product, ...]):
         for name in dict.fromkeys(product.precision for product in high):
             of_name = [product for product in high if product.precision == name]
             told.append(f"{_percent(by_precision[name] / whole)} % in {name.upper()}: {', '.join(_causes(of_name))}")
-        return "; ".join(told)
+        return "; ".join([*told, *left])
 
     def _apart(self, word: str) -> str:
         apart = [f"{gemm} {_percent(self.share(word, gemm=gemm))}" for gemm in GEMMS if self.macs(gemm=gemm)]
         return f" ({', '.join(apart)})" if apart else ""
+
+
+def left_out_in_words(coverage: Coverage) -> list[str]:
+    """What is not counted, each with its layers."""
+    found = coverage.not_counted
+    texts = [f"{what} ({' and '.join(folded(layers, most=2))})" for what, layers in found.items()]
+    return texts[:_MOST_CAUSES] + ([f"and {len(texts) - _MOST_CAUSES} more"] if len(texts) > _MOST_CAUSES else [])
 
 
 NOTHING = Coverage()

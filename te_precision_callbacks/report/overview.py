@@ -50,7 +50,8 @@ class Columns:
 
     @classmethod
     def of(cls, run: RecordedRun, most: int) -> Columns:
-        """At most so many columns of about equally many iterations.
+        """At most so many columns of about equally many iterations. Where steps were thinned out, a column begins at
+        one that is left, so that all layers have numbers in it.
 
         Args:
             run: the run.
@@ -61,6 +62,9 @@ class Columns:
             parts += [np.unique(table["iteration"].to_numpy()) for table in _pieces_of_all(run)]
         parts += [run.series[column].drop_null().to_numpy() for column in ("first", "last")]
         iterations = np.unique(np.concatenate(parts).astype(np.int64))
+        if run.thinned:
+            last, whole = iterations[-1:], run.has_all_of(iterations)
+            iterations = iterations[whole] if whole.any() else last
         number = min(most, len(iterations))
         edges = np.linspace(0, len(iterations), number + 1).astype(np.int64)
         return cls(iterations[edges[:-1]], iterations[edges[1:] - 1])

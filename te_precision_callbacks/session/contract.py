@@ -11,7 +11,14 @@ from te_precision_callbacks.config.contract import Contract, OnBroken
 from te_precision_callbacks.config.problems import ConfigError, suggestion
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.ranks import own_rank
-from te_precision_callbacks.records.coverage import NOTHING, PRECISIONS, Coverage, Product, Reason
+from te_precision_callbacks.records.coverage import (
+    NOTHING,
+    PRECISIONS,
+    Coverage,
+    Product,
+    Reason,
+    left_out_in_words,
+)
 from te_precision_callbacks.records.state import StateRow
 from te_precision_callbacks.session.parallel import Ranks
 
@@ -68,6 +75,7 @@ class ContractKeeper:
         self._changes = self._changed_at = 0
         self._judged = -1
         self._said = ""
+        self._said_left = ""
 
     def begin_step(self, changes: int, iteration: int, ranks: Ranks) -> None:
         """Note for the other ranks whether there is something to judge.
@@ -116,8 +124,20 @@ class ContractKeeper:
         coverage = Coverage(ranks.pool(own, "coverage"), state=tuple(ranks.pool(own.state, "types")))
         if ranks.several and not ranks.are_together:
             return None
+        self._say_left_out(coverage, ranks)
         broken = [*broken_clauses(self._contract, coverage), *_broken_state(self._contract, coverage.state)]
         return self._tell(broken, coverage, iteration - first + self._contract.by_step, ranks) if broken else ""
+
+    def _say_left_out(self, coverage: Coverage, ranks: Ranks) -> None:
+        """Warn once of what the shares leave out."""
+        left = "; ".join(left_out_in_words(coverage)) if self._contract.shares else ""
+        if left and left != self._said_left and ranks.leads:
+            logger.warning(
+                "The shares of the precision contract (require=) leave out what is not counted: %s. If that multiplies"
+                " matrices, the run may be in another precision than the contract says.",
+                left,
+            )
+        self._said_left = left
 
     def _tell(self, broken: Sequence[str], coverage: Coverage, steps: int, ranks: Ranks) -> str:
         listed = "\n".join(f"- {text}" for text in broken)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from te_precision_callbacks.devices import current_stream, follow
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.observation import Observation
@@ -56,9 +57,16 @@ class Ending:
 
 @dataclass
 class _Gathered:
-    """The numbers received since the last step."""
+    """The numbers received since the last step.
+
+    Attributes:
+        scalars: names and numbers from users' features.
+        on_streams: the tensors among them, by the stream that was current then.
+        measured: from the engine.
+    """
 
     scalars: list[tuple[str, Any]] = field(default_factory=list)
+    on_streams: dict[torch.cuda.Stream | None, list[torch.Tensor]] = field(default_factory=dict)
     measured: list[Measured] = field(default_factory=list)
     local: bool = False
 
@@ -105,6 +113,7 @@ class Delivery:
         """Take a number that a user's feature logs: a plain number, or a tensor with one element."""
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             self._gathered.scalars.append((name, value))
+            self._gathered.on_streams.setdefault(current_stream(value.device), []).append(value)
             return
         try:
             self._gathered.scalars.append((name, float(value)))
@@ -229,6 +238,8 @@ class Delivery:
         if not scalars and not measured:
             return None
         try:
+            for stream, tensors in self._gathered.on_streams.items():
+                follow(stream, tensors)
             values = to_floats([value for _, value in scalars])
             table = self._findings.series
             own = [table.intern(*parsed_log_name(name, self._model.layer_names)) for name, _ in scalars]

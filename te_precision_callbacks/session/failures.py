@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from te_precision_callbacks.devices import is_lost, lost_in_words
 from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.engine.reduction import RanksDifferError
 from te_precision_callbacks.errors import FeatureError
@@ -30,6 +31,7 @@ class ObservationFailures:
         self._strict = strict
         self._rank = rank
         self._count = 0
+        self._lost = False
         self._reported: set[tuple[object, ...]] = set()
         self.on_report: Callable[[str], None] | None = None
         """Called with the text of each failure that is reported."""
@@ -47,8 +49,18 @@ class ObservationFailures:
 
         Raises:
             ObservationError: with ``strict=True``.
+            RuntimeError: with ``strict=True``, the exception itself if the GPU is lost.
+
+        A lost GPU is no failure of observation: it is said once, and the next operation of training raises it.
         """
         where = f"{doing} {of}"
+        if is_lost(error):
+            if self._strict:
+                raise error
+            if not self._lost:
+                self._lost = True
+                logger.warning("%s", lost_in_words(error, "Observation"))
+            return
         if self._strict:
             raise ObservationError(f"{where}: {_text(error)}") from error
         kind = (doing, type(error), error.kind if isinstance(error, FeatureError) else str(error))

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
+import operator
 import sys
 import threading
 import weakref
@@ -50,9 +52,10 @@ from te_precision_callbacks.session.refusals import (
     DebugForward,
     DebugRefusal,
     has_quantized_input,
-    is_capturing,
+    is_captured,
     refusal_of,
 )
+from te_precision_callbacks.session.regions import AutocastRegions
 from te_precision_callbacks.session.resting import RestingLayers
 from te_precision_callbacks.session.tap import ExecutionOrder, GemmTap
 from te_precision_callbacks.session.upstream import reset_schedule
@@ -110,12 +113,14 @@ class ForwardHooks:
         self._waiting: dict[int, dict[int, torch.nn.Module]] = {}
         self._idle_in_evaluation: dict[int, int] = {}
         self._resting = RestingLayers(classify, audit, self._ask_again)
+        self._regions = AutocastRegions()
         self._tap = GemmTap(classify, failures.report)
         self._tap.on_entered = self._enter_fused
         self._fused: frozenset[int] = frozenset()
         self._fused_observation = FusedObservation(failures.report)
         self.products = ModelProducts(failures.report, lambda: classify.paused, self._tap.in_layer)
         self._tap.attention = self.products
+        self._tap.on_silent = self.products.note_silent
         self.order = ExecutionOrder()
         self._saved: list[tuple[Any, str, Any]] = []
 
@@ -164,9 +169,9 @@ class ForwardHooks:
     def begin(self, iteration: int) -> None:
         """Arm the modules on which a feature may act in an iteration; the others rest."""
         self.forget_forwards()
-        ended = iteration - 1
-        rested = [module for key, module in self._modules.items() if key not in self._armed]
-        new_at_rest = self._resting.take_new(self._armed)
+        ended, was_armed = iteration - 1, frozenset(self._armed)
+        other_regions = self._regions.end_step()
+        new_at_rest = self._resting.take_new(was_armed)
         for module in list(self._armed.values()):
             upcoming = module.__dict__["next_iter_when_debug_should_be_run"]
             if upcoming is None or upcoming > iteration:
@@ -176,11 +181,11 @@ class ForwardHooks:
         for module in self._waiting.pop(iteration, {}).values():
             self._arm(module)
         try:
-            self._resting.follow(ended, rested, new_at_rest)
+            self._resting.follow(ended, was_armed, new_at_rest, all_at_once=other_regions)
         except Exception as error:
             self._failures.report("looking for changes of the precision of", f"iteration {ended}", error)
         self._classify.was_paused = False
-        self._tap.begin_iteration()
+        self._tap.begin_iteration(all_operations=other_regions)
         self._listen()
 
     def _listen(self) -> None:
@@ -243,6 +248,7 @@ class ForwardHooks:
             SessionError: this Transformer Engine does not have them.
         """
         from transformer_engine.debug.pytorch import debug_quantization
+        from transformer_engine.pytorch import quantization
         from transformer_engine.pytorch.module import base
 
         module_class = base.TransformerEngineBaseModule
@@ -256,6 +262,7 @@ class ForwardHooks:
             "STANDARD_QUANTIZE",
         )
         _require(debug_quantization.DebugQuantizer, *_OVERRIDDEN)
+        _require(quantization.FP8GlobalStateManager, "autocast_enter")
         _require(debug_quantization.DebugQuantizedTensor, "get_tensor")
         self._own_is_debug_iter = module_class.is_debug_iter
         self._replace(module_class, "is_debug_iter", self._make_is_debug_iter_of_unwatched())
@@ -264,6 +271,8 @@ class ForwardHooks:
             "no_debug_features_active",
             self._make_no_debug_features_active(module_class.no_debug_features_active),
         )
+        manager = quantization.FP8GlobalStateManager
+        self._replace(manager, "autocast_enter", staticmethod(self._regions.around(manager.autocast_enter)))
         self._install_for_refusals()
         quantizer = _session_quantizer(debug_quantization, self._current, self._failures)
         self._replace(debug_quantization, "DebugQuantizer", quantizer)
@@ -323,7 +332,7 @@ class ForwardHooks:
         self._current = threading.local()
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
-        self._saved.append((owner, name, getattr(owner, name)))
+        self._saved.append((owner, name, inspect.getattr_static(owner, name)))
         setattr(owner, name, value)
 
     def _release(self) -> None:
@@ -343,7 +352,7 @@ class ForwardHooks:
         self._refused.add(id(module))
         self._fused -= {id(module)}
         self._armed.pop(id(module), None)
-        module.__dict__["is_debug_iter"] = _OfOneModule(_never, module)
+        module.__dict__["is_debug_iter"] = _never(module)
 
     def _tell(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
         if self.on_refusal is not None and id(module) in self._modules:
@@ -362,7 +371,7 @@ class ForwardHooks:
     def _rest(self, module: torch.nn.Module) -> None:
         del self._armed[id(module)]
         self._resting.add(module)
-        module.__dict__["is_debug_iter"] = _OfOneModule(self._own_is_debug_iter, module)
+        module.__dict__["is_debug_iter"] = _never(module)
 
     @outside_of_dynamo
     def _is_debug_iter(self, module: Any) -> bool:
@@ -388,7 +397,7 @@ class ForwardHooks:
             if count == MOST_FORWARDS:
                 self.on_many_forwards(module)
         if id(module) in self._fused:
-            if is_capturing():
+            if is_captured():
                 self._leave_alone(module)
                 self._tell(module, CUDA_GRAPH)
             return False
@@ -526,8 +535,9 @@ def _acts_on_activation(quantizers: Iterable[Any]) -> bool:
     return any(quantizer.any_feature_enabled() for quantizer in quantizers if quantizer.tensor_name == "activation")
 
 
-def _never(module: Any) -> bool:
-    return False
+def _never(module: torch.nn.Module) -> _OfOneModule:
+    """The ``is_debug_iter`` of a module that is not to be asked: always False, without a call of Python."""
+    return _OfOneModule(operator.is_, module, None)
 
 
 def _as_its_class(module: Any) -> bool:

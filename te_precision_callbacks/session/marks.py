@@ -59,16 +59,17 @@ class Weights:
 
     def read(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
         """Read where the parameters of modules are now; each module with its path."""
-        self._of_place.clear()
-        self._of_storage.clear()
+        of_place: dict[tuple[int, int], list[Weight]] = {}
+        of_storage: dict[int, list[Weight]] = {}
         for path, module in modules:
             for name, parameter in module._parameters.items():
                 place = None if parameter is None else _place(parameter)
                 if parameter is not None and place is not None:
-                    self._of_place.setdefault(place, []).append(Weight(path, name, parameter.requires_grad, module))
-        for place, weights in self._of_place.items():
+                    of_place.setdefault(place, []).append(Weight(path, name, parameter.requires_grad, module))
+        for place, weights in of_place.items():
             weights.sort(key=lambda weight: isinstance(weight.owner, torch.nn.Embedding))
-            self._of_storage.setdefault(place[0], []).append(weights[0])
+            of_storage.setdefault(place[0], []).append(weights[0])
+        self._of_place, self._of_storage = of_place, of_storage  # at once: another thread may look for one
 
     def find(
         self, tensor: torch.Tensor, inside: tuple[str, torch.nn.Module] | None = None, *, embedding: bool = False

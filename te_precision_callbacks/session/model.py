@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.config.comparing import FlatConfig, config_hash, flat_config
 from te_precision_callbacks.config.dumping import check_conditions
@@ -40,6 +42,7 @@ from te_precision_callbacks.session.parallel import Ranks, placements
 from te_precision_callbacks.session.precision import backward_override
 from te_precision_callbacks.session.refusals import DebugRefusal, RefusedLayers
 from te_precision_callbacks.session.upstream import Inspector
+from te_precision_callbacks.turns import AT_ONCE
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +102,8 @@ class ObservedModel:
         self._not_fused: Mapping[str, NotFused] = {}
         self._model: Model = ()
         self._tree: ModuleTree | None = None
+        self._registrations: RemovableHandle | None = None
+        self._known_outside = 0
         self._layers_of_all: tuple[Layer, ...] = ()
 
     @property
@@ -142,8 +147,20 @@ class ObservedModel:
             )
         self._observe(layers, plan, sections)
         self._model, self._tree = model, ModuleTree(model)
+        if self._registrations is None:
+            self._registrations = register_module_module_registration_hook(self._note_registration)
         self._count_products()
         self.attached = True
+
+    def release(self) -> None:
+        """No longer follow what is registered in modules."""
+        if self._registrations is not None:
+            self._registrations.remove()
+            self._registrations = None
+
+    def _note_registration(self, module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+        if self._tree is not None:
+            self._tree.note_registration(module)
 
     def _find_layers(self, model: Model) -> list[Layer]:
         if named_roots(model) is None:
@@ -247,7 +264,7 @@ class ObservedModel:
 
         Runs no collective, since other ranks may have nothing new: sections that matched at the attach still match.
         """
-        if self._tree is not None and self._tree.changed():
+        if self._has_changed():
             before = {id(module.module): module.name for module in self.modules}
             try:
                 layers = self._find_layers(self._model)
@@ -269,6 +286,14 @@ class ObservedModel:
                 " dict. model= also takes several models.",
                 ", ".join(sorted(f"{type(module).__name__} {module.name!r}" for module in self._hooks.unwatched)),
             )
+
+    def _has_changed(self) -> bool:
+        """Whether the model is another one, looked at as a whole only where something suggests it."""
+        outside, self._known_outside = self._known_outside, len(self._hooks.unwatched)
+        tree = self._tree
+        if tree is None or not (tree.seems_changed(AT_ONCE) or self._known_outside != outside):
+            return False
+        return tree.changed()
 
     def holds(self, *modules: torch.nn.Module | None) -> bool:
         """Whether one of these is a module of the model, of Transformer Engine or not."""

@@ -1,13 +1,12 @@
 """Sees every matrix product of a model's step: the GEMMs of Transformer Engine through the tap, all others in torch.
 
-A dispatch mode is active in the model's forward and in each backward of one step, and in none after it. It changes no
-number. A product belongs to the innermost module that runs, and the product of a backward to that of the forward whose
-autograd node runs: torch numbers nodes, and the number is known in both. In a compiled model, which has one node for
-many products, the operands tell it.
+A dispatch mode is active in a call of the model and in its backward, in one step. Of calls that are alike one is looked
+at, and counts as often as there are such calls. The mode changes no number. A product belongs to the innermost module
+that runs, and the product of a backward to that of the forward whose autograd node runs. One node can have many
+products, as that of a compiled model: there the operands tell which of them is meant.
 
 Read from torch 2.13: ``Module._compiled_call_impl``, which a call of a module runs instead of its own where it is set;
-``torch.autograd._engine_run_backward``, which each backward calls; ``TorchDispatchMode.ignore_compile_internals``, by
-which ``torch.compile`` compiles under the mode instead of leaving the code uncompiled for ever.
+``torch.autograd._engine_run_backward``, which each backward calls.
 """
 
 from __future__ import annotations
@@ -17,28 +16,42 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.modules.conv
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from te_precision_callbacks.forwards import NO_BACKWARD, ForwardKind, in_evaluation, innermost_autograd_frame
+from te_precision_callbacks.forwards import NO_BACKWARD, ForwardKind, in_evaluation, is_computing_again
 from te_precision_callbacks.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
-from te_precision_callbacks.matrix_products import MatrixProduct, Role, is_product, products_of
+from te_precision_callbacks.matrix_products import (
+    Bounds,
+    MatrixProduct,
+    Role,
+    Sizes,
+    by_values,
+    is_product,
+    products_of,
+    why_not_counted,
+)
 from te_precision_callbacks.naming import SURROUNDS, Model, named_roots
 from te_precision_callbacks.records.coverage import Family, Product, ProductName, Reason
 from te_precision_callbacks.records.precision import FROZEN, NO_INPUT_GRADIENT
 from te_precision_callbacks.records.state import StateRow
+from te_precision_callbacks.session.lengths import Lengths
 from te_precision_callbacks.session.marks import Marks, Weight, Weights, tensors_in
+from te_precision_callbacks.session.micro_batches import Call, Calls, leaves
+from te_precision_callbacks.session.nodes import NodesOfProducts, products_of_node
 from te_precision_callbacks.session.precision import dtype_name, format_of, quantizer_format
+from te_precision_callbacks.session.seeing import SeeingMode, is_seen_by
 from te_precision_callbacks.session.state import LOSSES, OF_OPERATOR, REDUCING, KeptState
 from te_precision_callbacks.vocabulary import OPERANDS, GemmName, class_names
 
-_SOFTMAX = frozenset({"_softmax", "_safe_softmax"})
+ResultT = TypeVar("ResultT")
+
+_SOFTMAX = frozenset({"aten::_softmax", "aten::_safe_softmax"})
 
 OPERAND_NAMES: Mapping[ProductName, tuple[str, str]] = {
     "fprop": OPERANDS["fprop"],
@@ -70,18 +83,31 @@ class _Seen:
         of: the product of the forward, for one of a backward that torch has run.
         backward: whether it belongs to a backward.
         gradients: how many products of the backward, but for dgrad, are of this one.
+        call: the call of the model in which it has run; None where each call is looked at.
+        not_counted: the operator, and why it is not counted; empty for a product.
+        bounds: as those of a :class:`MatrixProduct`.
     """
 
     layer: str
     family: Family
     role: Role
     formats: tuple[str, str]
-    sizes: tuple[int, int, int, int]
+    sizes: Sizes
     kind: str = ""
     weight: Weight | None = None
     of: _Seen | None = None
     backward: bool = False
     gradients: int = 0
+    call: Call | None = None
+    not_counted: str = ""
+    bounds: Bounds | None = None
+
+    @property
+    def calls(self) -> int:
+        """How many there are of it in the step."""
+        if self.call is None:
+            return 1
+        return self.call.forwards if self.of is None else self.call.backwards
 
     @property
     def reason(self) -> Reason | None:
@@ -120,17 +146,21 @@ class ModelProducts:
         self._in_gemm_layer = in_gemm_layer
         self._is_muted = False
         self._put_back: list[Callable[[], None]] = []
-        self._state = KeptState(report)
+        self._state = KeptState(report, self._call_now)
         self._forget({})
 
     def _forget(self, modules: Mapping[int, tuple[str, torch.nn.Module]]) -> None:
         self._modules = modules
         self._operations: frozenset[str] = frozenset()
         self.attentions: Mapping[int, str] = {}
+        self._root = ""
         self._told: set[str] = set()  # layers of which a product has run in their present forward
-        self._is_active = False
+        self._failure = ""
         self._seen: list[_Seen] = []
-        self._of_node: dict[int, _Seen] = {}
+        self._nodes = NodesOfProducts[_Seen]()
+        self._calls = Calls()
+        self._backward_of: Call | None = None
+        self._lengths = Lengths()
         self._weights = Weights()
         self._activations = Marks[list[_Seen]]()
         self._scores, self._probabilities = Marks[_Seen](), Marks[bool]()
@@ -154,21 +184,38 @@ class ModelProducts:
             paths |= {id(part): path for part in modules[key].modules()}
         self._forget({key: (path, modules[key]) for key, path in paths.items()})
         self._operations, self.attentions = frozenset(operations), attentions
-        self._state.watch(model, lambda: self._is_active and torch._C._current_graph_task_id() == NO_BACKWARD)
+        self._root = next((paths[id(root)] for root in roots if id(root) in paths), "")
+        self._state.watch(model, lambda: is_seen_by(self) and not _in_backward())
         self.counting = True
         for root in roots:
             self._surround_calls(root)
         engine: Any = torch.autograd
-        self._replace(engine, "_engine_run_backward", self._around(engine._engine_run_backward))
+        self._replace(engine, "_engine_run_backward", self._around_backward(engine._engine_run_backward))
 
     def end_step(self) -> tuple[tuple[Product, ...], tuple[StateRow, ...]] | None:
         """End a step: its products and what is kept in which type, after which no more are counted; None where the step
         had no products."""
-        if not self._seen:
+        if not self._seen and not self._failure:
             return None
-        found = tuple(_summed(self._seen)), self._state.rows()
-        self.close()
-        return found
+        try:
+            return tuple(self._products()), self._state.rows()
+        finally:
+            self.close()
+
+    def _of_each_sequence(self, found: Iterable[_Seen]) -> Iterator[_Seen]:
+        """Products that were seen, those of attention of several sequences for each of them."""
+        numbers: Mapping[int, Sequence[int]] = {}
+        try:
+            numbers = self._lengths.read()
+        except Exception as error:
+            self._report("reading the lengths of sequences in", "a step", error)
+        for seen in found:
+            bounds = seen.bounds
+            if bounds is None or id(bounds.queries) not in numbers:
+                yield seen
+                continue
+            for sizes in bounds.sizes(seen.sizes, numbers[id(bounds.queries)], numbers[id(bounds.keys)]):
+                yield replace(seen, sizes=sizes, bounds=None)
 
     def close(self) -> None:
         """Count no longer, and leave torch as it was."""
@@ -178,39 +225,109 @@ class ModelProducts:
             self._put_back.pop()()
         self._forget({})
 
+    def _products(self) -> Iterator[Product]:
+        """The products of the step, each once, followed by what is not counted."""
+        seen = [one for one in self._seen if one.call is None] if self._failure else self._seen
+        yield from _summed(self._of_each_sequence(one for one in seen if not one.not_counted))
+        left: dict[tuple[str, str, bool], _Seen] = {}
+        for one in seen:
+            if one.not_counted:
+                left.setdefault((one.layer, one.not_counted, one.backward), one)
+        for (layer, what, backward), one in left.items():
+            yield Product.uncounted(layer, one.family, what, backward=backward)
+        for what in [self._failure] if self._failure else self._calls.left_out():
+            yield Product.uncounted(self._root, "functional", what)
+
     def _surround_calls(self, root: Any) -> None:
-        """Be active while a model is called; of Lightning's modules while they take a training step."""
+        """Look at a model while it is called; at Lightning's modules while they take a training step."""
         own = root._compiled_call_impl
-        around = _CallOfOneModule(self._around(root._call_impl if own is None else own, self._state.note_logits))
+        around = _CallOfOneModule(self._around_call(root, root._call_impl if own is None else own, tells_result=True))
         setattr(around, SURROUNDS, own)
         self._replace(root, "_compiled_call_impl", around)
         if "LightningModule" in class_names(root):
-            self._replace(root, "training_step", _TrainingStepOfOneModule(self._around(root.training_step), root))
+            step = self._around_call(root, root.training_step, tells_result=False)
+            self._replace(root, "training_step", _TrainingStepOfOneModule(step, root))
 
-    def _around(self, upstream: Callable[..., Any], tell: Callable[[Any], None] | None = None) -> Callable[..., Any]:
-        """Around a call: be active in it, and ``tell`` of its result."""
+    def _around_call(self, root: Any, upstream: Callable[..., Any], *, tells_result: bool) -> Callable[..., Any]:
+        """Around a call of a model: look at it if it is to be counted."""
 
         @functools.wraps(upstream)
         def around(*arguments: Any, **keywords: Any) -> Any:
-            if not self.counting or not torch.is_grad_enabled() or self._is_paused():
+            if not self._looks() or not torch.is_grad_enabled() or _in_backward():
                 return upstream(*arguments, **keywords)
-            with nullcontext() if self._is_active else self._active():
-                result = upstream(*arguments, **keywords)
-            if tell is not None:
-                tell(result)
+            outer = self._calls.here
+            call = self._guarded(lambda: self._calls.begin(root, arguments, keywords)) if outer is None else None
+            looking = self._looking() if call is not None and call.like is None else nullcontext()
+            try:
+                with looking:
+                    result = upstream(*arguments, **keywords)
+                self._guarded(lambda: self._end_call(call, result, tells_result=tells_result))
+            finally:
+                if outer is None:
+                    self._calls.leave()
             return result
 
         return around
 
+    def _end_call(self, call: Call | None, result: Any, *, tells_result: bool) -> None:
+        here = self._calls.here
+        if tells_result and here is not None and here.like is None:
+            self._state.note_logits(result)
+        if call is not None:
+            self._nodes.bind(leaves(result))
+            self._calls.end(call, result)
+
+    def _around_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """Around a backward: look at it if it is that of a call that is counted."""
+
+        @functools.wraps(upstream)
+        def around(roots: Any, *arguments: Any, **keywords: Any) -> Any:
+            if not self._looks():
+                return upstream(roots, *arguments, **keywords)
+            if _in_backward():  # a backward inside of another one is looked at as that one is
+                self._guarded(lambda: self._nodes.bind(roots))
+                return upstream(roots, *arguments, **keywords)
+            looking = self._guarded(lambda: self._looking_at_backward(roots))
+            with looking or nullcontext():
+                return upstream(roots, *arguments, **keywords)
+
+        return around
+
+    def _looking_at_backward(self, roots: Iterable[Any]) -> AbstractContextManager[Any]:
+        self._nodes.bind(roots)
+        call = self._calls.begin_backward(roots)
+        if call is not None:
+            return nullcontext() if is_seen_by(self) else self._looking(call)
+        if torch.distributed.is_available() and torch.distributed.is_initialized() and not self._state.saw_reduction:
+            return SeeingMode(self, lambda: not self._looks(), only=REDUCING)
+        return nullcontext()
+
     @contextmanager
-    def _active(self) -> Iterator[None]:
-        self._weights.read(self._modules.values())
-        self._is_active = True
+    def _looking(self, backward_of: Call | None = None) -> Iterator[None]:
+        self._guarded(lambda: self._weights.read(self._modules.values()))
+        self._backward_of = backward_of
         try:
-            with _SeeingMode(self._look):
+            with SeeingMode(self, lambda: not self._looks()):
                 yield
         finally:
-            self._is_active = False
+            self._backward_of = None
+
+    def _looks(self) -> bool:
+        return self.counting and not self._failure and not self._is_paused()
+
+    def _guarded(self, do: Callable[[], ResultT]) -> ResultT | None:
+        """What does not reach training if it fails, and is left out after a failure."""
+        try:
+            return None if self._failure else do()
+        except Exception as error:
+            self.fail(error)
+            return None
+
+    def fail(self, error: Exception) -> None:
+        """Look at nothing of torch any more in this step, and report why."""
+        first, self._failure = not self._failure, f"all products of torch: {type(error).__name__}: {error}"
+        if first:
+            self._report("counting the matrix products of", "a step", error)
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of an object or a Python module itself, until :meth:`close`."""
@@ -275,14 +392,22 @@ class ModelProducts:
 
     def leave_attention(self, layer: str, kind: ForwardKind, given: Mapping[str, Any]) -> None:
         """Count the products of attention that no operator and no event has told of, by their sizes."""
-        if layer in self._told or kind is not ForwardKind.OBSERVED or not self.counting:
+        if not self.counting or not is_seen_by(self):
+            return
+        call = self._call_of_forward()
+        if kind is ForwardKind.SILENT and not _in_backward():  # computed again in the backward of a checkpoint
+            self._nodes.note_running(_Seen(layer, "attention", "", ("", ""), (0, 0, 0, 0), call=call))
+        if layer in self._told or kind is not ForwardKind.OBSERVED or (call is None and _in_backward()):
             return
         tensors = given["query_layer"], given["key_layer"], given["value_layer"]
         query, key, value = (format_of(tensor, columnwise=False) for tensor in tensors)
         sizes = AttentionSizes.of(*tensors, given["qkv_format"])
+        begun = len(self._seen)
         self.see_attention(layer, sizes, (query, key), (query, value), OTHER_KERNEL)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             self.see_attention(layer, sizes, (query, key), (query, value), OTHER_KERNEL, backward=True)
+        for seen in self._seen[begun:]:
+            seen.call = call
 
     def see_attention(
         self,
@@ -312,37 +437,86 @@ class ModelProducts:
             for _ in range(2 if backward else 1):  # a gradient for each of two operands, with as many multiply-adds
                 self._seen.append(_Seen(layer, "attention", role, formats, of_forward, kind, backward=backward))
 
+    def note_silent(self, layers: Iterable[str], what: str, backward: bool) -> None:
+        """Note that layers of Transformer Engine have run without an event of a GEMM.
+
+        Args:
+            layers: the layers.
+            what: what has run, and why.
+            backward: whether it was its backward.
+        """
+        if self.counting:
+            for layer in layers:
+                family: Family = "te_ops" if layer in self._operations else "te"
+                self._seen.append(_Seen(layer, family, "", ("", ""), (0, 0, 0, 0), backward=backward, not_counted=what))
+
+    def before(self, arguments: Sequence[Any], *, of_shards: bool) -> None:
+        """As of :class:`~te_precision_callbacks.session.seeing.Watcher`."""
+        self._nodes.bind(arguments)
+        if of_shards:
+            self._nodes.enter_outer(arguments)
+
+    def after(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
+        """As of :class:`~te_precision_callbacks.session.seeing.Watcher`."""
+        self._look(operator, arguments, result)
+
+    def note_sizes_by_values(self) -> None:
+        """As of :class:`~te_precision_callbacks.session.seeing.Watcher`."""
+        call = self._call_now()
+        if call is not None:
+            call.goes_by_values = True
+
+    def _call_now(self) -> Call | None:
+        """The call of the model to which belongs what runs in this thread."""
+        return self._call_of_forward() or self._backward_of
+
+    def _call_of_forward(self) -> Call | None:
+        """The call of the model to which belongs the forward that runs in this thread, also one that is computed again
+        in the backward of a node."""
+        if not _in_backward():
+            return self._calls.here
+        of_node: list[_Seen] = products_of_node(torch._C._current_autograd_node())
+        return of_node[0].call if of_node else None
+
     def _look(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
         """Note a call of an operator of torch."""
-        try:
-            if self._is_muted or self._in_gemm_layer():
-                return
-            in_backward = torch._C._current_graph_task_id() != NO_BACKWARD
-            products = products_of(operator, arguments, result)
-            if in_backward and operator in REDUCING:
+        if self._is_muted or self._in_gemm_layer():
+            return
+        in_backward = _in_backward()
+        if operator in REDUCING:
+            if in_backward:
                 self._state.note_reduced(operator, arguments)
-            elif not is_product(operator):
-                if not in_backward:
-                    self._follow(operator, arguments, result)
-            elif not in_backward:
-                if not in_evaluation():
-                    self._note_forward(operator, products, result)
-            elif torch.is_grad_enabled() and innermost_autograd_frame() in ("unpack_hook", "backward"):
-                self._note_forward(operator, products, result, again=True)
-            else:
-                self._note_backward(products)
-        except Exception as error:
-            self._report("counting the matrix products of", "a step", error)
+            return
+        left = why_not_counted(operator, arguments)
+        if not left and not is_product(operator):
+            if not in_backward:
+                self._note_kept(operator, arguments, result)
+            if not in_backward or torch.is_grad_enabled():  # so it is where a forward is computed again
+                self._follow(operator, arguments, result)
+            return
+        products = self._lengths.keep(products_of(operator, arguments, result))
+        if by_values(operator, arguments):
+            self.note_sizes_by_values()
+        if not in_backward:
+            if not in_evaluation():
+                self._note_forward(operator, products, arguments, result, left=left)
+        elif is_computing_again():
+            self._note_forward(operator, products, arguments, result, left=left, again=True)
+        else:
+            self._note_backward(operator, products, left=left)
+
+    def _note_kept(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
+        """Note in which type the result of an operator of a forward is."""
+        if operator in OF_OPERATOR and self._innermost_module() is not None:
+            self._state.note(operator, next(tensors_in([result])))
+        if operator in LOSSES:
+            self._state.note_loss(arguments[0])
 
     def _follow(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
         """Follow weights through casts, and what attention multiplies to its softmax and behind it."""
         results = list(tensors_in([result]))
-        if operator in OF_OPERATOR and self._innermost_module() is not None:
-            self._state.note(operator, results[0])
-        if operator in LOSSES:
-            self._state.note_loss(arguments[0])
         for tensor in tensors_in(arguments):
-            if operator == "_to_copy":
+            if operator == "aten::_to_copy":
                 self._weights.follow(tensor, result)
             scores = self._scores.get(tensor)
             if scores is not None and operator in _SOFTMAX:
@@ -356,26 +530,40 @@ class ModelProducts:
                     self._probabilities.put(made, True)
 
     def _note_forward(
-        self, operator: str, products: Iterable[MatrixProduct], result: Any, *, again: bool = False
+        self,
+        operator: str,
+        products: Iterable[MatrixProduct],
+        arguments: Sequence[Any],
+        result: Any,
+        *,
+        left: str,
+        again: bool = False,
     ) -> None:
         """Note products of a forward; ``again`` for one that an activation checkpoint computes again, which is not
-        counted, but has the nodes of the backward."""
+        counted, but may have the nodes of the backward; ``left`` for an operator that is not counted, and why."""
+        call = self._call_of_forward()
+        if again and call is None:
+            return  # of a call that is not counted, whose backward runs with that of one that is
         inside = self._innermost_module()
-        for product in products:
-            seen = self._seen_in(operator, product, inside)
-            if seen is None:
+        found = [(product, self._seen_in(operator, product, inside)) for product in products]
+        if left and inside is not None:
+            family: Family = "functional"
+            seen = _Seen(inside[0], family, "", ("", ""), (0, 0, 0, 0), call=call, not_counted=_words(operator, left))
+            self._nodes.note(seen, arguments, result)
+            self._seen += [] if again else [seen]
+        for product, one in found:
+            if one is None:
                 continue
-            self._told.add(seen.layer)
+            one.call = call
+            self._told.add(one.layer)
             if not again:
-                self._seen.append(seen)
-            if torch.is_grad_enabled() or innermost_autograd_frame() == "forward":
-                # Autograd makes a node before it calls the kernel; without a node, the number is that of another one.
-                self._of_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, seen)
-            if seen.weight is not None:
+                self._seen.append(one)
+            self._nodes.note(one, arguments, result)
+            if one.weight is not None:
                 known = self._activations.get(product.a) or []
-                self._activations.put(product.a, [*known, seen])
-            elif not seen.role:
-                self._scores.put(result, seen)
+                self._activations.put(product.a, [*known, one])
+            elif not one.role:
+                self._scores.put(result, one)
 
     def _seen_in(
         self, operator: str, product: MatrixProduct, inside: tuple[str, torch.nn.Module] | None
@@ -399,24 +587,40 @@ class ModelProducts:
         if not role and self._probabilities.get(product.a):
             role = "pv"
         if not role and _UNFUSED in class_names(inside[1]):  # its softmax may be a kernel of Transformer Engine
-            role = "qk" if operator == "baddbmm" else "pv"
+            role = "qk" if operator == "aten::baddbmm" else "pv"
         family = "attention" if role in ("qk", "pv") else "functional"
-        return _Seen(inside[0], family, role, formats, sizes, _kind(inside))
+        return _Seen(inside[0], family, role, formats, sizes, _kind(inside), bounds=product.bounds)
 
-    def _note_backward(self, products: Iterable[MatrixProduct]) -> None:
-        node = torch._C._current_autograd_node()
-        found = None if node is None else self._of_node.get(node._sequence_nr())
-        compiled = node is not None and node.name() == _COMPILED
+    def _note_backward(self, operator: str, products: Iterable[MatrixProduct], *, left: str) -> None:
+        of_node: list[_Seen] = products_of_node(torch._C._current_autograd_node())
+        if not of_node:
+            return  # of a product outside of the model
+        if left:
+            of = of_node[0]
+            what = _words(operator, left)
+            self._seen.append(
+                _Seen(
+                    of.layer,
+                    of.family,
+                    "",
+                    ("", ""),
+                    (0, 0, 0, 0),
+                    of=of,
+                    backward=True,
+                    call=of.call,
+                    not_counted=what,
+                )
+            )
         for product in products:
-            of = self._of_compiled(product) or found if compiled else found
-            if of is None:
-                continue  # of a product outside of the model
+            of = self._meant(product, of_node)
             role: Role = product.role
             if of.weight is not None and not role:
                 role = self._role_in_backward(product, of)
             of.gradients += role != "dgrad"
             formats, sizes = (dtype_name(product.a.dtype), dtype_name(product.b.dtype)), product[2:6]
-            self._seen.append(_Seen(of.layer, of.family, role, formats, sizes, of.kind, of=of, backward=True))
+            seen = _Seen(of.layer, of.family, role, formats, sizes, of.kind, of=of, backward=True, call=of.call)
+            seen.bounds = product.bounds
+            self._seen.append(seen)
 
     def _role_in_backward(self, product: MatrixProduct, of: _Seen) -> Role:
         """Whether a product of the backward multiplies the gradient by the weight, or by the activation."""
@@ -427,19 +631,25 @@ class ModelProducts:
         rows, columns, *_ = of.sizes
         return "dgrad" if product.k == columns and product.k != rows else "wgrad"
 
-    def _of_compiled(self, product: MatrixProduct) -> _Seen | None:
-        """The product of the forward for one of a compiled backward: that with the same weight, or the same activation;
-        else one of these sizes, which all take part in its gradients, that has not got them yet."""
+    def _meant(self, product: MatrixProduct, of_node: Sequence[_Seen]) -> _Seen:
+        """The product of the forward for one of the backward of a node that has several: that of its role in attention;
+        that with the same weight, or the same activation; else one of these sizes, which all take part in its
+        gradients, that has not got them yet."""
+        alike = [seen for seen in of_node if product.role in ("qk", "pv") and seen.role == product.role] or of_node
+        if len(alike) == 1:
+            return alike[0]
         operands = product.a, product.b
-        for weight in filter(None, map(self._weights.find, operands)):
-            return next((seen for seen in reversed(self._seen) if seen.weight == weight), None)
+        weights = list(filter(None, map(self._weights.find, operands)))
+        if weights:
+            of_weight = next((seen for seen in reversed(alike) if seen.weight == weights[0]), None)
+            return alike[0] if of_weight is None else of_weight
         of_activation = [seen for operand in operands for seen in self._activations.get(operand) or ()]
-        for seen in (*of_activation, *self._seen):
+        for seen in (*(seen for seen in of_activation if seen in alike), *alike):
             wanted = 1 if seen.weight is not None else 2
-            alike = sorted(seen.sizes[:3]) == sorted(product[2:5]) and seen.sizes[3] == product.batch
-            if alike and seen.of is None and seen.gradients < wanted:
+            fits = sorted(seen.sizes[:3]) == sorted(product[2:5]) and seen.sizes[3] == product.batch
+            if fits and seen.gradients < wanted:
                 return seen
-        return None
+        return alike[0]
 
     def _innermost_module(self) -> tuple[str, torch.nn.Module] | None:
         """The innermost module of the model that runs: its path, and the module."""
@@ -488,27 +698,12 @@ def _training_step_of_its_class(module: Any, *arguments: Any, **keywords: Any) -
     return type(module).training_step(module, *arguments, **keywords)
 
 
-class _SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells of each operator: its name, its arguments and its result."""
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != NO_BACKWARD
 
-    def __init__(self, tell: Callable[[str, Sequence[Any], Any], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._tell = tell
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(
-        self, operator: Any, types: Iterable[type], arguments: Sequence[Any] = (), keywords: Any = None
-    ) -> Any:
-        names = {kind.__name__ for kind in types}
-        if "DTensor" in names:
-            return NotImplemented  # which runs operators on its shards, that are told of
-        result = operator(*arguments, **(keywords or {}))
-        if "FakeTensor" not in names:  # by which a DTensor learns the shape of a result
-            self._tell(operator._schema.name.rpartition("::")[2], arguments, result)
-        return result
+def _words(operator: str, why: str) -> str:
+    return f"{operator} {why}"
 
 
 _WITH_WEIGHT = (torch.nn.Linear, torch.nn.Bilinear, torch.nn.modules.conv._ConvNd)
@@ -522,9 +717,6 @@ _ATTENTION = "DotProductAttention"
 UNFUSED_KERNEL = "Transformer Engine's unfused attention"
 FUSED = "Transformer Engine's fused attention"
 OTHER_KERNEL = "another kernel of Transformer Engine's attention, counted by its sizes"
-
-_COMPILED = "CompiledFunctionBackward"
-"""The node of a graph that torch.compile has compiled."""
 
 
 def _is_attention(module: torch.nn.Module) -> bool:
@@ -575,8 +767,8 @@ def _summed(seen: Iterable[_Seen]) -> Iterator[Product]:
             m,
             k,
             batch,
-            len(calls),
-            sum(math.prod(call.sizes) for call in calls),
+            sum(call.calls for call in calls),
+            sum(call.calls * math.prod(call.sizes) for call in calls),
             dict(zip(names, formats, strict=True)),
             reason=first.reason,
             reason_ref=first.kind,

@@ -19,6 +19,7 @@ import torch
 
 from te_precision_callbacks.config.effects import Effect
 from te_precision_callbacks.config.planning import Plan
+from te_precision_callbacks.devices import is_capturing
 from te_precision_callbacks.naming import Model, NamedModule, named_roots
 from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.session.errors import ObservationError
@@ -159,14 +160,17 @@ def _offloads(forward: DebugForward) -> bool:
 
 
 def _is_captured(forward: DebugForward) -> bool:
-    return is_capturing()
+    return is_captured()
 
 
-def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured."""
+def is_captured() -> bool:
+    """Whether a CUDA graph is being captured, by Transformer Engine or by torch's own ``torch.cuda.graph``.
+
+    Transformer Engine also says so while it warms up, and on the reference backend, which has no graphs.
+    """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    return bool(FP8GlobalStateManager.fp8_graph_capturing())
+    return bool(FP8GlobalStateManager.fp8_graph_capturing()) or is_capturing()
 
 
 CUDA_GRAPH = DebugRefusal(

@@ -6,7 +6,6 @@ quantizers, and the type of its activations.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import torch
 from te_precision_callbacks.forwards import ForwardClassifier
 from te_precision_callbacks.session.precision import Operand, PrecisionAudit, formats_of_fused_path, of_fprop
 from te_precision_callbacks.session.precision_history import Format
+from te_precision_callbacks.turns import AT_ONCE, Turns
 
 
 class RestingLayers:
@@ -55,7 +55,8 @@ class RestingLayers:
         self._new: list[torch.nn.Module] = []
         self._trained_in_fp8: dict[int, bool] = {}
         self._seen_in: dict[int, _State] = {}
-        self._trainable: list[bool] = []
+        self._trainable: dict[int, tuple[bool, ...]] = {}
+        self._turns = Turns(list(modules.values()))
         self._suspicions: dict[int, _Suspicion] = {}
         self._dropped: dict[int, list[Mapping[Operand, Format]]] = {}
 
@@ -86,23 +87,43 @@ class RestingLayers:
         new, self._new = self._new, []
         return [module for module in new if id(module) not in armed]
 
-    def follow(self, iteration: int, rested: Iterable[torch.nn.Module], new: Collection[torch.nn.Module]) -> None:
+    def follow(
+        self, iteration: int, armed: Collection[int], new: Collection[torch.nn.Module], *, all_at_once: bool
+    ) -> None:
         """Look for changes of precision in a step that has ended.
 
+        The modules that have their turn are looked at; all are as soon as one of those has changed. A step in which
+        nothing is due thus costs the same for every model.
+
         Args:
-            rested: the modules in which nothing of the session has run.
-            new: the rested modules that were armed in the step before.
+            armed: the ids of the modules that did not rest in the step.
+            new: the modules that rested for the first time in it.
+            all_at_once: whether all modules are looked at.
         """
         self._audit.leave(iteration)
-        self._follow_trainable()
+        looked: Iterable[torch.nn.Module] = self._turns.take(AT_ONCE + len(armed))
+        self._follow_trainable(looked)
         self._follow_suspicions()
         for module in new:
             self._enter(module)
         if new:
             self._audit.leave(iteration)
-        for module in rested:
-            if not _is_in_state(module.__dict__, self._last_state.get(id(module))):
+        for module in self._moved(new, armed):
+            self._look_at_state(module, iteration)
+        if all_at_once or self._moved(looked, armed):
+            for module in self._moved(self._modules.values(), armed):
                 self._look_at_state(module, iteration)
+
+    def _moved(self, looked: Iterable[torch.nn.Module], armed: Collection[int]) -> list[torch.nn.Module]:
+        """The modules that rested, and that a forward has left in another state than when they were looked at."""
+        states = self._last_state
+        return [
+            module
+            for module in looked
+            if not _is_in_state(module.__dict__, states.get(id(module)))
+            and id(module) not in armed
+            and module.__dict__["activation_dtype"] is not None
+        ]
 
     def _enter(self, module: Any) -> None:
         """Record the precision of a module in its first step without a feature: FP8 or not, as in its last step with
@@ -153,15 +174,15 @@ class RestingLayers:
             self._suspicions[key] = _Suspicion(module, formats, iteration, is_new)
             self._ask_again(module)
 
-    def _follow_trainable(self) -> None:
-        """Ask all modules again if parameters were frozen or unfrozen, since this decides which GEMMs a backward
-        runs."""
-        parameters = itertools.chain.from_iterable(module._parameters.values() for module in self._modules.values())
-        now = [parameter is not None and parameter.requires_grad for parameter in parameters]
-        if self._trainable and now != self._trainable:
-            for module in self._modules.values():
-                self._ask_again(module)
-        self._trainable = now
+    def _follow_trainable(self, looked: Iterable[torch.nn.Module]) -> None:
+        """Ask all modules again if parameters of one were frozen or unfrozen, since this decides which GEMMs a
+        backward runs."""
+        for module in looked:
+            now = _trainable(module)
+            if self._trainable.setdefault(id(module), now) != now:
+                for each in self._modules.values():
+                    self._trainable[id(each)] = _trainable(each)
+                    self._ask_again(each)
 
     def _follow_suspicions(self) -> None:
         """Keep asking the modules with suspected formats, until these occur in training."""
@@ -215,8 +236,12 @@ def _state_of(module: torch.nn.Module) -> _State | None:
     return _State(attributes["fp8"], quantizers, recipe, attributes["activation_dtype"])
 
 
+def _trainable(module: torch.nn.Module) -> tuple[bool, ...]:
+    return tuple([parameter is not None and parameter.requires_grad for parameter in module._parameters.values()])
+
+
 def _is_in_state(attributes: Mapping[str, Any], state: _State | None) -> bool:
-    """Whether a module is still in a state. Runs for each module in each step, so it makes no calls."""
+    """Whether a module is still in a state."""
     return (
         state is not None
         and attributes["fp8"] is state.fp8

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.debug_values import ACTIVATION_OVERFLOW
+from te_precision_callbacks.devices import is_capturing
 from te_precision_callbacks.dumps.files import SAFETENSORS
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
@@ -107,8 +108,8 @@ class Run:
         self._notices = notices
         self._process = os.getpid()
         self._failures = failures = ObservationFailures(strict=options.strict, rank=own_rank())
-        self.ranks = Ranks(options.process_group, reduce=options.reduce, report=failures.report)
-        failures.leads = lambda: self.ranks.leads
+        self.ranks = ranks = Ranks(options.process_group, reduce=options.reduce, report=failures.report)
+        failures.leads = lambda: ranks.leads  # not of the run, which would keep the model as long as the results
         self._optimizer_steps: OptimizerSteps | None = None
         self._ends: ProcessEnds | None = None
         self.inspector = inspector = Inspector(
@@ -197,6 +198,13 @@ class Run:
 
     def step(self, logging_step: int | None) -> StepRecords | None:
         """As ``InspectSession.step``."""
+        if is_capturing():
+            if self._notices.first("captured step"):
+                logger.warning(
+                    "step() was called while a CUDA graph is being captured, and does nothing there: a replay would not"
+                    " call it. Call step() after each replay."
+                )
+            return None
         try:
             return self._step(logging_step)
         except PrecisionDebugError:
@@ -420,6 +428,7 @@ class Run:
             if self._optimizer_steps is not None:
                 then.callback(self._optimizer_steps.remove)
             then.callback(self.resume_audit.end)
+            then.callback(self.model.release)
             self._findings.iteration = self._delivery.completed
             self.live, self.kept = False, keeps
 

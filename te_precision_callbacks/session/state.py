@@ -13,24 +13,31 @@ from te_precision_callbacks.forwards import outside_of_dynamo
 from te_precision_callbacks.naming import Model, named_roots
 from te_precision_callbacks.records.state import StateRow
 from te_precision_callbacks.session.marks import tensors_in
+from te_precision_callbacks.session.micro_batches import Call
 from te_precision_callbacks.session.precision import format_of
 from te_precision_callbacks.vocabulary import class_names, name_of_format
 
 OF_OPERATOR = {
-    **dict.fromkeys(("native_layer_norm", "native_batch_norm", "native_group_norm", "_fused_rms_norm"), "norm"),
-    **dict.fromkeys(("_softmax", "_safe_softmax"), "softmax"),
+    **dict.fromkeys(
+        ("aten::native_layer_norm", "aten::native_batch_norm", "aten::native_group_norm", "aten::_fused_rms_norm"),
+        "norm",
+    ),
+    **dict.fromkeys(("aten::_softmax", "aten::_safe_softmax"), "softmax"),
 }
 """Operator of torch 2.13 -> what its result is counted as."""
 
 REDUCING = {
-    **dict.fromkeys(("allreduce_", "allreduce_coalesced_", "reduce_", "all_reduce", "all_reduce_coalesced"), 0),
-    **dict.fromkeys(("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"), 1),
-    **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"), 0),
+    **dict.fromkeys(("c10d::allreduce_", "c10d::allreduce_coalesced_", "c10d::reduce_"), 0),
+    **dict.fromkeys(("_c10d_functional::all_reduce", "_c10d_functional::all_reduce_coalesced"), 0),
+    **dict.fromkeys(("c10d::reduce_scatter_", "c10d::_reduce_scatter_base_"), 1),
+    "c10d::reduce_scatter_tensor_coalesced_": 1,
+    "_c10d_functional::reduce_scatter_tensor": 0,
+    "_c10d_functional::reduce_scatter_tensor_coalesced": 0,
 }
 """Collective of ``c10d`` and ``_c10d_functional`` of torch 2.13 that sums over ranks -> the number of the argument with
 what it sums."""
 
-LOSSES = frozenset({"_log_softmax"})
+LOSSES = frozenset({"aten::_log_softmax"})
 """Operators whose first argument are logits."""
 
 _NODES_OF_PARAMETERS = frozenset({"torch::autograd::AccumulateGrad", "RegisterPostBackwardFunctionBackward"})
@@ -45,15 +52,19 @@ class KeptState:
 
     Args:
         report: receives failures.
+        call_now: tells to which call of the model belongs what runs in this thread.
     """
 
-    def __init__(self, report: Callable[[str, str, Exception], None]) -> None:
+    def __init__(
+        self, report: Callable[[str, str, Exception], None], call_now: Callable[[], Call | None] = lambda: None
+    ) -> None:
         self._report = report
+        self._call_now = call_now
         self._parameters: tuple[torch.nn.Parameter, ...] = ()
         self._rows: dict[tuple[str, str, int], int] = {}
-        self._results: Counter[tuple[str, str]] = Counter()
-        self._sizes: Counter[tuple[str, str]] = Counter()
-        self._of_losses: list[tuple[str, int]] = []
+        self._results: Counter[tuple[Call | None, str, str]] = Counter()
+        self._sizes: Counter[tuple[Call | None, str, str]] = Counter()
+        self._of_losses: list[tuple[Call | None, str, int]] = []
         self._removals: list[Callable[[], None]] = []
 
     def watch(self, model: Model, is_counting: Callable[[], bool]) -> None:
@@ -86,7 +97,7 @@ class KeptState:
 
     def note(self, operator: str, result: torch.Tensor) -> None:
         """Count the result of one of :data:`OF_OPERATOR`."""
-        self._results[OF_OPERATOR[operator], _type(result)] += 1
+        self._results[self._call_now(), OF_OPERATOR[operator], _type(result)] += 1
 
     def note_reduced(self, operator: str, arguments: Sequence[Any]) -> None:
         """Count what one of :data:`REDUCING` sums over ranks in a backward, if that are gradients of parameters.
@@ -110,26 +121,37 @@ class KeptState:
 
     def note_loss(self, logits: torch.Tensor) -> None:
         """Note what one of :data:`LOSSES` takes."""
-        self._of_losses.append((_type(logits), _bytes(logits)))
+        self._of_losses.append((self._call_now(), _type(logits), _bytes(logits)))
 
     def _note(self, subject: str, tensor: torch.Tensor | None) -> None:
         if tensor is not None:
-            self._results[subject, _type(tensor)] += 1
-            self._sizes[subject, _type(tensor)] += _bytes(tensor)
+            key = self._call_now(), subject, _type(tensor)
+            self._results[key] += 1
+            self._sizes[key] += _bytes(tensor)
+
+    @property
+    def saw_reduction(self) -> bool:
+        """Whether gradients have been reduced."""
+        return any(subject == "reduce" for _, subject, _ in self._results)
 
     def rows(self) -> tuple[StateRow, ...]:
-        """What was seen; of the model what it has now."""
+        """What was seen, in all calls of the model that one stands for; of the model what it has now."""
         self._add("parameter", self._parameters)
+        results, seen_sizes = Counter(self._results), Counter(self._sizes)
+        if not any(subject == "logits" for _, subject, _ in results):
+            for call, dtype, size in self._of_losses:
+                results[call, "logits", dtype] += 1
+                seen_sizes[call, "logits", dtype] += size
         tensors: Counter[tuple[str, str]] = Counter()
-        sizes = Counter(self._sizes)
-        if not any(subject == "logits" for subject, _ in self._results):
-            for dtype, size in self._of_losses:
-                self._results["logits", dtype] += 1
-                sizes["logits", dtype] += size
+        sizes: Counter[tuple[str, str]] = Counter()
         for (subject, dtype, _), size in self._rows.items():
             tensors[subject, dtype] += 1
             sizes[subject, dtype] += size
-        return tuple(StateRow(*key, count, sizes[key]) for key, count in (tensors + self._results).items())
+        for (call, subject, dtype), count in results.items():
+            calls = 1 if call is None else call.forwards
+            tensors[subject, dtype] += calls * count
+            sizes[subject, dtype] += calls * seen_sizes[call, subject, dtype]
+        return tuple(StateRow(*key, count, sizes[key]) for key, count in tensors.items())
 
     def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         try:

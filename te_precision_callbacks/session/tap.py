@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 
+from te_precision_callbacks.devices import is_capturing
 from te_precision_callbacks.forwards import ForwardKind, outside_of_dynamo, running_forward
 from te_precision_callbacks.gemm_events import (
     GEMM_OF_LAYOUT,
@@ -53,6 +54,7 @@ from te_precision_callbacks.naming import NamedOperation
 from te_precision_callbacks.numerics.layouts import is_quantized
 from te_precision_callbacks.session.errors import ObservationError
 from te_precision_callbacks.session.precision import recipe_in_force, recipe_text
+from te_precision_callbacks.turns import AT_ONCE, Turns
 from te_precision_callbacks.vocabulary import OPERANDS, OperandName, class_names
 
 logger = logging.getLogger(__name__)
@@ -72,13 +74,20 @@ class _Forward:
         layers: the names of the module's layers; empty for a module that nobody listens to.
         kind: the kind of the forward.
         recipe: its recipe.
+        is_heard: whether its GEMMs have events: those of an operation that several layers are fused in have none, since
+            nothing tells which layer's GEMM one is.
+        events: how many events there have been.
         high: (number of the layer, tensor) -> the tensor before its quantization, of the forward or backward that runs;
             None where nobody wants them.
     """
 
-    __slots__ = ("_half", "_halves", "_read", "high", "kind", "layers", "recipe")
+    __slots__ = ("_half", "_halves", "_read", "events", "high", "is_heard", "kind", "layers", "recipe")
 
-    def __init__(self, layers: Sequence[str], kind: ForwardKind, recipe: str, *, halves: bool) -> None:
+    def __init__(
+        self, layers: Sequence[str], kind: ForwardKind, recipe: str, *, halves: bool, is_heard: bool = True
+    ) -> None:
+        self.is_heard = is_heard
+        self.events = 0
         self.layers = layers
         self.kind = kind
         self.recipe = recipe
@@ -116,7 +125,7 @@ class _Forward:
         return self._half
 
 
-_UNHEARD = _Forward((), ForwardKind.UNTOUCHED, "", halves=False)
+_UNHEARD = _Forward((), ForwardKind.UNTOUCHED, "", halves=False, is_heard=False)
 """That of all modules that nobody listens to."""
 
 _OUTSIDE = _Forward((OUTSIDE,), ForwardKind.UNTOUCHED, "", halves=False)
@@ -153,6 +162,8 @@ class GemmTap:
         on_entered: called in each forward of a module of which there are events, behind its preparation, with the
             module and the kind of the forward; returns whether listeners want the tensors before their quantization.
         attention: is told of attention.
+        on_silent: called with layers, what has run, and whether it was the backward, behind a forward or backward of
+            training that has GEMMs and of which there was no event, as where they are in a kernel of their own.
     """
 
     def __init__(self, classify: Classify, report: Callable[[str, str, Exception], None]) -> None:
@@ -164,14 +175,16 @@ class GemmTap:
         self._operations: dict[int, NamedOperation] = {}
         self._attentions: Mapping[int, str] = {}
         self.attention: AttentionListener | None = None
-        self._recipes: list[Any] = []
+        self._turns = Turns[NamedOperation](())
+        self._recipes: dict[int, Any] = {}
         self.has_new_operations = False
         self.on_entered: Callable[[torch.nn.Module, ForwardKind], bool] | None = None
+        self.on_silent: Callable[[Sequence[str], str, bool], None] | None = None
         self._current = _Current()
         self._orders = itertools.count()
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._callers: list[tuple[Any, str]] = []
-        self._said_foreign = False
+        self._said_foreign = self._said_captured = False
         self._modules = 0  # so many there were when the callers were found
 
     @property
@@ -210,19 +223,24 @@ class GemmTap:
         """
         self._layers = layers
         self._operations = {id(operation.module): operation for operation in operations}
+        self._turns = Turns(list(self._operations.values()))
         self._recipes = self._recipes_of_operations()
         self.has_new_operations = bool(self._operations)
 
-    def begin_iteration(self) -> None:
-        """Count the GEMMs from 0 again, and look whether operations have run in another recipe than before."""
-        self._orders = itertools.count()
-        before, self._recipes = self._recipes, self._recipes_of_operations()
-        self.has_new_operations = before != self._recipes
+    def begin_iteration(self, *, all_operations: bool = True) -> None:
+        """Count the GEMMs from 0 again, and look whether operations have run in another recipe than before.
 
-    def _recipes_of_operations(self) -> list[Any]:
-        """The recipes that the last forwards of operations have left; None for high precision."""
-        metas: list[Any] = [operation.module.__dict__["_fp8_metas"] for operation in self._operations.values()]
-        return [None if meta is None or meta["forward"] is None else meta["forward"].get("recipe") for meta in metas]
+        Args:
+            all_operations: whether all are looked at, and not only those that have their turn.
+        """
+        self._orders = itertools.count()
+        looked = self._operations.values() if all_operations else self._turns.take(AT_ONCE)
+        self.has_new_operations = any(_recipe_of(each) != self._recipes[id(each.module)] for each in looked)
+        if self.has_new_operations:
+            self._recipes = self._recipes_of_operations()
+
+    def _recipes_of_operations(self) -> dict[int, Any]:
+        return {key: _recipe_of(operation) for key, operation in self._operations.items()}
 
     def listen(self, *listeners: Listener) -> None:
         """Have these called, and no others; without any, Transformer Engine is as it was."""
@@ -255,7 +273,7 @@ class GemmTap:
         module_class = base.TransformerEngineBaseModule
         for name, around in (("prepare_forward", self._around_prepare), ("end_forward", self._around_end)):
             self._replace(module_class, name, around(getattr(module_class, name)))
-        for function, high in (*_functions(), (backends.FusedAttnFunc, _no_sources)):
+        for function, high in (*_functions(), (backends.FusedAttnFunc, None)):
             self._replace(function, "forward", staticmethod(self._around_forward(function.forward, high)))
             self._replace(function, "backward", staticmethod(self._around_backward(function.backward)))
         store = _common.WeightGradStore
@@ -395,20 +413,32 @@ class GemmTap:
         finally:
             current.running = before
 
-    def _around_forward(self, upstream: Callable[..., Any], high: _Sources) -> Callable[..., Any]:
+    def _around_forward(self, upstream: Callable[..., Any], high: _Sources | None) -> Callable[..., Any]:
+        """Around the forward of an autograd Function.
+
+        Args:
+            upstream: the forward.
+            high: finds its tensors before their quantization; None for attention, which has no GEMMs.
+        """
+
         @functools.wraps(upstream)
         def forward(ctx: Any, *arguments: Any) -> Any:
             entered = self._current.entered or _UNHEARD
             entered.begin_forward()
             if ctx is not None:
                 ctx.te_precision_forward = entered
-            if entered.high is None:
+            if high is None:
                 return self._run(entered, upstream, ctx, *arguments)
-            entered.high = self._sources(entered, lambda: high(arguments))
+            before = entered.events
+            if entered.high is not None:
+                entered.high = self._sources(entered, lambda: high(arguments))
             try:
-                return self._run(entered, upstream, ctx, *arguments)
+                result = self._run(entered, upstream, ctx, *arguments)
             finally:
-                entered.high = {}
+                entered.high = None if entered.high is None else {}
+            if entered.events == before:
+                self._tell_silent(entered, upstream.__qualname__.partition(".")[0].lstrip("_"), backward=False)
+            return result
 
         return forward
 
@@ -462,7 +492,11 @@ class GemmTap:
             forward = self._of_operation(operation)
             for context in contexts:
                 context.te_precision_forward = forward
-            return self._run(forward, upstream, operation, contexts, *arguments, **keywords)
+            before = forward.events
+            result = self._run(forward, upstream, operation, contexts, *arguments, **keywords)
+            if forward.events == before:
+                self._tell_silent(forward, type(operation).__name__, backward=False)
+            return result
 
         return fuser_forward
 
@@ -470,20 +504,42 @@ class GemmTap:
         @functools.wraps(upstream)
         def fuser_backward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
             forward = getattr(contexts[0], "te_precision_forward", _UNHEARD)
-            return self._run(forward, upstream, operation, contexts, *arguments, **keywords)
+            layers = self._layers_in(operation)
+            if len(layers) > 1 and forward.is_heard:  # its forward is not the fused one
+                named = tuple(name for layer in layers for name in layer)
+                forward = _Forward(named, forward.kind, forward.recipe, halves=False, is_heard=False)
+            before = forward.events
+            result = self._run(forward, upstream, operation, contexts, *arguments, **keywords)
+            if forward.events == before:
+                self._tell_silent(forward, type(operation).__name__, backward=True)
+            return result
 
         return fuser_backward
+
+    def _tell_silent(self, forward: _Forward, what: str, *, backward: bool) -> None:
+        """Tell of layers that have run without an event."""
+        if self.on_silent is None or not forward.layers or forward.kind is not ForwardKind.OBSERVED:
+            return
+        try:
+            self.on_silent(forward.layers, f"the GEMMs of {what}, which runs them in a kernel of its own", backward)
+        except Exception as error:
+            self._report("noting what is not seen of", forward.layers[0], error)
+
+    def _layers_in(self, operation: Any) -> list[Sequence[str]]:
+        """The layers of each operation with GEMMs that an operation is, or consists of."""
+        basic = [operation, *getattr(operation, "basic_ops", ())]
+        return [self._operations[id(one)].layers for one in basic if id(one) in self._operations]
 
     def _of_operation(self, operation: Any) -> _Forward:
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-        basic = [operation, *getattr(operation, "basic_ops", ())]
-        linear = next((one for one in basic if id(one) in self._operations), None)
-        if linear is None:
+        layers = self._layers_in(operation)
+        if not layers:
             return _UNHEARD
         in_force = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
-        recipe = recipe_text(in_force)
-        return _Forward(self._operations[id(linear)].layers, self._current.kind, recipe, halves=False)
+        named = tuple(name for layer in layers for name in layer)
+        is_heard = len(layers) == 1
+        return _Forward(named, self._current.kind, recipe_text(in_force), halves=False, is_heard=is_heard)
 
     # ------------------------------------------------------------------ the GEMMs
 
@@ -563,18 +619,31 @@ class GemmTap:
         def tapped(*operands: Any, **keywords: Any) -> Any:
             current = self._current
             forward = current.running or current.entered
-            if current.inside or forward is _UNHEARD or not self._listeners:
+            if current.inside or (forward is not None and not forward.is_heard) or not self._listeners:
                 return upstream(*operands, **keywords)
             current.inside = True
             try:
                 result = upstream(*operands, **keywords)
             finally:
                 current.inside = False
+            if grouped and is_capturing() and any(map(_is_grouped_tensor, (*operands, *keywords.values()))):
+                self._say_captured(forward)
+                return result
             arguments = {"layout": "TN", **dict(zip(names, operands, strict=False)), **keywords}
             self._emit(forward, arguments, lambda: gemms(arguments, result), grouped=grouped)
             return result
 
         return tapped
+
+    def _say_captured(self, forward: _Forward | None) -> None:
+        """Say that the rows of experts, which the device knows, were not read: that would end the capture."""
+        if not self._said_captured:
+            self._said_captured = True
+            logger.warning(
+                "The GEMMs of %s and of other layers with grouped tensors are not observed in a CUDA graph: how many"
+                " rows each expert has is unknown while it is captured. Capture after the first step.",
+                OUTSIDE if forward is None else forward.layers[0],
+            )
 
     def _emit(
         self,
@@ -590,6 +659,7 @@ class GemmTap:
             gemm = GEMM_OF_LAYOUT[layout]
             tensor_b, tensor_a = OPERANDS[gemm]
             of_forward = _OUTSIDE if forward is None else forward
+            of_forward.events += 1
             for place, (a, b, out) in enumerate(gemms()):
                 expert = place if grouped and forward is not None else None
                 number = of_forward.number_of(gemm, expert)
@@ -690,6 +760,11 @@ def _matrices(operand: Any) -> Sequence[Any]:
     return operand if isinstance(operand, (list, tuple)) else operand.copy().split_into_quantized_tensors()
 
 
+def _is_grouped_tensor(operand: Any) -> bool:
+    """Whether an operand of several GEMMs is one tensor, whose parts are known on the device alone."""
+    return hasattr(operand, "split_into_quantized_tensors")
+
+
 def _is_of_transformer_engine(module: Any) -> bool:
     return str(getattr(module, "__name__", "")).startswith("transformer_engine.")
 
@@ -704,10 +779,6 @@ def _functions() -> tuple[tuple[Any, _Sources], ...]:
         (layernorm_mlp._LayerNormMLP, lambda given: _plain({(0, "weight"): given[3], (1, "weight"): given[6]})),
         (grouped_linear._GroupedLinear, _sources_of_experts),
     )
-
-
-def _no_sources(given: Sequence[Any]) -> dict[tuple[int, str], Any]:
-    return {}
 
 
 def _arguments_of_forward(module: Any) -> dict[str, Any]:
@@ -744,6 +815,12 @@ def _plain(found: dict[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
     return {
         key: tensor for key, tensor in found.items() if isinstance(tensor, torch.Tensor) and not is_quantized(tensor)
     }
+
+
+def _recipe_of(operation: NamedOperation) -> Any:
+    """The recipe that the last forward of an operation has left; None for high precision."""
+    meta: Any = operation.module.__dict__["_fp8_metas"]
+    return None if meta is None or meta["forward"] is None else meta["forward"].get("recipe")
 
 
 def _methods_of_operations(names: Sequence[str]) -> list[tuple[Any, str, Any]]:

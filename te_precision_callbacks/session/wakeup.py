@@ -27,6 +27,9 @@ _CREDENTIALS = struct.Struct("3i")
 _END = 0
 """No signal has this number."""
 
+_LONGEST_END = 1.0
+"""The seconds to wait for the thread, which keeps the session alive; it may be in the function that it calls."""
+
 
 class Wakeup:
     """Calls a function in a daemon thread when a signal comes that has a handler of Python's.
@@ -56,7 +59,7 @@ class Wakeup:
             reader.close()
             writer.close()
             return
-        self._socket = writer
+        self._socket, self._thread = writer, thread
         self._former = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         self._former_file = _file_of(self._former)
 
@@ -73,6 +76,7 @@ class Wakeup:
         with contextlib.suppress(OSError):
             writer.send(bytes([_END]))
         writer.close()
+        self._thread.join(_LONGEST_END)
 
     # ------------------------------------------------------------------ in the thread
 

@@ -9,7 +9,7 @@ A session writes a run by itself. :class:`RunWriter` writes one without a sessio
 
 from te_precision_callbacks.store.errors import NotARunError, RunError, SeveralRunsError
 from te_precision_callbacks.store.reading import list_runs, open_run
-from te_precision_callbacks.store.recorded import Grid, RecordedRun, Segment
+from te_precision_callbacks.store.recorded import Grid, RecordedRun, Segment, Thinned
 from te_precision_callbacks.store.writing import RunWriter
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "RunWriter",
     "Segment",
     "SeveralRunsError",
+    "Thinned",
     "list_runs",
     "open_run",
 ]

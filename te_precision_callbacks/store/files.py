@@ -6,7 +6,9 @@
                                          seg-000/rank-00000/events.jsonl
 
 A part is sealed as ``<table>-<number>.parquet``. Until then it is ``<table>-<number>.arrows``, a stream of Arrow, its
-*tail*, to which rows are appended.
+*tail*, to which rows are appended. A part that was thinned (``store/thinning.py``) has the numbers of the first and the
+last part that it replaces: ``<table>-<number>-<number>.parquet``. It is in their place as soon as it is there: what a
+wider part replaces does not count, whether it was removed already or not.
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import json
 import os
 import re
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 FOLDER = "precision_records"
 """The folder of a log folder that has its runs."""
@@ -31,7 +35,10 @@ SEALED, TAIL = ".parquet", ".arrows"
 
 SEGMENT_NAME = re.compile(r"seg-(\d{3,})")
 RANK_NAME = re.compile(r"rank-(\d{5,})")
-PART_NAME = re.compile(r"([a-z]+)-(\d{6,})\.(parquet|arrows)")
+PART_NAME = re.compile(r"([a-z]+)-(\d{6,})(?:-(\d{6,}))?\.(parquet|arrows)")
+
+SILENT_SECONDS = 60.0
+"""The seconds without a sign of life after which a segment's process counts as killed."""
 
 _INCOMPLETE = ".incomplete"
 
@@ -55,9 +62,31 @@ def rank_name(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-def part_stem(table: str, number: int) -> str:
-    """``values-000001``."""
-    return f"{table}-{number:06d}"
+def part_stem(table: str, number: int, last: int | None = None) -> str:
+    """``values-000001``; of a thinned part ``values-000001-000010``."""
+    return f"{table}-{number:06d}" + ("" if last is None else f"-{last:06d}")
+
+
+class PartFile(NamedTuple):
+    """The file of a part.
+
+    Attributes:
+        table: the name of the table.
+        first, last: the numbers of the parts that it replaces; its own number if it replaces none.
+        thinned: whether it replaces parts.
+        path: the file.
+    """
+
+    table: str
+    first: int
+    last: int
+    thinned: bool
+    path: Path
+
+    @property
+    def order(self) -> tuple[str, int, int, bool, bool]:
+        """Sorts files by table and number, and each before those that it replaces."""
+        return self.table, self.first, -self.last, not self.thinned, self.path.suffix != SEALED
 
 
 def segments_of(run: Path) -> dict[int, Path]:
@@ -163,14 +192,30 @@ class AppendedFile(io.RawIOBase):
         super().close()
 
 
-def parts_of(folder: Path, table: str) -> Iterator[Path]:
-    """The parts of a table in a rank's folder, in order: of each number the sealed part, or else its tail."""
-    found: dict[int, Path] = {}
+def part_files(folder: Path) -> tuple[list[PartFile], list[PartFile]]:
+    """The parts in a rank's folder, in order, and the files that others of them replace."""
+    found = []
     for entry in folder.iterdir():
         match = PART_NAME.fullmatch(entry.name)
-        if match is not None and match[1] == table and (entry.suffix == SEALED or int(match[2]) not in found):
-            found[int(match[2])] = entry
-    return iter(found[number] for number in sorted(found))
+        if match is not None:
+            table, first, last, _ = match.groups()
+            found.append(PartFile(table, int(first), int(last or first), last is not None, entry))
+    parts: list[PartFile] = []
+    replaced: list[PartFile] = []
+    for file in sorted(found, key=lambda file: file.order):
+        before = parts[-1] if parts and parts[-1].table == file.table else None
+        (parts if before is None or file.last > before.last else replaced).append(file)
+    return parts, replaced
+
+
+def parts_of(folder: Path, table: str) -> list[PartFile]:
+    """The parts of a table in a rank's folder, in order: of each number the sealed part, or else its tail."""
+    return [file for file in part_files(folder)[0] if file.table == table]
+
+
+def is_incomplete(path: Path) -> bool:
+    """Whether a process was killed while it wrote this file beside its place."""
+    return path.name.startswith(".") and path.name.endswith(_INCOMPLETE)
 
 
 def process_now() -> dict[str, str | int]:
@@ -183,6 +228,24 @@ def is_gone(host: object, pid: object, started: object) -> bool:
     if host != socket.gethostname() or not isinstance(pid, int) or not os.path.isdir("/proc/self"):
         return False
     return _started(pid) != started
+
+
+def has_ended(run_file: Path, facts: Mapping[str, Any] | None = None) -> bool:
+    """Whether the process of a segment has ended, with a word or without: by its end in run.json, by the process if it
+    is of this host, and otherwise by the time since its last sign of life.
+
+    Args:
+        run_file: the segment's run.json.
+        facts: what it says; None: it is read.
+    """
+    try:
+        silent = time.time() - run_file.stat().st_mtime > SILENT_SECONDS
+        if facts is None:
+            facts = json.loads(run_file.read_bytes())
+        ended = facts.get("status") in ("ended", "failed")
+    except (OSError, ValueError, AttributeError):
+        return True
+    return ended or silent or is_gone(facts.get("host"), facts.get("pid"), facts.get("pid_started"))
 
 
 def _started(pid: int) -> int | None:

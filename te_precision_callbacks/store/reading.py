@@ -9,11 +9,11 @@ A run may be read while it is written, and after its process was killed: a tail 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from te_precision_callbacks.store.errors import NotARunError, RunError, SeveralRunsError
 from te_precision_callbacks.store.files import (
@@ -32,8 +31,9 @@ from te_precision_callbacks.store.files import (
     RUN_FILE,
     SEALED,
     SEGMENT_NAME,
-    TAIL,
-    is_gone,
+    PartFile,
+    has_ended,
+    part_files,
     parts_of,
     ranks_of,
     segments_of,
@@ -48,17 +48,19 @@ from te_precision_callbacks.store.index import (
     Subject,
     in_order,
 )
-from te_precision_callbacks.store.recorded import RecordedRun, Segment, Status
+from te_precision_callbacks.store.parts import UNREADABLE, read_part, stretch_of
+from te_precision_callbacks.store.recorded import (
+    RecordedRun,
+    Segment,
+    Status,
+    Thinned,
+    joined_stretches,
+    stretches_in_words,
+)
 from te_precision_callbacks.store.tables import EVENTS, FACTS, SCALARS, SCHEMA_VERSION, STEPS, SUBJECT, VALUES, VECTORS
 
-SILENT_SECONDS = 60.0
-"""The seconds without a sign of life after which a segment's process counts as killed."""
-
-_STREAM = b"\xff\xff\xff\xff"
-"""How a stream of Arrow begins."""
-
-_UNREADABLE = (OSError, pa.ArrowException, ValueError, KeyError)
-"""What pyarrow raises for a damaged or foreign file: of Arrow's exceptions some derive from the built-in ones."""
+_MOST_ATTEMPTS = 5
+"""How often a run is read that is thinned meanwhile."""
 
 StrPath = str | os.PathLike[str]
 
@@ -91,17 +93,29 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
         raise NotARunError(f"{folder}: there is no such file or folder.")
     if folder.is_dir():
         if SEGMENT_NAME.fullmatch(folder.name) and (folder / RUN_FILE).exists():
-            return _Reader(folder.parent, folder, {int(folder.name.partition("-")[2]): folder}).run()
+            return _read_run(folder.parent, folder, lambda: {int(folder.name.partition("-")[2]): folder})
         if segments_of(folder):
-            return _Reader(folder, folder, segments_of(folder)).run()
+            return _read_run(folder, folder, lambda: segments_of(folder))
         runs = list_runs(folder)
         if runs:
             chosen = (folder if folder.name == FOLDER else folder / FOLDER) / _choose(folder, runs, run)
-            return _Reader(chosen, folder, segments_of(chosen)).run()
+            return _read_run(chosen, folder, lambda: segments_of(chosen))
     logs = find_logs(folder)
     if logs is not None:
         return import_logs(folder, logs)
     raise NotARunError(f"{folder}: {_what_it_is(folder)}")
+
+
+class _Moved(Exception):
+    """A part was thinned between the moment that it was listed and the moment that it was read."""
+
+
+def _read_run(folder: Path, given: Path, folders: Callable[[], Mapping[int, Path]]) -> RecordedRun:
+    """Read a run, which may be thinned meanwhile."""
+    for _ in range(_MOST_ATTEMPTS):
+        with contextlib.suppress(_Moved):
+            return _Reader(folder, given, folders()).run()
+    return _Reader(folder, given, folders(), patient=False).run()
 
 
 def _choose(folder: Path, runs: tuple[str, ...], wanted: str | None) -> str:
@@ -135,12 +149,12 @@ class _Rows:
     """Where rows of a table lie: a part of a rank of a segment.
 
     Attributes:
-        path: the file.
+        file: the file.
         segment: the number of the segment.
         numbers: series of the files of this rank and segment -> series of the run.
     """
 
-    path: Path
+    file: PartFile
     segment: int
     numbers: dict[int, int]
 
@@ -153,14 +167,17 @@ class _Reader:
         folder: the folder of the run.
         given: the path that the user gave.
         folders: the segments.
+        patient: whether a part that was thinned while it was read raises :class:`_Moved`.
     """
 
     folder: Path
     given: Path
     folders: Mapping[int, Path]
+    patient: bool = True
     notes: list[str] = field(default_factory=list)
     index: SeriesIndex = field(default_factory=SeriesIndex)
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)
+    thinned: list[Thinned] = field(default_factory=list)
 
     def run(self) -> RecordedRun:
         segments = tuple(self._segment(number, folder) for number, folder in self.folders.items())
@@ -180,6 +197,10 @@ class _Reader:
         values = self._parts(folders, "values", VALUES)
         vectors = self._parts(folders, "vectors", VECTORS)
         facts = self._facts(segments)
+        all_steps = _first_of_each(self._joined(steps, STEPS), "iteration")
+        thinned = joined_stretches(self.thinned, all_steps["iteration"].to_numpy())
+        for note in stretches_in_words(thinned):
+            self._note(note)
         return RecordedRun(
             path=self.given,
             source="te-precision-callbacks",
@@ -187,12 +208,13 @@ class _Reader:
             segments=segments,
             **facts,
             series=self.index.table(),
-            steps=_first_of_each(self._joined(steps, STEPS), "iteration"),
+            steps=all_steps,
             scalars=self._joined(scalars, SCALARS),
             events=self._events(folders),
             read_values=functools.partial(self._read, values, VALUE_COLUMNS, NO_VALUES),
             read_vectors=functools.partial(self._read, vectors, VECTOR_COLUMNS, NO_VECTORS),
             notes=tuple(self.notes),
+            thinned=tuple(thinned),
         )
 
     # ------------------------------------------------------------------ segments
@@ -216,7 +238,7 @@ class _Reader:
                 " Read the run with the version that has written it, or a later one."
             )
         status = facts.get("status", "unknown")
-        if status == "running" and _has_ended(path, facts):
+        if status == "running" and has_ended(path, facts):
             status = "killed"
         known: Status = status if status in ("running", "ended", "failed", "killed") else "unknown"
         return Segment(
@@ -261,27 +283,29 @@ class _Reader:
     def _tables(self, folder: Path, name: str, schema: pa.Schema) -> list[pa.Table]:
         """The parts of a small table."""
         found = []
-        for path in self._numbered_parts(folder, name):
-            table = self._load(path, schema.names, schema)
+        for file in self._numbered_parts(folder, name):
+            table = self._load(file.path, schema.names, schema)
             if table is not None:
                 found.append(table)
         return found
 
-    def _numbered_parts(self, folder: Path, name: str) -> list[Path]:
-        paths = list(parts_of(folder, name))
-        numbers = {int(path.stem.partition("-")[2]) for path in paths}
+    def _numbered_parts(self, folder: Path, name: str) -> list[PartFile]:
+        files = parts_of(folder, name)
+        numbers = {number for file in files for number in range(file.first, file.last + 1)}
         gone = sorted(set(range(1, max(numbers, default=0))) - numbers)
         if gone:
             self._note(f"{folder}: parts of {name} are missing: {', '.join(map(str, gone))}.")
-        return paths
+        return files
 
     def _load(self, path: Path, columns: list[str], schema: pa.Schema) -> pa.Table | None:
         """A part, or what of it can be read; None, and a note, if nothing can."""
         try:
-            return _read_part(path, columns, schema)
-        except FileNotFoundError:
+            return read_part(path, columns, schema)
+        except FileNotFoundError as error:
+            if self.patient:
+                raise _Moved from error
             self._note(f"{path} has vanished while it was read.")
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             self._note(f"{path} cannot be read, and its rows are missing: {_first_line(error)}")
         return None
 
@@ -309,19 +333,41 @@ class _Reader:
         columns = [column for column in schema.names if column not in ("segment", "flags", "bin", "count")]
         for segment, folder in folders:
             of_rank = numbers.setdefault((segment, folder), {})
-            for path in self._numbered_parts(folder, name):
-                table = self._load(path, columns, schema)
-                if table is None:
-                    continue
-                if not self._fits(table, path):
+            for file in self._numbered_parts(folder, name):
+                table = self._load(file.path, columns, schema)
+                if table is None or not self._fits(table, file.path):
                     continue
                 self._number_series(table, of_rank)
-                rows = _Rows(path, segment, of_rank)
-                found.append(rows)
+                found.append(_Rows(file, segment, of_rank))
+                if file.thinned:
+                    self._note_stretch(segment, file)
                 table = table.filter(pa.array(self._is_of_snapshot(segment, table)))
                 series = _translated(table["series"].to_numpy(), of_rank)
                 values = table["value"].to_numpy() if "value" in columns else None
                 self.index.note(series, table["iteration"].to_numpy(), values)
+        return found
+
+    def _note_stretch(self, segment: int, file: PartFile) -> None:
+        try:
+            stretch = stretch_of(file.path)
+        except FileNotFoundError as error:
+            raise _Moved from error
+        if stretch is not None:
+            rank = int(file.path.parent.name.partition("-")[2])
+            for first, last in self._that_count(segment, stretch.first, stretch.last):
+                self.thinned.append(Thinned(rank, file.table, first, last, stretch.every))
+
+    def _that_count(self, segment: int, first: int, last: int) -> list[tuple[int, int]]:
+        """The iterations of a segment from one to another that no later segment has, first and last of each stretch."""
+        found = [(first, last)]
+        for later, (begin, end) in self.spans.items():
+            if later > segment:
+                found = [
+                    (one, other)
+                    for first, last in found
+                    for one, other in ((first, min(last, begin - 1)), (max(first, end + 1), last))
+                    if one <= other
+                ]
         return found
 
     def _fits(self, table: pa.Table, path: Path) -> bool:
@@ -355,23 +401,35 @@ class _Reader:
     def _read(self, parts: list[_Rows], columns: list[str], nothing: pa.Table, wanted: list[int] | None) -> pa.Table:
         """The rows of some series, or of all."""
         chosen = None if wanted is None else set(wanted)
-        tables = [nothing]
-        for rows in parts:
-            numbers = (
-                rows.numbers if chosen is None else {own: run for own, run in rows.numbers.items() if run in chosen}
-            )
-            if not numbers:
-                continue
+        for _ in range(_MOST_ATTEMPTS):
             try:
-                table = _read_part(rows.path, columns, nothing.schema, None if chosen is None else list(numbers))
-            except _UNREADABLE as error:
-                raise RunError(f"{rows.path} cannot be read any more: {_first_line(error)}") from error
-            table = table.filter(pa.array(self._is_of_snapshot(rows.segment, table)))
-            series = _translated(table["series"].to_numpy(), numbers)
-            place = columns.index("series")
-            table = table.set_column(place, nothing.schema.field("series"), pa.array(series))
-            tables.append(table.filter(pa.array(series >= 0)))
-        return in_order(pa.concat_tables(tables).combine_chunks())
+                tables = [self._read_rows(rows, columns, nothing, chosen) for rows in parts]
+            except FileNotFoundError as error:  # it was thinned meanwhile
+                vanished = error
+                parts = _as_they_are_now(parts)
+            else:
+                found = [nothing, *(table for table in tables if table is not None)]
+                return in_order(pa.concat_tables(found).combine_chunks())
+        raise RunError(f"{self.folder} cannot be read any more: {vanished}") from vanished
+
+    def _read_rows(
+        self, rows: _Rows, columns: list[str], nothing: pa.Table, chosen: set[int] | None
+    ) -> pa.Table | None:
+        """The rows of a part; None if it has none of the chosen series."""
+        numbers = rows.numbers if chosen is None else {own: run for own, run in rows.numbers.items() if run in chosen}
+        if not numbers:
+            return None
+        try:
+            table = read_part(rows.file.path, columns, nothing.schema, None if chosen is None else list(numbers))
+        except FileNotFoundError:
+            raise
+        except UNREADABLE as error:
+            raise RunError(f"{rows.file.path} cannot be read any more: {_first_line(error)}") from error
+        table = table.filter(pa.array(self._is_of_snapshot(rows.segment, table)))
+        series = _translated(table["series"].to_numpy(), numbers)
+        place = columns.index("series")
+        table = table.set_column(place, nothing.schema.field("series"), pa.array(series))
+        return table.filter(pa.array(series >= 0))
 
     # ------------------------------------------------------------------ facts and events
 
@@ -444,14 +502,18 @@ def _event(read: Mapping[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _has_ended(path: Path, facts: Mapping[str, Any]) -> bool:
-    """Whether the process of a segment that does not say that it has ended has done so."""
-    if is_gone(facts.get("host"), facts.get("pid"), facts.get("pid_started")):
-        return True
-    try:
-        return time.time() - path.stat().st_mtime > SILENT_SECONDS
-    except OSError:
-        return True
+def _as_they_are_now(parts: Iterable[_Rows]) -> list[_Rows]:
+    """Parts that were listed earlier, those that were thinned meanwhile as the part that they have become."""
+    found: dict[Path, _Rows] = {}
+    listed: dict[Path, list[PartFile]] = {}
+    for rows in parts:
+        folder = rows.file.path.parent
+        if folder not in listed:
+            listed[folder] = part_files(folder)[0]
+        for file in listed[folder]:
+            if file.table == rows.file.table and file.first <= rows.file.first and rows.file.last <= file.last:
+                found.setdefault(file.path, _Rows(file, rows.segment, rows.numbers))
+    return list(found.values())
 
 
 def _whole(value: object, otherwise: int) -> int:
@@ -486,53 +548,6 @@ def _renumber(tables: dict[str, pa.Table], layers: dict[tuple[str, str], int], g
         place = table.column_names.index("gemm_id")
         moved = pc.add(table["gemm_id"], pa.scalar(gemms, pa.int32()))
         tables[name] = table.set_column(place, table.schema.field(place), moved)
-
-
-def _read_part(path: Path, columns: list[str], schema: pa.Schema, series: list[int] | None = None) -> pa.Table:
-    """Columns of a sealed part, or of a tail to its last whole batch.
-
-    Args:
-        path: the part. A tail that was sealed meanwhile is read from there.
-        columns: the columns.
-        schema: has their types.
-        series: the rows of these series alone; None for all.
-    """
-    if path.suffix == TAIL:
-        try:
-            table = _read_tail(path, schema)
-        except FileNotFoundError:
-            path = path.with_suffix(SEALED)
-    if path.suffix == SEALED:
-        chosen = None if series is None else pc.field("series").isin(series)
-        table = pq.read_table(path, columns=columns, filters=chosen, partitioning=None, memory_map=True)
-    elif series is not None:
-        table = table.filter(pc.is_in(table["series"], pa.array(series, pa.int32())))
-    missing = [name for name in columns if name not in table.column_names]
-    if missing:
-        raise ValueError(f"it is no part of a run: it has no {', '.join(missing)}")
-    wanted = pa.schema([schema.field(name) for name in columns])
-    table = table.select(columns)
-    return (table if table.schema.equals(wanted) else table.cast(wanted)).unify_dictionaries()
-
-
-def _read_tail(path: Path, schema: pa.Schema) -> pa.Table:
-    """The whole batches of a tail, which may end anywhere; none of one that ends in its schema."""
-    batches = []
-    with path.open("rb") as file:
-        begin = file.read(len(_STREAM))
-    if begin != _STREAM[: len(begin)]:
-        raise ValueError("it is no stream of Arrow")
-    if len(begin) == len(_STREAM):
-        with pa.memory_map(str(path)) as source:
-            try:
-                with pa.ipc.open_stream(source) as stream:
-                    schema = stream.schema
-                    for batch in stream:
-                        batch.validate(full=True)
-                        batches.append(batch)
-            except (pa.ArrowInvalid, OSError):
-                pass  # the process was killed, or the disk was full, in the middle of a batch
-    return pa.Table.from_batches(batches, schema)
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,7 +8,7 @@ grid = run.grid("underflows%", "activation")                              # laye
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +46,64 @@ class Segment:
     facts: Mapping[str, Any]
 
 
+class Thinned(NamedTuple):
+    """A stretch of iterations of which a rank has kept only some steps, since the limit of ``records=`` was reached.
+
+    Attributes:
+        rank: the rank whose files they are; those of rank 0 also have what is reduced over ranks.
+        table: ``values`` or ``vectors``, the histograms.
+        first, last: the first and the last iteration.
+        every: every how many-th step is left, of those that had numbers; 0 if none is. Of ``values`` the lowest and the
+            highest value of each series are left too, with the flag
+            :data:`~te_precision_callbacks.store.tables.EXTREME`.
+    """
+
+    rank: int
+    table: str
+    first: int
+    last: int
+    every: int
+
+
+def joined_stretches(stretches: Iterable[Thinned], steps: npt.NDArray[np.int64]) -> list[Thinned]:
+    """Neighbours that are equally thin as one, in order.
+
+    Args:
+        stretches: of all segments.
+        steps: the iterations of the run's steps, ascending. With one between two stretches, these are no neighbours.
+    """
+    found: list[Thinned] = []
+    for each in sorted(stretches):
+        before = found[-1] if found else None
+        alike = before is not None and (before.rank, before.table, before.every) == (each.rank, each.table, each.every)
+        if before is not None and alike:
+            begin, end = np.searchsorted(steps, (before.last + 1, each.first)).tolist()
+            if begin >= end:
+                found[-1] = before._replace(last=max(before.last, each.last))
+                continue
+        found.append(each)
+    return found
+
+
+_KINDS = {"values": "statistics", "vectors": "histograms"}
+
+
+def stretches_in_words(stretches: Sequence[Thinned]) -> list[str]:
+    """What is said of them: those of the first rank, and how many others have any."""
+    ranks = sorted({each.rank for each in stretches})
+    found = []
+    for _, table, first, last, every in (each for each in stretches if each.rank == ranks[0]):
+        which = f"the {_KINDS.get(table, table)} of iterations {first:,} to {last:,}"
+        extremes = ", and the lowest and highest value of each series" if table == "values" else ""
+        if every:
+            found.append(f"Of {which} every {every}th step is left{extremes}: the limit of records= was reached.")
+        else:
+            found.append(f"{which.capitalize()} were dropped: the limit of records= is too small for them.")
+    if len(ranks) > 1:
+        found.append(f"The numbers that {len(ranks) - 1} other ranks have of their own were thinned likewise.")
+    return found
+
+
 class Grid(NamedTuple):
     """A statistic of a tensor in all layers and steps.
 
@@ -77,7 +135,8 @@ class RecordedRun:
             :mod:`te_precision_callbacks.store.tables`, empty where the source does not tell them.
         series: :data:`~te_precision_callbacks.store.tables.SERIES`; ``series`` counts from 0 and is the row's number.
         steps, scalars, events: as in :mod:`te_precision_callbacks.store.tables`, by iteration.
-        notes: what is missing or damaged, in words, for whoever looks at the run.
+        notes: what is missing, damaged or thinned, in words, for whoever looks at the run.
+        thinned: the stretches of which not all steps are left.
         read_values: gives the columns ``segment, iteration, series, value, flags`` of some series, or of all, sorted by
             series and iteration.
         read_vectors: gives ``segment, iteration, series, bin, count`` likewise.
@@ -99,6 +158,29 @@ class RecordedRun:
     read_values: Callable[[list[int] | None], pa.Table] = field(repr=False)
     read_vectors: Callable[[list[int] | None], pa.Table] = field(repr=False)
     notes: tuple[str, ...] = ()
+    thinned: tuple[Thinned, ...] = ()
+
+    def is_thinned(self, iterations: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """[iterations]: whether a number that is not there may have been dropped by the limit of ``records=``."""
+        wanted = np.asarray(iterations, np.int64)
+        found = np.zeros(wanted.shape, bool)
+        for each in self.thinned:
+            found |= (each.first <= wanted) & (wanted <= each.last)
+        return found
+
+    def has_all_of(self, iterations: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """[iterations]: whether the statistics of a step are all there; of a step of a thinned stretch that is not one
+        of those that are left, there are only the extremes of some series."""
+        found = np.ones(len(iterations), bool)
+        steps = self.steps["iteration"].to_numpy()
+        for each in self.thinned:
+            if each.table != "values" or each.rank != self.thinned[0].rank:
+                continue
+            inside = (each.first <= iterations) & (iterations <= each.last)
+            distances = np.diff(steps[(each.first <= steps) & (steps <= each.last)])
+            step = max(1, int(np.gcd.reduce(distances))) if len(distances) else 1
+            found[inside] = iterations[inside] // step % each.every == 0 if each.every else False
+        return found
 
     def values(self, series: Iterable[int] | None = None) -> pa.Table:
         """The numbers of some series, or of all: ``segment, iteration, series, value, flags``, sorted by series and

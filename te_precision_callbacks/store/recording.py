@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from te_precision_callbacks.records.model import Event, RunInfo, Scalars, StepRecords
 from te_precision_callbacks.statistics.series import SeriesTable
-from te_precision_callbacks.store.files import segment_name, segments_of
+from te_precision_callbacks.store.aging import Aging
+from te_precision_callbacks.store.files import segment_name
 from te_precision_callbacks.store.launches import launch_key
 from te_precision_callbacks.store.tables import LOCAL, STEP0
 from te_precision_callbacks.store.writing import RunWriter
@@ -21,6 +22,16 @@ logger = logging.getLogger(__name__)
 
 _MOST_PENDING = 1 << 20
 """The values that are collected before they are appended to the tail."""
+
+_PARTS, _LEAST_PART = 32, 1 << 15
+"""The limit over the size at which a tail is sealed, and the least such size. Parts that are small compared with the
+limit are thinned a few at a time."""
+
+_BYTES = 64
+"""What a value needs in a tail, at most."""
+
+_THINNING_SECONDS = 1.0
+"""How long the thread thins old parts before it writes again what has come in the meantime."""
 
 
 class Place(NamedTuple):
@@ -76,24 +87,20 @@ class Recording:
         self._scopes: dict[str, str] = {}
         self._last_step: int | None = None
         self._latest = run.start_iteration
-        self._is_full = False
-        self._open(place.segment, run.start_iteration)
+        self._seal_bytes = max(limit // _PARTS, _LEAST_PART)
+        self._writer = self._open(place.segment, run.start_iteration)
+        self._aging = Aging(self._folder, self._writer, run.start_iteration, limit, self._say)
 
-    def _open(self, segment: int, first_iteration: int) -> None:
+    def _open(self, segment: int, first_iteration: int) -> RunWriter:
         run = self._run
         (self._folder / segment_name(segment)).mkdir(parents=True, exist_ok=True)
-        self._writer = writer = RunWriter(self._folder, segment, run.rank)
+        writer = RunWriter(self._folder, segment, run.rank, seal_bytes=self._seal_bytes, small_bytes=self._limit // 8)
         self._numbers = _Numbers(writer, self._scopes)
-        self._earlier_bytes = sum(
-            file.stat().st_size
-            for number, folder in segments_of(self._folder).items()
-            if number != segment
-            for file in folder.glob(f"{writer.own.name}/*")
-        )
         if run.rank == 0:
             begun = {"first_iteration": first_iteration, "world": run.world_size, "launch": launch_key()}
             told = {"versions": dict(run.versions), "config": run.config}
             writer.put_run(**{**begun, **told, **self._facts.run})
+        return writer
 
     # ------------------------------------------------------------------ what is handed over
 
@@ -148,13 +155,14 @@ class Recording:
             local=records.local,
             ranks=self._run.world_size,
         )
-        if not self._is_full:
+        if not self._aging.is_full:
             self._take_numbers(records)
 
     def _go_back(self, iteration: int) -> None:
         """Go on in another segment, since the loop has gone back to an earlier iteration."""
         self._writer.close()
-        self._open(self._writer.segment + 1, iteration)
+        self._writer = self._open(self._writer.segment + 1, iteration)
+        self._aging.follow(self._writer, iteration)
         if self._facts.tables:
             self._write_facts()
 
@@ -175,8 +183,9 @@ class Recording:
         for number, counts in records.histograms.items() if self._writes_reduced or records.local else ():
             (found,) = self._numbers.of(table, np.array([number]), rank if records.local else None)
             writer.add_vector(records.iteration, int(found), counts)
-        if writer.waiting > _MOST_PENDING:
+        if writer.waiting > min(_MOST_PENDING, self._seal_bytes // _BYTES):
             writer.flush()
+            self._aging.keep(0.0)
 
     # ------------------------------------------------------------------ to the disk
 
@@ -189,7 +198,7 @@ class Recording:
         self._writer.flush()
         if self._run.rank == 0:
             self._writer.touch()
-        self._keep_limit()
+        self._aging.keep(_THINNING_SECONDS)
 
     def end(self, error: BaseException | None) -> None:
         """Write everything, and that the segment has ended.
@@ -199,25 +208,19 @@ class Recording:
         """
         text = "The session was stopped." if error is None else f"{type(error).__name__}: {error}"
         severity = "info" if error is None else "error"
+        self._aging.stop()
         self._writer.add_event("segment_ended", text, iteration=self._latest, severity=severity)
         self._writer.close("ended" if error is None else "failed")
 
     def leave(self) -> None:
         """Close the files as they are."""
+        self._aging.stop()
         self._writer.leave()
 
-    def _keep_limit(self) -> None:
-        """Record no more numbers if there are too many."""
-        writer = self._writer
-        if self._is_full or self._earlier_bytes + writer.nbytes < self._limit:
-            return
-        self._is_full = True
-        text = (
-            f"The records of rank {writer.rank} have reached their limit of {self._limit:,} bytes. Statistics are no"
-            " longer recorded; the trainer's numbers and events are. records='64GiB' allows more."
-        )
-        logger.warning("%s Training goes on. The records are in %s.", text, self._folder)
-        writer.add_event("records_limited", text, iteration=self._latest, severity="warning")
+    def _say(self, kind: str, text: str, warns: bool) -> None:
+        if warns:
+            logger.warning("%s Training goes on. The records are in %s.", text, self._folder)
+        self._writer.add_event(kind, text, iteration=self._latest, severity="warning" if warns else "info")
 
 
 def own_numbers(records: StepRecords) -> npt.NDArray[np.bool_]:

@@ -32,16 +32,17 @@ VALUES = pa.schema(
         ("iteration", _ITERATION),
         ("series", pa.int32()),  # of this rank and segment; in a run that is read, of the run
         ("value", pa.float64()),
-        ("flags", pa.uint8()),  # LOCAL, STRETCHED, STEP0
+        ("flags", pa.uint8()),  # LOCAL, STRETCHED, STEP0, EXTREME
         *SUBJECT,
         ("rank", pa.int32()),  # null: reduced over ranks
     ]
 )
 """A number of a step. Within a sealed part rows are sorted by series and iteration."""
 
-LOCAL, STRETCHED, STEP0 = 1, 2, 4
+LOCAL, STRETCHED, STEP0, EXTREME = 1, 2, 4, 8
 """Flags of a value: it belongs to one rank although statistics are reduced; its schedule was stretched; its layer ran
-the first step of delayed scaling, with the scale 1."""
+the first step of delayed scaling, with the scale 1; its step was thinned out, and it is there as an extreme of its
+series."""
 
 VECTORS = pa.schema(
     [
@@ -138,7 +139,7 @@ GEMMS = pa.schema(
         ("calls", pa.int64()),  # a step
         ("macs", pa.int64()),  # a step
         ("order", pa.int64()),
-        ("runs", pa.string()),  # seen, planned, never
+        ("runs", pa.string()),  # seen, planned, never, uncounted
         ("not_run", pa.string()),
         ("precision", pa.string()),  # as Product.precision
         ("reason", pa.string()),  # the name of a Reason; null: low precision

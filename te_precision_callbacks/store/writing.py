@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,6 +39,7 @@ from te_precision_callbacks.store.files import (
     SEALED,
     TAIL,
     AppendedFile,
+    PartFile,
     make_segment,
     new_run_id,
     part_stem,
@@ -46,6 +48,7 @@ from te_precision_callbacks.store.files import (
     replace_whole,
     segment_name,
 )
+from te_precision_callbacks.store.parts import SealedPart, write_sealed
 from te_precision_callbacks.store.recorded import Status
 from te_precision_callbacks.store.tables import (
     EVENTS,
@@ -63,9 +66,6 @@ SEAL_BYTES = 64 << 20
 
 SEAL_SECONDS = 900.0
 """The age of a tail at which it becomes a sealed part."""
-
-ROW_GROUP = 1 << 17
-"""The rows of a row group: what a reader that looks for one series has to read at least."""
 
 _NAMES = tuple(name for name, _ in SUBJECT)
 
@@ -99,12 +99,21 @@ class _Part:
         table: the name of the table.
         schema: its schema.
         sort_by: the columns by which the rows of a sealed part are sorted.
-
-    Attributes:
-        nbytes: the bytes that the table's files have.
+        sealed: gets the sealed parts.
+        seal_bytes: the size of a tail at which it becomes a sealed part.
     """
 
-    def __init__(self, folder: Path, table: str, schema: pa.Schema, sort_by: Sequence[str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        table: str,
+        schema: pa.Schema,
+        sort_by: Sequence[str],
+        sealed: list[SealedPart],
+        seal_bytes: float,
+    ) -> None:
+        self._sealed = sealed
+        self._seal_bytes = seal_bytes
         self._folder = folder
         self._table = table
         self._schema = schema
@@ -113,23 +122,37 @@ class _Part:
         self._file: AppendedFile | None = None
         self._stream: Any = None
         self._since = 0.0
-        self._sealed_bytes = 0
         self._names: dict[str, _Names] = {
             column.name: _Names() for column in schema if pa.types.is_dictionary(column.type)
         }
+        self._codes = np.empty((len(_NAMES), 0), np.int32)
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of all parts and of the tail."""
-        return self._sealed_bytes + (0 if self._file is None else self._file.nbytes)
+    def waiting_bytes(self) -> int:
+        """The bytes of the tail."""
+        return 0 if self._file is None else self._file.nbytes
 
     @property
     def _stem(self) -> Path:
         return self._folder / part_stem(self._table, self._number)
 
-    def encoder(self, column: str) -> _Names:
-        """The texts of a dictionary-encoded column."""
-        return self._names[column]
+    def subject_columns(
+        self, subjects: Sequence[tuple[str, ...]], series: npt.NDArray[np.int32]
+    ) -> list[pa.DictionaryArray]:
+        """The columns that name the subjects of rows.
+
+        Args:
+            subjects: of each series.
+            series: [rows].
+        """
+        more = len(subjects) - self._codes.shape[1]
+        self._codes = np.c_[self._codes, np.full((len(_NAMES), more), -1, np.int32)]
+        for number in np.unique(series[self._codes[0, series] < 0]).tolist():
+            named = zip(_NAMES, subjects[number], strict=True)
+            self._codes[:, number] = np.array([self._names[name].code(text) for name, text in named], np.int32)
+        return [
+            self._names[name].encoded(pa.array(codes[series])) for name, codes in zip(_NAMES, self._codes, strict=True)
+        ]
 
     def append_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows; a column that a row lacks is null."""
@@ -157,7 +180,7 @@ class _Part:
             self._since = time.monotonic()
         self._stream.write_batch(batch)
         self._file.require_there()
-        if self._file.nbytes >= SEAL_BYTES:
+        if self._file.nbytes >= min(SEAL_BYTES, self._seal_bytes):
             self.seal()
 
     def seal_if_old(self) -> None:
@@ -179,18 +202,8 @@ class _Part:
             table = pa.ipc.open_stream(source).read_all().unify_dictionaries()
             if self._sort_by:
                 table = table.take(pc.sort_indices(table, sort_keys=self._sort_by))
-        replace_whole(
-            sealed,
-            lambda file: pq.write_table(
-                table,
-                file,
-                compression="zstd",
-                use_dictionary=list(self._names),
-                row_group_size=ROW_GROUP,
-                version="2.6",
-            ),
-        )
-        self._sealed_bytes += sealed.stat().st_size
+        nbytes = write_sealed(table, sealed)
+        self._sealed.append(SealedPart(PartFile(self._table, self._number, self._number, False, sealed), nbytes))
         tail.unlink()
 
     def leave(self) -> None:
@@ -208,6 +221,8 @@ class RunWriter:
         run_folder: the folder of the run.
         segment: the number of the segment, whose folder exists.
         rank: the rank that writes.
+        seal_bytes: the size of a tail at which it becomes a sealed part, if that is less than :data:`SEAL_BYTES`.
+        small_bytes: the same for steps and the trainer's numbers, whose parts are never joined, if that is more.
 
     Attributes:
         run_id: the name of the run.
@@ -216,9 +231,12 @@ class RunWriter:
         rank: the rank that writes.
         status: that of the segment.
         own: the folder of the rank in the segment.
+        sealed: its sealed parts, oldest first.
     """
 
-    def __init__(self, run_folder: Path, segment: int, rank: int = 0) -> None:
+    def __init__(
+        self, run_folder: Path, segment: int, rank: int = 0, *, seal_bytes: float = math.inf, small_bytes: float = 0
+    ) -> None:
         self.run_id = run_folder.name
         self.segment = segment
         self.folder = run_folder / segment_name(segment)
@@ -227,16 +245,19 @@ class RunWriter:
         self._facts: dict[str, Any] = {}
         self.own = self.folder / rank_name(rank)
         self.own.mkdir(exist_ok=True)
-        self._values = _Part(self.own, "values", VALUES, ("series", "iteration"))
-        self._vectors = _Part(self.own, "vectors", VECTORS, ("series", "iteration"))
-        self._steps = _Part(self.own, "steps", STEPS, ())
-        self._scalars = _Part(self.own, "scalars", SCALARS, ())
+        self.sealed: list[SealedPart] = []
+        into, small = (self.sealed, seal_bytes), (self.sealed, max(seal_bytes, small_bytes))
+        self._values = _Part(self.own, "values", VALUES, ("series", "iteration"), *into)
+        self._vectors = _Part(self.own, "vectors", VECTORS, ("series", "iteration"), *into)
+        self._steps = _Part(self.own, "steps", STEPS, (), *small)
+        self._scalars = _Part(self.own, "scalars", SCALARS, (), *small)
         self._events: AppendedFile | None = None
         self._fact_bytes: dict[str, int] = {}
         self._event_bytes = 0
         self._numbers: dict[tuple[str | None, ...], int] = {}
-        self._subjects: list[tuple[str | None, ...]] = []
+        self._subjects: list[tuple[str, ...]] = []
         self._ranks: list[int | None] = []
+        self._rank_of = pa.array([], pa.int32())
         self._new_values: list[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.float64], npt.NDArray[np.uint8]]] = []
         self._new_vectors: list[tuple[int, int, npt.NDArray[np.uint16], npt.NDArray[np.float32]]] = []
         self._new_steps: list[dict[str, Any]] = []
@@ -481,8 +502,14 @@ class RunWriter:
     @property
     def nbytes(self) -> int:
         """The bytes of this rank's files."""
-        parts = (self._values, self._vectors, self._steps, self._scalars)
-        return sum(part.nbytes for part in parts) + sum(self._fact_bytes.values()) + self._event_bytes
+        tails = sum(part.waiting_bytes for part in (self._values, self._vectors, self._steps, self._scalars))
+        sealed = sum(part.nbytes for part in self.sealed)
+        return tails + sealed + sum(self._fact_bytes.values()) + self._event_bytes
+
+    @property
+    def waiting_bytes(self) -> int:
+        """The bytes of statistics that are in no sealed part yet."""
+        return self._values.waiting_bytes + self._vectors.waiting_bytes
 
     def flush(self) -> None:
         """Append all new rows to the tails, and seal what is old.
@@ -568,15 +595,9 @@ class RunWriter:
 
     def _subject_columns(self, part: _Part, series: npt.NDArray[np.int32]) -> list[pa.Array]:
         """The columns that name the subjects of rows, and the rank."""
-        wanted, rows = np.unique(series, return_inverse=True)
-        subjects = [self._subjects[number] for number in wanted.tolist()]
-        columns = []
-        for place, name in enumerate(_NAMES):
-            names = part.encoder(name)
-            codes = np.array([names.code(subject[place]) for subject in subjects], np.int32)
-            columns.append(names.encoded(pa.array(codes[rows])))
-        ranks = pa.array([self._ranks[number] for number in wanted.tolist()], pa.int32())
-        return [*columns, ranks.take(pa.array(rows))]
+        if len(self._rank_of) != len(self._ranks):
+            self._rank_of = pa.array(self._ranks, pa.int32())
+        return [*part.subject_columns(self._subjects, series), self._rank_of.take(pa.array(series))]
 
 
 def _now() -> str:

@@ -27,6 +27,7 @@ from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugAct
 from tests.conftest import statistics
 from tests.docs.pages import LANGUAGES, PAGES, ROOT, RUN_BY, Block, all_blocks, blocks
 from tests.lightning.models import Plain, loader, logged_lines
+from tests.lightning.test_fabric import Net as PlainNet
 from tests.transformers.models import Net, Vectors
 
 BLOCKS = [block for page in PAGES for block in all_blocks(page)]
@@ -93,7 +94,7 @@ def readme(folder: Path, line: str, accelerate: str, callback: str, pair: str, l
     run(overflow, model=WithLoss())
 
 
-def lightning_page(folder: Path, fit: str, overflow: str) -> None:
+def lightning_page(folder: Path, fit: str, overflow: str, fabric: str) -> None:
     Path("config.yaml").write_text(str(statistics()))
     quick = "max_steps=2, accelerator='cpu', enable_progress_bar=False, default_root_dir='runs', logger=False"
     names = {"L": L, "PrecisionDebugCallback": PrecisionDebugCallback, "model": Plain(), "data": loader(2)}
@@ -101,6 +102,10 @@ def lightning_page(folder: Path, fit: str, overflow: str) -> None:
     assert callback.session.iteration == 2
     assert len(logged_lines(folder / "runs")) == 2 * 2 * 2, "layers, statistics, steps"
     run(overflow, PrecisionDebugCallback=PrecisionDebugCallback)
+    net = PlainNet()
+    given = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "data": [torch.ones(8, 32)] * 3}
+    found = run(fabric.replace("callbacks=", "accelerator='cpu', devices=1, callbacks="), **given)
+    assert found["callback"].session.iteration == 3
 
 
 def activation_overflow(folder: Path, block: str, label: str, look: str, skip: str) -> None:

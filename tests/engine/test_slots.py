@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
 import torch
 
+from te_precision_callbacks.engine import slots as slots_module
+from te_precision_callbacks.engine.kernels.columns import NOTHING
 from te_precision_callbacks.engine.slots import SegmentKey, Segments
 from te_precision_callbacks.statistics.names import tensor_request
 
@@ -31,3 +37,110 @@ def test_a_segment_moves_with_its_layer_but_not_within_a_step() -> None:
     slots.merge(slots.segments[key], ones, ones[:1])
     ((_, sums, maxima),) = (found for found in slots.vectors() if found[0] == CPU)
     assert (sums[-2:].tolist(), maxima[-1:].tolist()) == ([1.0, 1.0], [1.0])
+
+
+class Stream(NamedTuple):
+    """Stands for a stream of a GPU."""
+
+    name: str
+
+
+class Streams:
+    """What is done on which stream, on a CPU.
+
+    Attributes:
+        now: the current stream.
+        log: each reading: the stream that reads, the stream that has written, where the vectors lie.
+    """
+
+    def __init__(self) -> None:
+        self.now = Stream("first")
+        self.log: list[tuple[str, str, tuple[int, ...]]] = []
+
+    def follow(self, stream: Stream, tensors: Iterator[torch.Tensor]) -> None:
+        self.log.append((self.now.name, stream.name, tuple(tensor.data_ptr() for tensor in tensors)))
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    found = Streams()
+    monkeypatch.setattr(slots_module, "current_stream", lambda device: found.now)
+    monkeypatch.setattr(slots_module, "follow", found.follow)
+    return found
+
+
+def added(slots: Segments, layer: str, number: float, width: int = 2) -> None:
+    """Add a number to all sums of a layer, and merge it into its maximum."""
+    names = tuple(f"sum{at}" for at in range(width))
+    segment = slots.segment(SegmentKey(layer, "activation", "TENSOR"), names, ("max",), CPU, contributes=True)
+    sums = torch.full((width,), number, dtype=torch.float64)
+    slots.merge(segment, sums, sums[:1])
+
+
+def read(slots: Segments) -> tuple[list[float], list[float]]:
+    ((_, sums, maxima),) = slots.vectors()
+    return sums.tolist(), maxima.tolist()
+
+
+def test_growing_moves_and_copies_nothing() -> None:
+    """A kernel that is queued on another stream has the address of the vectors that were there."""
+    slots = Segments()
+    added(slots, "first", 1.0)
+    before = slots.on(CPU)
+    addresses, contents = [one.data_ptr() for one in before], [one.clone() for one in before]
+    added(slots, "large", 2.0, width=5000)
+    after = slots.on(CPU)
+    assert [one.data_ptr() for one in before] == addresses, "it was not moved"
+    assert {one.data_ptr() for one in after}.isdisjoint(addresses)
+    assert all(torch.equal(one, content) for one, content in zip(before, contents, strict=True))
+    assert after[0][:2].tolist() == [0.0, 0.0], "it was not copied"
+    before[0][0] += 10.0  # such a kernel runs now
+    before[1][0] = 7.0
+    added(slots, "first", 1.0)
+    assert read(slots) == ([12.0, 2.0, *[2.0] * 5000], [7.0, 2.0])
+    slots.reset()
+    assert read(slots) == ([0.0] * 5002, [NOTHING] * 2)
+    assert [one.data_ptr() for one in slots.on(CPU)] == [one.data_ptr() for one in after], "and the longest stays"
+
+
+def test_each_stream_adds_to_vectors_of_its_own_and_the_reading_waits_for_all(streams: Streams) -> None:
+    slots = Segments()
+    added(slots, "layer", 1.0)
+    of_first = slots.on(CPU)
+    streams.now = Stream("second")
+    added(slots, "layer", 2.0)
+    of_second = slots.on(CPU)
+    assert {one.data_ptr() for one in of_first}.isdisjoint(one.data_ptr() for one in of_second)
+    assert of_first[0][:2].tolist() == [1.0, 1.0]
+    assert streams.log == [], "no stream waits for another before the reading"
+    streams.now = Stream("first")
+    added(slots, "layer", 4.0)
+    assert slots.on(CPU)[0].data_ptr() == of_first[0].data_ptr()
+    assert read(slots) == ([7.0, 7.0], [4.0])
+    addresses = {name: tuple(one.data_ptr() for one in of) for name, of in (("first", of_first), ("second", of_second))}
+    assert sorted(streams.log) == [("first", "first", addresses["first"]), ("first", "second", addresses["second"])]
+    slots.reset()
+    streams.log.clear()
+    added(slots, "layer", 8.0)
+    assert read(slots) == ([8.0, 8.0], [8.0])
+    assert streams.log == [("first", "first", addresses["first"])], "the other stream is not waited for again"
+
+
+def test_a_step_that_ends_on_another_stream_than_it_ran_on(streams: Streams) -> None:
+    slots = Segments()
+    for number in (1.0, 2.0, 3.0):
+        streams.now = Stream("side")
+        added(slots, "layer", number)
+        streams.now = Stream("first")
+        assert read(slots) == ([number, number], [number])
+        slots.reset()
+    assert {reader for reader, *_ in streams.log} == {"first"}
+
+
+def test_vectors_that_are_dropped_are_not_kept_alive(streams: Streams) -> None:
+    slots = Segments()
+    streams.now = Stream("side")
+    added(slots, "layer", 1.0)
+    streams.now = Stream("first")
+    slots.reset()
+    assert all(segment.parts is None for segment in slots.segments.values())

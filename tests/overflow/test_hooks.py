@@ -138,6 +138,7 @@ def test_a_module_that_is_called_twice_and_a_shared_one() -> None:
     ]
 
 
+@pytest.mark.usefixtures("backward_thread")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recompute(reentrant: bool) -> None:
     """Frames of the first forward alone, and each gradient once."""

@@ -137,6 +137,7 @@ def test_frames_of_earlier_batches_come_first() -> None:
     assert lines[-1] == Line("      inf", ">", 3, "0", "Linear", "input[0]")
 
 
+@pytest.mark.usefixtures("backward_thread")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_backward_that_overflows(mode: Literal["deferred", "immediate"]) -> None:
     """A gradient beyond float16, while all activations are small: found before the optimizer spreads it."""

@@ -277,6 +277,7 @@ def test_a_closure(keyword: bool) -> None:
     assert float(loss.detach()) == calls[0] > calls[-1]
 
 
+@pytest.mark.usefixtures("backward_thread")
 def test_gradient_accumulation() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -133,6 +133,7 @@ def test_quantized_tensors() -> None:
     assert raised.value.report.splitlines()[4] == "abs_max= 6.00e+00 > [0] Takes: input[0]"
 
 
+@pytest.mark.usefixtures("backward_thread")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_its_own_checkpoint(use_reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # Transformer Engine 2.20.2 remembers the last choice, and fuses otherwise after it.

@@ -17,6 +17,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import convert_model
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 from transformer_engine.common import recipe as recipes
@@ -392,9 +393,27 @@ def test_a_gpt_of_transformer_engine(tmp_path: Path) -> None:
     assert [product.layer for product in coverage][:2] == ["embedding", "layers.0.self_attention.layernorm_qkv"]
 
 
-BLOCKS: dict[str, Callable[..., torch.Tensor]] = {
+def again(layer: Any, x: torch.Tensor, *, reentrant: bool) -> torch.Tensor:
+    result: torch.Tensor = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
+    return result
+
+
+def nested(layer: Any, x: torch.Tensor, *, outer: bool, inner: bool) -> torch.Tensor:
+    return again(lambda given: again(layer, given, reentrant=inner), x, reentrant=outer)
+
+
+TE_BLOCKS: dict[str, Callable[..., torch.Tensor]] = {
     "te.checkpoint": lambda layer, x: te.checkpoint(layer, x, use_reentrant=False),
     "te.checkpoint, reentrant": lambda layer, x: te.checkpoint(layer, x),
+}
+BLOCKS: dict[str, Callable[..., torch.Tensor]] = {
+    **TE_BLOCKS,
+    "reentrant": lambda layer, x: again(layer, x, reentrant=True),
+    "not reentrant": lambda layer, x: again(layer, x, reentrant=False),
+    "reentrant in reentrant": lambda layer, x: nested(layer, x, outer=True, inner=True),
+    "reentrant in not reentrant": lambda layer, x: nested(layer, x, outer=False, inner=True),
+    "not reentrant in reentrant": lambda layer, x: nested(layer, x, outer=True, inner=False),
+    "not reentrant in not reentrant": lambda layer, x: nested(layer, x, outer=False, inner=False),
 }
 
 
@@ -418,11 +437,13 @@ def test_what_runs_without_gradients_in_a_step_is_not_counted(tmp_path: Path) ->
     assert found(coverage) == {**linear("student.0", WIDTH, WIDTH, dgrad=False), **linear("student.1", WIDTH, WIDTH)}
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.usefixtures("backward_thread")
+@pytest.mark.parametrize("block", TE_BLOCKS)
 def test_what_a_checkpoint_computes_again_is_not_counted_again(block: str, tmp_path: Path) -> None:
     assert found(trained(gpt(block=BLOCKS[block]), tmp_path)) == GPT
 
 
+@pytest.mark.usefixtures("backward_thread")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_torchs_checkpoints_of_torchs_layers(reentrant: bool, tmp_path: Path) -> None:
     case = HUGGING_FACE["Llama"]
@@ -430,6 +451,71 @@ def test_torchs_checkpoints_of_torchs_layers(reentrant: bool, tmp_path: Path) ->
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
     model.train()
     assert found(trained(case, tmp_path, model)) == case.products
+
+
+class TorchLayers(torch.nn.Module):
+    """Blocks of torch's layers, with a product without a weight, a loop over an autograd Function, and no checkpoint
+    around the head.
+
+    Args:
+        block: how each block is called.
+    """
+
+    def __init__(self, block: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.block = block
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(WIDTH, INNER), torch.nn.GELU(), Scores(), torch.nn.Linear(INNER, WIDTH))
+            for _ in range(2)
+        )
+        self.head = torch.nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.block(block, x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+class Gram(torch.autograd.Function):
+    """``x @ x.T @ x``, with a backward by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x @ x.t() @ x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return gradient @ (x.t() @ x)
+
+
+class Scores(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ x.t(), -1) @ x + Gram.apply(x)  # type: ignore[no-untyped-call]
+
+
+def torch_block(path: str) -> Macs:
+    """A linear layer, attention to itself, the Function, and another linear layer."""
+    pairs = TOKENS * TOKENS * INNER
+    return {
+        **linear(f"{path}.0", WIDTH, INNER),
+        **{(f"{path}.2", role, False): pairs for role in ("qk", "pv")},
+        **{(f"{path}.2", role, True): 2 * pairs for role in ("qk", "pv")},
+        (f"{path}.2", "other", False): 2 * pairs,
+        (f"{path}.2", "other", True): 2 * TOKENS * INNER * INNER,
+        **linear(f"{path}.3", INNER, WIDTH),
+    }
+
+
+@pytest.mark.usefixtures("backward_thread")
+@pytest.mark.parametrize("block", ["none", *BLOCKS])
+def test_torchs_layers_in_checkpoints_of_every_kind(block: str, tmp_path: Path) -> None:
+    case = Case(lambda: TorchLayers(BLOCKS.get(block, lambda layer, x: layer(x))),
+                lambda: torch.ones(TOKENS, WIDTH, requires_grad=True), {})  # fmt: skip
+    expected = torch_block("blocks.0") | torch_block("blocks.1") | linear("head", WIDTH, WORDS)
+    assert found(trained(case, tmp_path)) == expected
 
 
 def test_operations_and_experts(tmp_path: Path) -> None:
@@ -484,6 +570,215 @@ def test_micro_batches_of_a_step_are_counted_together(tmp_path: Path) -> None:
         session.step()
         assert found(session.coverage()) == {key: 3 * macs for key, macs in GPT.items()}
         assert {product.calls for product in session.coverage() if product.gemm == "fprop"} == {3}
+
+
+Schedule = Callable[[torch.nn.Module, Callable[[int], Any]], None]
+"""Runs the micro-batches of a step, of which it is given the inputs."""
+
+
+def one_by_one(model: torch.nn.Module, batch: Callable[[int], Any]) -> None:
+    for number in range(4):
+        model(batch(number)).square().mean().backward()
+
+
+def interleaved(model: torch.nn.Module, batch: Callable[[int], Any]) -> None:
+    """As the first stage of a pipeline with one forward and one backward in turn."""
+    waiting = [model(batch(number)).square().mean() for number in range(2)]
+    for number in range(2, 4):
+        waiting.append(model(batch(number)).square().mean())
+        waiting.pop(0).backward()
+    for loss in waiting:
+        loss.backward()
+
+
+def backwards_in_the_other_order(model: torch.nn.Module, batch: Callable[[int], Any]) -> None:
+    for loss in reversed([model(batch(number)).square().mean() for number in range(4)]):
+        loss.backward()
+
+
+def together(model: torch.nn.Module, batch: Callable[[int], Any]) -> None:
+    """One backward for several forwards."""
+    for first in (0, 2):
+        sum(model(batch(first + number)).square().mean() for number in range(2)).backward()  # type: ignore[union-attr]
+
+
+def with_a_forward_that_is_thrown_away(model: torch.nn.Module, batch: Callable[[int], Any]) -> None:
+    model(batch(0))
+    for number in range(1, 4):
+        model(batch(number)).square().mean().backward()
+
+
+SCHEDULES: dict[str, Schedule] = {
+    schedule.__name__: schedule
+    for schedule in (
+        one_by_one,
+        interleaved,
+        backwards_in_the_other_order,
+        together,
+        with_a_forward_that_is_thrown_away,
+    )
+}
+
+
+def counted(
+    model: torch.nn.Module, run: Callable[[], None], folder: Path, looked: list[str] | None = None, **more: Any
+) -> Coverage:
+    """What a step covers in which ``run`` trains; with the operators of torch that were looked at."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        InspectSession(None, model=model, log_dir=folder, statistics_log="off", strict=True, **more) as session,
+    ):
+        if looked is not None:
+            look = ModelProducts._look
+            patch.setattr(
+                ModelProducts, "_look", lambda self, name, *given: (looked.append(name), look(self, name, *given))
+            )
+        run()
+        session.step()
+        return session.coverage()
+
+
+@pytest.mark.usefixtures("backward_thread")
+@pytest.mark.parametrize("block", ["none", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_micro_batch_is_looked_at_and_counts_for_all(schedule: str, block: str, tmp_path: Path) -> None:
+    def batch(number: int) -> torch.Tensor:
+        return torch.full((TOKENS, WIDTH), float(number), requires_grad=True)
+
+    model = TorchLayers(BLOCKS.get(block, lambda layer, x: layer(x)))
+    one: list[str] = []
+    counted(model, lambda: model(batch(0)).square().mean().backward(), tmp_path / "one", one)
+    looked: list[str] = []
+    coverage = counted(model, lambda: SCHEDULES[schedule](model, batch), tmp_path / "all", looked)
+    expected = torch_block("blocks.0") | torch_block("blocks.1") | linear("head", WIDTH, WORDS)
+    thrown = schedule == with_a_forward_that_is_thrown_away.__name__
+    assert found(coverage) == {key: (3 if thrown and key[2] else 4) * macs for key, macs in expected.items()}
+    assert not coverage.not_counted
+    most = 2 if thrown or schedule == together.__name__ else 1
+    assert looked.count("aten::addmm") <= most * one.count("aten::addmm")
+
+
+@pytest.mark.parametrize("checkpoint", ["none", *TE_BLOCKS])
+def test_layers_of_transformer_engine_in_several_micro_batches(checkpoint: str, tmp_path: Path) -> None:
+    """Their GEMMs are counted each time, their attention in torch once."""
+    block = TE_BLOCKS.get(checkpoint, lambda layer, x: layer(x))
+    case, model = gpt(), Layers(CURRENT(), block)
+    looked: list[str] = []
+    coverage = counted(model, lambda: [case.loss(model).backward() for _ in range(3)] and None, tmp_path, looked)
+    assert found(coverage) == {key: 3 * macs for key, macs in GPT.items()}
+    assert looked.count("aten::embedding") == 1
+
+
+def test_micro_batches_of_other_sizes_are_looked_at_too(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, INNER))
+    rows = [4, 8, 4, 8, 8]
+    looked: list[str] = []
+
+    def run() -> None:
+        for count in rows:
+            model(torch.ones(count, WIDTH)).sum().backward()
+
+    coverage = counted(model, run, tmp_path, looked)
+    assert found(coverage) == linear("0", WIDTH, INNER, rows=sum(rows), dgrad=False)
+    assert looked.count("aten::addmm") == 2
+    assert {product.calls for product in coverage if product.macs} == {len(rows)}
+
+
+class Experts(torch.nn.Module):
+    """Sends each row to one of two layers, by its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(WIDTH, INNER) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x[:, 0] > 0
+        return self.experts[0](x[first]).sum() + self.experts[1](x[~first]).sum()
+
+
+def test_sizes_that_depend_on_values_are_looked_at_in_each_micro_batch(tmp_path: Path) -> None:
+    model, rows = Experts(), [3, 7, 5]
+
+    def run() -> None:
+        for count in rows:
+            model(torch.ones(10, WIDTH) * torch.where(torch.arange(10) < count, 1, -1)[:, None]).backward()
+
+    expected = linear("experts.0", WIDTH, INNER, rows=sum(rows), dgrad=False)
+    expected |= linear("experts.1", WIDTH, INNER, rows=30 - sum(rows), dgrad=False)
+    assert found(counted(model, run, tmp_path)) == expected
+
+
+class Skipping(torch.nn.Module):
+    """Leaves a layer out if a number in its input says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        return self.layers[1](x) if float(x.detach().sum()) > 0 else x
+
+
+def test_another_way_through_the_model_is_noticed(tmp_path: Path) -> None:
+    """It is told, and what comes after it is looked at."""
+    model = Skipping()
+    torch.nn.init.eye_(model.layers[0].weight)
+    torch.nn.init.zeros_(model.layers[0].bias)
+
+    def run() -> None:
+        for sign in (1, -1, -1, 1):
+            model(sign * torch.ones(TOKENS, WIDTH)).sum().backward()
+
+    coverage = counted(model, run, tmp_path)
+    assert found(coverage)["layers.1", "fprop", False] == 3 * TOKENS * WIDTH * WIDTH, "two, and one that was not run"
+    [what] = coverage.not_counted
+    assert what.startswith("1 of 2 micro-batches")
+    assert "took another way" in what
+    assert what in str(coverage)
+
+
+def test_models_that_follow_each_other_and_one_that_is_called_twice(tmp_path: Path) -> None:
+    """As of a generator and a discriminator, whose parameters are frozen in turn."""
+    first, second = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, INNER)
+    model = torch.nn.ModuleDict({"first": first, "second": second})
+
+    def run() -> None:
+        for _ in range(2):
+            made = first(torch.ones(TOKENS, WIDTH))
+            (second(made.detach()).sum() + second(torch.ones(TOKENS, WIDTH)).sum()).backward()
+            second.requires_grad_(False)
+            second(made).sum().backward()
+            second.requires_grad_(True)
+
+    coverage = counted({"a": first, "b": second}, run, tmp_path)  # type: ignore[arg-type]
+    names = {layer for layer, _, _ in found(coverage)}
+    assert len(names) == 2, model
+    macs = {(gemm, backward): 0 for _, gemm, backward in found(coverage)}
+    for (layer, gemm, backward), count in found(coverage).items():
+        if layer.startswith("b"):
+            macs[gemm, backward] = count // (TOKENS * WIDTH * INNER)
+    assert macs == {("fprop", False): 6, ("wgrad", True): 4, ("dgrad", True): 2}
+    [wgrad] = [
+        count for (layer, gemm, _), count in found(coverage).items() if layer.startswith("a") and gemm == "wgrad"
+    ]
+    assert wgrad == 2 * TOKENS * WIDTH * WIDTH
+
+
+def test_what_a_model_keeps_is_that_of_all_micro_batches(tmp_path: Path) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, WORDS)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.norm(x))
+
+    model = Net()
+    coverage = counted(model, lambda: one_by_one(model, lambda _: torch.ones(TOKENS, WIDTH)), tmp_path)
+    rows = {row.subject: (row.tensors, row.bytes) for row in coverage.state}
+    assert rows["norm"] == (4, 0)
+    assert rows["logits"] == (4, 4 * 4 * TOKENS * WORDS)
 
 
 REASONS: dict[str, tuple[Any, Any, Reason, str]] = {
@@ -749,17 +1044,61 @@ def test_attention_of_a_derived_class(tmp_path: Path) -> None:
     assert found(trained(Case(Net, lambda: inputs, {}), tmp_path)) == attention("core")
 
 
-def test_attention_by_a_kernel_that_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("backward_thread")
+@pytest.mark.parametrize("checkpoint", ["none", *TE_BLOCKS])
+def test_attention_by_a_kernel_that_tells_nothing(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is counted by the sizes of its input, as that of flash-attn, whose kernels call no operator of torch's."""
     look = ModelProducts._look
 
     def see_no_attention(self: ModelProducts, name: str, arguments: Any, result: Any) -> None:
-        if name not in ("bmm", "baddbmm"):
+        if name not in ("aten::bmm", "aten::baddbmm"):
             look(self, name, arguments, result)
 
     monkeypatch.setattr(ModelProducts, "_look", see_no_attention)
-    coverage = trained(gpt(), tmp_path)
-    assert found(coverage) == GPT
+    case, model = gpt(), Layers(CURRENT(), TE_BLOCKS.get(checkpoint, lambda layer, x: layer(x)))
+    coverage = counted(model, lambda: [case.loss(model).backward() for _ in range(2)] and None, tmp_path)
+    assert found(coverage) == {key: 2 * macs for key, macs in GPT.items()}
     [product] = [one for one in coverage if one.layer.startswith("layers.1") and one.gemm == "pv" and one.backward]
     assert (product.precision, product.reason) == ("fp32", Reason.ATTENTION)
     assert "counted by its sizes" in product.reason_ref
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("backward_thread", "one_rank")
+@pytest.mark.parametrize("block", ["none", "reentrant", "not reentrant", "reentrant in reentrant"])
+def test_tensor_parallel_layers_of_torch(block: str, tmp_path: Path) -> None:
+    """Their operators are those of a DTensor, which runs others on its shards."""
+    around = BLOCKS.get(block, lambda layer, x: layer(x))
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(
+                torch.nn.Sequential(torch.nn.Linear(WIDTH, INNER), torch.nn.GELU(), torch.nn.Linear(INNER, WIDTH))
+                for _ in range(2)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.blocks:
+                x = around(part, x)
+            return x
+
+    model = Net()
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    for part in model.blocks:
+        parallelize_module(part, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    coverage = counted(
+        model, lambda: one_by_one(model, lambda _: torch.ones(TOKENS, WIDTH, requires_grad=True)), tmp_path
+    )
+    expected: Macs = {}
+    for number in (0, 1):
+        expected |= linear(f"blocks.{number}.0", WIDTH, INNER) | linear(f"blocks.{number}.2", INNER, WIDTH)
+    assert found(coverage) == {key: 4 * macs for key, macs in expected.items()}

@@ -91,6 +91,7 @@ RECIPE_NAMES = {
 }
 
 
+@pytest.mark.usefixtures("backward_thread")
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("module", ["LayerNormMLP", "LayerNormLinear"])
 def test_recomputed_forwards(module: str, checkpoint: str) -> None:
@@ -105,6 +106,7 @@ def test_recomputed_forwards(module: str, checkpoint: str) -> None:
     assert layers_of(events) == [*forward, *again, *backward]
 
 
+@pytest.mark.usefixtures("backward_thread")
 def test_a_layernorm_mlp_that_recomputes_in_its_own_backward() -> None:
     net = te.LayerNormMLP(32, 64, params_dtype=BF16, checkpoint=True)
     with spied() as calls, tapped(net) as events:
@@ -117,6 +119,7 @@ def test_a_layernorm_mlp_that_recomputes_in_its_own_backward() -> None:
     ]
 
 
+@pytest.mark.usefixtures("backward_thread")
 @pytest.mark.parametrize("module", ["Linear", "LayerNormMLP", "GroupedLinear"])
 def test_a_wgrad_that_runs_later(module: str) -> None:
     builds: dict[str, Callable[[], Any]] = {
@@ -137,6 +140,7 @@ def test_a_wgrad_that_runs_later(module: str) -> None:
     assert wgrads == {event.layer for event in events if event.gemm == "fprop"}
 
 
+@pytest.mark.usefixtures("backward_thread")
 @pytest.mark.parametrize("recipe", [None, DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()])
 def test_te_ops(recipe: Any) -> None:
     net = torch.nn.Sequential(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from te_precision_callbacks.devices import is_lost
 from te_precision_callbacks.engine.kernels import eager, native
 from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
@@ -125,6 +126,8 @@ def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.T
     except (TypeError, ValueError, torch.OutOfMemoryError):
         raise  # not the kernel's fault
     except Exception as error:
+        if is_lost(error):
+            raise  # nor is this: nothing can run on the GPU any more, plain torch neither
         _on_gpu = eager.add
         _say(f"The Triton kernel cannot be used ({type(error).__name__}: {error}).")
         eager.add(left, sums, maxima)

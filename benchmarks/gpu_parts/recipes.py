@@ -1,0 +1,198 @@
+"""Training on the fused path in each recipe of a GPU: the statistics against Transformer Engine's own ``dequantize()``.
+
+The recipes are those of one compute capability. Where the GPU has it and Transformer Engine is compiled, the tensors
+are those of its kernels; otherwise the reference backend makes them, on the same device. A spy in the place of
+``general_gemm`` sees the operands of each GEMM, and takes from them the error and the underflows in float64. Training
+must be the same to the last bit with and without the session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from gpu_parts.rows import CannotRunHereError, Rows, Settings, run_part
+from te_precision_callbacks.numerics.layouts import is_quantized
+from te_precision_callbacks.records import RunInfo, StepRecords
+from te_precision_callbacks.session import InspectSession
+
+ROWS, INPUTS, OUTPUTS, STEPS = 256, 512, 384, 3
+TENSORS = ("activation", "weight", "gradient")
+_CHECKS = {"DelayedScaling": "fp8", "Float8CurrentScaling": "fp8", "Float8BlockScaling": "fp8_block_scaling"}
+_RECIPES = {
+    "9.0": _CHECKS,
+    "10.0": {"MXFP8BlockScaling": "mxfp8", "NVFP4BlockScaling": "nvfp4"},
+}
+"""Compute capability -> the recipe's class, and the name of Transformer Engine's check of it."""
+_TOLERANCE = 1e-5
+"""Of the squared error, against float64: the kernels sum in float32 over some elements at a time."""
+
+_OPERANDS = {"TN": ("weight", "activation"), "NN": ("weight", "gradient"), "NT": ("activation", "gradient")}
+"""Layout -> what A and B are."""
+
+Numbers = dict[str, float]
+"""``tensor statistic`` -> value."""
+
+
+class Sink:
+    """Keeps the numbers of the last step."""
+
+    def __init__(self) -> None:
+        self.last: Numbers = {}
+
+    def start(self, run: RunInfo) -> None:
+        pass
+
+    def write(self, records: StepRecords) -> None:
+        self.last = {f"{row.tensor} {row.statistic.rpartition('_')[2]}": row.value for row in records}
+
+    def close(self, error: BaseException | None) -> None:
+        pass
+
+
+class Witness:
+    """The operands as Transformer Engine's own tensors give them back.
+
+    Attributes:
+        seen: the numbers of the last step.
+    """
+
+    def __init__(self) -> None:
+        self.seen: Numbers = {}
+        self.high: dict[str, torch.Tensor] = {}
+
+    @contextlib.contextmanager
+    def looking(self, layer: torch.nn.Module) -> Iterator[None]:
+        """Look at the operands of a layer: those before quantization by hooks, those after it in the GEMM."""
+        from transformer_engine.pytorch.module import linear
+
+        upstream = linear.general_gemm
+
+        def spy(a: Any, b: Any, *arguments: Any, **keywords: Any) -> Any:
+            for name, operand in zip(_OPERANDS[keywords.get("layout", "TN")], (a, b), strict=True):
+                if f"{name} mse" not in self.seen and is_quantized(operand):
+                    self._compare(name, operand)
+            return upstream(a, b, *arguments, **keywords)
+
+        def before(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+            self.seen.clear()
+            self.high = {"activation": inputs[0].detach().clone(), "weight": module.weight.detach().clone()}
+
+        def after(module: Any, inputs: Any, output: torch.Tensor) -> None:
+            output.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: self.high.update(gradient=gradient.detach().clone())
+            )
+
+        handles = [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
+        linear.general_gemm = spy
+        try:
+            yield
+        finally:
+            linear.general_gemm = upstream
+            for handle in handles:
+                handle.remove()
+
+    def _compare(self, name: str, operand: Any) -> None:
+        high = self.high[name].double()
+        back = operand.dequantize(dtype=torch.float32).double().reshape(high.shape)
+        self.seen[f"{name} mse"] = float((high - back).square().mean())
+        self.seen[f"{name} underflows%"] = 100 * float(((high != 0) & (back == 0)).double().mean())
+        self.seen[f"{name} max"] = float(high.max())
+
+
+def _config(recipe: str) -> dict[str, Any]:
+    of_codes = "LogNvfp4TensorStats" if recipe.startswith("NVFP4") else "LogFp8TensorStats"
+    features = {
+        "LogTensorStats": {"enabled": True, "tensors": list(TENSORS), "stats": ["max"]},
+        of_codes: {"enabled": True, "tensors": list(TENSORS), "stats": ["mse", "underflows%"]},
+    }
+    layers = {"layer_name_regex_pattern": ".*"}
+    return {"of_all": {"enabled": True, "layers": layers, "transformer_engine": features}}
+
+
+def _train(settings: Settings, recipe: Any, *, watched: bool) -> tuple[list[torch.Tensor], Numbers, Numbers]:
+    """The losses and the weights, what the session and what the witness have found in the last step."""
+    te = settings.transformer_engine()
+    torch.manual_seed(0)
+    layer = te.Linear(INPUTS, OUTPUTS, bias=False, params_dtype=torch.bfloat16, device=settings.device)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    sink, witness, kept = Sink(), Witness(), []
+    with contextlib.ExitStack() as stack:
+        session = None
+        if watched:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            stack.enter_context(witness.looking(layer))
+            session = stack.enter_context(
+                InspectSession(
+                    _config(type(recipe).__name__),
+                    model=layer,
+                    log_dir=folder,
+                    observe="fused",
+                    strict=True,
+                    sinks=[sink],
+                )
+            )
+        for _ in range(STEPS):
+            # Magnitudes over some ten powers of two, so that each format has underflows.
+            spread = torch.exp(2 * torch.randn(ROWS, INPUTS, generator=generator))
+            inputs = (torch.randn(ROWS, INPUTS, generator=generator) * spread).bfloat16().to(settings.device)
+            inputs.requires_grad_()
+            with te.autocast(enabled=True, recipe=recipe):
+                output = layer(inputs)
+            loss = output.float().abs().pow(1.5).mean()
+            loss.backward()
+            kept += [loss.detach().clone(), inputs.grad.clone()]  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+            if session is not None:
+                session.step()
+    return [*kept, layer.weight.detach().clone()], sink.last, witness.seen
+
+
+def _recipe(settings: Settings, name: str) -> Any:
+    """A recipe that runs here."""
+    settings.transformer_engine()
+    from transformer_engine.common import recipe
+    from transformer_engine.pytorch import quantization
+
+    runs, why = getattr(quantization, f"check_{_RECIPES[settings.capability or '9.0'][name]}_support")()
+    if not runs:
+        raise CannotRunHereError(str(why))
+    return getattr(recipe, name)()
+
+
+def _check_recipe(settings: Settings, rows: Rows, name: str) -> None:
+    alone, _, _ = _train(settings, _recipe(settings, name), watched=False)
+    beside, ours, theirs = _train(settings, _recipe(settings, name), watched=True)
+    same = all(torch.equal(one, other) for one, other in zip(alone, beside, strict=True))
+    note = settings.backend_note
+    rows.equal(f"{name}: losses, gradients and weights with a session", "same" if same else "other", "same", note=note)
+    rows.equal(f"{name}: statistics", len(ours), 3 * len(TENSORS), note=note)
+    for tensor in TENSORS:
+        for statistic in ("mse", "underflows%", "max"):
+            key = f"{tensor} {statistic}"
+            found, right = ours.get(key), theirs.get(key)
+            if found is None or right is None:
+                rows.add(f"{name}: {key}", found, expected=right, ok=False, note="one of the two is missing")
+                continue
+            # A count in a hundredth of an element is the same count; a mean squared error has some digits.
+            allowed = _TOLERANCE * right if statistic == "mse" else 1e-9 * max(1.0, abs(right))
+            rows.add(f"{name}: {key}", found, expected=right, ok=abs(found - right) <= allowed, note=note)
+
+
+def check(settings: Settings, rows: Rows) -> None:
+    logging.getLogger("te_precision_callbacks").setLevel(logging.ERROR)
+    settings.transformer_engine()
+    for name in _RECIPES[settings.capability or "9.0"]:
+        with rows.of(name):
+            _check_recipe(settings, rows, name)
+
+
+if __name__ == "__main__":
+    run_part("recipes", check)

@@ -1,0 +1,111 @@
+"""Tensors that are measured on two streams of a GPU, while the engine's vectors grow and while the other stream waits.
+
+A kernel that sleeps stands before the values of the second stream. A reading that does not wait for that stream, or a
+vector that is filled after an addition or copied before it, gives wrong sums. On a CPU there is one stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from gpu_parts.rows import Rows, Settings, run_part
+from te_precision_callbacks.debug_utils.slots import Slot, Slots
+from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.statistics.names import Request, tensor_request
+from te_precision_callbacks.watched import Watched
+
+ROUNDS = 5
+_CYCLES = 20_000_000
+"""For which the second stream sleeps: some 10 ms."""
+_REQUESTS: tuple[Request, ...] = (tensor_request("max"), tensor_request("mean"))
+
+
+class Second:
+    """The second stream.
+
+    Attributes:
+        stream: None on a CPU.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.stream = torch.cuda.Stream(settings.device) if settings.on_gpu else None  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def entered(self, *, asleep: bool) -> Iterator[None]:
+        """What is queued in it comes after what is there, and may sleep before."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            if asleep:
+                torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
+            yield
+
+
+def _measure(engine: StatisticsEngine, layer: str, values: torch.Tensor) -> None:
+    engine.note(Watched(layer, "activation", 0, values), _REQUESTS)
+    engine.measure()
+
+
+def _wrong_statistics(settings: Settings, *, ends_on_second: bool, grows: bool) -> int:
+    """The numbers of all rounds that are not what they must be."""
+    engine, second = StatisticsEngine(), Second(settings)
+    layers = (20 if settings.small else 200) if grows else 1
+    wrong = 0
+    for number in range(1, ROUNDS + 1):
+        expected: dict[tuple[str, str], float] = {}
+        for layer in range(layers * number):
+            name = f"layer {layer}"
+            _measure(engine, name, torch.full((64,), 1.0, device=settings.device))
+            with second.entered(asleep=layer == 0):
+                values = torch.full((64,), float(number), device=settings.device)
+                values += 1.0
+                _measure(engine, name, values)
+            expected |= {(name, "max"): number + 1.0, (name, "mean"): (number + 2.0) / 2}
+        if ends_on_second and second.stream is not None:
+            with torch.cuda.stream(second.stream):
+                found = engine.flush(reduce=False)
+        else:
+            found = engine.flush(reduce=False)
+        values_of = {(name, label): found.value(name, "activation", label) for name, label in expected}
+        wrong += sum(values_of[key] != right for key, right in expected.items())
+    return wrong
+
+
+def _wrong_extremes(settings: Settings) -> int:
+    """As :func:`_wrong_statistics`, of the slots of overflow detection."""
+    slots, second, wrong = Slots(abs_min=False), Second(settings), 0
+    for number in range(1, ROUNDS + 1):
+        measured = []
+        for place in range(100 if settings.small else 1000):
+            with second.entered(asleep=place == 0) if place % 2 == 0 else contextlib.nullcontext():
+                values = torch.full((16,), float(place), device=settings.device)
+                values[0] = -number
+                measured.append((slots.measure(values), -float(number), float(place)))
+        found = slots.read()
+        wrong += sum(not isinstance(slot, Slot) or found.extremes(slot) != (low, high) for slot, low, high in measured)
+        slots.reset()
+    return wrong
+
+
+def check(settings: Settings, rows: Rows) -> None:
+    if not settings.on_gpu:
+        rows.left_out("a second stream", "needs a GPU: here both are one")
+    ways = {"one vector": (False, False), "growing vectors": (False, True), "the second stream reads": (True, True)}
+    for name, (ends_on_second, grows) in ways.items():
+        with rows.of(name):
+            rows.equal(
+                f"statistics, {name}: wrong numbers",
+                _wrong_statistics(settings, ends_on_second=ends_on_second, grows=grows),
+                0,
+            )
+    with rows.of("extremes"):
+        rows.equal("overflow detection: wrong extremes", _wrong_extremes(settings), 0)
+
+
+if __name__ == "__main__":
+    run_part("streams", check)

@@ -1,0 +1,226 @@
+"""Precision debugging for Lightning Fabric: one callback.
+
+Usage::
+
+    from lightning.fabric import Fabric
+    from te_precision_callbacks.fabric import PrecisionDebugFabricCallback
+
+    callback = PrecisionDebugFabricCallback("config.yaml")
+    fabric = Fabric(callbacks=[callback])
+    model, optimizer = fabric.setup(model, optimizer)
+    with callback:
+        ...  # the loop: its optimizer.step() ends a debug iteration
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from typing_extensions import Self, Unpack
+
+from te_precision_callbacks.config.loading import ConfigSource
+from te_precision_callbacks.errors import MissingExtraError
+from te_precision_callbacks.naming import Model
+from te_precision_callbacks.notices import Notices
+from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, check_step_on, spelled_out
+from te_precision_callbacks.records import MetricSelection
+from te_precision_callbacks.session import InspectSession, SessionError
+
+try:
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.precision import DeepSpeedPrecision
+except ImportError as error:
+    raise MissingExtraError("te_precision_callbacks.fabric", "lightning") from error
+
+from te_precision_callbacks.lightning import LightningLoggerSink
+
+__all__ = ["PrecisionDebugFabricCallback"]
+
+logger = logging.getLogger(__name__)
+
+
+class PrecisionDebugFabricCallback:
+    """Runs Transformer Engine's precision debugging in a training loop with Fabric.
+
+    The session starts in ``fabric.setup(model, optimizer)``, on every process, and ends with the block of ``with
+    callback:``, with :meth:`stop`, or with the process. A step of the optimizer that ``fabric.setup`` has returned ends
+    a debug iteration.
+
+    Statistics go to every logger of Fabric, on rank 0, at the debug iteration: the number of optimizer steps before.
+    The names are those of :class:`te_precision_callbacks.lightning.PrecisionDebugCallback`. ``log_dir`` is the folder
+    of Fabric's first logger where it is not given.
+
+    ``fabric.save`` and ``fabric.load`` take the callback as an entry of their state: ``{"model": model, "precision":
+    callback}``.
+
+    Modules in eval mode and forwards without gradients are not observed. Features that change precision act there as in
+    training.
+
+    Args:
+        config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
+        step_on: the length of a debug iteration: ``"optimizer_step"``, or ``"batch"``, which
+            ``fabric.call("on_train_batch_end")`` ends. Of several optimizers the one that steps first counts.
+        **keywords: the options of every front door, see :class:`te_precision_callbacks.options.SessionOptions`.
+
+    Raises:
+        ConfigError: the config cannot be used. Problems that need the model (a section that matches no layer) are
+            raised by ``fabric.setup``.
+        OptionError: an option is unknown, or its value is invalid.
+        TransformerEngineUnavailableError: in ``fabric.setup``, Transformer Engine cannot be imported.
+    """
+
+    @spelled_out
+    def __init__(
+        self,
+        config: ConfigSource = None,
+        *,
+        step_on: StepOn = "optimizer_step",
+        **keywords: Unpack[SessionKeywords],
+    ) -> None:
+        check_step_on(step_on)
+        self._options = SessionOptions.from_keywords(config, **keywords)
+        self._step_on = step_on
+        self._session: InspectSession | None = None
+        self._models: list[torch.nn.Module] = []
+        self._optimizer: Any = None
+        self._restored: Mapping[str, Any] = {}
+        self._notices = Notices()
+
+    @property
+    def session(self) -> InspectSession:
+        """The session of the current or last loop.
+
+        Raises:
+            SessionError: ``fabric.setup`` was not called with a model yet.
+        """
+        if self._session is None:
+            raise SessionError(
+                "The callback has no session yet: it starts one in fabric.setup(model, optimizer). Give the callback to"
+                " Fabric(callbacks=[callback]) first. After fabric.setup_module(model), which calls no callback, call"
+                " callback.on_after_setup(fabric, model)."
+            )
+        return self._session
+
+    @property
+    def _live(self) -> InspectSession | None:
+        return self._session if self._session is not None and self._session.running else None
+
+    # ------------------------------------------------------------------ what Fabric calls
+
+    def on_after_setup(self, fabric: Fabric, module: torch.nn.Module) -> None:
+        """Start the session with the model, or with all models that were set up since the start. Fabric calls this at
+        the end of ``setup``; after ``setup_module`` the script does, on every process."""
+        self._models.append(module)
+        if self._live is None:
+            self._start(fabric)
+        session = self.session
+        several = {f"model{number}": model for number, model in enumerate(self._models)}
+        model: Model = several if len(several) > 1 else module
+        try:
+            session.attach(model)
+        except BaseException as error:
+            self.stop(error)
+            raise
+        if session.overflow is not None:
+            session.overflow.loss_scaled = _scales_loss(fabric)
+
+    def _start(self, fabric: Fabric) -> None:
+        select = MetricSelection(self._options.prefix, self._options.log_filter)
+        self._session = session = InspectSession.from_options(self._options)
+        session.start(
+            log_dir=self._options.log_dir or _log_dir_of(fabric),
+            sinks=[LightningLoggerSink(receiver, select) for receiver in fabric.loggers if fabric.is_global_zero],
+            front_door="fabric",
+        )
+        session.trainer_steps = self._step_on == "optimizer_step"
+        restored, self._restored = self._restored, {}
+        session.load_state_dict(restored)
+
+    def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
+        """End the debug iteration. Fabric calls this after each step of an optimizer that it has set up."""
+        session = self._live
+        if session is None:
+            if self._session is None and self._notices.first("no model"):
+                logger.warning(
+                    "An optimizer has stepped, but precision debugging has no model, so nothing is observed. Set the"
+                    " model up with fabric.setup(model, optimizer); or, after fabric.setup_module(model), call"
+                    " callback.on_after_setup(fabric, model)."
+                )
+            return
+        if self._optimizer is None:
+            self._optimizer = optimizer
+        if self._step_on == "optimizer_step" and optimizer is self._optimizer:
+            session.step()
+
+    def on_train_batch_end(self, *arguments: Any, **keywords: Any) -> None:
+        """End the debug iteration with ``step_on="batch"``, whatever ``fabric.call`` hands over."""
+        if self._step_on == "batch" and self._live is not None:
+            self._live.step()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """The debug iteration, and the fingerprints of the state of low precision on all ranks; on every process."""
+        if self._session is None:
+            return {}
+        return {**self._session.state_dict(all_ranks=True), "step_on": self._step_on}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at the debug iteration of a checkpoint, and audit the resume; before or after ``fabric.setup``.
+
+        An iteration that was counted in another way is ignored.
+        """
+        same = state.get("step_on") == self._step_on
+        state = {key: value for key, value in state.items() if same or key != "iteration"}
+        if self._live is None:
+            self._restored = state
+        else:
+            self._live.load_state_dict(state)
+
+    # ------------------------------------------------------------------ end
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """End the session and undo everything that it changed. Does nothing if the session is not running.
+
+        Args:
+            error: the exception that ended the loop. In any case the statistics gathered since the last step are
+                written, from this process's own data, without a collective.
+        """
+        self._models, self._optimizer = [], None
+        if self._session is not None:
+            self._session.stop(error)
+
+    def release(self) -> None:
+        """Remove the features that ``keep_precision=True`` has left acting on the model after :meth:`stop`."""
+        if self._session is not None:
+            self._session.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop(error)
+
+
+def _log_dir_of(fabric: Fabric) -> Path:
+    """The folder of the first logger that has one, as rank 0 has it; else the working directory, as with a plain
+    session."""
+    found = ""
+    if fabric.is_global_zero:
+        for receiver in fabric.loggers:
+            getattr(receiver, "experiment", None)  # a CSVLogger warns if it finds files of others in its folder
+            found = found or str(getattr(receiver, "log_dir", None) or getattr(receiver, "root_dir", None) or "")
+    return Path(fabric.broadcast(found) or ".")
+
+
+def _scales_loss(fabric: Fabric) -> bool:
+    """Whether DeepSpeed scales the loss for float16, with a scaler of its own. torch's is recognized in use."""
+    precision = fabric.strategy.precision
+    return isinstance(precision, DeepSpeedPrecision) and precision.precision.startswith("16")

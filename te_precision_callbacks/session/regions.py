@@ -1,0 +1,52 @@
+"""Which autocast regions of Transformer Engine the forwards of a step enter.
+
+A region decides the precision of the layers in it. As long as a step enters the regions of the step before, in their
+order, the layers are taken to be in theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_MOST_RECIPES = 64
+
+
+class AutocastRegions:
+    """Compares the autocast regions of each step with those of the step before."""
+
+    def __init__(self) -> None:
+        self._recipes: list[Any] = []
+        self._entered = self._before = 0
+
+    def around(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """``FP8GlobalStateManager.autocast_enter`` of TE 2.20.2 (``pytorch/quantization.py``), which each region calls,
+        followed."""
+
+        @functools.wraps(upstream)
+        def autocast_enter(
+            enabled: bool = False, calibrating: bool = False, fp8_recipe: Any = None, *arguments: Any, **keywords: Any
+        ) -> Any:
+            if not torch.compiler.is_compiling():  # a compiled function would be compiled anew for each new number
+                self._entered = hash((self._entered, enabled, self._number(fp8_recipe)))
+            return upstream(enabled, calibrating, fp8_recipe, *arguments, **keywords)
+
+        return autocast_enter
+
+    def end_step(self) -> bool:
+        """Whether the step that ends has entered other regions than the step before it."""
+        before, self._before, self._entered = self._before, self._entered, 0
+        return self._before != before
+
+    def _number(self, recipe: Any) -> int:
+        """A number for a recipe; equal recipes have one, since scripts make a recipe anew for each step."""
+        for number, known in enumerate(self._recipes):
+            if known is recipe or known == recipe:
+                return number
+        if len(self._recipes) == _MOST_RECIPES:
+            self._recipes.clear()
+        self._recipes.append(recipe)
+        return len(self._recipes) - 1

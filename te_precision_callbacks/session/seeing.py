@@ -1,0 +1,108 @@
+"""A dispatch mode that tells of torch's operators, and that training never notices.
+
+An operator runs exactly once, whatever happens in what is told; the exceptions of operators are training's own, and
+pass. Read from torch 2.13: ``TorchDispatchMode.ignore_compile_internals``, by which ``torch.compile`` compiles under
+the mode instead of leaving the code uncompiled for ever; ``supports_higher_order_operators``, without which an operator
+such as ``flex_attention`` raises under the mode; and ``_get_current_dispatch_mode_stack``. The engine of the backward
+takes the modes of the thread that calls it to its own threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+
+class Watcher(Protocol):
+    """What a mode tells."""
+
+    def before(self, arguments: Sequence[Any], *, of_shards: bool) -> None:
+        """An operator is about to run; ``of_shards`` if it is one of a DTensor, which runs others on its shards."""
+
+    def after(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
+        """An operator has run: its name with its namespace, its positional arguments and its result."""
+
+    def note_sizes_by_values(self) -> None:
+        """An operator runs the sizes of whose result depend on the values of its operands."""
+
+    def fail(self, error: Exception) -> None:
+        """What it was told of has failed; it is told of nothing any more."""
+
+
+class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells a watcher of each operator.
+
+    Args:
+        watcher: is told.
+        is_over: whether it wants to be told no longer.
+        only: the operators to be told of; None for all of them.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, watcher: Watcher, is_over: Callable[[], bool], *, only: Iterable[str] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.watcher = watcher
+        self._is_over = is_over
+        self._only = None if only is None else frozenset(only)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Iterable[type], arguments: Sequence[Any] = (), keywords: Any = None
+    ) -> Any:
+        name = self._enter(operator, types, arguments)
+        if name is NotImplemented:
+            return NotImplemented  # a DTensor's runs operators on its shards, which are told of
+        result = operator(*arguments, **(keywords or {}))
+        if name is not None:
+            try:
+                self.watcher.after(name, arguments, result)
+            except Exception as error:
+                self.watcher.fail(error)
+        return result
+
+    def _enter(self, operator: Any, types: Iterable[type], arguments: Sequence[Any]) -> Any:
+        """The name of an operator of which is told; None if it only runs, NotImplemented if others do its work."""
+        if self._is_over():
+            return None
+        try:
+            kinds = {kind.__name__ for kind in types}
+            of_shards = "DTensor" in kinds
+            name = NotImplemented if of_shards else _name_of(operator)
+            if "FakeTensor" in kinds or (self._only is not None and name not in self._only):
+                return NotImplemented if of_shards else None  # by a FakeTensor, a DTensor learns the shape of a result
+            if self._only is None and _goes_by_values(operator, arguments):
+                self.watcher.note_sizes_by_values()
+            if self._only is None:
+                self.watcher.before(arguments, of_shards=of_shards)
+        except Exception as error:
+            self.watcher.fail(error)
+            return None
+        return name
+
+
+def is_seen_by(watcher: Watcher) -> bool:
+    """Whether a watcher is told of all operators of this thread, at least of those outside of others."""
+    modes = _get_current_dispatch_mode_stack()
+    return any(isinstance(mode, SeeingMode) and mode.watcher is watcher and mode._only is None for mode in modes)
+
+
+def _goes_by_values(operator: Any, arguments: Sequence[Any]) -> bool:
+    if torch.Tag.dynamic_output_shape not in getattr(operator, "tags", ()):
+        return False
+    if operator is not torch.ops.aten.index.Tensor:
+        return True
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in arguments[1])
+
+
+def _name_of(operator: Any) -> str:
+    if isinstance(operator, torch._ops.HigherOrderOperator):
+        return f"higher_order::{operator._name}"
+    name: str = operator._schema.name
+    return name

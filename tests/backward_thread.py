@@ -1,0 +1,46 @@
+"""Runs each backward in a thread of its own, as torch runs it on a GPU: in the device's thread."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+@contextmanager
+def in_a_second_thread() -> Iterator[None]:
+    """A backward inside of another one, as that of a reentrant checkpoint, stays in the second thread.
+
+    Autograd numbers nodes by thread. The second thread goes on from the number of the first one, so that the numbers of
+    what it computes again are those of the forward.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(_count_up_to, torch._C._autograd._get_sequence_nr()).result()
+        inside = pool.submit(threading.get_ident).result()
+
+        def moved(upstream: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(upstream)
+            def run(*arguments: Any, **keywords: Any) -> Any:
+                if threading.get_ident() == inside:
+                    return upstream(*arguments, **keywords)
+                return pool.submit(upstream, *arguments, **keywords).result()
+
+            return run
+
+        with (
+            mock.patch.object(torch.autograd, "backward", moved(torch.autograd.backward)),
+            mock.patch.object(torch.autograd, "grad", moved(torch.autograd.grad)),
+        ):
+            yield
+
+
+def _count_up_to(number: int) -> None:
+    leaf = torch.zeros(1, requires_grad=True)
+    while torch._C._autograd._get_sequence_nr() < number:
+        leaf.view(1)

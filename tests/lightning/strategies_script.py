@@ -1,0 +1,101 @@
+"""A rank of two, as under torchrun, which trains one model under several strategies: strategies_script.py FOLDER
+
+What the first layer has seen goes to FOLDER/<case>.json, from rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy as TrainerModelParallel
+from torch.distributed.fsdp import fully_shard
+
+from te_precision_callbacks import PrecisionDebugCallback, PrecisionDebugFabricCallback
+from tests.preparing import prepare
+
+prepare()  # before the models need the reference backend
+
+from tests.conftest import Keeper, statistics
+from tests.lightning.models import Plain, batch_of, loader, trainer
+from tests.lightning.test_fabric import Net
+
+CONFIG = statistics(tensors=["activation", "gradient"])
+STEPS, RATE = 2, 0.1
+SHARDED: Any = {"data_parallel_size": 2, "tensor_parallel_size": 1}
+
+
+def parallelize(model: Any, mesh: Any) -> Any:
+    for layer in model.net:
+        fully_shard(layer, mesh=mesh["data_parallel"])
+    fully_shard(model, mesh=mesh["data_parallel"])
+    return model
+
+
+def by_fabric(folder: Path, strategy: Any) -> Keeper:
+    keeper = Keeper()
+    callback = PrecisionDebugFabricCallback(CONFIG, sinks=[keeper], log_dir=folder)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, callbacks=[callback])
+    fabric.launch()
+    if isinstance(strategy, ModelParallelStrategy):  # which wants the model before the optimizer
+        model = fabric.setup(Net())
+        optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=RATE))
+    else:
+        net = Net()
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=RATE))
+    with callback:
+        for step in range(STEPS):
+            fabric.backward(model(batch_of(2 * step + fabric.global_rank)).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if isinstance(strategy, DDPStrategy):
+            fabric.save(folder / "saved.ckpt", {"model": model, "precision": callback})
+    return keeper
+
+
+class Sharded(Plain):
+    def configure_model(self) -> None:
+        parallelize(self, self.device_mesh)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch_of(2 * batch_idx + self.global_rank), batch_idx)
+
+
+def by_trainer(folder: Path) -> Keeper:
+    keeper = Keeper()
+    strategy = TrainerModelParallel(**SHARDED, process_group_backend="gloo")
+    callback = PrecisionDebugCallback(CONFIG, sinks=[keeper], log_dir=folder)
+    made = trainer(folder, devices=2, strategy=strategy, callbacks=[callback], max_steps=STEPS)
+    made.fit(Sharded(RATE), loader(2 * STEPS))
+    return keeper
+
+
+CASES: dict[str, Callable[[Path], Keeper]] = {
+    "Fabric, DDP": lambda folder: by_fabric(folder, DDPStrategy(process_group_backend="gloo")),
+    "Fabric, fully_shard": lambda folder: by_fabric(
+        folder, ModelParallelStrategy(parallelize, **SHARDED, process_group_backend="gloo")
+    ),
+    "Trainer, fully_shard": by_trainer,
+}
+
+
+def main(folder: Path) -> None:
+    for name, case in CASES.items():
+        keeper = case(folder / name)
+        if torch.distributed.get_rank() == 0:
+            found = {
+                f"{tensor} {key}": keeper.values(key, "net.0", tensor)
+                for tensor in ("activation", "gradient")
+                for key in ("max", "l1_norm")
+            }
+            (folder / f"{name}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

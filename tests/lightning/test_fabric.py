@@ -1,0 +1,226 @@
+"""The callback for Fabric, in a loop as Fabric's users write it."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from lightning.fabric import Fabric
+from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
+
+from te_precision_callbacks import InspectSession, PrecisionDebugFabricCallback
+from te_precision_callbacks.config import ConfigError
+from te_precision_callbacks.session import SessionError
+from tests.conftest import Keeper, global_state, statistics
+from tests.lightning.models import batch_of, board_scalars, logged_lines
+
+ROOT = Path(__file__).parents[2]
+FIRST = statistics(tensors=["activation", "gradient"])
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(te.Linear(32, 32), te.LayerNormLinear(32, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def fabric_of(folder: Path, callback: PrecisionDebugFabricCallback) -> Fabric:
+    board = CSVLogger(folder, name="csv", version="")
+    made = Fabric(accelerator="cpu", devices=1, callbacks=[callback], loggers=board)
+    made.launch()
+    return made
+
+
+def prepared(fabric: Fabric) -> tuple[Any, Any]:
+    model = Net()
+    made: tuple[Any, Any] = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return made
+
+
+def train(fabric: Fabric, model: Any, optimizer: Any, batches: range, on_batch: Callable[[int], Any] = int) -> None:
+    for index in batches:
+        loss = model(batch_of(index)).pow(2).mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        fabric.call("on_train_batch_end", loss, index)
+        on_batch(index)
+
+
+def columns(folder: Path) -> dict[str, dict[int, float]]:
+    """Metric -> step -> value, in Fabric's CSV file."""
+    with (folder / "csv" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return {
+        name: {int(row["step"]): float(row[name]) for row in rows if row[name]} for name in rows[0] if name != "step"
+    }
+
+
+def values(keeper: Keeper) -> list[list[tuple[Any, ...]]]:
+    return [[(row.layer, row.tensor, row.statistic, row.value) for row in records] for records in keeper.steps]
+
+
+def test_a_loop_has_the_numbers_of_a_session(tmp_path: Path) -> None:
+    Net()  # Transformer Engine's first module notes that it is not debugged
+    before = global_state()
+    by_fabric, by_session = Keeper(), Keeper()
+    callback = PrecisionDebugFabricCallback(FIRST, sinks=[by_fabric])
+    fabric = fabric_of(tmp_path, callback)
+    model, optimizer = prepared(fabric)
+    with callback:
+        train(fabric, model, optimizer, range(3))
+        assert callback.session.running
+    assert not callback.session.running
+    assert global_state() == before
+
+    net = Net()
+    plain = torch.optim.SGD(net.parameters(), lr=0.1)
+    with InspectSession(FIRST, model=net, log_dir=tmp_path / "session", sinks=[by_session]) as session:
+        for index in range(3):
+            net(batch_of(index)).pow(2).mean().backward()
+            plain.step()
+            plain.zero_grad()
+            session.step()
+    assert by_fabric.iterations == [0, 1, 2]
+    assert values(by_fabric) == values(by_session)
+    fabric.logger.finalize("success")
+    logged = columns(tmp_path)["te.net.0/activation/max"]
+    assert logged == {step: pytest.approx(batch_of(step).max().item()) for step in range(3)}
+    assert (tmp_path / "csv" / "nvdlfw_inspect_statistics_logs").is_dir(), "the folder of Fabric's logger"
+
+
+def test_of_several_optimizers_the_first_counts(tmp_path: Path, keeper: Keeper) -> None:
+    callback = PrecisionDebugFabricCallback(FIRST, sinks=[keeper])
+    fabric = fabric_of(tmp_path, callback)
+    first, first_optimizer = prepared(fabric)
+    second, second_optimizer = prepared(fabric)
+    with callback:
+        for index in range(2):
+            for model, optimizer in ((first, first_optimizer), (second, second_optimizer)):
+                fabric.backward(model(batch_of(index)).sum())
+                optimizer.step()
+        assert keeper.iterations == [0, 1]
+    assert {layer.name for layer in callback.session.layers} == {
+        "model0.net.0",
+        "model0.net.1",
+        "model1.net.0",
+        "model1.net.1",
+    }
+
+
+@pytest.mark.parametrize(("step_on", "iterations"), [("optimizer_step", [0, 1]), ("batch", [0, 1, 2, 3])])
+def test_accumulation(tmp_path: Path, keeper: Keeper, step_on: Any, iterations: list[int]) -> None:
+    callback = PrecisionDebugFabricCallback(FIRST, sinks=[keeper], step_on=step_on)
+    fabric = fabric_of(tmp_path, callback)
+    model, optimizer = prepared(fabric)
+    with callback:
+        for index in range(4):
+            fabric.backward(model(batch_of(index)).sum())
+            if index % 2:
+                optimizer.step()
+            fabric.call("on_train_batch_end", index)
+        assert keeper.iterations == iterations
+
+
+def test_a_resumed_loop_goes_on_counting_and_is_audited(tmp_path: Path, keeper: Keeper) -> None:
+    callback = PrecisionDebugFabricCallback(FIRST)
+    fabric = fabric_of(tmp_path / "a", callback)
+    model, optimizer = prepared(fabric)
+    with callback:
+        train(fabric, model, optimizer, range(2))
+        fabric.save(tmp_path / "saved.ckpt", {"model": model, "optimizer": optimizer, "precision": callback})
+
+    resumed = PrecisionDebugFabricCallback(FIRST, sinks=[keeper])
+    fabric = fabric_of(tmp_path / "b", resumed)
+    model, optimizer = prepared(fabric)
+    fabric.load(tmp_path / "saved.ckpt", {"model": model, "optimizer": optimizer, "precision": resumed})
+    with resumed:
+        train(fabric, model, optimizer, range(2, 4))
+    assert keeper.iterations == [2, 3]
+    report = resumed.session.resume_report
+    assert report is not None
+    assert not report.findings
+
+
+def test_a_model_that_was_set_up_alone(tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture) -> None:
+    callback = PrecisionDebugFabricCallback(FIRST, sinks=[keeper])
+    fabric = fabric_of(tmp_path, callback)
+    model = fabric.setup_module(Net())
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    train(fabric, model, optimizer, range(2))
+    (text,) = [found.getMessage() for found in caplog.records if found.levelno == logging.WARNING]
+    assert "callback.on_after_setup(fabric, model)" in text
+    with pytest.raises(SessionError, match="no session yet"):
+        _ = callback.session
+    callback.on_after_setup(fabric, model)
+    with callback:
+        train(fabric, model, optimizer, range(2))
+    assert keeper.iterations == [0, 1]
+    assert {row.layer for row in keeper.steps[0]} == {"net.0", "net.1"}
+
+
+def test_an_error_ends_the_session(tmp_path: Path, keeper: Keeper) -> None:
+    callback = PrecisionDebugFabricCallback(FIRST, sinks=[keeper])
+    fabric = fabric_of(tmp_path, callback)
+    model, optimizer = prepared(fabric)
+    with pytest.raises(ValueError, match="a bad batch"), callback:
+        train(fabric, model, optimizer, range(1))
+        model(batch_of(1)).sum().backward()
+        raise ValueError("a bad batch")
+    assert keeper.iterations == [0, 1], "what was gathered since the last step is written"
+    assert isinstance(keeper.closed[0], ValueError)
+
+
+def test_a_config_that_does_not_fit_is_refused_in_setup(tmp_path: Path) -> None:
+    Net()  # Transformer Engine's first module notes that it is not debugged
+    before = global_state()
+    callback = PrecisionDebugFabricCallback(statistics(layers=["nowhere"]))
+    fabric = fabric_of(tmp_path, callback)
+    with pytest.raises(ConfigError, match="matches none"):
+        prepared(fabric)
+    assert global_state() == before
+
+
+def test_histograms_go_to_tensorboard(tmp_path: Path) -> None:
+    """Fabric's own logger, which is not that of the trainer."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    callback = PrecisionDebugFabricCallback(statistics(stats=["exponent_histogram"]))
+    fabric = Fabric(accelerator="cpu", devices=1, callbacks=[callback], loggers=TensorBoardLogger(tmp_path, version=""))
+    fabric.launch()
+    model, optimizer = prepared(fabric)
+    with callback:
+        train(fabric, model, optimizer, range(1))
+    fabric.logger.finalize("success")
+    found = events.EventAccumulator(fabric.logger.log_dir).Reload().Tags()
+    assert any("exponent_histogram" in name for name in found["histograms"])
+
+
+@pytest.mark.slow
+def test_the_example_runs_and_shows_what_came_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    losses = importlib.import_module("fabric_fp8").main(["--steps", "8", "--log-dir", str(tmp_path)])
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] - 0.3
+    shown = capsys.readouterr().out
+    assert "Precision that really ran" in shown
+    (events,) = (tmp_path / "board").rglob("events.out.tfevents*")
+    board = board_scalars(events)
+    assert board["loss"] == {step: pytest.approx(loss) for step, loss in enumerate(losses)}
+    lines = logged_lines(tmp_path)
+    name, iteration = next(key for key in lines if key[0].endswith("activation_max"))
+    assert board[f"te.{name.removesuffix('_activation_max')}/activation/max"][iteration] == pytest.approx(
+        lines[name, iteration]
+    )

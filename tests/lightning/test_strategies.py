@@ -1,0 +1,51 @@
+"""Two ranks under the strategies of Fabric and of the Trainer that run on CPUs: the numbers of one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.forked import launched
+from tests.lightning.models import batch_of
+from tests.lightning.strategies_script import CASES, RATE, STEPS
+from tests.lightning.test_fabric import Net
+
+SCRIPT = Path(__file__).with_name("strategies_script.py")
+
+
+def in_one_process() -> dict[str, dict[str, float]]:
+    """The activation and the gradient of the first layer over the batches of both ranks, in steps of plain torch."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+    found: dict[str, dict[str, float]] = {}
+    for step in range(STEPS):
+        gradients: list[torch.Tensor] = []
+        batches = [batch_of(2 * step + rank) for rank in range(2)]
+        for batch in batches:
+            hidden = net.net[0](batch)
+            hidden.register_hook(gradients.append)
+            (net.net[1](hidden).pow(2).mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        # DDP and fully_shard average what each rank's own mean gives.
+        for tensor, parts in (("activation", batches), ("gradient", [2 * part for part in gradients])):
+            seen = torch.cat(parts).double()
+            found.setdefault(f"{tensor} max", {})[str(step)] = seen.max().item()
+            found.setdefault(f"{tensor} l1_norm", {})[str(step)] = seen.abs().sum().item()
+    return found
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_numbers_of_one_process(tmp_path: Path) -> None:
+    ended = launched(SCRIPT, [str(tmp_path)])
+    assert [rank.returncode for rank in ended] == [0, 0], [rank.stderr for rank in ended]
+    expected = in_one_process()
+    for case in CASES:
+        found = json.loads((tmp_path / f"{case}.json").read_text())
+        assert found == {name: pytest.approx(of_step, rel=1e-5) for name, of_step in expected.items()}, case
+    saved = torch.load(tmp_path / "Fabric, DDP" / "saved.ckpt")
+    assert saved["precision"]["iteration"] == STEPS
+    assert [entry["ranks"] for entry in saved["precision"]["fingerprints"]] == [[0, 1]]

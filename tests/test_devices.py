@@ -1,0 +1,274 @@
+"""CUDA graphs and lost GPUs, emulated: what torch.cuda would answer is put in its place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+
+from te_precision_callbacks import devices, dumps
+from te_precision_callbacks.debug_utils import ActivationOverflowError, DebugActivationOverflow, slots
+from te_precision_callbacks.dumps.budget import Limits
+from te_precision_callbacks.dumps.recording import Recorder
+from te_precision_callbacks.dumps.wanted import Wanted
+from te_precision_callbacks.engine import kernels
+from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.reference.extension.versions import CUBLASLT_VARIABLE
+from te_precision_callbacks.session import InspectSession, delivery
+from te_precision_callbacks.session.errors import ObservationError
+from te_precision_callbacks.session.failures import ObservationFailures
+from te_precision_callbacks.statistics.names import tensor_request
+from te_precision_callbacks.statistics.schedule import Schedule
+from te_precision_callbacks.watched import Watched
+from tests.conftest import statistics
+from tests.session.taps import tapped
+
+ASSERTED = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
+
+
+class Stream:
+    """The current stream of a GPU.
+
+    Args:
+        error: what every call raises.
+    """
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+
+    def query(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        return False
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Pretends that CUDA is in use: a stream that works or does not, and whether it records a graph."""
+
+    def pretend(error: Exception | None = None, *, capturing: bool = False) -> None:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(error))
+
+    return pretend
+
+
+def lost() -> Exception:
+    """What torch raises for an assertion in a kernel."""
+    return torch.AcceleratorError(ASSERTED)
+
+
+def test_a_lost_gpu_is_told_from_a_failure(cuda: Callable[..., None]) -> None:
+    assert not devices.is_lost(lost()), "CUDA is not in use: whoever raises this means something else"
+    cuda()
+    assert not devices.is_lost(RuntimeError("Triton Error [CUDA]: invalid argument")), "the stream still works"
+    cuda(lost())
+    assert devices.is_lost(RuntimeError("Triton Error [CUDA]: device-side assert triggered"))
+    assert devices.is_lost(lost())
+    assert not devices.is_lost(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not devices.is_lost(TypeError("not about a GPU"))
+
+
+def test_a_lost_gpu_captures_nothing(cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking raises the same error as all else then, and hooks ask."""
+
+    def fail() -> bool:
+        raise lost()
+
+    cuda(lost())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fail)
+    assert not devices.is_capturing()
+    assert devices.is_lost(lost())
+
+
+@pytest.mark.parametrize("raised", [lost(), RuntimeError("Triton Error [CUDA]: an illegal memory access")])
+def test_a_lost_gpu_is_not_called_a_failure_of_triton(
+    raised: Exception, cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> Any:
+        raise raised
+
+    triton_kernel = pytest.importorskip("te_precision_callbacks.engine.kernels.triton_kernel")
+    monkeypatch.setattr(triton_kernel, "add_together", fail)
+    monkeypatch.setattr(kernels, "_on_gpu", kernels._with_triton)
+    sums, maxima = torch.zeros(300, dtype=torch.float64), torch.zeros(300, dtype=torch.float64)
+    pending = [kernels.Pending(torch.ones(8), None, None, False, kernels.Places(0, 0, -1, -1, -1, -1))]
+    cuda(lost())
+    with pytest.raises(type(raised)) as error:
+        kernels._gpu_pass()(pending, sums, maxima)
+    assert error.value is raised
+    assert caplog.text == ""
+    assert kernels._on_gpu is kernels._with_triton
+    cuda()
+    with caplog.at_level(logging.WARNING):
+        kernels._gpu_pass()(pending, sums, maxima)
+    assert "The Triton kernel cannot be used" in caplog.text, "the GPU works, so it is Triton's"
+    assert sums[3] == 8, "and plain torch does its work"
+
+
+def test_observation_says_once_that_the_gpu_is_lost_and_does_not_blame_itself(
+    cuda: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda(lost())
+    failures = ObservationFailures(strict=False, rank=0)
+    told: list[str] = []
+    failures.on_report = told.append
+    with caplog.at_level(logging.WARNING):
+        for doing in ("observing", "reading the statistics of", "observing"):
+            failures.report(doing, "fc1 activation", lost())
+        failures.summarize()
+    (record,) = caplog.records
+    assert "AcceleratorError: CUDA error: device-side assert triggered)" in record.getMessage()
+    assert "CUDA_LAUNCH_BLOCKING=1" in record.getMessage()
+    assert "Precision debugging failed" not in caplog.text
+    assert told == []
+    error = lost()
+    with pytest.raises(torch.AcceleratorError) as raised:
+        ObservationFailures(strict=True, rank=0).report("observing", "fc1", error)
+    assert raised.value is error
+    cuda()
+    with pytest.raises(ObservationError):
+        ObservationFailures(strict=True, rank=0).report("observing", "fc1", lost())
+
+
+def test_overflow_detection_leaves_a_lost_gpu_to_training(
+    cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The look before the optimizer's step is where the host waits, so an error of a kernel comes up there first."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def read(rows: torch.Tensor) -> Any:
+        raise lost()
+
+    with DebugActivationOverflow(model), caplog.at_level(logging.WARNING):
+        model(torch.ones(2, 4)).sum().backward()
+        cuda(lost())
+        monkeypatch.setattr(slots, "to_host", read)
+        optimizer.step()
+    assert "Activation overflow detection ends" in caplog.text
+    assert caplog.text.count("device-side assert") == 1
+
+
+# --- a capture --------------------------------------------------------------------------------------------------------
+
+
+def test_no_statistic_is_measured_in_a_capture(cuda: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
+    engine = StatisticsEngine()
+
+    def note() -> None:
+        engine.note(Watched("fc1", "activation", 0, torch.ones(8)), (tensor_request("max"),))
+        engine.measure()
+
+    cuda(capturing=True)
+    with caplog.at_level(logging.WARNING):
+        note()
+        note()
+    assert caplog.text.count("fc1 activation is not measured: a CUDA graph is being captured") == 1
+    assert not engine.has_news
+    cuda()
+    note()
+    assert engine.has_news
+
+
+def test_overflow_detection_rests_in_a_capture(cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm-up has left something to look at, and the optimizer's step is captured."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    reads: list[torch.Tensor] = []
+    to_host = slots.to_host
+    monkeypatch.setattr(slots, "to_host", lambda rows: reads.append(rows) or to_host(rows))
+    with DebugActivationOverflow(model):
+        model(torch.full((2, 4), torch.inf)).sum().backward()
+        cuda(capturing=True)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        assert reads == []
+        cuda()
+        with pytest.raises(ActivationOverflowError):
+            optimizer.step()
+
+
+def test_a_step_in_a_capture_does_nothing_and_that_is_said(
+    cuda: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with InspectSession(model=te.Linear(32, 32), log_dir=tmp_path) as session:
+        cuda(capturing=True)
+        assert session.step() is None
+        assert session.step() is None
+        assert session.iteration == 0
+        cuda()
+        session.step()
+        assert session.iteration == 1
+    assert caplog.text.count("step() was called while a CUDA graph is being captured") == 1
+
+
+def test_a_layer_in_a_capture_by_torch_is_left_alone(
+    cuda: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Transformer Engine itself knows of captures by its own function alone."""
+    layer = te.Linear(32, 32)
+    with InspectSession(statistics(), model=layer, log_dir=tmp_path, observe="fused") as session:
+        cuda(capturing=True)
+        layer(torch.ones(16, 32)).sum().backward()
+        cuda()
+        records = session.step()
+        assert records is None or not len(records)
+        assert "a replay runs no Python" in caplog.text
+
+
+def test_no_tensor_is_dumped_in_a_capture(
+    cuda: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder(tmp_path, file_format="safetensors")
+    wanted = Wanted(Schedule.of(1, 0, -1, None), True, False, False, (), None, Limits(1 << 30, 9, 1 << 20))
+    for iteration, capturing in enumerate((True, True, False)):
+        cuda(capturing=capturing)
+        recorder.note(Watched("fc1", "activation", iteration, torch.ones(8)), wanted, dict)
+        recorder.end_step()
+    recorder.close()
+    (dump,) = dumps.list(tmp_path / "tensor_dumps")
+    assert dump.header is not None
+    assert dump.header.iteration == 2
+    assert caplog.text.count("is not written: a CUDA graph is being captured") == 1
+
+
+def test_rows_of_experts_are_not_read_in_a_capture(
+    cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(CUBLASLT_VARIABLE, "130600")
+    net = te.GroupedLinear(2, 128, 256, params_dtype=torch.bfloat16, use_grouped_tensor=True)
+    with tapped(net) as events:
+        cuda(capturing=True)
+        inputs = torch.ones(384, 128, dtype=torch.bfloat16, requires_grad=True)
+        net(inputs, torch.tensor([128, 256])).sum().backward()
+        cuda()
+    assert events == []
+    assert caplog.text.count("are not observed in a CUDA graph") == 1
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+def test_scalars_of_users_features_are_read_behind_the_streams_that_made_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log: list[tuple[str, float]] = []
+    streams = iter(("first", "second"))
+    monkeypatch.setattr(delivery, "current_stream", lambda device: next(streams))
+    monkeypatch.setattr(delivery, "follow", lambda stream, tensors: log.extend((stream, float(one)) for one in tensors))
+    with InspectSession(model=te.Linear(32, 32), log_dir=tmp_path) as session:
+        run = session._run
+        assert run is not None
+        for number in (1.0, 2.0):
+            run._delivery.take_scalar("layer_activation_mine", torch.tensor(number))
+        records = session.step()
+    assert log == [("first", 1.0), ("second", 2.0)]
+    assert records is not None
+    assert [row.value for row in records] == [1.0, 2.0]
