@@ -1,7 +1,7 @@
 """One pass over a tensor, against sums in float64 on the CPU.
 
 On a GPU it is the Triton kernel, whose sums must lie within the bounds of the docstring of
-``te_precision_callbacks/engine/kernels/triton_kernel.py``; on a CPU the pass in C++ (``one_pass.cpp``). Counts,
+``te_precision_callbacks/engine/kernels/triton_parts.py``; on a CPU the pass in C++ (``one_pass.cpp``). Counts,
 extremes and histograms must be equal. The value of a row is the largest error of a sum as a share of its bound.
 """
 
@@ -28,6 +28,10 @@ from te_precision_callbacks.engine.kernels import (
     SCALE_MAXIMA,
     SCALE_SUMS,
 )
+from te_precision_callbacks.engine.kernels.columns import LIMIT_SUMS, LOSS_SUMS, RANGE_SUMS, BlockPlaces, InBlocks
+from te_precision_callbacks.numerics.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
+from te_precision_callbacks.numerics.layouts import ScaleMemory, Stored, packed
+from te_precision_callbacks.statistics.table import RANGES, SCALES
 
 Array = npt.NDArray[np.float64]
 View = Callable[[torch.Tensor], torch.Tensor]
@@ -273,6 +277,82 @@ def _differing_together(dtype: torch.dtype, settings: Settings, *, with_codes: b
     return differing
 
 
+# --- tensors in blocks ------------------------------------------------------------------------------------------------
+
+
+def _forms() -> Iterator[tuple[str, FloatFormat, FloatFormat | None, tuple[int, int], tuple[int, int], bool]]:
+    """Name, format of codes and of scales, stored block, block, and whether codes are of the transpose."""
+    yield "MXFP8", E4M3, E8M0, (1, 32), (1, 32), False
+    yield "MXFP8 columnwise, E5M2", E5M2, E8M0, (32, 1), (32, 1), False
+    yield "NVFP4", E2M1, E4M3, (1, 16), (1, 16), False
+    yield "NVFP4 columnwise", E2M1, E4M3, (1, 16), (1, 16), True
+    yield "NVFP4, 16 x 16", E2M1, E4M3, (1, 16), (16, 16), False
+    yield "FP8 blocks of 1 x 128", E4M3, None, (1, 128), (1, 128), False
+    yield "FP8 blocks of 128 x 128", E4M3, None, (128, 128), (128, 128), False
+    yield "FP8 blocks of 128 x 1", E4M3, None, (1, 128), (1, 128), True
+
+
+def _in_blocks(
+    form: tuple[str, FloatFormat, FloatFormat | None, tuple[int, int], tuple[int, int], bool],
+    shape: tuple[int, int],
+    device: torch.device,
+) -> InBlocks:
+    """Random codes, and random scales of which square blocks have the same for each row."""
+    _, codes_format, scale_format, stored_block, block, transposed = form
+    generator = torch.Generator().manual_seed(3)
+    rows, columns = shape[::-1] if transposed else shape
+    largest = codes_format.max_code
+    codes = torch.randint(largest, (rows, columns), dtype=torch.uint8, generator=generator)
+    codes = packed(codes) if codes_format is E2M1 else codes
+    down, along = block[0] // stored_block[0], block[1] // stored_block[1]
+    size = (-(-rows // block[0]), -(-columns // block[1]))
+    if scale_format is None:
+        scales = torch.exp2(torch.randint(-9, 2, size, generator=generator).float())
+    else:
+        middle = 120 if scale_format is E8M0 else 56
+        scales = torch.randint(middle, middle + 8, size, dtype=torch.uint8, generator=generator)
+    scales = scales.repeat_interleave(down, 0).repeat_interleave(along, 1)
+    part = Stored(
+        mode=form[0], columnwise=transposed, codes=codes.to(device), transposed=transposed, element_format=codes_format,
+        scale_memory=ScaleMemory(scales.to(device)), scale_format=scale_format, block=stored_block, shape=shape,
+        stored_scale_shape=tuple(scales.shape),
+        amax=torch.tensor([3.0], device=device) if codes_format is E2M1 else None,
+        largest_scale=448.0 if codes_format is E2M1 else None,
+    )  # fmt: skip
+    return InBlocks(part, block)
+
+
+def _blocks_wrong(
+    form: tuple[str, FloatFormat, FloatFormat | None, tuple[int, int], tuple[int, int], bool], settings: Settings
+) -> list[str]:
+    """The columns of a tensor in blocks that are not those of plain torch, which takes sums in float64."""
+    shape = (80, 160) if settings.small else (2048 + 16, 4096 + 32)
+    values = (_drawn(*shape, seed=4) * 10).bfloat16()
+    places = kernels.Places(moments=0, maxima=0, compared=6, scales=11, scale_maxima=3)
+    of_blocks = BlockPlaces(14, 18, 21, 23, 23 + SCALES.number, 5, 6, 8, 10)
+    found = []
+    for device in (settings.device, torch.device("cpu")):
+        sums = torch.zeros(23 + SCALES.number + RANGES.number, dtype=torch.float64, device=device)
+        maxima = torch.full((12,), kernels.NOTHING, dtype=torch.float64, device=device)
+        in_blocks = _in_blocks(form, shape, device)
+        pending = kernels.Pending(values.to(device), None, None, False, places, in_blocks, of_blocks)
+        kernels.add([pending], sums, maxima)
+        found.append((sums.cpu(), maxima.cpu()))
+    (sums, maxima), (right, right_maxima) = found
+    names = [*MOMENT_SUMS, *COMPARISON_SUMS, *SCALE_SUMS, *LIMIT_SUMS, *LOSS_SUMS, *RANGE_SUMS]
+    wrong = []
+    for place, (value, expected) in enumerate(zip(sums.tolist(), right.tolist(), strict=True)):
+        name = names[place] if place < len(names) else f"bin {place - len(names)}"
+        size = float(right[MOMENT_SUMS.index("abs_sum")]) if name == "sum" else abs(expected)
+        # The other side of the comparison may be as far off, where it is the pass in C++.
+        allowed = (BOUNDS_ON_GPU.get(name, 0.0) + BOUNDS_ON_CPU.get(name, 0.0) + 1e-13 * ("sum" in name)) * size
+        if not abs(value - expected) <= allowed:
+            wrong.append(f"{name} is {value!r}, not {expected!r}")
+    if not torch.allclose(maxima, right_maxima, rtol=1e-14, atol=0.0):
+        wrong.append(f"maxima are {maxima.tolist()}, not {right_maxima.tolist()}")
+    return wrong
+
+
 def check(settings: Settings, rows: Rows) -> None:
     bounds = BOUNDS_ON_GPU if settings.on_gpu else BOUNDS_ON_CPU
     with as_in_a_long_run():
@@ -284,6 +364,9 @@ def check(settings: Settings, rows: Rows) -> None:
                 name = f"{str(dtype).removeprefix('torch.')}, four tensors{' and their codes' if with_codes else ''}"
                 differing = _differing_together(dtype, settings, with_codes=with_codes)
                 rows.equal(f"{name}, together: columns that are not those of one at a time", differing, 0)
+        for form in _forms():
+            wrong = _blocks_wrong(form, settings)
+            rows.add(f"{form[0]}: columns that are wrong", len(wrong), "", 0, ok=not wrong, note="; ".join(wrong)[:400])
         path = path_of(torch.zeros(2**16, device=settings.device))  # after a failure of Triton it is ``eager``
     if settings.on_gpu:
         rows.equal("the pass that was taken", path, "triton")

@@ -45,7 +45,15 @@ from te_precision_callbacks.dumps.header import (
     leads_to,
 )
 from te_precision_callbacks.dumps.page_locked import Place, Ring
-from te_precision_callbacks.numerics.layouts import NVFP4, PER_TENSOR, Stored, is_quantized, stored, unpacked
+from te_precision_callbacks.numerics.layouts import (
+    NVFP4,
+    PER_TENSOR,
+    ScaleMemory,
+    Stored,
+    is_quantized,
+    stored,
+    unpacked,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -386,7 +394,7 @@ def _part(direction: Direction, columnwise: bool, tensors: Mapping[str, torch.Te
         codes=tensors[direction.data].reshape(rows, columns * element_format.bits // 8).view(torch.uint8),
         transposed=direction.transposed,
         element_format=element_format,
-        scales=scales if scale_format is None else scales.view(torch.uint8),
+        scale_memory=ScaleMemory(scales if scale_format is None else scales.view(torch.uint8)),
         scale_format=scale_format,
         block=direction.block,
         shape=direction.shape,

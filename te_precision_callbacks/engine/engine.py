@@ -27,24 +27,29 @@ import torch.distributed as dist
 
 from te_precision_callbacks.devices import is_capturing
 from te_precision_callbacks.engine import kernels
-from te_precision_callbacks.engine.blockwise import RANGE_MAXIMA, RANGE_SUMS, largest_range
+from te_precision_callbacks.engine.blockwise import largest_range
+from te_precision_callbacks.engine.kernels import eager_blocks
 from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
-    MAXIMA,
-    MOMENT_SUMS,
-    SCALE_MAXIMA,
-    SCALE_SUMS,
-    Pending,
-)
-from te_precision_callbacks.engine.kernels.eager import scale_columns
-from te_precision_callbacks.engine.quantization import (
     LIMIT_SUMS,
     LOSS_MAXIMA,
     LOSS_SUMS,
+    MAXIMA,
+    MOMENT_SUMS,
+    RANGE_MAXIMA,
+    RANGE_SUMS,
+    SCALE_MAXIMA,
+    SCALE_SUMS,
+    BlockPlaces,
     InBlocks,
+    Pending,
+    Places,
+)
+from te_precision_callbacks.engine.kernels.eager import scale_columns
+from te_precision_callbacks.engine.kernels.eager_blocks import SumsAndMaxima
+from te_precision_callbacks.engine.quantization import (
     PerTensor,
     QuantizationError,
-    SumsAndMaxima,
     default_settings,
     read,
     settings_of,
@@ -209,7 +214,7 @@ class StatisticsEngine:
             )
 
     def _measure(self, noted: Iterable[tuple[Watched, Sequence[Sequence[Request]]]]) -> None:
-        left: dict[torch.device, list[tuple[_Measuring, _Ready, Pending]]] = {}
+        left: dict[torch.device, list[tuple[_Measuring, _Ready, Sequence[Pending]]]] = {}
         failure: Exception | None = None
         for watched, asked in noted:
             try:
@@ -221,7 +226,7 @@ class StatisticsEngine:
             if found is not None:
                 left.setdefault(found[0].device, []).append((measuring, *found))
         for device, together in left.items():
-            kernels.add([pending for _, _, pending in together], *self._slots.on(device))
+            kernels.add([one for _, _, pending in together for one in pending], *self._slots.on(device))
             for measuring, ready, _ in together:
                 measuring.end(ready)
         if failure is not None:
@@ -431,7 +436,7 @@ class _Plan(NamedTuple):
         asked: the statistics, which are kept, so that nothing else has their id.
         wanted: what must be measured.
         segments: layer, tensor and shard -> the segment of each kind. They hold until layers are placed otherwise.
-        ready: layer, tensor and shard -> how one pass gives all that is wanted, if it did the last time.
+        ready: layer, tensor and shard -> how passes give all that is wanted, if they did the last time.
     """
 
     asked: Sequence[Sequence[Request]]
@@ -440,21 +445,33 @@ class _Plan(NamedTuple):
     ready: dict[_Key, _Ready]
 
 
+class _Pass(NamedTuple):
+    """One pass over a tensor.
+
+    Attributes:
+        form: the form whose codes the pass reads too; None without.
+        places: where the result goes.
+        of_blocks: the same of what only a form in blocks has; None if the form has one scale.
+    """
+
+    form: _Form | None
+    places: Places
+    of_blocks: BlockPlaces | None = None
+
+
 class _Ready(NamedTuple):
-    """How one pass gives all that is wanted of a tensor.
+    """How one pass gives all that is wanted of a tensor; or a pass for each of its forms in blocks.
 
     Attributes:
         moves: those of the slots until which this holds.
         device: of the tensor for which this holds.
-        form: the form whose codes the pass reads too; None without.
-        places: where the result goes.
+        passes: the passes.
         asked: the segments, and what is asked of each.
     """
 
     moves: int
     device: torch.device
-    form: _Form | None
-    places: kernels.Places
+    passes: Sequence[_Pass]
     asked: Sequence[tuple[Segment, Sequence[Request]]]
 
 
@@ -468,7 +485,8 @@ def _wanted(asked: Iterable[Iterable[Request]], unquantized_as: str | None) -> _
 
 
 _OF_TENSORS = (Of.TENSOR, Of.EXPONENTS)
-_OF_CODES = (Of.QUANTIZED, Of.SCALES)
+_OF_CODES = frozenset({Of.QUANTIZED, Of.SCALES})
+_OF_BLOCKS = _OF_CODES | OF_BLOCKS
 _MOMENTS = _Kind(Of.TENSOR)
 _EXPONENTS = _Kind(Of.EXPONENTS)
 
@@ -509,19 +527,19 @@ class _Measuring:
             return None
         return self._recipe if self._recipe in RECIPES else "fp8_current_scaling"
 
-    def run(self, plan: _Plan) -> tuple[_Ready, Pending] | None:
+    def run(self, plan: _Plan) -> tuple[_Ready, Sequence[Pending]] | None:
         """Measure the kinds that are wanted, and merge the results into the slots.
 
         Returns:
-            What a pass has to do for it, behind which :meth:`end` must come, if one pass gives all; None: it is done.
+            What passes have to do for it, behind which :meth:`end` must come, if they give all; None: it is done.
         """
         slots, seen = self._engine._slots, self._engine._weights_seen
         key = self._watched.layer, self._watched.tensor, self._shard
         ready = plan.ready.get(key)
         if ready is not None and ready.moves == slots.moves and ready.device == self._values.device:
-            pending = self._by(ready)
-            if pending is not None:
-                return ready, pending
+            again = self._by(ready)
+            if again is not None:
+                return ready, again
         self._segments = plan.segments.setdefault(key, {})
         for kind, requests in plan.wanted.items():
             segment = self._segment(kind)
@@ -543,7 +561,7 @@ class _Measuring:
             return None
         if len(self._wanted) == len(plan.wanted):
             plan.ready[key] = ready
-        return ready, self._pending(ready, None if ready.form is None else held[ready.form])
+        return ready, [self._pending(one, None if one.form is None else held[one.form]) for one in ready.passes]
 
     def end(self, ready: _Ready) -> None:
         """Note that a pass has given all that is wanted."""
@@ -551,25 +569,35 @@ class _Measuring:
             segment.measured = True
             self._asked(segment, requests)
 
-    def _by(self, ready: _Ready) -> Pending | None:
-        """What a pass has to do, if it gives all this time too."""
+    def _by(self, ready: _Ready) -> Sequence[Pending] | None:
+        """What passes have to do, if they give all this time too."""
         if not self._values.numel() or self._watched.values is None:
             return None
         seen = self._engine._weights_seen
         if self._watched.tensor == _WEIGHT and any(segment.key in seen for segment, _ in ready.asked):
             return None
-        if ready.form is None:
-            return self._pending(ready, None)
-        try:
-            held = self._held(ready.form)
-        except Exception:  # which is told by whoever asks again
-            return None
-        return self._pending(ready, held) if isinstance(held, PerTensor) else None
+        pending: list[Pending] = []
+        for one in ready.passes:
+            try:
+                held = None if one.form is None else self._held(one.form)
+            except Exception:  # which is told by whoever asks again
+                return None
+            if one.form is not None and not self._suits(one, held):
+                return None
+            pending.append(self._pending(one, held))
+        return pending
 
-    def _pending(self, ready: _Ready, codes: PerTensor | InBlocks | None) -> Pending:
-        if isinstance(codes, PerTensor):
-            return Pending(self._values, codes.codes, codes.scale_inv, codes.e5m2, ready.places)
-        return Pending(self._values, None, None, False, ready.places)
+    def _suits(self, one: _Pass, held: PerTensor | InBlocks | None) -> bool:
+        if one.of_blocks is None:
+            return isinstance(held, PerTensor)
+        return isinstance(held, InBlocks) and held.fits(self._values)
+
+    def _pending(self, one: _Pass, held: PerTensor | InBlocks | None) -> Pending:
+        if isinstance(held, PerTensor):
+            return Pending(self._values, held.codes, held.scale_inv, held.e5m2, one.places)
+        if held is not None and one.of_blocks is not None:
+            return Pending(self._values, None, None, False, one.places, held, one.of_blocks)
+        return Pending(self._values, None, None, False, one.places)
 
     def _in_several_passes(self, held: Mapping[_Form, PerTensor | InBlocks | None]) -> None:
         """Measure what is wanted, and merge it into the slots."""
@@ -604,32 +632,27 @@ class _Measuring:
             self._compare(form, found, of_codes, amax)
 
     def _in_one_pass(self, held: Mapping[_Form, PerTensor | InBlocks | None]) -> _Ready | None:
-        """How one pass gives all that is wanted; None if it does not."""
-        form, codes = next(iter(held.items()), (None, None))
-        if len(held) > 1 or not (form is None or isinstance(codes, PerTensor)):
-            return None
+        """How one pass, or one for each form in blocks, gives all that is wanted; None if it does not."""
         if self._watched.values is None:  # there is nothing to compare codes with
             return None
-        at: dict[Of, Segment] = {}
+        in_blocks = all(isinstance(codes, InBlocks) and codes.fits(self._values) for codes in held.values())
+        if not in_blocks and not (len(held) == 1 and all(isinstance(codes, PerTensor) for codes in held.values())):
+            return None
+        at: dict[_Form | None, dict[Of, Segment]] = {form: {} for form in held or (None,)}
+        first = next(iter(at))  # its pass gives what has to do with no form, too
+        of_form = _OF_BLOCKS if in_blocks else _OF_CODES
         for kind in self._wanted:
-            if kind.blocks is not None or kind.of not in (_OF_CODES if kind.form is not None else _OF_TENSORS):
+            form = first if kind.form is None else kind.form
+            if kind.blocks is not None or kind.of not in (_OF_TENSORS if kind.form is None else of_form):
                 return None
-            if kind.form is not None and kind.form != form:
+            if form not in at:
                 return None  # it could not be read
-            at[kind.of] = segment = self._segment(kind)
+            at[form][kind.of] = segment = self._segment(kind)
             if segment.device != self._values.device:  # the layer was moved within the step
                 return None
-        moments, scales = at.get(Of.TENSOR), at.get(Of.SCALES)
-        places = kernels.Places(
-            moments=-1 if moments is None else moments.sum_start,
-            maxima=-1 if moments is None else moments.maximum_start,
-            compared=at[Of.QUANTIZED].sum_start if Of.QUANTIZED in at else -1,
-            scales=-1 if scales is None else scales.sum_start,
-            scale_maxima=-1 if scales is None else scales.maximum_start,
-            exponents=at[Of.EXPONENTS].sum_start if Of.EXPONENTS in at else -1,
-        )
-        asked = [(at[kind.of], requests) for kind, requests in self._wanted.items()]
-        return _Ready(self._engine._slots.moves, self._values.device, form, places, asked)
+        passes = [_pass(form, segments, in_blocks=in_blocks and form is not None) for form, segments in at.items()]
+        asked = [(self._segment(kind), requests) for kind, requests in self._wanted.items()]
+        return _Ready(self._engine._slots.moves, self._values.device, passes, asked)
 
     def _held(self, form: _Form) -> PerTensor | InBlocks | None:
         """The quantized data of a form that a GEMM of the layer reads; None where the form must be simulated."""
@@ -666,6 +689,8 @@ class _Measuring:
             refused[no_blocks(its_recipe or "the layer's quantizer")] = wanted & OF_BLOCKS
         wanted = wanted.difference(*refused.values())
         try:
+            if isinstance(found, InBlocks) and self._in_a_pass(form, found, wanted):
+                return
             columns = self._columns(form._replace(recipe=its_recipe), found, of_codes, amax, wanted) if wanted else {}
         except Exception as error:
             self._failed(form, error)
@@ -675,6 +700,18 @@ class _Measuring:
         for reason, kinds in refused.items():
             if kinds:
                 self._failed(form, QuantizationError(reason), kinds)
+
+    def _in_a_pass(self, form: _Form, found: InBlocks, wanted: Set[Of]) -> bool:
+        """Merge the kinds that are wanted of a form in blocks, if a pass gives them."""
+        segments = {of: self._segment(_Kind(of, form)) for of in wanted}
+        if self._watched.values is None or any(at.device != self._values.device for at in segments.values()):
+            return False
+        pending = self._pending(_pass(form, segments, in_blocks=True), found)
+        kernels.add([pending], *self._engine._slots.on(self._values.device))
+        for of, segment in segments.items():
+            segment.measured = True
+            self._asked(segment, self._wanted[_Kind(of, form)])
+        return True
 
     def _columns(
         self,
@@ -687,7 +724,7 @@ class _Measuring:
         if isinstance(found, PerTensor):
             return of_codes or {Of.SCALES: scale_columns(found.scale_inv)}
         if isinstance(found, InBlocks):
-            return found.columns(self._watched.values, wanted)
+            return eager_blocks.columns(found, self._watched.values, wanted)
         if amax is None:
             raise QuantizationError("the tensor exists in its quantized form only")
         settings = self._settings(form)
@@ -750,6 +787,25 @@ class _Measuring:
             if kind.form == form and kind.of in of
             for request in requests
         )
+
+
+def _pass(form: _Form | None, segments: Mapping[Of, Segment], *, in_blocks: bool) -> _Pass:
+    """The pass that gives these."""
+
+    def at(of: Of) -> tuple[int, int]:
+        segment = segments.get(of)
+        return (-1, -1) if segment is None else (segment.sum_start, segment.maximum_start)
+
+    moments, scales = at(Of.TENSOR), at(Of.SCALES)
+    places = Places(
+        moments=moments[0],
+        maxima=moments[1],
+        compared=at(Of.QUANTIZED)[0],
+        scales=scales[0],
+        scale_maxima=scales[1],
+        exponents=at(Of.EXPONENTS)[0],
+    )
+    return _Pass(form, places, eager_blocks.places_of(at) if in_blocks else None)
 
 
 def _plain(values: torch.Tensor | None) -> torch.Tensor:

@@ -1,7 +1,6 @@
-"""Measures what quantization made, or would make, of a tensor: the columns for its statistics.
+"""Reads what quantization made of a tensor, and measures what it would make: the columns for its statistics.
 
     found = read(quantized_tensor, columnwise=False)        # Transformer Engine's quantized tensor, of any recipe
-    found.columns(tensor, {Of.QUANTIZED, Of.LOSSES})        # columns of each kind, if the tensor has blocks
     would = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, default_settings("mxfp8", "gradient"),
                      columnwise=False)
     would = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, settings_of(quantizer), columnwise=False)
@@ -15,37 +14,30 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from te_precision_callbacks.engine import blockwise
 from te_precision_callbacks.engine.kernels import compiled, eager
-from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS
+from te_precision_callbacks.engine.kernels.columns import InBlocks
+from te_precision_callbacks.engine.kernels.eager_blocks import (
+    RANGE_KINDS,
+    Scales,
+    SumsAndMaxima,
+    columns_of,
+    joined,
+    limit,
+    needs_blocks,
+    range_columns,
+)
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.numerics.blocks import as_matrix, in_blocks, padded
-from te_precision_callbacks.numerics.formats import E2M1, E5M2, FloatFormat
-from te_precision_callbacks.numerics.layouts import MXFP8, NVFP4, PER_TENSOR, LayoutError, Stored, fp8_format, stored
-from te_precision_callbacks.numerics.recipes import FLOAT32_SCALES, RECIPES, Recipe, Settings, round_blocks
+from te_precision_callbacks.numerics.formats import E2M1, E5M2
+from te_precision_callbacks.numerics.layouts import MXFP8, NVFP4, PER_TENSOR, LayoutError, fp8_format, stored
+from te_precision_callbacks.numerics.recipes import RECIPES, Recipe, Settings, round_blocks
 from te_precision_callbacks.numerics.scaling import FLOAT32_MAX
 from te_precision_callbacks.statistics.names import no_blocks
-from te_precision_callbacks.statistics.table import OF_BLOCKS, SCALES, Of
-
-LIMIT_SUMS = ("blocks", "saturated", "flushed", "zero_blocks")
-"""Number of blocks; of blocks with an element other than 0, the number with a scale at a limit, and at the lower limit;
-number of blocks with zeros only."""
-
-LOSS_SUMS = ("blocks", "underflow_blocks", "overflow_blocks")
-"""Number of blocks; of blocks with an underflow; of blocks with an overflow."""
-
-LOSS_MAXIMA = ("underflow_share",)
-"""The largest share of underflows among the finite elements of a block."""
-
-SumsAndMaxima = tuple[torch.Tensor | None, torch.Tensor | None]
-"""The columns that are added, and those of which the maximum is kept."""
-
-_COMPARED, _UNDERFLOWS, _OVERFLOWS, _, _SIGNAL = range(len(COMPARISON_SUMS))
+from te_precision_callbacks.statistics.table import OF_BLOCKS, Of
 
 
 class QuantizationError(PrecisionDebugError, RuntimeError):
@@ -88,161 +80,6 @@ def read(quantized: Any, *, columnwise: bool) -> PerTensor | InBlocks:
         return PerTensor(part.as_tensor(part.codes), quantized._scale_inv, part.element_format is E5M2)
     square = part.mode in (MXFP8, NVFP4) and getattr(quantized._quantizer, "with_2d_quantization", False)
     return InBlocks(part, (max(part.block),) * 2 if square else part.block)
-
-
-@dataclass(frozen=True)
-class InBlocks:
-    """A tensor that is quantized in blocks.
-
-    Attributes:
-        part: one direction of the tensor.
-        block: rows and columns of a block, which shares a scale. For square blocks of MXFP8 and NVFP4 the scale is
-            stored again for each row, or column.
-    """
-
-    part: Stored
-    block: tuple[int, int]
-
-    def columns(self, values: torch.Tensor | None, wanted: Collection[Of]) -> Mapping[Of, SumsAndMaxima]:
-        """The columns of the kinds that are wanted.
-
-        Args:
-            values: the tensor before quantization, any shape and float dtype; None if it does not exist.
-            wanted: the kinds; without ``values``, only kinds of the scales.
-        """
-        part = self.part
-        down, along = (side // stored_side for side, stored_side in zip(self.block, part.block, strict=True))
-        factors = part.factors()[::down, ::along].reshape(-1, 1)
-        scales = part.block_scales()[::down, ::along].reshape(-1)
-        blocks = compared = occupied = None
-        if values is not None:
-            matrix = as_matrix(values)
-            blocks = in_blocks(matrix.t() if part.transposed else matrix, self.block)
-        if blocks is not None and _needs_comparison(wanted):
-            elements = in_blocks(part.elements(), self.block, 0.0)
-            compared = _compared(blocks, elements, factors, part.element_format, by_block=_needs_blocks(wanted))
-        elif blocks is not None and _needs_blocks(wanted):
-            occupied = _occupied(blocks)
-        elif _needs_blocks(wanted):
-            occupied = _occupied(in_blocks(part.elements(), self.block, 0.0))
-        return _columns(wanted, compared, _Scales(factors.reshape(-1), scales, *_scale_limits(part)), occupied, blocks)
-
-
-def _occupied(blocks: torch.Tensor) -> torch.Tensor:
-    """Which blocks have a finite element other than 0: bool, [blocks]."""
-    return ((blocks != 0) & blocks.isfinite()).any(1)
-
-
-class _Scales(NamedTuple):
-    """The factor from code to value and the stored scale of each block, float32; and the limits of the stored scale."""
-
-    factors: torch.Tensor
-    stored: torch.Tensor
-    low: float
-    high: float
-
-
-def _scale_limits(part: Stored) -> tuple[float, float]:
-    return FLOAT32_SCALES if part.largest_scale is None else (0.0, part.largest_scale)
-
-
-def _needs_comparison(wanted: Collection[Of]) -> bool:
-    return Of.QUANTIZED in wanted or Of.LOSSES in wanted
-
-
-def _needs_blocks(wanted: Collection[Of]) -> bool:
-    """Whether each block must be looked at: for its losses, or for whether its scale means anything."""
-    return not _BY_BLOCK.isdisjoint(wanted)
-
-
-_BY_BLOCK = frozenset({Of.LOSSES, Of.SCALES, Of.SCALE_BINS, Of.SCALE_LIMITS})
-
-
-def _compared(
-    blocks: torch.Tensor, elements: torch.Tensor, factors: torch.Tensor, number_format: FloatFormat, *, by_block: bool
-) -> torch.Tensor:
-    """COMPARISON_SUMS of blocks and their decoded codes: [5, blocks], or [5, 1] over all blocks."""
-    function = _comparison(number_format, by_block)
-    pieces = compiled.pieces(blocks)
-    sizes = [len(piece) for piece in pieces]
-    others = zip(torch.split(elements, sizes), torch.split(factors, sizes), strict=True)
-    found = [compiled.run(function, piece, *other) for piece, other in zip(pieces, others, strict=True)]
-    return _joined(found, by_block)
-
-
-@functools.cache
-def _comparison(number_format: FloatFormat, by_block: bool) -> Callable[..., torch.Tensor]:
-    def comparison(blocks: torch.Tensor, elements: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        rows = eager.comparison(blocks, elements * factors, _limit(factors, number_format))
-        return rows if by_block else rows.sum(1, keepdim=True)
-
-    return comparison
-
-
-def _joined(compared: list[torch.Tensor], by_block: bool) -> torch.Tensor:
-    return torch.cat(compared, 1) if by_block else torch.cat(compared, 1).sum(1, keepdim=True)
-
-
-def _columns(
-    wanted: Collection[Of],
-    compared: torch.Tensor | None,
-    scales: _Scales,
-    occupied: torch.Tensor | None,
-    blocks: torch.Tensor | None,
-) -> dict[Of, SumsAndMaxima]:
-    """The columns of the kinds that are wanted.
-
-    Args:
-        wanted: the kinds.
-        compared: COMPARISON_SUMS, [5, blocks] if a kind needs each block.
-        scales: of the blocks.
-        occupied: bool, [blocks]: which have an element other than 0; None if ``compared`` tells.
-        blocks: [blocks, elements], before quantization; needed for the ranges.
-    """
-    found: dict[Of, SumsAndMaxima] = {}
-    if occupied is None and compared is not None and _needs_blocks(wanted):
-        occupied = compared[_SIGNAL] > 0
-    # The factor of a block of zeros is set by the recipe, and says nothing about the tensor.
-    factors = scales.factors if occupied is None else torch.where(occupied, scales.factors, 0.0)
-    if Of.SCALES in wanted:
-        found[Of.SCALES] = eager.scale_columns(factors)
-    if Of.SCALE_BINS in wanted:
-        found[Of.SCALE_BINS] = scale_bins(factors), eager.scale_columns(factors)[1]
-    if compared is not None and Of.QUANTIZED in wanted:
-        found[Of.QUANTIZED] = compared.sum(1), None
-    if compared is not None and Of.LOSSES in wanted:
-        found[Of.LOSSES] = _loss_columns(compared)
-    if Of.SCALE_LIMITS in wanted and occupied is not None:
-        found[Of.SCALE_LIMITS] = _limit_sums(scales, occupied), None
-    if blocks is not None:
-        found |= blockwise.range_columns(blocks, wanted)
-    return found
-
-
-def _loss_columns(compared: torch.Tensor) -> SumsAndMaxima:
-    underflows = compared[_UNDERFLOWS]
-    number = torch.ones_like(underflows).sum()
-    sums = torch.stack([number, (underflows > 0).sum(), (compared[_OVERFLOWS] > 0).sum()]).to(torch.float64)
-    return sums, (underflows / compared[_COMPARED].clamp(min=1)).amax().reshape(1)
-
-
-def _limit_sums(scales: _Scales, occupied: torch.Tensor) -> torch.Tensor:
-    flushed = occupied & (scales.stored <= scales.low)
-    # Not "above the upper limit": a scale that is nan counts too.
-    saturated = flushed | (occupied & ~(scales.stored < scales.high))
-    number = torch.ones_like(occupied, dtype=torch.float64).sum()
-    return torch.stack([number, saturated.sum(), flushed.sum(), number - occupied.sum()]).to(torch.float64)
-
-
-def _limit(factors: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
-    """The largest magnitude that codes and factors can hold; 0 where the factor is 0, so everything underflows."""
-    return torch.where(factors == 0, math.inf, factors * number_format.max)
-
-
-def scale_bins(scales: torch.Tensor) -> torch.Tensor:
-    """How many factors are in each bin of :data:`~te_precision_callbacks.statistics.table.SCALES`: float64."""
-    wide = scales.reshape(-1).to(torch.float64)
-    return eager.count_in_bins(torch.log2(wide), (wide > 0) & (wide < math.inf), SCALES)
 
 
 def default_settings(recipe: str, tensor: str, *, e5m2: bool | None = None) -> Settings:
@@ -315,18 +152,18 @@ def simulate(
     else:
         matrix = as_matrix(values)
         blocks = in_blocks(matrix.t() if columnwise else matrix, block)
-    if blockwise.RANGE_KINDS.issuperset(wanted):
-        return blockwise.range_columns(blocks, wanted)
+    if RANGE_KINDS.issuperset(wanted):
+        return range_columns(blocks, wanted)
     tensor_amax = amax.reshape(()).clamp(0.0, FLOAT32_MAX).to(torch.float32)
-    by_block = block is not None and _needs_blocks(wanted)
+    by_block = block is not None and needs_blocks(wanted)
     simulation = _simulation(recipe, settings, by_block)
     found = [compiled.run(simulation, piece, tensor_amax) for piece in compiled.pieces(blocks)]
-    compared = _joined([compared for compared, _, _ in found], by_block)
+    compared = joined([compared for compared, _, _ in found], by_block)
     kept = found[:1] if block is None else found
     factors, stored_scales = (torch.cat([piece[index].reshape(-1) for piece in kept]) for index in (1, 2))
     # One scale for the tensor always counts, as in a real quantized tensor.
     occupied = torch.ones_like(factors, dtype=torch.bool) if block is None else None
-    return _columns(wanted, compared, _Scales(factors, stored_scales, *simulated.limits), occupied, blocks)
+    return columns_of(wanted, compared, Scales(factors, stored_scales, *simulated.limits), occupied, blocks)
 
 
 @functools.cache
@@ -336,7 +173,7 @@ def _simulation(
     def simulation(blocks: torch.Tensor, tensor_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rounded = round_blocks(recipe, blocks, tensor_amax, settings)
         number_format = E2M1 if recipe == "nvfp4" else settings.fp8
-        rows = eager.comparison(blocks, rounded.values, _limit(rounded.factors, number_format))
+        rows = eager.comparison(blocks, rounded.values, limit(rounded.factors, number_format))
         return rows if by_block else rows.sum(1, keepdim=True), rounded.factors, rounded.scales
 
     return simulation

@@ -14,6 +14,7 @@ A block is given by its rows and columns.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -21,6 +22,12 @@ import torch
 def as_matrix(values: torch.Tensor) -> torch.Tensor:
     """A tensor as rows of its last dimension."""
     return values.reshape(-1, values.shape[-1] or 1) if values.ndim > 1 else values.reshape(1, -1)
+
+
+def number(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of the blocks of a matrix, the last ones of which may be partial."""
+    (rows, columns), (height, width) = shape, block
+    return -(-rows // height), -(-columns // width)
 
 
 def padded(matrix: torch.Tensor, block: tuple[int, int], filler: float) -> torch.Tensor:
@@ -57,7 +64,7 @@ def from_blocks(blocks: torch.Tensor, block: tuple[int, int], shape: tuple[int, 
         shape: the shape of the matrix.
     """
     (rows, columns), (height, width) = shape, block
-    tiles = blocks.view(-(-rows // height), -(-columns // width), height, width).transpose(1, 2)
+    tiles = blocks.view(*number(shape, block), height, width).transpose(1, 2)
     return tiles.reshape(tiles.shape[0] * height, tiles.shape[2] * width)[:rows, :columns]
 
 

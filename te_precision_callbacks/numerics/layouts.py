@@ -32,7 +32,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,6 +53,28 @@ class LayoutError(PrecisionDebugError, ValueError):
     """A quantized tensor whose layout is not known, or does not fit its shape."""
 
 
+class ScaleMemory(NamedTuple):
+    """The scales of blocks as they lie in memory.
+
+    Attributes:
+        matrix: [rows of blocks, columns of blocks] or larger; swizzled scales instead in the shape that
+            :func:`unswizzled` takes. float32, or codes as uint8.
+        swizzled: whether they are in the order that a GEMM reads.
+        transposed: whether swizzled scales are of the transpose: [columns of blocks, rows of blocks].
+    """
+
+    matrix: torch.Tensor
+    swizzled: bool = False
+    transposed: bool = False
+
+    def in_rows(self) -> torch.Tensor:
+        """The scales by row and column of their block, with what pads them."""
+        if not self.swizzled:
+            return self.matrix
+        compact = unswizzled(self.matrix)
+        return compact.t() if self.transposed else compact
+
+
 @dataclass(frozen=True)
 class Stored:
     """One direction of a quantized tensor.
@@ -62,8 +85,8 @@ class Stored:
         codes: uint8, [rows, columns], in the order of memory; FP4 has two codes a byte, the even one in the low half.
         transposed: whether the codes' rows are the tensor's last dimension.
         element_format: the format of the codes.
-        scales: one for each block of the codes, [rows / block rows, columns / block columns], rounded up. float32, or
-            the codes of ``scale_format`` as uint8.
+        scale_memory: where the scales of the blocks of the codes lie: float32, or the codes of ``scale_format`` as
+            uint8.
         scale_format: E8M0 or E4M3; None if the scales are float32.
         block: rows and columns of a block of the codes.
         amax: NVFP4 only: float32, [1], or [rows] if each row has its own.
@@ -79,7 +102,7 @@ class Stored:
     codes: torch.Tensor
     transposed: bool
     element_format: FloatFormat
-    scales: torch.Tensor
+    scale_memory: ScaleMemory
     scale_format: FloatFormat | None
     block: tuple[int, int]
     shape: tuple[int, ...]
@@ -89,9 +112,17 @@ class Stored:
     swizzled: bool = False
     hadamard: bool = False
 
-    def elements(self) -> torch.Tensor:
-        """The decoded codes, without scale: float32, [rows, columns]."""
-        codes = unpacked(self.codes) if self.element_format.bits == 4 else self.codes
+    @cached_property
+    def scales(self) -> torch.Tensor:
+        """One for each block of the codes, [rows / block rows, columns / block columns], rounded up; as stored."""
+        if self.mode == PER_TENSOR:  # an empty tensor has its scale too
+            return self.scale_memory.matrix
+        rows, columns = blocks.number(self.matrix_shape, self.block)
+        return self.scale_memory.in_rows()[:rows, :columns]
+
+    def elements(self, rows: slice = slice(None)) -> torch.Tensor:
+        """The decoded codes, of all rows or some, without scale: float32, [rows, columns]."""
+        codes = unpacked(self.codes[rows]) if self.element_format.bits == 4 else self.codes[rows]
         return self.element_format.decode(codes)
 
     def block_scales(self) -> torch.Tensor:
@@ -260,7 +291,7 @@ def _per_tensor(tensor: Any, columnwise: bool) -> Stored | None:
         codes=codes,
         transposed=transposed,
         element_format=fp8_format(tensor),
-        scales=tensor._scale_inv.detach().reshape(1, 1),
+        scale_memory=ScaleMemory(tensor._scale_inv.detach().reshape(1, 1)),
         scale_format=None,
         block=(max(1, codes.shape[0]), max(1, codes.shape[1])),
         shape=_shape(data, transposed),
@@ -274,15 +305,17 @@ def _mxfp8(tensor: Any, data: torch.Tensor, scales: torch.Tensor, columnwise: bo
     # A row of swizzled scales has the blocks of one row, or of one column.
     along = scales.detach().reshape(-1, scales.shape[-1])
     is_swizzled = bool(tensor._with_gemm_swizzled_scales)
-    if is_swizzled:
-        along = unswizzled(along.reshape(along.shape[::-1])).t() if columnwise else unswizzled(along)
+    turned = is_swizzled and columnwise
+    along = along.reshape(along.shape[::-1]) if turned else along
     return Stored(
         mode=MXFP8,
         columnwise=columnwise,
         codes=codes,
         transposed=False,
         element_format=fp8_format(tensor),
-        scales=_unpadded(tensor, along.view(torch.uint8), codes.shape, block),
+        scale_memory=_scale_memory(
+            tensor, along.view(torch.uint8), codes.shape, block, swizzled=is_swizzled, transposed=turned
+        ),
         scale_format=E8M0,
         block=block,
         shape=tuple(data.shape),
@@ -300,7 +333,9 @@ def _block_fp8(tensor: Any, mode: str, data: torch.Tensor, scales: torch.Tensor,
         codes=codes,
         transposed=columnwise,
         element_format=fp8_format(tensor),
-        scales=_unpadded(tensor, scales.detach() if mode == BLOCK_2D else scales.detach().t(), codes.shape, block),
+        scale_memory=_scale_memory(
+            tensor, scales.detach() if mode == BLOCK_2D else scales.detach().t(), codes.shape, block
+        ),
         scale_format=None,
         block=block,
         shape=_shape(data, columnwise),
@@ -312,7 +347,6 @@ def _nvfp4(tensor: Any, data: torch.Tensor, scales: torch.Tensor, columnwise: bo
     codes = _matrix(data, False)
     rows, columns = codes.shape[0], codes.shape[1] * 2
     is_swizzled = bool(tensor._with_gemm_swizzled_scales)
-    compact = unswizzled(scales.detach()) if is_swizzled else scales.detach()
     amax = tensor._amax_columnwise if columnwise else tensor._amax_rowwise
     if amax is None:
         raise LayoutError(f"The {type(tensor).__name__} has FP4 data without their amax.")
@@ -323,7 +357,9 @@ def _nvfp4(tensor: Any, data: torch.Tensor, scales: torch.Tensor, columnwise: bo
         codes=codes,
         transposed=columnwise,
         element_format=E2M1,
-        scales=_unpadded(tensor, compact.view(torch.uint8), (rows, columns), block),
+        scale_memory=_scale_memory(
+            tensor, scales.detach().view(torch.uint8), (rows, columns), block, swizzled=is_swizzled
+        ),
         scale_format=E4M3,
         block=block,
         shape=(columns, rows) if columnwise else (*data.shape[:-1], columns),
@@ -349,16 +385,24 @@ def _shape(data: torch.Tensor, transposed: bool) -> tuple[int, ...]:
     return (*data.shape[1:], *data.shape[:1]) if transposed else tuple(data.shape)
 
 
-def _unpadded(
-    tensor: Any, scales: torch.Tensor, shape: tuple[int, ...] | torch.Size, block: tuple[int, int]
-) -> torch.Tensor:
-    needed = tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
-    if scales.dim() != 2 or any(has < needs for has, needs in zip(scales.shape, needed, strict=True)):
+def _scale_memory(
+    tensor: Any,
+    scales: torch.Tensor,
+    shape: tuple[int, ...] | torch.Size,
+    block: tuple[int, int],
+    *,
+    swizzled: bool = False,
+    transposed: bool = False,
+) -> ScaleMemory:
+    if swizzled:
+        _tiles(scales)
+    needed = blocks.number(shape, block)
+    has = tuple(scales.shape[::-1] if transposed else scales.shape)
+    if len(has) != 2 or any(there < needs for there, needs in zip(has, needed, strict=True)):
         raise LayoutError(
-            f"The {type(tensor).__name__} has scales of shape {tuple(scales.shape)}, where its data of {tuple(shape)}"
-            f" need {needed}."
+            f"The {type(tensor).__name__} has scales of shape {has}, where its data of {tuple(shape)} need {needed}."
         )
-    return scales[: needed[0], : needed[1]]
+    return ScaleMemory(scales, swizzled, transposed)
 
 
 def _tiles(scales: torch.Tensor) -> tuple[int, int]:

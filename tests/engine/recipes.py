@@ -201,6 +201,56 @@ def by_block(recipe: str, pairs: Sequence[Pair]) -> dict[str, Any]:
     }
 
 
+@np.errstate(invalid="ignore", over="ignore")
+def columns_by_block(recipe: str, pair: Pair) -> dict[str, dict[Any, float]]:
+    """What the engine keeps of blocks, by its place: columns by their names, those of bins as bin -> count."""
+    low, high = LIMITS[recipe]
+    x, quantized = pair
+    found: dict[str, dict[Any, float]] = {
+        "limits": dict.fromkeys(("blocks", "saturated", "flushed", "zero_blocks"), 0.0),
+        "losses": dict.fromkeys(("blocks", "underflow_blocks", "overflow_blocks"), 0.0),
+        "loss_maxima": {"underflow_share": 0.0},
+        "scale_bins": {},
+        "range_bins": {},
+    }
+    factors, ranges = [], []
+    for block, limit in zip(quantized.blocks, limits(quantized), strict=True):
+        y = quantized.number_format.numbers(block.codes) * block.factor
+        kept = np.isfinite(x[block.where])
+        magnitude = np.abs(x[block.where][kept].astype(np.float64))
+        lost = (magnitude > 0) & (y[kept] == 0)
+        found["limits"]["blocks"] += 1
+        found["losses"]["blocks"] += 1
+        found["losses"]["underflow_blocks"] += lost.any()
+        found["losses"]["overflow_blocks"] += (magnitude > limit).any()
+        share = found["loss_maxima"]["underflow_share"]
+        found["loss_maxima"]["underflow_share"] = max(share, lost.sum() / max(len(lost), 1))
+        nonzero = magnitude[magnitude > 0]
+        if not len(nonzero):
+            found["limits"]["zero_blocks"] += 1
+            continue
+        found["limits"]["flushed"] += block.stored_scale <= low
+        found["limits"]["saturated"] += block.stored_scale <= low or not block.stored_scale < high
+        ranges.append(math.log2(nonzero.max() / nonzero.min()))
+        if 0 < block.factor < INF:
+            factors.append(float(block.factor))
+    for kind, values in (("scale", factors), ("range", ranges)):
+        powers = [math.log2(value) + 127 for value in values] if kind == "scale" else values
+        last = 2039 if kind == "scale" else 512
+        for power in powers:
+            place = min(max(math.floor(8 * power), 0), last)
+            found[f"{kind}_bins"][place] = found[f"{kind}_bins"].get(place, 0.0) + 1
+        extremes = {f"{kind}_max": max(values, default=-INF), f"negated_{kind}_min": -min(values, default=INF)}
+        found[f"{kind}_maxima"] = found[f"binned_{kind}_maxima"] = extremes
+    found["scales"] = {
+        "scales": len(factors),
+        "scale_sum": math.fsum(factors),
+        "scale_square_sum": math.fsum(factor**2 for factor in factors),
+    }
+    found["ranges"] = {"ranges": len(ranges), "range_sum": math.fsum(ranges)}
+    return found
+
+
 def factors_of(recipe: str, pairs: Iterable[Pair]) -> npt.NDArray[np.float64]:
     """The factors of blocks that have an element other than 0; the one of a tensor without blocks in any case."""
     found = [

@@ -18,9 +18,9 @@ import torch
 
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.engine.kernels import compiled, eager
+from te_precision_callbacks.engine.kernels import compiled, eager, eager_blocks
+from te_precision_callbacks.engine.kernels.columns import InBlocks
 from te_precision_callbacks.engine.quantization import (
-    InBlocks,
     PerTensor,
     QuantizationError,
     default_settings,
@@ -509,7 +509,7 @@ def assert_reads(storage: Any, columnwise: bool, quantized: Quantized) -> None:
     x = torch.from_numpy(quantized.values).reshape(found.part.shape) * torch.exp(normal(*found.part.shape, seed=3))
     x.view(-1)[::7] = 0
     x.view(-1)[1::97] = NAN
-    compared, _ = found.columns(x, {Of.QUANTIZED})[Of.QUANTIZED]
+    compared, _ = eager_blocks.columns(found, x, {Of.QUANTIZED})[Of.QUANTIZED]
     assert compared is not None
     pair = (array.astype(np.float64).reshape(-1) for array in (quantized.values, quantized.limits))
     expected_columns = exact.comparison(exact.as_array(x), *pair)

@@ -11,8 +11,8 @@ import torch
 
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels import compiled
+from te_precision_callbacks.engine.kernels.columns import InBlocks
 from te_precision_callbacks.engine.quantization import (
-    InBlocks,
     PerTensor,
     QuantizationError,
     default_settings,

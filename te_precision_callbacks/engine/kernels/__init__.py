@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from te_precision_callbacks.devices import is_lost
-from te_precision_callbacks.engine.kernels import eager, native
+from te_precision_callbacks.engine.kernels import eager, eager_blocks, native
 from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
     EXPONENT_BINS,
@@ -71,7 +71,7 @@ def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) ->
         with torch.no_grad():
             add(pending, sums, maxima)
         return
-    for taken, together in itertools.groupby(pending, lambda one: _pass_for(one.values)):
+    for taken, together in itertools.groupby(pending, _pass_of):
         taken(list(together), sums, maxima)
 
 
@@ -93,6 +93,20 @@ def measure(
         The sums and the maxima of :func:`layout`.
     """
     return measured_by(add, values.detach(), codes, scale_inv, e5m2=e5m2, histogram=histogram)
+
+
+def _pass_of(one: Pending) -> Pass:
+    taken = _pass_for(one.values)
+    return _blocks_in_torch if one.in_blocks is not None and taken in (eager.add, native.add) else taken
+
+
+def _blocks_in_torch(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
+    """Measure blocks in plain torch, and the whole tensors as if they had none."""
+    for one in pending:
+        whole = Places(one.places.moments, one.places.maxima, exponents=one.places.exponents)
+        if max(whole) >= 0:
+            add([Pending(one.values, None, None, False, whole)], sums, maxima)
+        eager_blocks.add(one, sums, maxima)
 
 
 def _pass_for(values: torch.Tensor) -> Pass:
@@ -118,11 +132,14 @@ def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.T
     global _on_gpu
     left = list(pending)
     try:
-        from te_precision_callbacks.engine.kernels import triton_kernel
+        from te_precision_callbacks.engine.kernels import triton_blocks, triton_kernel
 
-        for together in triton_kernel.grouped(pending):
+        for together in triton_kernel.grouped([one for one in pending if one.in_blocks is None]):
             triton_kernel.add_together(together, sums, maxima)
             left = [one for one in left if not any(one is done for done in together)]
+        while left:
+            triton_blocks.add(left[0], sums, maxima)
+            del left[0]
     except (TypeError, ValueError, torch.OutOfMemoryError):
         raise  # not the kernel's fault
     except Exception as error:
@@ -130,7 +147,7 @@ def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.T
             raise  # nor is this: nothing can run on the GPU any more, plain torch neither
         _on_gpu = eager.add
         _say(f"The Triton kernel cannot be used ({type(error).__name__}: {error}).")
-        eager.add(left, sums, maxima)
+        add(left, sums, maxima)
 
 
 def _say(why: str) -> None:

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
+from te_precision_callbacks.numerics.blocks import as_matrix
+from te_precision_callbacks.numerics.layouts import Stored
+from te_precision_callbacks.numerics.recipes import FLOAT32_SCALES
 
 MOMENT_SUMS = ("finite", "nonfinite", "zeros", "sum", "square_sum", "abs_sum")
 """Number of finite elements; of inf and nan; of zeros; sum of x; sum of x^2; sum of abs(x)."""
@@ -28,6 +33,22 @@ out."""
 
 SCALE_MAXIMA = ("scale_max", "negated_scale_min")
 """The largest factor, and the negated smallest. :data:`NOTHING` where there is none."""
+
+LIMIT_SUMS = ("blocks", "saturated", "flushed", "zero_blocks")
+"""Number of blocks; of blocks with an element other than 0, the number with a scale at a limit, and at the lower limit;
+number of blocks with zeros only."""
+
+LOSS_SUMS = ("blocks", "underflow_blocks", "overflow_blocks")
+"""Number of blocks; of blocks with an underflow; of blocks with an overflow."""
+
+LOSS_MAXIMA = ("underflow_share",)
+"""The largest share of underflows among the finite elements of a block."""
+
+RANGE_SUMS = ("ranges", "range_sum")
+"""Number of blocks with a finite element other than 0; the sum of their dynamic ranges."""
+
+RANGE_MAXIMA = ("range_max", "negated_range_min")
+"""The largest dynamic range of a block, and the negated smallest."""
 
 EXPONENT_BINS = 256
 """Bin e of an exponent histogram counts the finite x != 0 whose biased float32 exponent is e: 2^(e-127) <= abs(x) <
@@ -57,6 +78,71 @@ WIDTHS = Places(len(MOMENT_SUMS), len(MAXIMA), len(COMPARISON_SUMS), len(SCALE_S
 """How many columns begin at each place."""
 
 
+class BlockPlaces(NamedTuple):
+    """As :class:`Places`, of what only a tensor that is quantized in blocks has.
+
+    Attributes:
+        limits, losses, ranges: LIMIT_SUMS, LOSS_SUMS and RANGE_SUMS.
+        scale_bins, range_bins: the counts of the bins SCALES and RANGES.
+        loss_maxima, range_maxima: LOSS_MAXIMA and RANGE_MAXIMA.
+        binned_scale_maxima, binned_range_maxima: once more SCALE_MAXIMA and RANGE_MAXIMA, which the bins go with.
+    """
+
+    limits: int = -1
+    losses: int = -1
+    ranges: int = -1
+    scale_bins: int = -1
+    range_bins: int = -1
+    loss_maxima: int = -1
+    range_maxima: int = -1
+    binned_scale_maxima: int = -1
+    binned_range_maxima: int = -1
+
+
+@dataclass(frozen=True)
+class InBlocks:
+    """A tensor that is quantized in blocks.
+
+    Attributes:
+        part: one direction of the tensor.
+        block: rows and columns of a block, which shares a scale. For square blocks of MXFP8 and NVFP4 the scale is
+            stored again for each row, or column.
+    """
+
+    part: Stored
+    block: tuple[int, int]
+
+    @property
+    def stored_again(self) -> tuple[int, int]:
+        """How many rows and columns of stored scales a block has, all the same."""
+        (height, width), (rows, columns) = self.block, self.part.block
+        return height // rows, width // columns
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Of the stored scales."""
+        return FLOAT32_SCALES if self.part.largest_scale is None else (0.0, self.part.largest_scale)
+
+    def fits(self, values: torch.Tensor) -> bool:
+        """Whether this can be the tensor before quantization."""
+        row = values.shape[-1] if values.ndim > 1 else values.numel()
+        shape = (values.numel() // (row or 1), row)
+        return (shape[::-1] if self.part.transposed else shape) == self.part.matrix_shape
+
+    def matrix(self, values: torch.Tensor) -> torch.Tensor:
+        """The tensor before quantization in the rows and columns of the codes.
+
+        Raises:
+            ValueError: the codes are of a tensor of another size.
+        """
+        if not self.fits(values):
+            raise ValueError(
+                f"values: the shape is {tuple(values.shape)}, must be that of the quantized tensor, {self.part.shape}."
+            )
+        rows = as_matrix(values)
+        return rows.t() if self.part.transposed else rows
+
+
 class Pending(NamedTuple):
     """A tensor that is to be measured.
 
@@ -66,6 +152,8 @@ class Pending(NamedTuple):
         scale_inv: float32, one element: the quantized values are the decoded codes times this factor.
         e5m2: whether the codes are E5M2, not E4M3.
         places: where the result goes.
+        in_blocks: the quantized tensor, in place of ``codes`` and ``scale_inv``, if it has blocks.
+        of_blocks: where the columns of these go.
     """
 
     values: torch.Tensor
@@ -73,6 +161,8 @@ class Pending(NamedTuple):
     scale_inv: torch.Tensor | None
     e5m2: bool
     places: Places
+    in_blocks: InBlocks | None = None
+    of_blocks: BlockPlaces = BlockPlaces()
 
 
 class Layout(NamedTuple):

@@ -242,7 +242,7 @@ def measure(
 
 def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
     """As :func:`te_precision_callbacks.engine.kernels.add`."""
-    for values, codes, scale_inv, e5m2, places in pending:
+    for values, codes, scale_inv, e5m2, places, *_ in pending:
         histogram = places.exponents >= 0
         found = measure(values, codes, scale_inv, e5m2=e5m2, histogram=histogram)
         merge(found, layout(codes=codes is not None, histogram=histogram).places, places, sums, maxima)

@@ -57,7 +57,7 @@ def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) ->
 
     Not one operation of torch is called for a tensor without gaps.
     """
-    for values, codes, scale_inv, e5m2, places in pending:
+    for values, codes, scale_inv, e5m2, places, *_ in pending:
         # Asking whether a tensor has gaps costs less than an operation of torch that has nothing to do.
         if not values.is_contiguous():
             values = (eager.flattened(values) if codes is None else values).contiguous()

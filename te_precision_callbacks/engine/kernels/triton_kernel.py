@@ -10,23 +10,7 @@ Usage::
 It runs on a GPU, and on CPU tensors where ``TRITON_INTERPRET=1`` was set before triton was imported. The host never
 waits for the device.
 
-Counts and extremes are exact. Sums are taken in float32 over the elements that one thread has of a tile, and in float64
-from there on: a GPU does float64 at half (H100) to a 64th (consumer GPUs) of its float32 rate. A thread subtracts the
-mean of its elements before it squares, so that a variance that is a millionth of the mean's square keeps its digits.
-With u = 2^-24, one rounding of float32, k additions at most on the way of an element into a sum of float32 (10; 16 for
-values in FP8), and what float64 rounds left out, the sums are at most this wrong (N. J. Higham, Accuracy and Stability
-of Numerical Algorithms, 2002, section 4.2):
-
-- ``abs_sum``: k u of itself.
-- ``sum``: (k + 1) u times the sum of the distances from the threads' means, which is below 2 ``abs_sum``.
-- the squared distances from the threads' means: (k + 3) u of themselves. ``square_sum``, which is made of these, of the
-  means, and of the products of means and distances: (2 k + 4) u of itself.
-- the variance: the same share of itself, as its error comes from the same two sums; the standard deviation: (k + 2) u,
-  which is 7e-7 for k = 10.
-- ``error_square_sum``: (k + 3) u of itself.
-
-A tile whose squares might leave float32's range, or that has inf or NaN, is measured by :func:`_careful_moments`, which
-scales by a power of two for each thread.
+The arithmetic, and its bounds, are those of :mod:`~te_precision_callbacks.engine.kernels.triton_parts`.
 """
 
 from __future__ import annotations
@@ -42,30 +26,30 @@ import triton.language as tl
 
 from te_precision_callbacks.engine.kernels import eager
 from te_precision_callbacks.engine.kernels.columns import Pending, Places, layout, measured_by
+from te_precision_callbacks.engine.kernels.triton_parts import (
+    BYTES_PER_LOAD,
+    CODE_FORMATS,
+    FORMATS,
+    PLAIN,
+    THREADS,
+    comparison,
+    decode,
+    exponent_counts,
+    jit,
+    merged_rows,
+    program_count,
+    store_comparison,
+    store_extremes,
+    store_moments,
+    thread_sum,
+    tile_moments,
+    total_of,
+)
 
-# dtype -> name in the kernel, integers of the same size to load in its place, and a value that is not finite. Only
-# float32 and float16 are loaded as such: the kernel decodes the others by their bits, which is exact on every GPU.
-_FORMATS: dict[torch.dtype, tuple[str, torch.dtype | None, float | int]] = {
-    torch.float32: ("float32", None, math.inf),
-    torch.float16: ("float16", None, math.inf),
-    torch.bfloat16: ("bfloat16", torch.int16, 0x7FC0),
-    torch.float8_e4m3fn: ("e4m3", torch.uint8, 0x7F),
-    torch.float8_e5m2: ("e5m2", torch.uint8, 0x7F),
-}
-_CODE_FORMATS = {False: ("e4m3", 448.0), True: ("e5m2", 57344.0)}  # e5m2? -> name in the kernel, largest number
-
-# Between these magnitudes the largest of a tile must lie for a plain measurement. Above, the sum of 32 squares of twice
-# its size might overflow; below, squared distances that float32 has no exponents for, under 2^-126, might matter: a
-# number has digits down to 2^-24 of itself.
-_PLAIN = (2.0**-36, 2.0**60)
 _MAX_DIMENSIONS = 5
-_THREADS = 128
-_BYTES_PER_LOAD = 16
 # In one tile, without codes and with codes: enough loads in flight to hide the latency of memory, and few enough for
 # the registers of the programs that share a processor.
 _ELEMENTS_PER_THREAD = {False: 32, True: 16}
-_PROGRAMS_PER_PROCESSOR = 4
-_PROGRAMS_OF_INTERPRETER = 4
 
 _MOST_TOGETHER = 4
 """The tensors of one launch; a GEMM has three."""
@@ -81,8 +65,6 @@ _NUMBERS = [
     *(f"{name}{tensor}" for tensor in range(_MOST_TOGETHER) for name in Places._fields),
 ]
 
-# triton has no types: this keeps the module typed.
-_jit: Callable[[Callable[..., Any]], Any] = triton.jit
 _jit_of_tensors: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_BEGINS)
 _jit_of_places: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_NUMBERS)
 
@@ -162,12 +144,12 @@ def _shared_launch(one: Pending) -> tuple[object, ...] | None:
 
 def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
     """:func:`add` for a group of :func:`grouped`, in two launches."""
-    values, codes, _, e5m2, places = first = together[0]
+    values, codes, _, e5m2, places, *_ = first = together[0]
     if values.numel() == 0:
         return eager.add(together, sums, maxima)
     histogram = places.exponents >= 0
     at, columns, extremes = layout(codes=codes is not None, histogram=histogram)
-    name, integers, not_finite = _FORMATS[values.dtype]
+    name, integers, not_finite = FORMATS[values.dtype]
     elements = [one.values.detach() if integers is None else one.values.detach().view(integers) for one in together]
     all_codes = [one.codes for one in together]
     dimensions = _collapse(elements[0], codes)
@@ -178,13 +160,13 @@ def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.
     outer, *inner = dimensions
     inner = [*reversed(inner), *[(1, 0, 0)] * (_MAX_DIMENSIONS - 1 - len(inner))]
 
-    vector = _BYTES_PER_LOAD // elements[0].element_size()
-    run = _THREADS * vector
+    vector = BYTES_PER_LOAD // elements[0].element_size()
+    run = THREADS * vector
     rows = _ELEMENTS_PER_THREAD[codes is not None] // vector
-    most = _programs(values.device)
+    most = program_count(values.device)
     ends = list(itertools.accumulate(min(most, -(-one.values.numel() // (rows * run))) for one in together))
     partials = torch.empty((ends[-1], columns + extremes), dtype=torch.float64, device=values.device)
-    code_name, largest = _CODE_FORMATS[e5m2]
+    code_name, largest = CODE_FORMATS[e5m2]
     alone = len(together) == 1
     begins = _filled(ends[:-1], ends[-1])[:-1]
     with torch.cuda.device(values.get_device()):
@@ -202,19 +184,19 @@ def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.
             NOT_FINITE=not_finite,
             CODES="" if codes is None else code_name,
             LARGEST=largest,
-            SMALLEST_PLAIN=_PLAIN[0],
-            LARGEST_PLAIN=_PLAIN[1],
+            SMALLEST_PLAIN=PLAIN[0],
+            LARGEST_PLAIN=PLAIN[1],
             HISTOGRAM=histogram,
             ALONE=alone,
             WHOLE_RUNS=len(dimensions) > 1 and inner[0][0] % run == 0,
             SMALL=values.numel() < 2**31,
             ROWS=rows,
             PER_THREAD=rows * vector,
-            THREADS=_THREADS,
+            THREADS=THREADS,
             VECTOR=vector,
             COLUMNS=columns,
             EXTREMES=extremes,
-            num_warps=_THREADS // 32,
+            num_warps=THREADS // 32,
             # Fused, the product of a code and the scale would not be rounded before it is subtracted.
             enable_fp_fusion=codes is None,
         )
@@ -232,7 +214,7 @@ def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.
             EXTREMES=extremes,
             WIDTH=_COLUMNS_TOGETHER,
             ROWS=_ROWS_TOGETHER,
-            num_warps=_THREADS // 32,
+            num_warps=THREADS // 32,
             enable_fp_fusion=True,
         )
     return None
@@ -244,8 +226,8 @@ def _filled(given: Sequence[Any], filling: Any) -> list[Any]:
 
 
 def _check(values: torch.Tensor, codes: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
-    if values.dtype not in _FORMATS:
-        known = ", ".join(str(dtype) for dtype in _FORMATS)
+    if values.dtype not in FORMATS:
+        known = ", ".join(str(dtype) for dtype in FORMATS)
         raise TypeError(f"values: the dtype is {values.dtype}, must be one of {known}.")
     if codes is None:
         return
@@ -279,13 +261,6 @@ def _collapse(values: torch.Tensor, codes: torch.Tensor | None) -> list[tuple[in
             size *= collapsed.pop()[0]
         collapsed.append((size, stride, code_stride))
     return collapsed or [(1, 1, 1)]
-
-
-def _programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _PROGRAMS_OF_INTERPRETER
-    processors: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return processors * _PROGRAMS_PER_PROCESSOR
 
 
 @_jit_of_tensors
@@ -374,7 +349,7 @@ def _measure(
     abs_sum = tl.full([THREADS], 0, tl.float64)
     maximum = tl.full([THREADS], float("-inf"), tl.float32)
     negated_min = tl.full([THREADS], float("-inf"), tl.float32)
-    from_above = tl.full([THREADS], 0, tl.uint32)
+    above_zero = tl.full([THREADS], 0, tl.uint32)
     underflow_count = tl.full([THREADS], 0, tl.int32)
     overflow_count = tl.full([THREADS], 0, tl.int32)
     error_square_sum = tl.full([THREADS], 0, tl.float64)
@@ -398,17 +373,10 @@ def _measure(
             offset += lane.to(tl.int64) * stride0
 
         # Elements beyond the end are loaded as not finite, so whatever excludes inf and NaN excludes them too.
-        x = _decode(tl.load(values + offset, mask=mask, other=NOT_FINITE), FORMAT)
-        float_sum = _sum(x)
-        highest, negated_lowest = _max(x), _max(-x)
-        here = tl.where(_is_finite(float_sum), tl.maximum(highest, negated_lowest), float("inf"))
-        top = tl.max(here, 0)
-        is_plain = (top == 0.0) | ((top >= SMALLEST_PLAIN) & (top <= LARGEST_PLAIN))
-        if is_plain:
-            high, low = highest, negated_lowest
-            count, nonzero, sum_, squares, magnitudes, above = _plain_moments(x, float_sum, PER_THREAD)
-        else:
-            count, nonzero, sum_, squares, magnitudes, above, high, low = _careful_moments(x)
+        x = decode(tl.load(values + offset, mask=mask, other=NOT_FINITE), FORMAT)
+        count, nonzero, sum_, squares, magnitudes, above, high, low = tile_moments(
+            x, PER_THREAD, SMALLEST_PLAIN, LARGEST_PLAIN
+        )
         finite_count += count
         nonzero_count += nonzero
         total += sum_
@@ -416,7 +384,7 @@ def _measure(
         abs_sum += magnitudes
         maximum = tl.maximum(maximum, high)
         negated_min = tl.maximum(negated_min, low)
-        from_above = tl.maximum(from_above, above)
+        above_zero = tl.maximum(above_zero, above)
 
         if CODES != "":
             offset = _offset(
@@ -433,38 +401,22 @@ def _measure(
             )
             if WHOLE_RUNS:
                 offset += lane.to(tl.int64) * code_stride0
-            y = _decode(tl.load(codes + offset, mask=mask, other=0), CODES) * scale
-            finite = _is_finite(x)
-            kept = tl.where(finite, x, 0.0)
-            underflow_count += _sum(((kept != 0.0) & (y == 0.0)).to(tl.int32))
-            overflow_count += _sum((tl.abs(kept) > largest).to(tl.int32))
-            error = tl.where(finite, x - y, 0.0)
-            down, up = _powers(_max(tl.abs(error)))
-            error *= down[None, :, None]
-            error_square_sum += _sum(error * error) * (up * up)
+            y = decode(tl.load(codes + offset, mask=mask, other=0), CODES) * scale
+            underflows, overflows, squared_error = comparison(x, y, largest)
+            underflow_count += thread_sum(underflows)
+            overflow_count += thread_sum(overflows)
+            error_square_sum += squared_error
 
         if HISTOGRAM:
-            # A mask of tl.histogram is younger than Triton 3.2; no finite number has the exponent 255.
-            magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            exponent = tl.where(magnitude == 0, 255, magnitude >> 23)
-            histogram += tl.histogram(tl.reshape(exponent, [tile]), 256)
+            histogram += exponent_counts(x, tile)
 
     # The order is that of the module columns.
     sums = partials + tl.program_id(0).to(tl.int64) * (COLUMNS + EXTREMES)
-    finite_total = _total(finite_count)
-    square_total = _total(square_sum)
-    tl.store(sums + 0, finite_total)
-    tl.store(sums + 1, seen.to(tl.float64) - finite_total)
-    tl.store(sums + 2, finite_total - _total(nonzero_count))
-    tl.store(sums + 3, _total(total))
-    tl.store(sums + 4, square_total)
-    tl.store(sums + 5, _total(abs_sum))
+    finite_total = total_of(finite_count)
+    square_total = total_of(square_sum)
+    store_moments(sums, finite_total, seen, nonzero_count, total, square_total, abs_sum)
     if CODES != "":
-        tl.store(sums + 6, finite_total)
-        tl.store(sums + 7, _total(underflow_count))
-        tl.store(sums + 8, _total(overflow_count))
-        tl.store(sums + 9, _total(error_square_sum))
-        tl.store(sums + 10, square_total)
+        store_comparison(sums + 6, finite_total, underflow_count, overflow_count, error_square_sum, square_total)
         # All programs of a tensor have the same scale, and the first one counts it.
         wide = scale.to(tl.float64)
         counted = (program == 0) & (scale > 0.0) & (scale < float("inf"))
@@ -477,10 +429,7 @@ def _measure(
     if HISTOGRAM:
         bins = tl.arange(0, 256)
         tl.store(maxima - 256 + bins, tl.where(bins == 255, 0, histogram).to(tl.float64))
-    tl.store(maxima + 0, tl.max(maximum, 0).to(tl.float64))
-    tl.store(maxima + 1, tl.max(negated_min, 0).to(tl.float64))
-    smallest = (-tl.max(from_above, 0).to(tl.int32)).to(tl.float32, bitcast=True)
-    tl.store(maxima + 2, tl.where(smallest == 0.0, float("-inf"), -smallest).to(tl.float64))
+    store_extremes(maxima, maximum, negated_min, above_zero)
 
 
 @_jit_of_places
@@ -535,14 +484,7 @@ def _merge(
     is_sum = column < COLUMNS
     is_maximum = (column >= COLUMNS) & (column < COLUMNS + EXTREMES)
 
-    total = tl.full([WIDTH], 0, tl.float64)
-    largest = tl.full([WIDTH], float("-inf"), tl.float64)
-    for above in range(first, end, ROWS):
-        row = above + tl.arange(0, ROWS)
-        at = partials + row[:, None].to(tl.int64) * (COLUMNS + EXTREMES) + column[None, :]
-        is_row = row[:, None] < end
-        total += tl.sum(tl.load(at, mask=is_row & is_sum[None, :], other=0.0), 0)
-        largest = tl.maximum(largest, tl.max(tl.load(at, mask=is_row & is_maximum[None, :], other=float("-inf")), 0))
+    total, largest = merged_rows(partials, first, end, column, COLUMNS, EXTREMES, ROWS)
 
     begin = _chosen(which, moments0, moments1, moments2, moments3)
     base = tl.where(column >= 0, begin, 0)
@@ -572,12 +514,12 @@ def _merge(
     tl.store(kept, tl.maximum(tl.load(kept, mask=is_kept, other=0.0), largest), mask=is_kept)
 
 
-@_jit
+@jit
 def _chosen(which: tl.tensor, first: tl.tensor, second: tl.tensor, third: tl.tensor, fourth: tl.tensor) -> tl.tensor:
     return tl.where(which == 0, first, tl.where(which == 1, second, tl.where(which == 2, third, fourth)))
 
 
-@_jit
+@jit
 def _offset(
     index: tl.tensor,
     size0: tl.tensor,
@@ -599,107 +541,3 @@ def _offset(
     index = index // size2
     offset += (index % size3).to(tl.int64) * stride3
     return offset + (index // size3).to(tl.int64) * stride4
-
-
-@_jit
-def _decode(loaded: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
-    """The float32 of what was loaded, exactly."""
-    if FORMAT == "bfloat16":
-        x = (loaded.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    elif FORMAT == "e5m2":
-        # The upper byte of a float16.
-        x = (loaded.to(tl.int32) << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    elif FORMAT == "e4m3":
-        # The bits of a float32 that has 2^-120 of the value: its exponent has a bias of 127, not 7. 2^120 is exact.
-        bits = ((loaded.to(tl.int32) << 24) >> 4) & -0x78100000
-        small = bits.to(tl.float32, bitcast=True)
-        x = tl.where((bits & 0x07F00000) == 0x07F00000, float("nan"), small * 1.329227995784916e36)
-    else:
-        x = loaded.to(tl.float32)
-    return x
-
-
-@_jit
-def _plain_moments(x: tl.tensor, float_sum: tl.tensor, PER_THREAD: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """Moments but extremes of a tile without inf and NaN, whose squares float32 can hold: see
-    :func:`_careful_moments`."""
-    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    mean = float_sum / PER_THREAD
-    deviation = x - mean[None, :, None]
-    deviation_sum = _sum(deviation).to(tl.float64)
-    wide_mean = mean.to(tl.float64)
-    sum_here = PER_THREAD * wide_mean + deviation_sum
-    return (
-        tl.full([x.shape[1]], PER_THREAD, tl.int32),
-        _sum(tl.minimum(magnitude, 1)),
-        sum_here,
-        (sum_here + deviation_sum) * wide_mean + _sum(deviation * deviation),
-        _sum(tl.abs(x)).to(tl.float64),
-        _max(_from_above(magnitude)),
-    )
-
-
-@_jit
-def _careful_moments(x: tl.tensor) -> tuple[tl.tensor, ...]:
-    """Moments of any tile, for each thread: the counts of finite elements and of those other than 0, the sum, the sum
-    of squares, that of magnitudes, the smallest magnitude :func:`_from_above`; the maximum, and the negated minimum."""
-    finite = _is_finite(x)
-    magnitude = tl.where(finite, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-    count = _sum(finite.to(tl.int32))
-    maximum = _max(tl.where(finite, x, float("-inf")))
-    negated_min = _max(tl.where(finite, -x, float("-inf")))
-    down, up = _powers(tl.maximum(maximum, negated_min))
-    scaled = tl.where(finite, x, 0.0) * down[None, :, None]
-    mean = _sum(scaled) / tl.maximum(count, 1).to(tl.float32)
-    deviation = tl.where(finite, scaled - mean[None, :, None], 0.0)
-    deviation_sum = _sum(deviation).to(tl.float64)
-    wide_mean = mean.to(tl.float64)
-    sum_here = count * wide_mean + deviation_sum
-    return (
-        count,
-        _sum(tl.minimum(magnitude, 1)),
-        sum_here * up,
-        ((sum_here + deviation_sum) * wide_mean + _sum(deviation * deviation)) * (up * up),
-        _sum(tl.abs(scaled)) * up,
-        _max(_from_above(magnitude)),
-        maximum,
-        negated_min,
-    )
-
-
-@_jit
-def _from_above(magnitude: tl.tensor) -> tl.tensor:
-    """2^32 minus the bits of a magnitude, the larger the smaller it is; 0 for 0."""
-    return (-magnitude).to(tl.uint32, bitcast=True)
-
-
-@_jit
-def _is_finite(x: tl.tensor) -> tl.tensor:
-    return (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
-
-
-@_jit
-def _powers(largest: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """A power of two that brings this magnitude to between 1 and 4, in float32, and its inverse, in float64.
-
-    A subnormal magnitude is brought to 2^-22 or more. One that is not finite, or is below 0, gets some power.
-    """
-    exponent = tl.minimum(tl.maximum(254 - (largest.to(tl.int32, bitcast=True) >> 23), 1), 254)
-    down = (exponent << 23).to(tl.float32, bitcast=True)
-    up = ((1150 - exponent).to(tl.int64) << 52).to(tl.float64, bitcast=True)
-    return down, up
-
-
-@_jit
-def _sum(tile: tl.tensor) -> tl.tensor:
-    return tl.sum(tl.sum(tile, 2), 0)
-
-
-@_jit
-def _max(tile: tl.tensor) -> tl.tensor:
-    return tl.max(tl.max(tile, 2), 0)
-
-
-@_jit
-def _total(column: tl.tensor) -> tl.tensor:
-    return tl.sum(column.to(tl.float64), 0)

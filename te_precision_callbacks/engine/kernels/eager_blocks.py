@@ -1,0 +1,288 @@
+"""The columns of a tensor that is quantized in blocks, in plain torch.
+
+    columns(in_blocks, tensor, {Of.QUANTIZED, Of.LOSSES})    # sums and maxima of each kind
+
+For any device, and without a compiler. A band of rows is taken at a time: its codes are decoded, and compared in pieces
+as :mod:`~te_precision_callbacks.engine.kernels.eager` has them, so that temporaries do not grow with the tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from te_precision_callbacks.engine.kernels import compiled, eager
+from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, NOTHING, BlockPlaces, InBlocks, Pending
+from te_precision_callbacks.numerics.blocks import in_blocks
+from te_precision_callbacks.numerics.formats import FloatFormat
+from te_precision_callbacks.statistics.table import RANGES, SCALES, Of
+
+SumsAndMaxima = tuple[torch.Tensor | None, torch.Tensor | None]
+"""The columns that are added, and those of which the maximum is kept."""
+
+RANGE_KINDS = frozenset({Of.RANGES, Of.RANGE_BINS})
+"""What :func:`range_columns` gives."""
+
+_BAND = 2**24
+"""Elements of a band, if a row of blocks has no more: 64 MiB once decoded. A band costs some 100 operations."""
+
+_BY_BLOCK = frozenset({Of.LOSSES, Of.SCALES, Of.SCALE_BINS, Of.SCALE_LIMITS})
+
+_COMPARED, _UNDERFLOWS, _OVERFLOWS, _, _SIGNAL = range(len(COMPARISON_SUMS))
+
+
+def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
+    """As :func:`te_precision_callbacks.engine.kernels.add`, the columns that have to do with blocks of one tensor."""
+    if pending.in_blocks is None:
+        raise ValueError("in_blocks: must be given.")
+    places = destinations(pending)
+    for of, (found_sums, found_maxima) in columns(pending.in_blocks, pending.values.detach(), places).items():
+        at_sums, at_maxima = places[of]
+        if found_sums is not None:
+            sums.narrow(0, at_sums, len(found_sums)).add_(found_sums)
+        if found_maxima is not None:
+            kept = maxima.narrow(0, at_maxima, len(found_maxima))
+            torch.maximum(kept, found_maxima, out=kept)
+
+
+def destinations(pending: Pending) -> dict[Of, tuple[int, int]]:
+    """The kinds that are wanted of blocks, and where their sums and maxima begin; -1: a kind has none."""
+    whole, own = pending.places, pending.of_blocks
+    places = {
+        Of.QUANTIZED: (whole.compared, -1),
+        Of.SCALES: (whole.scales, whole.scale_maxima),
+        Of.SCALE_BINS: (own.scale_bins, own.binned_scale_maxima),
+        Of.SCALE_LIMITS: (own.limits, -1),
+        Of.LOSSES: (own.losses, own.loss_maxima),
+        Of.RANGES: (own.ranges, own.range_maxima),
+        Of.RANGE_BINS: (own.range_bins, own.binned_range_maxima),
+    }
+    return {of: at for of, at in places.items() if max(at) >= 0}
+
+
+def places_of(at: Callable[[Of], tuple[int, int]]) -> BlockPlaces:
+    """The inverse of :func:`destinations`, of what only blocks have.
+
+    Args:
+        at: where the sums and the maxima of a kind begin.
+    """
+    kinds = (Of.SCALE_LIMITS, Of.LOSSES, Of.RANGES, Of.SCALE_BINS, Of.RANGE_BINS)
+    (limits, _), losses, ranges, scale_bins, range_bins = map(at, kinds)
+    return BlockPlaces(
+        limits=limits,
+        losses=losses[0],
+        ranges=ranges[0],
+        scale_bins=scale_bins[0],
+        range_bins=range_bins[0],
+        loss_maxima=losses[1],
+        range_maxima=ranges[1],
+        binned_scale_maxima=scale_bins[1],
+        binned_range_maxima=range_bins[1],
+    )
+
+
+def columns(found: InBlocks, values: torch.Tensor | None, wanted: Collection[Of]) -> dict[Of, SumsAndMaxima]:
+    """The columns of the kinds that are wanted.
+
+    Args:
+        found: the quantized tensor.
+        values: the tensor before quantization, any shape and float dtype; None if it does not exist.
+        wanted: the kinds; without ``values``, only kinds of the scales.
+
+    Raises:
+        ValueError: the tensors differ in size.
+    """
+    part, (down, along) = found.part, found.stored_again
+    matrix = None if values is None else found.matrix(values)
+    factors, scales = part.factors()[::down, ::along], part.block_scales()[::down, ::along]
+    merged: dict[Of, SumsAndMaxima] = {}
+    for of_rows, of_blocks in _bands(found):
+        band = matrix if matrix is None else in_blocks(matrix[of_rows], found.block)
+        its_factors = factors[of_blocks].reshape(-1, 1)
+        compared = occupied = None
+        if band is not None and _needs_comparison(wanted):
+            elements = in_blocks(part.elements(of_rows), found.block, 0.0)
+            compared = _compared(band, elements, its_factors, part.element_format, by_block=needs_blocks(wanted))
+        elif needs_blocks(wanted):
+            occupied = _occupied(in_blocks(part.elements(of_rows), found.block, 0.0) if band is None else band)
+        its_scales = Scales(its_factors.reshape(-1), scales[of_blocks].reshape(-1), *found.limits)
+        merged = _merged(merged, columns_of(wanted, compared, its_scales, occupied, band))
+    return merged
+
+
+def _bands(found: InBlocks) -> Iterator[tuple[slice, slice]]:
+    """Rows of the codes, and the rows of their blocks."""
+    (rows, row), height = found.part.matrix_shape, found.block[0]
+    step = max(1, _BAND // max(1, height * row))
+    for first in range(0, -(-rows // height), step):
+        yield slice(first * height, (first + step) * height), slice(first, first + step)
+
+
+def _merged(found: dict[Of, SumsAndMaxima], more: dict[Of, SumsAndMaxima]) -> dict[Of, SumsAndMaxima]:
+    return {
+        of: (_both(torch.add, found[of][0], sums), _both(torch.maximum, found[of][1], maxima)) if of in found else one
+        for of, one in more.items()
+        for sums, maxima in (one,)
+    }
+
+
+def _both(
+    merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], one: torch.Tensor | None, other: torch.Tensor | None
+) -> torch.Tensor | None:
+    return other if one is None or other is None else merge(one, other)
+
+
+def _occupied(blocks: torch.Tensor) -> torch.Tensor:
+    """Which blocks have a finite element other than 0: bool, [blocks]."""
+    return ((blocks != 0) & blocks.isfinite()).any(1)
+
+
+class Scales(NamedTuple):
+    """The factor from code to value and the stored scale of each block, float32; and the limits of the stored scale."""
+
+    factors: torch.Tensor
+    stored: torch.Tensor
+    low: float
+    high: float
+
+
+def _needs_comparison(wanted: Collection[Of]) -> bool:
+    return Of.QUANTIZED in wanted or Of.LOSSES in wanted
+
+
+def needs_blocks(wanted: Collection[Of]) -> bool:
+    """Whether each block must be looked at: for its losses, or for whether its scale means anything."""
+    return not _BY_BLOCK.isdisjoint(wanted)
+
+
+def _compared(
+    blocks: torch.Tensor, elements: torch.Tensor, factors: torch.Tensor, number_format: FloatFormat, *, by_block: bool
+) -> torch.Tensor:
+    """COMPARISON_SUMS of blocks and their decoded codes: [5, blocks], or [5, 1] over all blocks."""
+    function = _comparison(number_format, by_block)
+    pieces = compiled.pieces(blocks)
+    sizes = [len(piece) for piece in pieces]
+    others = zip(torch.split(elements, sizes), torch.split(factors, sizes), strict=True)
+    return joined(
+        [compiled.run(function, piece, *other) for piece, other in zip(pieces, others, strict=True)], by_block
+    )
+
+
+@functools.cache
+def _comparison(number_format: FloatFormat, by_block: bool) -> Callable[..., torch.Tensor]:
+    def comparison(blocks: torch.Tensor, elements: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        rows = eager.comparison(blocks, elements * factors, limit(factors, number_format))
+        return rows if by_block else rows.sum(1, keepdim=True)
+
+    return comparison
+
+
+def joined(compared: Sequence[torch.Tensor], by_block: bool) -> torch.Tensor:
+    """COMPARISON_SUMS of all pieces: [5, blocks], or [5, 1] over all blocks."""
+    return torch.cat(list(compared), 1) if by_block else torch.cat(list(compared), 1).sum(1, keepdim=True)
+
+
+def columns_of(
+    wanted: Collection[Of],
+    compared: torch.Tensor | None,
+    scales: Scales,
+    occupied: torch.Tensor | None,
+    blocks: torch.Tensor | None,
+) -> dict[Of, SumsAndMaxima]:
+    """The columns of the kinds that are wanted.
+
+    Args:
+        wanted: the kinds.
+        compared: COMPARISON_SUMS, [5, blocks] if a kind needs each block.
+        scales: of the blocks.
+        occupied: bool, [blocks]: which have an element other than 0; None if ``compared`` tells.
+        blocks: [blocks, elements], before quantization; needed for the ranges.
+    """
+    found: dict[Of, SumsAndMaxima] = {}
+    if occupied is None and compared is not None and needs_blocks(wanted):
+        occupied = compared[_SIGNAL] > 0
+    # The factor of a block of zeros is set by the recipe, and says nothing about the tensor.
+    factors = scales.factors if occupied is None else torch.where(occupied, scales.factors, 0.0)
+    if Of.SCALES in wanted:
+        found[Of.SCALES] = eager.scale_columns(factors)
+    if Of.SCALE_BINS in wanted:
+        found[Of.SCALE_BINS] = scale_bins(factors), eager.scale_columns(factors)[1]
+    if compared is not None and Of.QUANTIZED in wanted:
+        found[Of.QUANTIZED] = compared.sum(1), None
+    if compared is not None and Of.LOSSES in wanted:
+        found[Of.LOSSES] = _loss_columns(compared)
+    if Of.SCALE_LIMITS in wanted and occupied is not None:
+        found[Of.SCALE_LIMITS] = _limit_sums(scales, occupied), None
+    if blocks is not None:
+        found |= range_columns(blocks, wanted)
+    return found
+
+
+def _loss_columns(compared: torch.Tensor) -> SumsAndMaxima:
+    underflows = compared[_UNDERFLOWS]
+    number = torch.ones_like(underflows).sum()
+    sums = torch.stack([number, (underflows > 0).sum(), (compared[_OVERFLOWS] > 0).sum()]).to(torch.float64)
+    return sums, (underflows / compared[_COMPARED].clamp(min=1)).amax().reshape(1)
+
+
+def _limit_sums(scales: Scales, occupied: torch.Tensor) -> torch.Tensor:
+    flushed = occupied & (scales.stored <= scales.low)
+    # Not "above the upper limit": a scale that is nan counts too.
+    saturated = flushed | (occupied & ~(scales.stored < scales.high))
+    number = torch.ones_like(occupied, dtype=torch.float64).sum()
+    return torch.stack([number, saturated.sum(), flushed.sum(), number - occupied.sum()]).to(torch.float64)
+
+
+def limit(factors: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
+    """The largest magnitude that codes and factors can hold; inf where the factor is 0, so everything underflows."""
+    return torch.where(factors == 0, math.inf, factors * number_format.max)
+
+
+def scale_bins(scales: torch.Tensor) -> torch.Tensor:
+    """How many factors are in each bin of :data:`~te_precision_callbacks.statistics.table.SCALES`: float64."""
+    wide = scales.reshape(-1).to(torch.float64)
+    return eager.count_in_bins(torch.log2(wide), (wide > 0) & (wide < math.inf), SCALES)
+
+
+def range_columns(blocks: torch.Tensor, wanted: Collection[Of]) -> dict[Of, SumsAndMaxima]:
+    """The columns of the dynamic ranges log2(max(abs(x)) / min(abs(x))) of blocks, over x != 0.
+
+    Args:
+        blocks: [blocks, elements], any float dtype; elements that are not finite are left out.
+        wanted: the kinds to compute; those outside :data:`RANGE_KINDS` are ignored.
+
+    Returns:
+        The columns that are added and those of which the maximum is kept: RANGE_SUMS and RANGE_MAXIMA, the counts of
+        the bins and RANGE_MAXIMA. float64.
+    """
+    if RANGE_KINDS.isdisjoint(wanted):
+        return {}
+    found = [compiled.run(extremes, piece) for piece in compiled.pieces(blocks)]
+    largest, smallest = (torch.cat([piece[index] for piece in found]) for index in (0, 1))
+    counted = largest > 0
+    ranges = torch.where(counted, log2_of_ratio(largest, smallest), 0.0)
+    sums = torch.stack([counted.sum(dtype=torch.float64), ranges.sum()])
+    maxima = torch.stack([torch.where(counted, ranges, NOTHING).amax(), torch.where(counted, -ranges, NOTHING).amax()])
+    kinds: dict[Of, SumsAndMaxima] = {}
+    if Of.RANGES in wanted:
+        kinds[Of.RANGES] = sums, maxima
+    if Of.RANGE_BINS in wanted:
+        kinds[Of.RANGE_BINS] = eager.count_in_bins(ranges, counted, RANGES), maxima
+    return kinds
+
+
+def log2_of_ratio(largest: torch.Tensor, smallest: torch.Tensor) -> torch.Tensor:
+    """log2(largest / smallest), float64: a whole number where the ratio is a power of two, and never out of range."""
+    (upper, upper_exponent), (lower, lower_exponent) = torch.frexp(largest), torch.frexp(smallest)
+    return torch.log2(upper.to(torch.float64) / lower) + (upper_exponent - lower_exponent)
+
+
+def extremes(pieces: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest magnitude of each row, or 0, and the smallest above 0, or inf."""
+    magnitude = eager.widened(pieces).abs()
+    counted = (magnitude > 0) & (magnitude < math.inf)
+    return torch.where(counted, magnitude, 0.0).amax(1), torch.where(counted, magnitude, math.inf).amin(1)

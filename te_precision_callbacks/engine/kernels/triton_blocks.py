@@ -1,0 +1,719 @@
+"""The columns of a tensor that is quantized in blocks, and of its quantized form, from one pass, in Triton.
+
+    triton_blocks.add(pending, sums, maxima)    # a Pending with in_blocks
+
+Codes and scales are read as they lie in memory: two FP4 codes a byte, scales with padding or in the order that a GEMM
+reads, codes of the transpose. Counts and extremes are exact; the sums of elements have the arithmetic and the bounds of
+:mod:`~te_precision_callbacks.engine.kernels.triton_parts`. What is a number of each block, its scale and its dynamic
+range, is computed and added in float64.
+
+A program takes tiles of 16 x 128 elements of the codes' matrix, or as many of these below one another as a block has. A
+thread has 16 elements of each. What belongs to a block is brought together in the thread first, and then among the
+threads of the block. How often a scale or a range is in a bin is counted in the program's registers, and added to zeros
+by atomics: whole numbers, whose sum does not depend on the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from te_precision_callbacks.engine.kernels.columns import (
+    COMPARISON_SUMS,
+    EXPONENT_BINS,
+    LIMIT_SUMS,
+    LOSS_MAXIMA,
+    LOSS_SUMS,
+    MAXIMA,
+    MOMENT_SUMS,
+    RANGE_MAXIMA,
+    RANGE_SUMS,
+    SCALE_MAXIMA,
+    SCALE_SUMS,
+    BlockPlaces,
+    InBlocks,
+    Pending,
+    Places,
+)
+from te_precision_callbacks.engine.kernels.triton_parts import (
+    BYTES_PER_LOAD,
+    FORMATS,
+    PLAIN,
+    THREADS,
+    comparison,
+    decode,
+    exponent_counts,
+    from_above,
+    is_finite,
+    jit,
+    merged_rows,
+    program_count,
+    store_comparison,
+    store_extremes,
+    store_moments,
+    thread_sum,
+    tile_moments,
+    total_of,
+)
+from te_precision_callbacks.numerics.layouts import SWIZZLE_ROWS
+from te_precision_callbacks.statistics.table import RANGES, SCALES
+
+_COLUMNS = len((*MOMENT_SUMS, *COMPARISON_SUMS, *SCALE_SUMS, *LIMIT_SUMS, *LOSS_SUMS, *RANGE_SUMS))
+_EXTREMES = len((*MAXIMA, *SCALE_MAXIMA, *LOSS_MAXIMA, *RANGE_MAXIMA))
+"""Of a row of results, in this order; one for each program."""
+
+_TILE_ROWS, _TILE_COLUMNS = 16, 128
+_COLUMN_VECTOR = 4
+_PER_THREAD = _TILE_ROWS * _TILE_COLUMNS // THREADS
+
+_COLUMNS_TOGETHER, _ROWS_TOGETHER = 32, 64
+"""Of the results of programs that are merged at a time."""
+
+_BINS_TOGETHER = 1024
+
+_NUMBERS = ["tiles", "tiles_across", "tile_stride"]
+_PLACES = ["programs", *(f"{name}_at" for name in (*Places._fields, *BlockPlaces._fields))]
+_jit_of_matrices: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_NUMBERS)
+_jit_of_places: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_PLACES)
+
+
+def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
+    """Measure a tensor and its quantized form in blocks, and merge the results into vectors, in two launches.
+
+    The result is the same bits for the same tensors, strides and device. What a quantized value is, and which element
+    overflows, is as in :func:`te_precision_callbacks.engine.kernels.eager_blocks.columns`.
+
+    Args:
+        pending: the values are float32, float16, bfloat16, float8_e4m3fn or float8_e5m2. Dimensions that are not those
+            of a matrix cost a contiguous copy.
+        sums, maxima: float64, one dimension, on the device of the tensor.
+
+    Raises:
+        TypeError: the tensor has a dtype other than these.
+        ValueError: the tensor and its quantized form differ in shape or device, or there is none.
+    """
+    values, found = pending.values.detach(), pending.in_blocks
+    if found is None:
+        raise ValueError("in_blocks: must be given.")
+    if values.dtype not in FORMATS:
+        raise TypeError(f"values: the dtype is {values.dtype}, must be one of {', '.join(map(str, FORMATS))}.")
+    if found.part.codes.device != values.device:
+        raise ValueError(f"in_blocks: is on {found.part.codes.device}, must be where the values are, {values.device}.")
+    matrix = found.matrix(values)
+    if not matrix.numel():
+        return
+    # By rows in which the tensor's neighbours lie: it is larger than its codes, which a transpose has in columns then.
+    turned = matrix.stride(0) == 1 != matrix.stride(1)
+    matrix = matrix.t() if turned else matrix
+    height, width = found.block[::-1] if turned else found.block
+    tile_rows = max(_TILE_ROWS, height)
+    rows, columns = matrix.shape
+    across = -(-columns // _TILE_COLUMNS)
+    tiles = -(-rows // tile_rows) * across
+    programs = min(program_count(values.device), tiles)
+    places, own = pending.places, pending.of_blocks
+    bins = [
+        wanted * number
+        for wanted, number in (
+            (places.exponents >= 0, EXPONENT_BINS),
+            (own.scale_bins >= 0, SCALES.number),
+            (own.range_bins >= 0, RANGES.number),
+        )
+    ]
+    partials = torch.empty((programs, _COLUMNS + _EXTREMES), dtype=torch.float64, device=values.device)
+    counts = torch.zeros(sum(bins), dtype=torch.float64, device=values.device) if any(bins) else None
+    name, integers, not_finite = FORMATS[values.dtype]
+    matrix = matrix if integers is None else matrix.view(integers)
+    vector = BYTES_PER_LOAD // matrix.element_size()
+    if width == 1:  # each column of a thread has results of its own
+        vector = min(vector, _COLUMN_VECTOR)
+    memory = found.part.scale_memory
+    compares = places.compared >= 0 or own.losses >= 0
+    with torch.cuda.device(values.get_device()):
+        _measure[(programs,)](
+            matrix,
+            *_quantized(found, compares=compares),
+            partials,
+            counts,
+            rows,
+            columns,
+            *matrix.stride(),
+            *_turned(found.part.codes.stride(), turned),
+            *_turned(memory.matrix.stride(), turned),
+            memory.matrix.shape[1] * SWIZZLE_ROWS,
+            0 if found.part.amax is None or found.part.amax.numel() == 1 else 1,
+            tiles,
+            across,
+            **_formats(found, compares=compares, turned=turned),
+            FORMAT=name,
+            NOT_FINITE=not_finite,
+            SMALLEST_PLAIN=PLAIN[0],
+            LARGEST_PLAIN=PLAIN[1],
+            MOMENTS=max(places.moments, places.maxima) >= 0,
+            LOSSES=max(own.losses, own.loss_maxima) >= 0,
+            LIMITS=own.limits >= 0,
+            OF_SCALES=max(places.scales, own.scale_bins) >= 0,
+            RANGES=max(own.ranges, own.range_bins) >= 0,
+            EXPONENTS=0 if bins[0] else -1,
+            SCALE_BINS=bins[0] if bins[1] else -1,
+            RANGE_BINS=bins[0] + bins[1] if bins[2] else -1,
+            STEPS=tile_rows // _TILE_ROWS,
+            TURNED=turned,
+            ROWS=_PER_THREAD // vector,
+            THREADS=THREADS,
+            VECTOR=vector,
+            LANE_ROWS=_TILE_ROWS * vector // _PER_THREAD,
+            # Of a row of the tile, threads that have the same block.
+            GROUP=max(1, width // vector),
+            BLOCKS=_TILE_ROWS // min(height, _TILE_ROWS) * _TILE_COLUMNS // width,
+            HEIGHT=height,
+            WIDTH=width,
+            COLUMNS=_COLUMNS,
+            EXTREMES=_EXTREMES,
+            num_warps=THREADS // 32,
+            # Fused, the product of a code and the scale would not be rounded before it is subtracted.
+            enable_fp_fusion=False,
+        )
+        _merge[(1 + -(-sum(bins) // _BINS_TOGETHER),)](
+            partials,
+            counts,
+            sums,
+            maxima,
+            programs,
+            *places,
+            *own,
+            EXPONENT_BINS=bins[0],
+            SCALE_BINS=bins[1],
+            RANGE_BINS=bins[2],
+            COLUMNS=_COLUMNS,
+            EXTREMES=_EXTREMES,
+            WIDTH=_COLUMNS_TOGETHER,
+            ROWS=_ROWS_TOGETHER,
+            BINS=_BINS_TOGETHER,
+            num_warps=THREADS // 32,
+            enable_fp_fusion=True,
+        )
+
+
+def _quantized(found: InBlocks, *, compares: bool) -> tuple[torch.Tensor | None, ...]:
+    """Codes, scales and amax, as they lie in memory."""
+    part, memory = found.part, found.part.scale_memory
+    scales = memory.matrix.contiguous() if memory.swizzled else memory.matrix
+    return part.codes if compares else None, scales, part.amax
+
+
+def _turned(pair: Sequence[int], turned: bool) -> Sequence[int]:
+    return pair[::-1] if turned else pair
+
+
+def _formats(found: InBlocks, *, compares: bool, turned: bool) -> dict[str, Any]:
+    part, memory = found.part, found.part.scale_memory
+    low, high = found.limits
+    down, along = _turned(found.stored_again, turned)
+    return {
+        "CODES": part.element_format.name.lower() if compares else "",
+        "LARGEST": part.element_format.max,
+        "SCALES": "float32" if part.scale_format is None else part.scale_format.name.lower(),
+        "SWIZZLED": memory.swizzled,
+        "SWIZZLED_TURNED": memory.transposed != turned,
+        "AMAX_FACTOR": 0.0 if part.largest_scale is None else 1.0 / (part.element_format.max * part.largest_scale),
+        "LOW": low,
+        "HIGH": high,
+        "DOWN": down,
+        "ALONG": along,
+    }
+
+
+@_jit_of_matrices
+def _measure(
+    values: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    amax: tl.tensor,
+    partials: tl.tensor,
+    counts: tl.tensor,  # zeros
+    row_count: tl.tensor,
+    column_count: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
+    code_row_stride: tl.tensor,
+    code_column_stride: tl.tensor,
+    scale_row_stride: tl.tensor,
+    scale_column_stride: tl.tensor,
+    tile_stride: tl.tensor,  # from a row of tiles of swizzled scales to the next
+    amax_stride: tl.tensor,
+    tiles: tl.tensor,
+    tiles_across: tl.tensor,
+    CODES: tl.constexpr,  # "" if they are not read
+    LARGEST: tl.constexpr,
+    SCALES: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    SWIZZLED_TURNED: tl.constexpr,  # of the transpose
+    AMAX_FACTOR: tl.constexpr,  # 0 without amax
+    LOW: tl.constexpr,  # the limits of stored scales
+    HIGH: tl.constexpr,
+    HEIGHT: tl.constexpr,  # rows and columns of a block
+    WIDTH: tl.constexpr,
+    DOWN: tl.constexpr,  # of the rows and columns of stored scales one in so many is a block's
+    ALONG: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NOT_FINITE: tl.constexpr,
+    SMALLEST_PLAIN: tl.constexpr,
+    LARGEST_PLAIN: tl.constexpr,
+    MOMENTS: tl.constexpr,  # which are wanted of these and the following
+    LOSSES: tl.constexpr,
+    LIMITS: tl.constexpr,
+    OF_SCALES: tl.constexpr,
+    RANGES: tl.constexpr,
+    EXPONENTS: tl.constexpr,  # where these begin among the counts; -1: they are not counted
+    SCALE_BINS: tl.constexpr,
+    RANGE_BINS: tl.constexpr,
+    STEPS: tl.constexpr,
+    TURNED: tl.constexpr,  # rows here are columns of the codes in memory
+    ROWS: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    LANE_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of a tile
+    COLUMNS: tl.constexpr,
+    EXTREMES: tl.constexpr,
+) -> None:
+    """Write row ``program_id`` of ``partials``: ``COLUMNS`` sums and counts, then ``EXTREMES`` maxima; add to
+    ``counts``.
+
+    A step has [ROWS, THREADS, VECTOR] elements: thread t has those of one row and VECTOR columns, and of each
+    LANE_ROWS rows below.
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    tile_rows: tl.constexpr = ROWS * LANE_ROWS
+    lane_columns: tl.constexpr = THREADS // LANE_ROWS
+    tile_columns: tl.constexpr = lane_columns * VECTOR
+    elements: tl.constexpr = ROWS * THREADS * VECTOR
+
+    thread = tl.arange(0, THREADS)
+    row_in_tile = (tl.arange(0, ROWS) * LANE_ROWS)[:, None, None] + (thread // lane_columns)[None, :, None]
+    first_column = (thread % lane_columns * VECTOR)[None, :, None]
+
+    finite_count = tl.full([THREADS], 0, tl.int32)
+    nonzero_count = tl.full([THREADS], 0, tl.int32)
+    total = tl.full([THREADS], 0, tl.float64)
+    square_sum = tl.full([THREADS], 0, tl.float64)
+    abs_sum = tl.full([THREADS], 0, tl.float64)
+    maximum = tl.full([THREADS], float("-inf"), tl.float32)
+    negated_min = tl.full([THREADS], float("-inf"), tl.float32)
+    above_zero = tl.full([THREADS], 0, tl.uint32)
+    underflow_count = tl.full([THREADS], 0, tl.int32)
+    overflow_count = tl.full([THREADS], 0, tl.int32)
+    error_square_sum = tl.full([THREADS], 0, tl.float64)
+    seen = tl.full([], 0, tl.int64)
+
+    block_count = tl.full([BLOCKS], 0, tl.int32)
+    zero_count = tl.full([BLOCKS], 0, tl.int32)
+    saturated_count = tl.full([BLOCKS], 0, tl.int32)
+    flushed_count = tl.full([BLOCKS], 0, tl.int32)
+    scale_count = tl.full([BLOCKS], 0, tl.int32)
+    scale_sum = tl.full([BLOCKS], 0, tl.float64)
+    scale_square_sum = tl.full([BLOCKS], 0, tl.float64)
+    scale_max = tl.full([BLOCKS], float("-inf"), tl.float32)
+    negated_scale_min = tl.full([BLOCKS], float("-inf"), tl.float32)
+    underflow_blocks = tl.full([BLOCKS], 0, tl.int32)
+    overflow_blocks = tl.full([BLOCKS], 0, tl.int32)
+    worst = tl.full([BLOCKS], 0, tl.int32)
+    worst_of = tl.full([BLOCKS], 1, tl.int32)
+    range_count = tl.full([BLOCKS], 0, tl.int32)
+    range_sum = tl.full([BLOCKS], 0, tl.float64)
+    range_max = tl.full([BLOCKS], float("-inf"), tl.float64)
+    negated_range_min = tl.full([BLOCKS], float("-inf"), tl.float64)
+    exponents = tl.full([256], 0, tl.int32)
+    scale_places = tl.full([2048], 0, tl.int32)
+    range_places = tl.full([1024], 0, tl.int32)
+
+    for tile in range(program, tiles, programs):
+        top = tile // tiles_across * (tile_rows * STEPS)
+        left = tile % tiles_across * tile_columns
+        column = left + first_column + tl.arange(0, VECTOR)[None, None, :]
+
+        # The scale of each element's block; those of the elements that one thread has of a row are the same.
+        block_row = (top + row_in_tile) if HEIGHT == 1 else (top + first_column * 0)
+        block_column = column if WIDTH == 1 else (left + first_column)
+        has_scale = (block_row < row_count) & (block_column < column_count)
+        scale_row, scale_column = block_row // HEIGHT * DOWN, block_column // WIDTH * ALONG
+        if SWIZZLED:
+            if SWIZZLED_TURNED:
+                scale_at = _swizzled(scale_column, scale_row, tile_stride)
+            else:
+                scale_at = _swizzled(scale_row, scale_column, tile_stride)
+        else:
+            scale_at = scale_row.to(tl.int64) * scale_row_stride + scale_column.to(tl.int64) * scale_column_stride
+        stored = _decode_scale(tl.load(scales + scale_at, mask=has_scale, other=0), SCALES)
+        factor = stored
+        if AMAX_FACTOR > 0:
+            of_codes_row = scale_column if TURNED else scale_row
+            of_row = tl.load(amax + of_codes_row.to(tl.int64) * amax_stride, mask=has_scale, other=0.0)
+            factor = stored * of_row * AMAX_FACTOR
+        largest = tl.where(factor == 0.0, float("inf"), factor * LARGEST)
+
+        # Of each block, by thread: which numbers of the module columns follow from it.
+        inside = _nothing(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
+        finite_here = _nothing(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
+        underflows_here = _nothing(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
+        overflows_here = _nothing(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
+        largest_here = _nothing(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
+        above_here = _nothing(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR).to(tl.uint32)
+        for first_row in range(top, tl.minimum(top + tile_rows * STEPS, row_count), tile_rows):
+            seen += tl.minimum(row_count - first_row, tile_rows) * tl.minimum(column_count - left, tile_columns)
+            row = first_row + row_in_tile
+            mask = (row < row_count) & (column < column_count)
+            offset = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
+            # Elements beyond the end are loaded as not finite, so whatever excludes inf and NaN excludes them too.
+            x = decode(tl.load(values + offset, mask=mask, other=NOT_FINITE), FORMAT)
+            count, nonzero, sum_, squares, magnitudes, above, high, low = tile_moments(
+                x, ROWS * VECTOR, SMALLEST_PLAIN, LARGEST_PLAIN
+            )
+            finite_count += count
+            nonzero_count += nonzero
+            total += sum_
+            square_sum += squares
+            abs_sum += magnitudes
+            maximum = tl.maximum(maximum, high)
+            negated_min = tl.maximum(negated_min, low)
+            above_zero = tl.maximum(above_zero, above)
+            if EXPONENTS >= 0:
+                exponents += exponent_counts(x, elements)
+
+            if CODES != "":
+                if CODES == "e2m1":
+                    if TURNED:
+                        code_at = (row // 2).to(tl.int64) * code_row_stride + column.to(tl.int64) * code_column_stride
+                        code = tl.load(codes + code_at, mask=mask, other=0).to(tl.int32) >> (row % 2 * 4)
+                    else:
+                        byte = (left + first_column) // 2 + tl.arange(0, VECTOR // 2)[None, None, :]
+                        code_at = row.to(tl.int64) * code_row_stride + byte.to(tl.int64) * code_column_stride
+                        pair = tl.load(codes + code_at, mask=(row < row_count) & (byte * 2 < column_count), other=0)
+                        code = tl.reshape(tl.join(pair & 0xF, pair >> 4), [ROWS, THREADS, VECTOR])
+                    y = _decode_e2m1(code) * factor
+                else:
+                    code_at = row.to(tl.int64) * code_row_stride + column.to(tl.int64) * code_column_stride
+                    y = decode(tl.load(codes + code_at, mask=mask, other=0), CODES) * factor
+                underflows, overflows, squared_error = comparison(x, y, largest)
+                underflow_count += thread_sum(underflows)
+                overflow_count += thread_sum(overflows)
+                error_square_sum += squared_error
+                if LOSSES:
+                    finite_here += _in_thread(is_finite(x).to(tl.int32), False, HEIGHT, WIDTH)
+                    underflows_here += _in_thread(underflows, False, HEIGHT, WIDTH)
+                    overflows_here += _in_thread(overflows, False, HEIGHT, WIDTH)
+
+            if LOSSES or LIMITS:
+                inside = tl.maximum(inside, _in_thread(mask.to(tl.int32), True, HEIGHT, WIDTH))
+            if OF_SCALES or LIMITS or RANGES:
+                magnitude = tl.where(is_finite(x), x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+                largest_here = tl.maximum(largest_here, _in_thread(magnitude, True, HEIGHT, WIDTH))
+                if RANGES:
+                    above_here = tl.maximum(above_here, _in_thread(from_above(magnitude), True, HEIGHT, WIDTH))
+
+        if LOSSES or LIMITS:
+            is_block = _in_block(inside, True, HEIGHT, WIDTH, LANE_ROWS, GROUP) > 0
+            block_count += is_block.to(tl.int32)
+        if LOSSES:
+            compared = _in_block(finite_here, False, HEIGHT, WIDTH, LANE_ROWS, GROUP)
+            lost = _in_block(underflows_here, False, HEIGHT, WIDTH, LANE_ROWS, GROUP)
+            beyond = _in_block(overflows_here, False, HEIGHT, WIDTH, LANE_ROWS, GROUP)
+            underflow_blocks += (lost > 0).to(tl.int32)
+            overflow_blocks += (beyond > 0).to(tl.int32)
+            # The larger of two shares, without a division: neither product is above 2^28.
+            is_worse = lost * worst_of > worst * compared
+            worst, worst_of = tl.where(is_worse, lost, worst), tl.where(is_worse, compared, worst_of)
+        if OF_SCALES or LIMITS or RANGES:
+            upper = _in_block(largest_here, True, HEIGHT, WIDTH, LANE_ROWS, GROUP)
+            occupied = upper > 0
+        if LIMITS:
+            in_memory = _of_block(stored, has_scale, HEIGHT, WIDTH, LANE_ROWS, GROUP)
+            is_flushed = occupied & (in_memory <= LOW)
+            # Not "above the upper limit": a scale that is nan counts too.
+            is_saturated = is_flushed | (occupied & ((in_memory < HIGH) == 0))
+            zero_count += (is_block & (occupied == 0)).to(tl.int32)
+            flushed_count += is_flushed.to(tl.int32)
+            saturated_count += is_saturated.to(tl.int32)
+        if OF_SCALES:
+            scale = _of_block(factor, has_scale, HEIGHT, WIDTH, LANE_ROWS, GROUP)
+            counted = occupied & (scale > 0.0) & (scale < float("inf"))
+            wide = tl.where(counted, scale, 0.0).to(tl.float64)
+            scale_count += counted.to(tl.int32)
+            scale_sum += wide
+            scale_square_sum += wide * wide
+            scale_max = tl.maximum(scale_max, tl.where(counted, scale, float("-inf")))
+            negated_scale_min = tl.maximum(negated_scale_min, tl.where(counted, -scale, float("-inf")))
+            if SCALE_BINS >= 0:
+                scale_places += tl.histogram(tl.where(counted, _scale_bin(scale), 2047), 2048)
+        if RANGES:
+            above = _in_block(above_here, True, HEIGHT, WIDTH, LANE_ROWS, GROUP)
+            span = _log2_of_ratio(upper, -above.to(tl.int32))
+            range_count += occupied.to(tl.int32)
+            range_sum += tl.where(occupied, span, 0.0)
+            range_max = tl.maximum(range_max, tl.where(occupied, span, float("-inf")))
+            negated_range_min = tl.maximum(negated_range_min, tl.where(occupied, -span, float("-inf")))
+            if RANGE_BINS >= 0:
+                place = tl.minimum((span * 8.0).to(tl.int32), 512)
+                range_places += tl.histogram(tl.where(occupied, place, 1023), 1024)
+
+    # The order is that of _COLUMNS and _EXTREMES. What is not wanted is not there, and nobody reads it.
+    sums = partials + program.to(tl.int64) * (COLUMNS + EXTREMES)
+    maxima = sums + COLUMNS
+    finite_total = total_of(finite_count)
+    square_total = total_of(square_sum)
+    if MOMENTS:
+        store_moments(sums, finite_total, seen, nonzero_count, total, square_total, abs_sum)
+        store_extremes(maxima, maximum, negated_min, above_zero)
+    if CODES != "":
+        store_comparison(sums + 6, finite_total, underflow_count, overflow_count, error_square_sum, square_total)
+    if OF_SCALES:
+        tl.store(sums + 11, total_of(scale_count))
+        tl.store(sums + 12, total_of(scale_sum))
+        tl.store(sums + 13, total_of(scale_square_sum))
+        tl.store(maxima + 3, tl.max(scale_max, 0).to(tl.float64))
+        tl.store(maxima + 4, tl.max(negated_scale_min, 0).to(tl.float64))
+    if LIMITS:
+        tl.store(sums + 14, total_of(block_count))
+        tl.store(sums + 15, total_of(saturated_count))
+        tl.store(sums + 16, total_of(flushed_count))
+        tl.store(sums + 17, total_of(zero_count))
+    if LOSSES:
+        tl.store(sums + 18, total_of(block_count))
+        tl.store(sums + 19, total_of(underflow_blocks))
+        tl.store(sums + 20, total_of(overflow_blocks))
+        tl.store(maxima + 5, tl.max(worst.to(tl.float64) / worst_of.to(tl.float64), 0))
+    if RANGES:
+        tl.store(sums + 21, total_of(range_count))
+        tl.store(sums + 22, total_of(range_sum))
+        tl.store(maxima + 6, tl.max(range_max, 0))
+        tl.store(maxima + 7, tl.max(negated_range_min, 0))
+    if EXPONENTS >= 0:
+        _add_counts(counts + EXPONENTS, exponents, 256, 255)
+    if SCALE_BINS >= 0:
+        _add_counts(counts + SCALE_BINS, scale_places, 2048, 2040)
+    if RANGE_BINS >= 0:
+        _add_counts(counts + RANGE_BINS, range_places, 1024, 513)
+
+
+@_jit_of_places
+def _merge(
+    partials: tl.tensor,
+    counts: tl.tensor,
+    sums: tl.tensor,
+    maxima: tl.tensor,
+    programs: tl.tensor,
+    moments_at: tl.tensor,
+    maxima_at: tl.tensor,
+    compared_at: tl.tensor,
+    scales_at: tl.tensor,
+    scale_maxima_at: tl.tensor,
+    exponents_at: tl.tensor,
+    limits_at: tl.tensor,
+    losses_at: tl.tensor,
+    ranges_at: tl.tensor,
+    scale_bins_at: tl.tensor,
+    range_bins_at: tl.tensor,
+    loss_maxima_at: tl.tensor,
+    range_maxima_at: tl.tensor,
+    binned_scale_maxima_at: tl.tensor,
+    binned_range_maxima_at: tl.tensor,
+    EXPONENT_BINS: tl.constexpr,  # how many there are; 0 if they are not counted
+    SCALE_BINS: tl.constexpr,
+    RANGE_BINS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EXTREMES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BINS: tl.constexpr,
+) -> None:
+    """Merge the rows of ``partials``; all programs but the first merge ``BINS`` of the counts."""
+    part = tl.program_id(0)
+    if part == 0:
+        column = tl.arange(0, WIDTH)
+        total, largest = merged_rows(partials, 0, programs, column, COLUMNS, EXTREMES, ROWS)
+        _add_to(sums, moments_at, total, column, 0, 6)
+        _add_to(sums, compared_at, total, column, 6, 5)
+        _add_to(sums, scales_at, total, column, 11, 3)
+        _add_to(sums, limits_at, total, column, 14, 4)
+        _add_to(sums, losses_at, total, column, 18, 3)
+        _add_to(sums, ranges_at, total, column, 21, 2)
+        _raise_to(maxima, maxima_at, largest, column, COLUMNS, 3)
+        _raise_to(maxima, scale_maxima_at, largest, column, COLUMNS + 3, 2)
+        _raise_to(maxima, binned_scale_maxima_at, largest, column, COLUMNS + 3, 2)
+        _raise_to(maxima, loss_maxima_at, largest, column, COLUMNS + 5, 1)
+        _raise_to(maxima, range_maxima_at, largest, column, COLUMNS + 6, 2)
+        _raise_to(maxima, binned_range_maxima_at, largest, column, COLUMNS + 6, 2)
+    else:
+        every: tl.constexpr = EXPONENT_BINS + SCALE_BINS + RANGE_BINS
+        if every > 0:
+            at = (part - 1) * BINS + tl.arange(0, BINS)
+            found = tl.load(counts + at, mask=at < every, other=0.0)
+            _add_to(sums, exponents_at, found, at, 0, EXPONENT_BINS)
+            _add_to(sums, scale_bins_at, found, at, EXPONENT_BINS, SCALE_BINS)
+            _add_to(sums, range_bins_at, found, at, EXPONENT_BINS + SCALE_BINS, RANGE_BINS)
+
+
+@jit
+def _add_to(
+    sums: tl.tensor, place: tl.tensor, found: tl.tensor, column: tl.tensor, BEGIN: tl.constexpr, NUMBER: tl.constexpr
+) -> None:
+    """Add the columns from ``BEGIN`` on to those at a place, unless it is -1."""
+    base = tl.where(column >= 0, place, 0)
+    kept = sums + base + column - BEGIN
+    is_kept = (column >= BEGIN) & (column < BEGIN + NUMBER) & (base >= 0)
+    tl.store(kept, tl.load(kept, mask=is_kept, other=0.0) + found, mask=is_kept)
+
+
+@jit
+def _raise_to(
+    maxima: tl.tensor, place: tl.tensor, found: tl.tensor, column: tl.tensor, BEGIN: tl.constexpr, NUMBER: tl.constexpr
+) -> None:
+    """As :func:`_add_to`, the larger of both."""
+    base = tl.where(column >= 0, place, 0)
+    kept = maxima + base + column - BEGIN
+    is_kept = (column >= BEGIN) & (column < BEGIN + NUMBER) & (base >= 0)
+    tl.store(kept, tl.maximum(tl.load(kept, mask=is_kept, other=0.0), found), mask=is_kept)
+
+
+@jit
+def _add_counts(counts: tl.tensor, found: tl.tensor, NUMBER: tl.constexpr, KEPT: tl.constexpr) -> None:
+    place = tl.arange(0, NUMBER)
+    tl.atomic_add(counts + place, found.to(tl.float64), mask=(place < KEPT) & (found > 0), sem="relaxed")
+
+
+@jit
+def _swizzled(row: tl.tensor, column: tl.tensor, tile_stride: tl.tensor) -> tl.tensor:
+    """Where a scale lies in the order that a GEMM reads, as :mod:`te_precision_callbacks.numerics.layouts` has it."""
+    at = (row // 128).to(tl.int64) * tile_stride + (column // 4) * 512
+    return at + ((row % 32) * 16 + row % 128 // 32 * 4 + column % 4)
+
+
+@jit
+def _decode_scale(loaded: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
+    """The float32 of a stored scale, exactly."""
+    if FORMAT == "e8m0":
+        code = loaded.to(tl.int32)
+        bits = tl.where(code == 0, 0x400000, tl.where(code == 255, 0x7FC00000, code << 23))
+        scale = bits.to(tl.float32, bitcast=True)
+    else:
+        scale = decode(loaded, FORMAT)
+    return scale
+
+
+@jit
+def _decode_e2m1(code: tl.tensor) -> tl.tensor:
+    """The float32 of an FP4 code, exactly: its bits are those of a float32 that has 2^-126 of the value."""
+    bits = code.to(tl.int32)
+    small = (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True)
+    return small * 8.507059173023462e37
+
+
+@jit
+def _scale_bin(scale: tl.tensor) -> tl.tensor:
+    """The bin of a positive float32: eighths of the power of two above 2^-127; smaller numbers are in the first."""
+    bits = scale.to(tl.int32, bitcast=True)
+    is_normal = bits >= 0x800000
+    exponent = tl.where(is_normal, bits >> 23, 0)
+    mantissa = tl.where(is_normal, bits, bits << 1) & 0x7FFFFF
+    # From 2^(k / 8) on, for k from 1 to 7.
+    place = exponent * 8
+    place += (mantissa >= 0x0B95C2).to(tl.int32) + (mantissa >= 0x1837F1).to(tl.int32)
+    place += (mantissa >= 0x25FED7).to(tl.int32) + (mantissa >= 0x3504F4).to(tl.int32)
+    place += (mantissa >= 0x45672B).to(tl.int32) + (mantissa >= 0x5744FD).to(tl.int32)
+    place += (mantissa >= 0x6AC0C7).to(tl.int32)
+    return tl.where(bits < 0x400000, 0, place)
+
+
+@jit
+def _log2_of_ratio(largest: tl.tensor, smallest: tl.tensor) -> tl.tensor:
+    """log2 of the ratio of two magnitudes, of which there are the bits: float64, exact for powers of two."""
+    there = smallest > 0
+    upper = tl.where(there, largest, 1).to(tl.float32, bitcast=True).to(tl.float64)
+    lower = tl.where(there, smallest, 1).to(tl.float32, bitcast=True).to(tl.float64)
+    bits = (upper / lower).to(tl.int64, bitcast=True)
+    mantissa = ((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True)
+    return tl.log2(mantissa) + ((bits >> 52) - 1023).to(tl.float64)
+
+
+@jit
+def _nothing(
+    NUMBER: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+) -> tl.tensor:
+    """A number for each block of each thread, as :func:`_in_thread` gives them."""
+    if HEIGHT == 1:
+        found = tl.full([ROWS, THREADS], NUMBER, tl.int32)
+    elif WIDTH == 1:
+        found = tl.full([THREADS, VECTOR], NUMBER, tl.int32)
+    else:
+        found = tl.full([THREADS], NUMBER, tl.int32)
+    return found
+
+
+@jit
+def _reduced(tile: tl.tensor, AXIS: tl.constexpr, IS_MAX: tl.constexpr) -> tl.tensor:
+    return tl.max(tile, AXIS) if IS_MAX else tl.sum(tile, AXIS)
+
+
+@jit
+def _in_thread(tile: tl.tensor, IS_MAX: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+    """The sum or the maximum of the elements that each thread has of a block."""
+    if HEIGHT == 1:
+        found = _reduced(tile, 2, IS_MAX)
+    elif WIDTH == 1:
+        found = _reduced(tile, 0, IS_MAX)
+    else:
+        found = _reduced(_reduced(tile, 2, IS_MAX), 0, IS_MAX)
+    return found
+
+
+@jit
+def _in_block(
+    found: tl.tensor,
+    IS_MAX: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LANE_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> tl.tensor:
+    """The sum or the maximum of what threads have of each block: [blocks]."""
+    if HEIGHT == 1:
+        rows: tl.constexpr = found.shape[0]
+        groups: tl.constexpr = found.shape[1] // GROUP
+        blocks = tl.reshape(_reduced(tl.reshape(found, [rows, groups, GROUP]), 2, IS_MAX), [rows * groups])
+    elif WIDTH == 1:
+        vector: tl.constexpr = found.shape[1]
+        lanes: tl.constexpr = found.shape[0] // LANE_ROWS
+        apart = _reduced(tl.reshape(found, [LANE_ROWS, lanes, vector]), 0, IS_MAX)
+        blocks = tl.reshape(apart, [lanes * vector])
+    else:
+        across: tl.constexpr = found.shape[0] // (LANE_ROWS * GROUP)
+        apart = _reduced(tl.reshape(found, [LANE_ROWS, across, GROUP]), 2, IS_MAX)
+        blocks = _reduced(apart, 0, IS_MAX)
+    return blocks
+
+
+@jit
+def _of_block(
+    scale: tl.tensor,
+    there: tl.tensor,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LANE_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> tl.tensor:
+    """The float32 number of each block from that of its elements: [blocks]. By its bits, so that a nan stays."""
+    bits = tl.where(there, scale.to(tl.int32, bitcast=True), -0x80000000)
+    found = _in_thread(bits, True, HEIGHT, WIDTH)
+    return _in_block(found, True, HEIGHT, WIDTH, LANE_ROWS, GROUP).to(tl.float32, bitcast=True)

@@ -1,0 +1,284 @@
+"""What the Triton kernels share: formats, the moments of a tile, its comparison with quantized values, and results.
+
+Counts and extremes are exact. Sums are taken in float32 over the elements that one thread has of a tile, and in float64
+from there on: a GPU does float64 at half (H100) to a 64th (consumer GPUs) of its float32 rate. A thread subtracts the
+mean of its elements before it squares, so that a variance that is a millionth of the mean's square keeps its digits.
+With u = 2^-24, one rounding of float32, k additions at most on the way of an element into a sum of float32 (10; 16 for
+values in FP8), and what float64 rounds left out, the sums are at most this wrong (N. J. Higham, Accuracy and Stability
+of Numerical Algorithms, 2002, section 4.2):
+
+- ``abs_sum``: k u of itself.
+- ``sum``: (k + 1) u times the sum of the distances from the threads' means, which is below 2 ``abs_sum``.
+- the squared distances from the threads' means: (k + 3) u of themselves. ``square_sum``, which is made of these, of the
+  means, and of the products of means and distances: (2 k + 4) u of itself.
+- the variance: the same share of itself, as its error comes from the same two sums; the standard deviation: (k + 2) u,
+  which is 7e-7 for k = 10.
+- ``error_square_sum``: (k + 3) u of itself.
+
+A tile whose squares might leave float32's range, or that has inf or NaN, is measured by :func:`_careful_moments`, which
+scales by a power of two for each thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+# dtype -> name in the kernel, integers of the same size to load in its place, and a value that is not finite. Only
+# float32 and float16 are loaded as such: the kernel decodes the others by their bits, which is exact on every GPU.
+FORMATS: dict[torch.dtype, tuple[str, torch.dtype | None, float | int]] = {
+    torch.float32: ("float32", None, math.inf),
+    torch.float16: ("float16", None, math.inf),
+    torch.bfloat16: ("bfloat16", torch.int16, 0x7FC0),
+    torch.float8_e4m3fn: ("e4m3", torch.uint8, 0x7F),
+    torch.float8_e5m2: ("e5m2", torch.uint8, 0x7F),
+}
+CODE_FORMATS = {False: ("e4m3", 448.0), True: ("e5m2", 57344.0)}  # e5m2? -> name in the kernel, largest number
+
+# Between these magnitudes the largest of a tile must lie for a plain measurement. Above, the sum of 32 squares of twice
+# its size might overflow; below, squared distances that float32 has no exponents for, under 2^-126, might matter: a
+# number has digits down to 2^-24 of itself.
+PLAIN = (2.0**-36, 2.0**60)
+
+THREADS = 128
+BYTES_PER_LOAD = 16
+_PROGRAMS_PER_PROCESSOR = 4
+PROGRAMS_OF_INTERPRETER = 4
+
+# triton has no types: this keeps the module typed.
+jit: Callable[[Callable[..., Any]], Any] = triton.jit
+
+
+def program_count(device: torch.device) -> int:
+    """The most programs of a launch."""
+    if device.type != "cuda":
+        return PROGRAMS_OF_INTERPRETER
+    processors: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return processors * _PROGRAMS_PER_PROCESSOR
+
+
+@jit
+def tile_moments(
+    x: tl.tensor, PER_THREAD: tl.constexpr, SMALLEST_PLAIN: tl.constexpr, LARGEST_PLAIN: tl.constexpr
+) -> tuple[tl.tensor, ...]:
+    """Moments of a tile of [rows, threads, elements], for each thread, as :func:`_careful_moments` has them.
+
+    Elements that are not there must be inf or NaN.
+    """
+    float_sum = thread_sum(x)
+    highest, negated_lowest = thread_max(x), thread_max(-x)
+    here = tl.where(is_finite(float_sum), tl.maximum(highest, negated_lowest), float("inf"))
+    top = tl.max(here, 0)
+    is_plain = (top == 0.0) | ((top >= SMALLEST_PLAIN) & (top <= LARGEST_PLAIN))
+    if is_plain:
+        high, low = highest, negated_lowest
+        count, nonzero, sum_, squares, magnitudes, above = _plain_moments(x, float_sum, PER_THREAD)
+    else:
+        count, nonzero, sum_, squares, magnitudes, above, high, low = _careful_moments(x)
+    return count, nonzero, sum_, squares, magnitudes, above, high, low
+
+
+@jit
+def comparison(x: tl.tensor, y: tl.tensor, largest: tl.tensor) -> tuple[tl.tensor, ...]:
+    """Which elements underflow and which overflow, as 0 and 1; and the sum of squared errors of each thread.
+
+    Args:
+        x: a tile of [rows, threads, elements].
+        y: the quantized values.
+        largest: the magnitude above which an element overflows.
+    """
+    finite = is_finite(x)
+    kept = tl.where(finite, x, 0.0)
+    underflows = ((kept != 0.0) & (y == 0.0)).to(tl.int32)
+    overflows = (tl.abs(kept) > largest).to(tl.int32)
+    error = tl.where(finite, x - y, 0.0)
+    down, up = _powers(thread_max(tl.abs(error)))
+    error *= down[None, :, None]
+    return underflows, overflows, thread_sum(error * error) * (up * up)
+
+
+@jit
+def exponent_counts(x: tl.tensor, ELEMENTS: tl.constexpr) -> tl.tensor:
+    """How many elements of a tile have each exponent, [256]; the last bin has zeros and what is not finite."""
+    # A mask of tl.histogram is younger than Triton 3.2; no finite number has the exponent 255.
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    exponent = tl.where(magnitude == 0, 255, magnitude >> 23)
+    return tl.histogram(tl.reshape(exponent, [ELEMENTS]), 256)
+
+
+@jit
+def store_moments(
+    at: tl.tensor,
+    finite: tl.tensor,
+    seen: tl.tensor,
+    nonzero_count: tl.tensor,
+    total: tl.tensor,
+    square_total: tl.tensor,
+    abs_sum: tl.tensor,
+) -> None:
+    """Store MOMENT_SUMS: those of all threads; of them ``finite`` and ``square_total`` are sums already."""
+    tl.store(at + 0, finite)
+    tl.store(at + 1, seen.to(tl.float64) - finite)
+    tl.store(at + 2, finite - total_of(nonzero_count))
+    tl.store(at + 3, total_of(total))
+    tl.store(at + 4, square_total)
+    tl.store(at + 5, total_of(abs_sum))
+
+
+@jit
+def store_comparison(
+    at: tl.tensor,
+    finite: tl.tensor,
+    underflow_count: tl.tensor,
+    overflow_count: tl.tensor,
+    error_square_sum: tl.tensor,
+    square_total: tl.tensor,
+) -> None:
+    """Store COMPARISON_SUMS, as :func:`store_moments`."""
+    tl.store(at + 0, finite)
+    tl.store(at + 1, total_of(underflow_count))
+    tl.store(at + 2, total_of(overflow_count))
+    tl.store(at + 3, total_of(error_square_sum))
+    tl.store(at + 4, square_total)
+
+
+@jit
+def store_extremes(at: tl.tensor, maximum: tl.tensor, negated_min: tl.tensor, above_zero: tl.tensor) -> None:
+    """Store MAXIMA; the last argument is the smallest magnitude :func:`from_above`."""
+    tl.store(at + 0, tl.max(maximum, 0).to(tl.float64))
+    tl.store(at + 1, tl.max(negated_min, 0).to(tl.float64))
+    smallest = (-tl.max(above_zero, 0).to(tl.int32)).to(tl.float32, bitcast=True)
+    tl.store(at + 2, tl.where(smallest == 0.0, float("-inf"), -smallest).to(tl.float64))
+
+
+@jit
+def merged_rows(
+    partials: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    column: tl.tensor,
+    COLUMNS: tl.constexpr,
+    EXTREMES: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The sum and the maximum of some columns over the rows ``first`` to ``end`` of programs' results."""
+    is_sum = column < COLUMNS
+    is_maximum = (column >= COLUMNS) & (column < COLUMNS + EXTREMES)
+    total = tl.full([column.shape[0]], 0, tl.float64)
+    largest = tl.full([column.shape[0]], float("-inf"), tl.float64)
+    for above in range(first, end, ROWS):
+        row = above + tl.arange(0, ROWS)
+        at = partials + row[:, None].to(tl.int64) * (COLUMNS + EXTREMES) + column[None, :]
+        is_row = row[:, None] < end
+        total += tl.sum(tl.load(at, mask=is_row & is_sum[None, :], other=0.0), 0)
+        largest = tl.maximum(largest, tl.max(tl.load(at, mask=is_row & is_maximum[None, :], other=float("-inf")), 0))
+    return total, largest
+
+
+@jit
+def decode(loaded: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
+    """The float32 of what was loaded, exactly."""
+    if FORMAT == "bfloat16":
+        x = (loaded.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif FORMAT == "e5m2":
+        # The upper byte of a float16.
+        x = (loaded.to(tl.int32) << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif FORMAT == "e4m3":
+        # The bits of a float32 that has 2^-120 of the value: its exponent has a bias of 127, not 7. 2^120 is exact.
+        bits = ((loaded.to(tl.int32) << 24) >> 4) & -0x78100000
+        small = bits.to(tl.float32, bitcast=True)
+        x = tl.where((bits & 0x07F00000) == 0x07F00000, float("nan"), small * 1.329227995784916e36)
+    else:
+        x = loaded.to(tl.float32)
+    return x
+
+
+@jit
+def _plain_moments(x: tl.tensor, float_sum: tl.tensor, PER_THREAD: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """Moments but extremes of a tile without inf and NaN, whose squares float32 can hold: see
+    :func:`_careful_moments`."""
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    mean = float_sum / PER_THREAD
+    deviation = x - mean[None, :, None]
+    deviation_sum = thread_sum(deviation).to(tl.float64)
+    wide_mean = mean.to(tl.float64)
+    sum_here = PER_THREAD * wide_mean + deviation_sum
+    return (
+        tl.full([x.shape[1]], PER_THREAD, tl.int32),
+        thread_sum(tl.minimum(magnitude, 1)),
+        sum_here,
+        (sum_here + deviation_sum) * wide_mean + thread_sum(deviation * deviation),
+        thread_sum(tl.abs(x)).to(tl.float64),
+        thread_max(from_above(magnitude)),
+    )
+
+
+@jit
+def _careful_moments(x: tl.tensor) -> tuple[tl.tensor, ...]:
+    """Moments of any tile, for each thread: the counts of finite elements and of those other than 0, the sum, the sum
+    of squares, that of magnitudes, the smallest magnitude :func:`from_above`; the maximum, and the negated minimum."""
+    finite = is_finite(x)
+    magnitude = tl.where(finite, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    count = thread_sum(finite.to(tl.int32))
+    maximum = thread_max(tl.where(finite, x, float("-inf")))
+    negated_min = thread_max(tl.where(finite, -x, float("-inf")))
+    down, up = _powers(tl.maximum(maximum, negated_min))
+    scaled = tl.where(finite, x, 0.0) * down[None, :, None]
+    mean = thread_sum(scaled) / tl.maximum(count, 1).to(tl.float32)
+    deviation = tl.where(finite, scaled - mean[None, :, None], 0.0)
+    deviation_sum = thread_sum(deviation).to(tl.float64)
+    wide_mean = mean.to(tl.float64)
+    sum_here = count * wide_mean + deviation_sum
+    return (
+        count,
+        thread_sum(tl.minimum(magnitude, 1)),
+        sum_here * up,
+        ((sum_here + deviation_sum) * wide_mean + thread_sum(deviation * deviation)) * (up * up),
+        thread_sum(tl.abs(scaled)) * up,
+        thread_max(from_above(magnitude)),
+        maximum,
+        negated_min,
+    )
+
+
+@jit
+def from_above(magnitude: tl.tensor) -> tl.tensor:
+    """2^32 minus the bits of a magnitude, the larger the smaller it is; 0 for 0."""
+    return (-magnitude).to(tl.uint32, bitcast=True)
+
+
+@jit
+def is_finite(x: tl.tensor) -> tl.tensor:
+    return (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
+
+
+@jit
+def _powers(largest: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """A power of two that brings this magnitude to between 1 and 4, in float32, and its inverse, in float64.
+
+    A subnormal magnitude is brought to 2^-22 or more. One that is not finite, or is below 0, gets some power.
+    """
+    exponent = tl.minimum(tl.maximum(254 - (largest.to(tl.int32, bitcast=True) >> 23), 1), 254)
+    down = (exponent << 23).to(tl.float32, bitcast=True)
+    up = ((1150 - exponent).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+    return down, up
+
+
+@jit
+def thread_sum(tile: tl.tensor) -> tl.tensor:
+    return tl.sum(tl.sum(tile, 2), 0)
+
+
+@jit
+def thread_max(tile: tl.tensor) -> tl.tensor:
+    return tl.max(tl.max(tile, 2), 0)
+
+
+@jit
+def total_of(column: tl.tensor) -> tl.tensor:
+    return tl.sum(column.to(tl.float64), 0)
