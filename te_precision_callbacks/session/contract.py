@@ -21,6 +21,7 @@ from te_precision_callbacks.records.coverage import (
 )
 from te_precision_callbacks.records.state import StateRow
 from te_precision_callbacks.session.parallel import Ranks
+from te_precision_callbacks.session.shared_products import shared_products, shared_state
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class PrecisionContractError(PrecisionDebugError, RuntimeError):
 
     Args:
         message: the full message.
-        coverage: the products that were judged, of all ranks.
+        coverage: the products that were judged, of all ranks, each with the multiply-adds of all.
     """
 
     def __init__(self, message: str, coverage: Coverage = NOTHING) -> None:
@@ -121,7 +122,8 @@ class ContractKeeper:
             self._judged, own = changes, coverage_at(iteration)
         else:
             self._judged, own = self._changes, coverage_at(judges)
-        coverage = Coverage(ranks.pool(own, "coverage"), state=tuple(ranks.pool(own.state, "types")))
+        products = (shared.product for shared in shared_products(own, ranks, "products to judge"))
+        coverage = Coverage(products, state=shared_state(own.state, ranks, "types to judge"))
         if ranks.several and not ranks.are_together:
             return None
         self._say_left_out(coverage, ranks)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch.distributed
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -231,6 +232,23 @@ class Ranks:
         except RanksLostError as error:
             self._lost(f"exchanging {kind}", error)
             return own
+
+    def add(self, numbers: Sequence[float], kind: str) -> list[float]:
+        """The sums of numbers over all ranks; as they are where this rank is alone.
+
+        Args:
+            numbers: this rank's, as many as on the others.
+            kind: what they are, equal on all ranks.
+        """
+        if self.messages is None or not self.messages.is_open:
+            return list(numbers)
+        found = np.array(numbers, np.float64)
+        try:
+            self.messages.merge(kind, f"to add them up: {kind}", found, len(numbers))
+        except RanksLostError as error:
+            self._lost(f"exchanging {kind}", error)
+            return list(numbers)
+        return found.tolist()
 
     def any(self, kind: str, doing: str, *, own: bool) -> bool:
         """Whether something holds on any rank; on this one where it is alone."""

@@ -41,6 +41,7 @@ from te_precision_callbacks.session.parallel import OptimizerSteps, Ranks
 from te_precision_callbacks.session.reporting import tell_command, write_page
 from te_precision_callbacks.session.resume_audit import ResumeAudit, versions
 from te_precision_callbacks.session.shapes import explain_shape
+from te_precision_callbacks.session.shared_products import shared_products
 from te_precision_callbacks.session.signals import Uninterrupted
 from te_precision_callbacks.session.sinks import Sinks
 from te_precision_callbacks.session.upstream import Inspector
@@ -305,8 +306,9 @@ class Run:
         findings = self._findings
         if self._pools_coverage:
             self._pools_coverage = False
-            found = self.ranks.pool(findings.coverage_at(ending.iteration), "coverage of the first step")
-            findings.coverage.put_of_ranks(found)
+            own = findings.coverage_at(ending.iteration)
+            found = shared_products(own, self.ranks, "products of the first step")
+            findings.coverage.put_of_ranks(shared.of_one for shared in found)
         if self._contract is not None:
             changes = findings.audit.changes + findings.coverage.changes
             with self._chronicle.judging(ending.iteration) as verdict:

@@ -29,6 +29,7 @@ from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
 from te_precision_callbacks.fingerprints import pooling
 from te_precision_callbacks.ranks import tree
+from te_precision_callbacks.records.coverage import Coverage
 from te_precision_callbacks.session import InspectSession, PrecisionContractError
 from te_precision_callbacks.session.upstream import Snapshot
 from tests.conftest import feature, statistics
@@ -48,6 +49,7 @@ def main(rank: int, folder: Path) -> None:
     scopes(rank, folder)
     contract(rank, folder / "contract")
     coverage(rank, folder / "coverage")
+    uneven(rank, folder / "uneven")
     sharded(rank, folder / "sharded")
     reduced(rank, folder / "reduced")
     fingerprints(rank, folder / "fingerprints")
@@ -76,6 +78,23 @@ def coverage(rank: int, folder: Path) -> None:
         products = session.coverage()
     macs = {f"{product.layer} {product.gemm} {product.precision}": product.macs for product in products if product.macs}
     (folder / f"{rank}.txt").write_text(repr((dict(sorted(macs.items())), products.share("fp8"))))
+
+
+def uneven(rank: int, folder: Path) -> None:
+    """Batches of other sizes on each rank, judged by a contract that does not hold."""
+    net = torch.nn.Sequential(te.Linear(32, 32), torch.nn.Linear(32, 32))
+    found = Coverage()
+    try:
+        with InspectSession(statistics(), model=net, log_dir=folder, require="fp8 >= 99%") as session:
+            for _ in range(4):
+                with te.autocast(recipe=Float8CurrentScaling()):
+                    net(torch.ones(16 + 32 * rank, 32)).sum().backward()
+                session.step()
+    except PrecisionContractError as error:
+        found = error.coverage
+    products = {f"{one.layer} {one.gemm} {one.precision}": one.macs for one in found if one.macs}
+    parameters = sum(row.tensors for row in found.state if row.subject == "parameter")
+    (folder / f"{rank}.txt").write_text(repr((products, len(found), found.share("fp8"), parameters)))
 
 
 def sharded(rank: int, folder: Path) -> None:

@@ -127,6 +127,18 @@ def test_the_coverage_of_all_ranks(two: Path) -> None:
         assert share == pytest.approx(1 / 3)
 
 
+def test_products_of_batches_of_other_sizes_are_added_up(two: Path) -> None:
+    for rank in range(2):
+        products, count, share, parameters = ast.literal_eval((two / "uneven" / f"{rank}.txt").read_text())
+        one = (16 + 48) * 32 * 32
+        low = {f"0 {gemm} fp8": one for gemm in ("fprop", "wgrad")}
+        assert products == {**low, **{f"1 {gemm} fp32": one for gemm in GEMMS}}
+        assert count >= len(products), "each product once, although its size differs"
+        assert count <= len(products) + 1, "and dgrad of the first layer, which is not run"
+        assert share == pytest.approx(2 / 5)
+        assert parameters == 2 * 4
+
+
 @pytest.mark.parametrize(("how", "width"), [("tensor parallel", 64), ("fully_shard", 128)])
 def test_what_a_rank_multiplies_of_split_layers(two: Path, how: str, width: int) -> None:
     """Its shard under tensor parallelism, the whole weight under fully_shard; each product once."""
