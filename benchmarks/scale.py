@@ -334,7 +334,8 @@ def main(given: list[str] | None = None) -> None:
     found = [{**case, "machine": described} for case in cases(options.ranks, options.stages, options.blocks)]
     notes = (
         f"{options.stages} stages of {2 * options.blocks} layers. _0: of rank 0; else of the rank that has most among"
-        " the others. sent: messages; at a checkpoint, requests to the store. kib: their bytes; memory_kib: of the largest."
+        " the others. sent: messages; at a checkpoint, requests to the store. kib: their bytes; memory_kib: of the"
+        " largest."
     )
     report(found, COLUMNS, notes, as_json=options.json)
 
