@@ -190,7 +190,7 @@ class _Texts:
 
 def counts_on_sockets(sent: Sequence[Message], size: int, stages: int) -> list[Count]:
     """As :func:`counts`, without memory: threads exchange the messages over real sockets."""
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
     found = [Count() for _ in range(size)]
     trees: dict[int, int] = {}
     failures: list[BaseException] = []
@@ -237,7 +237,7 @@ class _CountingStore:
     """A store that counts what each rank asks of it, and the bytes that it sends."""
 
     def __init__(self) -> None:
-        self.store = dist.HashStore()
+        self.store = dist.HashStore()  # type: ignore[attr-defined]
         self.count = Count()
 
     def __getattr__(self, name: str) -> Any:
@@ -281,12 +281,12 @@ def cases(sizes: Sequence[int], stages: int, blocks: int) -> Iterator[dict[str, 
     context = multiprocessing.get_context("spawn")
     answer = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=trace_of, args=(rank, folder, blocks, answer)) for rank in range(2)]
-        for rank in ranks:
-            rank.start()
+        processes = [context.Process(target=trace_of, args=(rank, folder, blocks, answer)) for rank in range(2)]
+        for process in processes:
+            process.start()
         sent, fingerprint = answer.get(timeout=300)
-        for rank in ranks:
-            rank.join()
+        for process in processes:
+            process.join()
     for phase in PHASES:
         progress(f"{phase}: {', '.join(message.kind for message in sent if message.phase == phase) or 'no message'}")
     checked = 96
@@ -309,7 +309,7 @@ def _row(found: Sequence[Count]) -> Mapping[str, float]:
     first, others = found[0], found[1:]
 
     def most(name: str) -> float:
-        return max(getattr(count, name) for count in others)
+        return float(max(getattr(count, name) for count in others))
 
     return {
         "sent_0": first.sent,

@@ -248,7 +248,7 @@ class Ranks:
         except RanksLostError as error:
             self._lost(f"exchanging {kind}", error)
             return list(numbers)
-        return found.tolist()
+        return [float(number) for number in found]
 
     def any(self, kind: str, doing: str, *, own: bool) -> bool:
         """Whether something holds on any rank; on this one where it is alone."""
