@@ -54,12 +54,14 @@ class Message:
 
     Attributes:
         phase: one of :data:`PHASES`.
+        step: how many steps had ended.
         kind: what it is.
         numbers: how many float64.
         entries: what is pooled; None where nothing is.
     """
 
     phase: str
+    step: int
     kind: str
     numbers: int
     entries: tuple[Any, ...] | None
@@ -90,12 +92,12 @@ def trace_of(rank: int, folder: str, blocks: int, answer: Any) -> None:
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=120)
     )
     found: list[Message] = []
-    phase = [PHASES[0]]
+    phase, steps = PHASES[0], 0
     exchange = messages.Messages._exchange
 
     def noting(self: Any, kind: str, why: str, numbers: Any, sums: int, text: bytes, merge: Any, *more: Any) -> bytes:
         entries = tuple(pickle.loads(text)) if text else None
-        found.append(Message(phase[0], kind, numbers.size, entries))
+        found.append(Message(phase, steps, kind, numbers.size, entries))
         return exchange(self, kind, why, numbers, sums, text, merge, *more)
 
     net = torch.nn.Sequential(*(te.LayerNormMLP(64, 64) for _ in range(blocks)))
@@ -120,28 +122,26 @@ def trace_of(rank: int, folder: str, blocks: int, answer: Any) -> None:
             config, model=net, log_dir=folder, require="fp8 >= 50%", debug=("activation_overflow",)
         ) as session,
     ):
-        for step in range(6):
-            phase[0] = "first step" if step == 0 else "due step" if step % _EVERY == 0 else "step with nothing due"
+        for step in range(8):
+            phase = "first step" if step == 0 else "due step" if step % _EVERY == 0 else "step with nothing due"
             with te.autocast(recipe=Float8CurrentScaling()):
                 net(torch.ones(16, 64)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             session.step()
-        phase[0] = "checkpoint"
+            steps += 1
+        phase = "checkpoint"
         fingerprint = session.state_dict(all_ranks=True)["fingerprints"][0]["fingerprint"]
-        phase[0] = "stop"
+        phase = "stop"
     if rank == 0:
         answer.put((one_step(found), fingerprint))
     dist.destroy_process_group()
 
 
 def one_step(found: Sequence[Message]) -> list[Message]:
-    """The messages, with those of one step where several were alike."""
-    kept = [message for message in found if message.phase not in ("step with nothing due", "due step")]
-    for phase, steps in (("step with nothing due", 3), ("due step", 2)):
-        of_phase = [message for message in found if message.phase == phase]
-        kept += of_phase[-(len(of_phase) // steps) :] if of_phase else []
-    return kept
+    """The messages, with those of the last step where several were alike."""
+    last = {message.phase: message.step for message in found}
+    return [message for message in found if message.step == last[message.phase]]
 
 
 # ---------------------------------------------------------------------- among many ranks
@@ -246,11 +246,17 @@ class _CountingStore:
         def counted(*given: Any) -> Any:
             self.count.sent += 1
             answer = method(*given)
-            self.count.bytes += sum(len(part) for part in given if isinstance(part, (str, bytes)))
-            self.count.bytes += len(answer) if isinstance(answer, bytes) else 0
+            self.count.bytes += _length((given, answer))
             return answer
 
         return counted
+
+
+def _length(value: Any) -> int:
+    """The bytes of all texts in a value."""
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    return sum(map(_length, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def counts_of_checkpoint(text: str, size: int, stages: int) -> list[Count]:

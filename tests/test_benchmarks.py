@@ -344,3 +344,15 @@ def test_gpu_check_without_a_gpu_says_so(in_process: Any, tmp_path: Path, capfd:
         in_process.main(["--parts", "kernel"])
     assert ended.value.code == 2
     assert "no such part: kernel. There are kernels, large" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_scale() -> None:
+    cases = cases_of("scale.py", "--ranks", "64", "--stages", "4", "--blocks", "1")
+    assert list(cases) == ["attach", "first step", "step with nothing due", "due step", "checkpoint", "stop"]
+    for case in cases.values():
+        assert case["ranks"] == 64
+    due = cases["due step"]
+    assert due["sent_0"] == 2 * 14, "a message of overflow detection and one of statistics, to seven children each digit"
+    assert due["sent_median"] == 2
+    assert cases["stop"]["sent_0"] == 0
