@@ -134,7 +134,7 @@ def trace_of(rank: int, folder: str, blocks: int, answer: Any) -> None:
         fingerprint = session.state_dict(all_ranks=True)["fingerprints"][0]["fingerprint"]
         phase = "stop"
     if rank == 0:
-        answer.put((one_step(found), fingerprint))
+        answer.put(([vars(message) for message in one_step(found)], fingerprint))
     dist.destroy_process_group()
 
 
@@ -290,7 +290,8 @@ def cases(sizes: Sequence[int], stages: int, blocks: int) -> Iterator[dict[str, 
         processes = [context.Process(target=trace_of, args=(rank, folder, blocks, answer)) for rank in range(2)]
         for process in processes:
             process.start()
-        sent, fingerprint = answer.get(timeout=300)
+        recorded, fingerprint = answer.get(timeout=300)  # plain values: this module may have another name there
+        sent = [Message(**message) for message in recorded]
         for process in processes:
             process.join()
     for phase in PHASES:

@@ -353,6 +353,6 @@ def test_scale() -> None:
     for case in cases.values():
         assert case["ranks"] == 64
     due = cases["due step"]
-    assert due["sent_0"] == 2 * 14, "a message of overflow detection and one of statistics, to seven children each digit"
+    assert due["sent_0"] == 2 * 14, "one of overflow detection and one of statistics; 14 children"
     assert due["sent_median"] == 2
     assert cases["stop"]["sent_0"] == 0
