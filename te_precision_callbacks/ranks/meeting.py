@@ -133,11 +133,11 @@ def refuse(store: Any, at: Place, why: str) -> None:
     until = time.monotonic() + _REFUSING
     if at.rank == 0:
         number = store.add("meetings", 1)
+        store.set(f"{number - 1}/verdict", why)  # where it had opened one
         store.set(f"{number}/verdict", why)
         store.set("open", json.dumps([number, "", PROTOCOL]))
         _until(lambda: _all_came(store, number, at), until, lambda: None)
         store.delete_key("open")
-        store.set(f"{number - 1}/verdict", why)  # where it had opened one
     elif _until(lambda: store.check(["open"]), until, lambda: None):
         number, _, _ = json.loads(store.get("open"))
         store.set(f"{number}/refused", why)

@@ -97,14 +97,14 @@ class Messages:
         Raises:
             RanksLostError: the ranks have not met. They are apart from then on.
         """
-        self.close()
-        self._return = None
-        prefix, has_met = f"te_precision_callbacks/{self._purpose}/{self._group_name}", False
+        has_met = False
         try:
+            self.close()
+            self._return = None
             if dist.get_backend(self.group) == "fake":
                 raise MeetingFailed("the process group is fake, so there are no others")
             wait = _patience(self.group)
-            keys, secret = meet(shared_store(prefix), self._at, wait, why)
+            keys, secret = meet(self._store(), self._at, wait, why)
             has_met = True
             self._connect(keys, secret, CONNECTING)
             self._wait, self._met = max(wait, EXCHANGING), (keys, secret)
@@ -112,9 +112,16 @@ class Messages:
             raise self._apart(f"The ranks have not met: {_reason(error)}") from error
         except Exception as error:  # it must not be on this rank alone that anything is raised
             if not has_met:
-                with contextlib.suppress(Exception):
-                    refuse(shared_store(prefix), self._at, f"{self.name(self.rank)} has failed ({_reason(error)})")
+                self.decline(error)
             raise self._apart(f"The ranks have not met: {_reason(error)}") from error
+
+    def decline(self, error: Exception) -> None:
+        """Tell the ranks that meet, or soon will, that this one cannot because something failed on it."""
+        with contextlib.suppress(Exception):
+            refuse(self._store(), self._at, f"{self.name(self.rank)} has failed ({_reason(error)})")
+
+    def _store(self) -> Any:
+        return shared_store(f"te_precision_callbacks/{self._purpose}/{self._group_name}")
 
     def settle(self) -> None:
         """From now on ranks come to messages at about the same time, as in steps of training; and meet again where one
@@ -230,6 +237,9 @@ class Messages:
         except RanksLostError as error:
             self._leave(error.departure)
             raise RanksLostError(error.departure, self._in_words(error.departure)) from error
+        except Exception as error:  # the others cannot know how far this rank has come: they go on, and it does too
+            self.leave(error)
+            raise RanksLostError(self.departure, self._in_words(self.departure)) from error
         except BaseException as error:
             self.leave(error)
             raise

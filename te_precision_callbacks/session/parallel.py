@@ -158,6 +158,10 @@ class Ranks:
             self.messages.open("to attach a session")
         except RanksLostError as error:
             self._lost("meeting", error)
+        except Exception as error:  # before the others have heard of this rank
+            self.messages = self.messages or Messages(self._group, "session")
+            self.messages.decline(error)
+            self._report("meeting", "together with the other ranks", error)
 
     @contextmanager
     def together(
@@ -175,7 +179,7 @@ class Ranks:
         try:
             yield
             if agree:
-                self.any("agreement", doing, own=False)
+                self._agree(doing)
         except on_all:
             raise
         except BaseException as failure:
@@ -184,15 +188,30 @@ class Ranks:
         finally:
             self._error = None
 
+    def _agree(self, doing: str) -> None:
+        """Hear whether it failed on another rank. A failure in this itself is not raised, since no other rank would."""
+        try:
+            self.any("agreement", doing, own=False)
+        except PrecisionDebugError:
+            raise
+        except Exception as failure:
+            self.leave(failure)
+            self._report(doing, "together with the other ranks", failure)
+
     def leave(self, error: BaseException, *, raises: bool = False) -> None:
         """Leave the other ranks, because something failed on this one: see :meth:`Messages.leave`."""
         if self.messages is not None:
             self.messages.leave(error, raises=raises)
 
     def settle(self) -> None:
-        """From now on the ranks are in steps of training."""
-        if self.messages is not None:
+        """From now on the ranks are in steps of training; a failure in this is not raised, since no other rank would."""
+        if self.messages is None:
+            return
+        try:
             self.messages.settle()
+        except Exception as error:
+            self.leave(error)
+            self._report("settling", "together with the other ranks", error)
 
     def look(self, iteration: int, optimizer_steps: int) -> int | None:
         """Where the ranks are apart, look for them: see :meth:`Messages.tick`."""

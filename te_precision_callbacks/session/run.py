@@ -40,6 +40,7 @@ from te_precision_callbacks.session.overflow import OverflowWatch
 from te_precision_callbacks.session.parallel import OptimizerSteps, Ranks
 from te_precision_callbacks.session.reporting import tell_command, write_page
 from te_precision_callbacks.session.resume_audit import ResumeAudit, versions
+from te_precision_callbacks.session.resumed_loss import ResumedLoss
 from te_precision_callbacks.session.shapes import explain_shape
 from te_precision_callbacks.session.shared_products import shared_products
 from te_precision_callbacks.session.signals import Uninterrupted
@@ -183,8 +184,8 @@ class Run:
         """As ``InspectSession.attach``."""
         ranks = self.ranks
         ranks.meet()
-        self.observation.engine.reduce_over(ranks.messages)
         with ranks.together("attaching a session", agree=ranks.several, error=SessionError):
+            self.observation.engine.reduce_over(ranks.messages)
             self.inspector.write_events(in_full=self._writes_in_full)
             if self._log is not None:
                 self._log.own_only = not self._writes_in_full
@@ -199,14 +200,10 @@ class Run:
 
     def step(self, logging_step: int | None) -> StepRecords | None:
         """As ``InspectSession.step``."""
-        if is_capturing():
-            if self._notices.first("captured step"):
-                logger.warning(
-                    "step() was called while a CUDA graph is being captured, and does nothing there: a replay would not"
-                    " call it. Call step() after each replay."
-                )
-            return None
         try:
+            if is_capturing():
+                self._say_captured()
+                return None
             return self._step(logging_step)
         except PrecisionDebugError:
             raise
@@ -335,6 +332,14 @@ class Run:
     def tell_of_checkpoint(self) -> None:
         """Tell the sinks that a checkpoint has taken the state."""
         self._chronicle.tell_checkpoint(self.inspector.iteration)
+
+    def tell_of_loss(self, loss: ResumedLoss) -> None:
+        """Tell of the training loss before and after a resume, on one rank; it may lie on a device."""
+        try:
+            if own_rank() == 0:
+                loss.tell(self._findings.resume)
+        except Exception as error:
+            self._failures.report("comparing", "the loss before and after the resume", error)
 
     def _say_failed(self, text: str) -> None:
         ending = self._delivery.ending
@@ -470,6 +475,13 @@ class Run:
             logger.error(
                 "The script has called debug_api.end_debug() while the session was running, so nothing more is"
                 " observed. Training goes on. Leave initialize, step and end_debug to the session."
+            )
+
+    def _say_captured(self) -> None:
+        if self._notices.first("captured step"):
+            logger.warning(
+                "step() was called while a CUDA graph is being captured, and does nothing there: a replay would not call"
+                " it. Call step() after each replay."
             )
 
     def _say_renamed(self, name: str, other: str) -> None:

@@ -279,7 +279,7 @@ class InspectSession(Results):
         if not run.model.attached:
             raise SessionError("step(): the session has no model. Call attach(model) first, or pass model=.")
         records = run.step(logging_step)
-        self._tell_of_loss()
+        run.tell_of_loss(self._resumed_loss)
         return records
 
     def log(self, scalars: Mapping[str, Any], logging_step: int | None = None) -> None:
@@ -298,7 +298,7 @@ class InspectSession(Results):
             step = self._run.log(scalars, logging_step)
             if step is not None:
                 self._resumed_loss.note(step, scalars)
-                self._tell_of_loss()
+                self._run.tell_of_loss(self._resumed_loss)
 
     def stop(self, error: BaseException | None = None, logging_step: int | None = None) -> None:
         """End the session and undo everything that it changed. Does nothing if the session is not running.
@@ -414,10 +414,6 @@ class InspectSession(Results):
             FingerprintError: with ``strict=True``, a fingerprint cannot be read.
         """
         self._running("load_fingerprint()").resume_audit.expect(folder)
-
-    def _tell_of_loss(self) -> None:
-        if own_rank() == 0:
-            self._resumed_loss.tell(self._findings.resume)
 
     def _tell_of_checkpoint(self) -> None:
         if self._run is not None and self._run.live:

@@ -7,6 +7,8 @@ with INJECT_EVERY=1 it runs all places on two and on four ranks, which takes a w
 
 from __future__ import annotations
 
+import ast
+import faulthandler
 import json
 import logging
 import os
@@ -37,19 +39,44 @@ from te_precision_callbacks.session import InspectSession, parallel, run, sessio
 from te_precision_callbacks.session.model import ObservedModel
 from tests.conftest import Keeper, statistics
 
+logger = logging.getLogger("te_precision_callbacks.injecting")
+
 PACKAGE = str(Path(te_precision_callbacks.__file__).parent)
 FEATURES = str(Path(PACKAGE).parent / "features")
 Place = tuple[str, int]
 """A file and a line."""
 
-_GUARDED = {
-    *((session.__file__, name) for name in ("step", "attach", "_running", "_tell_of_loss")),
-    *((run.__file__, name) for name in ("step", "attach", "is_forked")),
-    *((parallel.__file__, name) for name in ("meet", "several", "settle")),
+_GUARDS = {
+    *((session.__file__, name) for name in ("step", "attach", "_running")),
+    *((run.__file__, name) for name in ("step", "attach", "tell_of_loss")),
+    *((parallel.__file__, name) for name in ("meet", "settle", "several", "together", "_agree")),
     *((ranks.__file__, name) for name in ("is_distributed", "is_initialized")),
-    *((messages.__file__, name) for name in ("open", "__init__", "_apart", "close")),
+    *((messages.__file__, name) for name in ("open",)),
 }
-"""The callers of what is guarded: in their own lines there is nothing that could fail."""
+"""The functions that guard the others, by file and name, with what they ask before that.
+
+Places in the body of a ``try`` or a ``with`` of theirs are places as others. In the few other lines there is nothing
+that could fail.
+"""
+
+
+def _bare_lines(file: str, name: str) -> set[int]:
+    """The lines of a function that are in no body of a ``try`` or ``with``."""
+    function = next(
+        node
+        for node in ast.walk(ast.parse(Path(file).read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    )
+
+    def lines(node: ast.stmt | ast.expr) -> set[int]:
+        return set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+
+    guards = [node for node in ast.walk(function) if isinstance(node, ast.Try | ast.With)]
+    bodies: set[int] = set().union(*(lines(statement) for guard in guards for statement in guard.body))
+    return lines(function) - bodies
+
+
+_BARE = {(file, line) for file, name in _GUARDS for line in _bare_lines(file, name)}
 
 
 class Injection:
@@ -62,18 +89,17 @@ class Injection:
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         name = frame.f_code.co_filename
-        if not name.startswith((PACKAGE, FEATURES)) or (name, frame.f_code.co_name) in _GUARDED:
-            return None if not name.startswith(PACKAGE) or "reference" in name else self._outside
+        if not name.startswith((PACKAGE, FEATURES)):
+            return None
         if name.startswith((str(Path(PACKAGE) / "reference"), str(Path(PACKAGE) / "numerics"))):
             return None
         return self._line
 
-    def _outside(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._outside
-
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
             place = frame.f_code.co_filename, frame.f_lineno
+            if place in _BARE:
+                return self._line
             self.places[place] = None
             if place == self._at and not self.raised:
                 self.raised = True
@@ -153,6 +179,8 @@ def everywhere(value: str) -> list[str]:
 
 def one(folder: Path, where: str, victim: int, place: Place | None) -> tuple[dict[str, Any], Injection]:
     """A run in which something fails on one rank, at a place in attach(), or in the first or the third step."""
+    begun = time.monotonic()
+    faulthandler.dump_traceback_later(_SLOW)  # says on stderr where a rank waits
     injection = Injection(place)
     own = injection if dist.get_rank() == victim else None
     running = Training(folder)
@@ -166,6 +194,8 @@ def one(folder: Path, where: str, victim: int, place: Place | None) -> tuple[dic
     finally:
         running.session.stop()
     right = everywhere("" if running.right else "wrong")
+    faulthandler.cancel_dump_traceback_later()
+    logger.info("%s, rank %d, %s: %.1f s", where, victim, place, time.monotonic() - begun)
     return {"errors": errors, "right": right, "slowest": running.slowest}, injection
 
 
@@ -215,6 +245,9 @@ def no_memory_to_pack(folder: Path) -> dict[str, Any]:
 def no_room(*_: Any, **__: Any) -> None:
     raise torch.OutOfMemoryError("no room")
 
+
+_SLOW = 12.0
+"""Seconds."""
 
 WHERE = ("attach", "step 0", "step 2")
 
