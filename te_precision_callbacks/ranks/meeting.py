@@ -99,15 +99,23 @@ def meet(store: Any, at: Place, wait: float, why: str) -> tuple[Any, str]:
     until, on_wait = time.monotonic() + wait, _warning(at, why)
     if at.rank == 0:
         number, secret = store.add("meetings", 1), secrets.token_hex(16)
-        store.set("open", json.dumps([number, secret, PROTOCOL]))
         try:
+            store.set("open", json.dumps([number, secret, PROTOCOL]))
             enough = _until(lambda: _all_came(store, number, at) or store.check([f"{number}/refused"]), until, on_wait)
-        finally:
+            verdict = "" if enough else f"not all of them have come within {wait:g} s"
+            if store.check([f"{number}/refused"]):
+                verdict = store.get(f"{number}/refused").decode()
+            store.delete_key("open")  # before any rank can come for the next meeting
+            store.set(f"{number}/verdict", verdict)
+        except BaseException as error:
+            verdict = f"{at.name(0)} has failed ({type(error).__name__}: {error})"
+            store.set(f"{number}/verdict", verdict)
+            if isinstance(error, Exception):
+                _until(lambda: _all_came(store, number, at), time.monotonic() + _REFUSING, lambda: None)
             store.delete_key("open")
-        verdict = "" if enough else f"not all of them have come within {wait:g} s"
-        if store.check([f"{number}/refused"]):
-            verdict = store.get(f"{number}/refused").decode()
-        store.set(f"{number}/verdict", verdict)
+            if isinstance(error, Exception):
+                raise MeetingFailed(verdict) from error
+            raise
     else:
         if not _until(lambda: store.check(["open"]), until, on_wait):
             raise MeetingFailed(f"{at.name(0)} has not come within {wait:g} s")
@@ -151,6 +159,17 @@ def connect(store: Any, secret: str, at: Place, wait: float) -> Tree:
         MeetingFailed: a neighbour cannot be reached.
         OSError, RuntimeError: of sockets, or of the store.
     """
+    try:
+        return _connect(store, secret, at, wait)
+    except BaseException:  # its neighbours need not wait for it
+        with suppress(Exception):
+            store.set(f"at/{at.rank}", json.dumps(None))
+            if at.rank:
+                store.set(f"lacks/{parent_of(at.rank)}", at.name(at.rank))
+        raise
+
+
+def _connect(store: Any, secret: str, at: Place, wait: float) -> Tree:
     until = time.monotonic() + wait
     parent: socket.socket | None = None
     children: dict[int, socket.socket] = {}
@@ -166,10 +185,14 @@ def connect(store: Any, secret: str, at: Place, wait: float) -> Tree:
             opened.callback(parent.close)
             parent.sendall(secret.encode() + struct.pack("!I", at.rank))
         while listener is not None and left:
-            listener.settimeout(max(until - time.monotonic(), 0.001))
+            listener.settimeout(min(max(until - time.monotonic(), 0.001), _LONGEST_PAUSE))
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
+                if store.check([f"lacks/{at.rank}"]):
+                    raise MeetingFailed(f"{store.get(f'lacks/{at.rank}').decode()} has failed") from None
+                if time.monotonic() < until:
+                    continue
                 who = at.name(min(left))
                 raise MeetingFailed(f"cannot connect: {who} has not reached {at.name(at.rank)}") from None
             child = _introduced(connection, secret)
@@ -222,6 +245,8 @@ def _connected(store: Any, parent: int, at: Place, until: float) -> socket.socke
     if not _until(lambda: store.check([f"at/{parent}"]), until, lambda: None):
         raise MeetingFailed(f"cannot connect: {at.name(parent)} has not given its address")
     address = json.loads(store.get(f"at/{parent}"))
+    if address is None:
+        raise MeetingFailed(f"{at.name(parent)} has failed")
     hosts = [*(["127.0.0.1"] if address["machine"] == _machine() else []), *address["hosts"]]
     failures: list[str] = []
     for number, host in enumerate(hosts):

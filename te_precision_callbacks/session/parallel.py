@@ -204,7 +204,7 @@ class Ranks:
             self.messages.leave(error, raises=raises)
 
     def settle(self) -> None:
-        """From now on the ranks are in steps of training; a failure in this is not raised, since no other rank would."""
+        """From now on the ranks are in steps of training. A failure in this is not raised: no other rank would."""
         if self.messages is None:
             return
         try:

@@ -480,8 +480,8 @@ class Run:
     def _say_captured(self) -> None:
         if self._notices.first("captured step"):
             logger.warning(
-                "step() was called while a CUDA graph is being captured, and does nothing there: a replay would not call"
-                " it. Call step() after each replay."
+                "step() was called while a CUDA graph is being captured, and does nothing there: a replay would not"
+                " call it. Call step() after each replay."
             )
 
     def _say_renamed(self, name: str, other: str) -> None:
