@@ -105,16 +105,16 @@ def meet(store: Any, at: Place, wait: float, why: str) -> tuple[Any, str]:
             verdict = "" if enough else f"not all of them have come within {wait:g} s"
             if store.check([f"{number}/refused"]):
                 verdict = store.get(f"{number}/refused").decode()
-            store.delete_key("open")  # before any rank can come for the next meeting
-            store.set(f"{number}/verdict", verdict)
-        except BaseException as error:
+                _fail(store, number, at, verdict)
+            else:
+                store.delete_key("open")  # before any rank can come for the next meeting
+                store.set(f"{number}/verdict", verdict)
+        except Exception as error:
             verdict = f"{at.name(0)} has failed ({type(error).__name__}: {error})"
-            store.set(f"{number}/verdict", verdict)
-            if isinstance(error, Exception):
-                _until(lambda: _all_came(store, number, at), time.monotonic() + _REFUSING, lambda: None)
+            _fail(store, number, at, verdict)
+            raise MeetingFailed(verdict) from error
+        except BaseException:
             store.delete_key("open")
-            if isinstance(error, Exception):
-                raise MeetingFailed(verdict) from error
             raise
     else:
         if not _until(lambda: store.check(["open"]), until, on_wait):
@@ -132,21 +132,25 @@ def meet(store: Any, at: Place, wait: float, why: str) -> tuple[Any, str]:
     return below(str(number), store), secret
 
 
+def _fail(store: Any, number: int, at: Place, why: str) -> None:
+    """End a meeting that fails, on rank 0: ranks that come within a few seconds hear of it too."""
+    _until(lambda: _all_came(store, number, at), time.monotonic() + _REFUSING, lambda: None)
+    store.delete_key("open")
+    store.set(f"{number}/verdict", why)
+
+
 def _all_came(store: Any, number: int, at: Place) -> bool:
     return bool(store.add(f"{number}/arrived", 0) >= at.size - 1)
 
 
 def refuse(store: Any, at: Place, why: str) -> None:
     """Tell the ranks that meet, or will soon, that this one cannot: so they do not wait for it."""
-    until = time.monotonic() + _REFUSING
     if at.rank == 0:
         number = store.add("meetings", 1)
         store.set(f"{number - 1}/verdict", why)  # where it had opened one
-        store.set(f"{number}/verdict", why)
         store.set("open", json.dumps([number, "", PROTOCOL]))
-        _until(lambda: _all_came(store, number, at), until, lambda: None)
-        store.delete_key("open")
-    elif _until(lambda: store.check(["open"]), until, lambda: None):
+        _fail(store, number, at, why)
+    elif _until(lambda: store.check(["open"]), time.monotonic() + _REFUSING, lambda: None):
         number, _, _ = json.loads(store.get("open"))
         store.set(f"{number}/refused", why)
         store.add(f"{number}/arrived", 1)
