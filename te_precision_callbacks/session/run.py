@@ -290,6 +290,7 @@ class Run:
         except Exception as error:
             self.ranks.leave(error)
             self._failures.report("gathering the statistics of", f"iteration {ending.iteration}", error)
+            self.inspector.iteration = ending.iteration + 1  # it may have failed before it counted
             self._delivery.take_local(ending)
         self.hooks.begin(self.inspector.iteration)
         self.model.follow()
