@@ -250,8 +250,9 @@ class Run:
             return records
         except PrecisionDebugError:
             raise
-        except BaseException:  # such as Ctrl-C: the step counts, and the next call hands its remaining records to sinks
-            self._complete(ending)
+        except BaseException as error:  # the step counts, and the next call hands its remaining records to sinks
+            if isinstance(error, Exception) or delivery.ending is ending:  # else Ctrl-C came before the step had begun
+                self._complete(ending)
             raise
 
     def _complete(self, ending: Ending) -> None:
