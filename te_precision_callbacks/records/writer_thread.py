@@ -69,6 +69,7 @@ class WriterThread(Generic[JobT]):
         self._is_to_finish = False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._has_lost = False
         self._given = 0  # numbers, counted by the training's thread
         self._taken = self._written = 0  # numbers, counted by this thread
         self._progress = 0
@@ -124,11 +125,16 @@ class WriterThread(Generic[JobT]):
         """Have what waits written at once. May be called in any thread, and in the handler of a signal.
 
         Returns:
-            Tells whether it is written, as far as it can be.
+            Tells whether it is written: never, after a failure.
         """
         written = threading.Event()
         self._asked.put(written)
-        return lambda: written.is_set() or self._thread is None or not self._thread.is_alive()
+        return lambda: written.is_set() or self._is_idle
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether nothing waits, and nothing that was handed over is lost."""
+        return not self._jobs and not self._has_lost
 
     def finish(self, deadline: float | None = None) -> bool:
         """Wait until everything is written. An interruption may end the waiting, and a second call goes on with it.
@@ -204,7 +210,7 @@ class WriterThread(Generic[JobT]):
                     self._writing.leave()
                     return
         except BaseException as error:  # SystemExit, no memory, ...: in a thread nobody else would see it
-            self._failure = error
+            self._failure, self._has_lost = error, True
             self._jobs.clear()
             with contextlib.suppress(Exception):  # it is known to fail
                 self._writing.leave()

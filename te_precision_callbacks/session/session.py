@@ -317,9 +317,10 @@ class InspectSession(Results):
         try:
             run.stop(error, logging_step, self._write_summary)
         finally:
-            self._kept = run if run.kept else None
-            self._run = None
-            self._loop.has_left = None
+            if not run.live:  # else Ctrl-C came before anything was undone, and stop() may be called again
+                self._kept = run if run.kept else None
+                self._run = None
+                self._loop.has_left = None
 
     def flush(self, seconds: float = 3.0) -> bool:
         """Have the statistics log and the records written as far as they were handed over, in the steps that are

@@ -298,3 +298,12 @@ def test_what_a_layer_adds_to_the_end_is_bounded(
 
 def test_the_thread_is_patient_with_a_main_thread_that_has_begun() -> None:
     assert signals.GRACE < signals.LONGEST_FLUSH < signals.LONGEST_STOP
+
+
+def test_a_flush_to_a_disk_that_failed_is_not_taken_for_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    net = te.Linear(32, 32)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path / "file") as session:
+        net(torch.ones(16, 32)).sum().backward()
+        session.step()
+        assert not session.flush(0.5)
