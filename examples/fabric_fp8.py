@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.loggers import TensorBoardLogger
+from lightning.fabric.loggers.tensorboard import TensorBoardLogger
 from rich.console import Console
 from torch.utils.data import DataLoader
 
@@ -72,7 +73,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     fabric.seed_everything(0)
     model = ByteLanguageModel()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=2e-3))
-    loader = fabric.setup_dataloaders(DataLoader(windows(options.steps * BATCH), batch_size=BATCH))
+    data: Any = windows(options.steps * BATCH)  # a list is a data set too
+    loader = fabric.setup_dataloaders(DataLoader(data, batch_size=BATCH))
 
     losses: list[float] = []
     with callback:

@@ -14,6 +14,10 @@ from te_precision_callbacks.session.uncaught import Uncaught
 logger = logging.getLogger(__name__)
 
 
+class Terminated(SessionError):
+    """SIGTERM ends the process, as it ends those of all ranks: nothing has failed in this one."""
+
+
 class ProcessEnds:
     """Stops a session before its process ends: at the exit, by SIGTERM, or by an uncaught exception.
 
@@ -55,7 +59,7 @@ class ProcessEnds:
         self._stop(SessionError("The process ended while the session was running."))
 
     def _stop_at_sigterm(self) -> None:
-        self._stop_before_the_end(SessionError("The process was ended by SIGTERM while the session was running."))
+        self._stop_before_the_end(Terminated("The process was ended by SIGTERM while the session was running."))
 
     def _stop_before_the_end(self, error: BaseException) -> None:
         """Stop because an error ends the process; a failure here must not hide that error."""

@@ -30,7 +30,7 @@ from te_precision_callbacks.records.writer_thread import all_within
 from te_precision_callbacks.session.chronicle import Chronicle
 from te_precision_callbacks.session.contract import ContractKeeper, PrecisionContractError, require_layers
 from te_precision_callbacks.session.delivery import Delivery, Ending, SessionObservation
-from te_precision_callbacks.session.endings import ProcessEnds
+from te_precision_callbacks.session.endings import ProcessEnds, Terminated
 from te_precision_callbacks.session.errors import ObservationError, SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.findings import Findings, Results
@@ -560,4 +560,4 @@ class Run:
 
 def _is_failure(error: BaseException | None) -> bool:
     """Whether a rank stops because something failed in it, and not because all of them stop."""
-    return error is not None and not isinstance(error, (SessionError, KeyboardInterrupt, SystemExit))
+    return error is not None and not isinstance(error, (Terminated, KeyboardInterrupt, SystemExit))

@@ -317,7 +317,7 @@ class InspectSession(Results):
         try:
             run.stop(error, logging_step, self._write_summary)
         finally:
-            if not run.live:  # else Ctrl-C came before anything was undone, and stop() may be called again
+            if not self.running:  # else Ctrl-C came before anything was undone, and stop() may be called again
                 self._kept = run if run.kept else None
                 self._run = None
                 self._loop.has_left = None
