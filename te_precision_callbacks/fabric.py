@@ -89,6 +89,7 @@ class PrecisionDebugFabricCallback:
         self._models: list[torch.nn.Module] = []
         self._optimizer: Any = None
         self._restored: Mapping[str, Any] = {}
+        self._has_started = False
         self._notices = Notices()
 
     @property
@@ -115,7 +116,8 @@ class PrecisionDebugFabricCallback:
     def on_after_setup(self, fabric: Fabric, module: torch.nn.Module) -> None:
         """Start the session with the model, or with all models that were set up since the start. Fabric calls this at
         the end of ``setup``; after ``setup_module`` the script does, on every process."""
-        self._models.append(module)
+        if not any(module is other for other in self._models):
+            self._models.append(module)
         if self._live is None:
             self._start(fabric)
         session = self.session
@@ -130,6 +132,7 @@ class PrecisionDebugFabricCallback:
             session.overflow.loss_scaled = _scales_loss(fabric)
 
     def _start(self, fabric: Fabric) -> None:
+        self._has_started = True
         select = MetricSelection(self._options.prefix, self._options.log_filter)
         self._session = session = InspectSession.from_options(self._options)
         session.start(
@@ -206,6 +209,13 @@ class PrecisionDebugFabricCallback:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is None and not self._has_started:
+            logger.warning(
+                "The block of the callback has ended, and nothing was observed: fabric.setup(model, optimizer) has not"
+                " started a session for it. Give the callback to Fabric(callbacks=[callback]), and set the model up"
+                " before each block, or in it."
+            )
+        self._has_started = False
         self.stop(error)
 
 

@@ -102,7 +102,8 @@ class InspectSession(Results):
         self._classify = ForwardClassifier(precision_features_in_eval=options.precision_features_in_eval)
 
     def _no_findings(self, log_dir: Path | None) -> Findings:
-        return Findings(self._options.log_dir or log_dir or Path(), self._options.start_step or 0)
+        folder = self._options.log_dir or log_dir or Path()
+        return Findings(folder.absolute(), self._options.start_step or 0)  # the script may change its directory
 
     # ------------------------------------------------------------------ what a session is, for those who look at it
 

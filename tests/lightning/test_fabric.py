@@ -224,3 +224,22 @@ def test_the_example_runs_and_shows_what_came_out(
     assert board[f"te.{name.removesuffix('_activation_max')}/activation/max"][iteration] == pytest.approx(
         lines[name, iteration]
     )
+
+
+def test_a_block_in_which_nothing_was_observed_says_so(
+    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback = PrecisionDebugFabricCallback(FIRST, sinks=[keeper])
+    with callback:
+        pass
+    assert "nothing was observed" in caplog.text
+    caplog.clear()
+    fabric, net = fabric_of(tmp_path, callback), Net()
+    with callback:
+        model, _ = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        callback.on_after_setup(fabric, model)
+        assert {info.name for info in callback.session.layers} == {"net.0", "net.1"}, "one model, given twice"
+    assert "nothing was observed" not in caplog.text
+    with callback:
+        pass
+    assert "nothing was observed" in caplog.text, "the session of the block before has ended"

@@ -487,3 +487,19 @@ def test_the_event_log_tells_of_no_config_but_the_users(tmp_path: Path, config: 
     (log,) = (tmp_path / "nvdlfw_inspect_logs").iterdir()
     assert "no layer" not in log.read_text()
     assert ("Loaded configs for ['stats']" in log.read_text()) is ("all" in config["stats"]["layers"]["layer_types"])
+
+
+def test_a_script_that_changes_its_directory_keeps_its_files_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    net = model()
+    with InspectSession(statistics(), model=net, log_dir=Path("run")) as session:
+        train_step(net)
+        session.step()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+    assert session.log_dir == tmp_path / "run"
+    assert list((tmp_path / "run" / "nvdlfw_inspect_statistics_logs").iterdir())
+    assert (tmp_path / "run" / "precision_records").is_dir()
+    assert not list((tmp_path / "elsewhere").iterdir())
