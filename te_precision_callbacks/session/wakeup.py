@@ -27,7 +27,7 @@ _CREDENTIALS = struct.Struct("3i")
 _END = 0
 """No signal has this number."""
 
-_LONGEST_END = 1.0
+_LONGEST_END = 0.1
 """The seconds to wait for the thread, which keeps the session alive; it may be in the function that it calls."""
 
 
