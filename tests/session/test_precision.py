@@ -157,6 +157,7 @@ def test_the_log_of_events_has_the_plans_of_training(tmp_path: Path, config: Any
             with te.autocast(enabled=fp8):
                 net(torch.randn(16, 32)).sum().backward()
             session.step()
+            assert session.flush(60.0)
             if fp8:
                 assert not any(line.endswith(" - High Precision") for line in events(tmp_path))
     for plan in ("Quantize", "High Precision"):
