@@ -195,13 +195,6 @@ class Termination:
         return self._is_stopping or self._turn.locked()
 
 
-def in_thread(call: Callable[[], Any], seconds: float) -> bool:
-    """Run a function in a thread that is left alone if it takes too long; returns whether it has ended in time."""
-    thread = _started(call)
-    _wait_for(thread, time.monotonic() + seconds)
-    return thread is not None and not thread.is_alive()
-
-
 def _started(call: Callable[[], Any]) -> threading.Thread | None:
     thread = threading.Thread(target=call, name="te-precision signal", daemon=True)
     try:
