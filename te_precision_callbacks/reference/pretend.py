@@ -169,7 +169,7 @@ def _communicate_on_cpu() -> None:
     """Let gloo do what NCCL was asked for, and let the wrappers for several processes ignore GPUs."""
     if not torch.distributed.is_available():
         return
-    from torch.distributed import distributed_c10d
+    from torch.distributed import device_mesh, distributed_c10d
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
@@ -180,8 +180,9 @@ def _communicate_on_cpu() -> None:
         _replace(module, ProcessGroupNCCL=no_nccl.ProcessGroupNCCL)
     for name in ("init_process_group", "new_group"):
         function = _with_arguments_on_cpu(_without_devices(getattr(distributed_c10d, name)), _gloo_for_nccl)
-        _replace(distributed_c10d, torch.distributed, **{name: two_backends.keeping_apart(function)})
-    two_backends.send_objects_apart()
+        apart = two_backends.keeping_apart(function)
+        _replace(distributed_c10d, torch.distributed, device_mesh, **{name: apart})
+    two_backends.send_apart()
     _stage_on_cpu()
     for name in ("barrier", "monitored_barrier"):
         function = _without_devices(getattr(distributed_c10d, name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,45 @@ def test_a_manager_that_was_left_keeps_nothing_of_its_group() -> None:
             dist.all_reduce(total, op=dist.ReduceOp.MAX)
 
 
-@pytest.mark.parametrize(("options", "apart"), [({}, True), ({"backend": "gloo"}, False)])
-def test_a_group_without_a_named_backend_has_two(tmp_path: Path, options: dict[str, Any], apart: bool) -> None:
+@pytest.mark.parametrize(
+    ("options", "apart"), [({}, True), ({"backend": "cpu:gloo,cuda:gloo"}, True), ({"backend": "gloo"}, False)]
+)
+def test_a_group_has_the_backends_that_it_was_requested_with_or_inherits(
+    tmp_path: Path, options: dict[str, Any], apart: bool
+) -> None:
     store = f"file://{tmp_path}/store"
     two_backends.keeping_apart(dist.init_process_group)(init_method=store, rank=0, world_size=1, **options)
+    new_group = two_backends.keeping_apart(dist.new_group)
     try:
-        assert (dist.group.WORLD in two_backends._for_objects) == apart
+        assert (dist.group.WORLD in two_backends._seconds) == apart
+        assert (new_group() in two_backends._seconds) == apart
+        assert (new_group([0], use_local_synchronization=True) in two_backends._seconds) == apart
+        assert new_group(backend="gloo") not in two_backends._seconds
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_thread_beside_the_training_uses_the_second_of_two_backends(tmp_path: Path) -> None:
+    """An asynchronous checkpoint's collectives, of tensors too, must not pair with the training's."""
+    store = f"file://{tmp_path}/store"
+    two_backends.keeping_apart(dist.init_process_group)(init_method=store, rank=0, world_size=1)
+    all_reduce = two_backends._sending_apart(dist.all_reduce, objects=False)
+    first = dist.group.WORLD
+    second = two_backends._seconds[first].group
+
+    def counts() -> tuple[int, int]:
+        return first._get_sequence_number_for_group(), second._get_sequence_number_for_group()
+
+    try:
+        before = counts()
+        all_reduce(torch.ones(1))
+        assert counts() == (before[0] + 1, before[1])
+        checkpoint = threading.Thread(target=all_reduce, args=(torch.ones(1),))
+        checkpoint.start()
+        checkpoint.join()
+        assert counts() == (before[0] + 1, before[1] + 1)
+        all_reduce(torch.ones(1), group=dist.GroupMember.NON_GROUP_MEMBER)  # torch warns, as without two backends
+        assert counts() == (before[0] + 1, before[1] + 1)
     finally:
         dist.destroy_process_group()
 

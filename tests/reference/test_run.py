@@ -93,6 +93,7 @@ def test_torchrun(tmp_path: Path) -> None:
             import torch.distributed as dist
             import torch.distributed.checkpoint as checkpoint
             import transformer_engine.pytorch as te
+            from torch.distributed.device_mesh import init_device_mesh
 
             class LatePlanner(checkpoint.DefaultSavePlanner):
                 def create_local_plan(self):
@@ -109,13 +110,16 @@ def test_torchrun(tmp_path: Path) -> None:
             with open(f"rank{rank}", "w") as file:
                 file.write(str(model.module.weight.grad.double().sum().item()))
 
-            # A checkpoint is written in a thread, which gathers objects, while the training reduces tensors.
+            # A checkpoint is written in a thread, which gathers objects, while the training reduces tensors; here in a
+            # group of a mesh, as with FSDP2.
             weight = {"weight": torch.full((4,), 2.0, device="cuda")}
-            future = checkpoint.async_save(weight, checkpoint_id="saved", planner=LatePlanner())
+            group = init_device_mesh("cuda", (2,), mesh_dim_names=("dp",)).get_group("dp")
+            options = {"planner": LatePlanner(), "process_group": group}
+            future = checkpoint.async_save(weight, checkpoint_id="saved", **options)
             weight["weight"].fill_(3.0)
             for step in range(20):
                 total = torch.full((4,), float(step), device="cuda")
-                dist.all_reduce(total)
+                dist.all_reduce(total, group=group)
                 assert total.tolist() == [2.0 * step] * 4
                 time.sleep(0.01)
             future.result()
