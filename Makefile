@@ -1,6 +1,7 @@
 # make demo   train a small FP8 language model under the callback, and show what came out
 # make test   lint, types and all tests
 # make test-quick   the tests that start no process, and of each its first case: tests/quick.py
+# make test-newest   all tests with the newest versions of all packages, in .venv-newest; WITH="transformers<5" takes an older one
 # make install   only set up the environment for tests and checks
 # make docs   the docs site, in site/; open site/index.html
 # make te-suite TE_SRC=<checkout of NVIDIA/TransformerEngine>   Transformer Engine's own tests on the reference backend
@@ -24,7 +25,7 @@ DOCS_INSTALLED := $(DOCS_VENV)/.installed
 # Processes start sooner where Python may keep what it compiles.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-quick tests lint style types docs te-suite gpu-check clients install install-demo clean
+.PHONY: demo test test-quick test-newest tests lint style types docs te-suite gpu-check clients install install-demo clean
 .DEFAULT_GOAL := test
 
 install-demo:
@@ -49,7 +50,7 @@ lint: style types
 
 # One thread a process, and none that spins: the workers take all processors. No pool of processes compiles beside them, and
 # torch does not try by compiling which of the processor's vector instructions the compiler knows.
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1 \
+PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1 \
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 tests: install
@@ -61,6 +62,11 @@ test: style
 
 test-quick: install
 	$(PYTEST) --quick --durations 5
+
+test-newest: BIN := .venv-newest/bin
+test-newest:
+	@$(PYTHON) tools/environment.py .venv-newest newest $(if $(WITH),"$(WITH)")
+	$(PYTEST) $(ARGS)
 
 $(DOCS_INSTALLED): requirements-docs.lock
 	@echo "Setting up $(DOCS_VENV): this takes half a minute the first time."
@@ -82,4 +88,4 @@ clients: install
 	$(BIN)/python -m tests.clients --src "$(SRC)" $(if $(CACHE),--cache "$(CACHE)") --table docs/clients.md $(CLIENTS)
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-newest $(DOCS_VENV) site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -2,9 +2,11 @@
 
     python tools/environment.py .venv demo    # what examples/byte_lm.py needs
     python tools/environment.py .venv all     # and what the tests and checks need
+    python tools/environment.py .venv-newest newest "transformers<5"
+    # the same in the newest versions that fit, here with an older transformers
 
-Which packages are needed stands in pyproject.toml, as extras; in which versions, in requirements.lock. What is set up
-already is left as it is; an interrupted set-up goes on where it was. It runs on the Python that the environment is made
+Which packages are needed stands in pyproject.toml, as extras; in which versions, in requirements.lock, which does not
+hold for ``newest``. What is set up already is left as it is; an interrupted set-up goes on where it was. It runs on the Python that the environment is made
 of, and needs nothing but its standard library.
 """
 
@@ -26,6 +28,9 @@ ROOT = Path(__file__).resolve().parents[1]
 EXTRAS = {"demo": "reference,lightning,report", "all": "dev"}
 """What can be asked for, and the extras that bring it; each holds those before it."""
 
+NEWEST = "newest"
+"""What ``all`` holds, without pins. pip looks each time what is newest."""
+
 PINS = "requirements.lock"
 NEW_PIP = "pip>=26"
 _SECONDS_BETWEEN_LINES = 5.0
@@ -34,31 +39,41 @@ _LINES_OF_A_FAILURE = 30
 
 def main(arguments: Sequence[str]) -> int:
     """Set up; the exit status is 1 where pip fails, and 2 for wrong arguments."""
-    if len(arguments) != 2 or arguments[1] not in EXTRAS:
-        print(f"usage: {Path(__file__).name} FOLDER {{{','.join(EXTRAS)}}}", file=sys.stderr)
+    if len(arguments) < 2 or (arguments[1] != NEWEST and (arguments[1] not in EXTRAS or len(arguments) > 2)):
+        name = Path(__file__).name
+        print(
+            f"usage: {name} FOLDER {{{','.join(EXTRAS)}}}\n       {name} FOLDER {NEWEST} [REQUIREMENT ...]",
+            file=sys.stderr,
+        )
         return 2
-    folder, wanted = Path(arguments[0]).absolute(), arguments[1]
+    folder, wanted, others = Path(arguments[0]).absolute(), arguments[1], arguments[2:]
     with_lock = os.open(ROOT, os.O_RDONLY)  # a second call waits until the first has finished
     try:
         fcntl.flock(with_lock, fcntl.LOCK_EX)
         if is_complete(folder, wanted):
             return 0
-        return set_up(folder, wanted)
+        return set_up(folder, wanted, others)
     finally:
         os.close(with_lock)
 
 
-def set_up(folder: Path, wanted: str) -> int:
+def set_up(folder: Path, wanted: str, others: Sequence[str] = ()) -> int:
     started = time.monotonic()
     if not _is_usable(folder):
         print(f"Setting up {folder.name}: a virtual environment of Python {sys.version.split()[0]}", flush=True)
         _make(folder)
     _stamp(folder).unlink(missing_ok=True)
     remove_half_installed(folder)
-    print(f"Setting up {folder.name}: packages for {_purpose(wanted)}, with pip, about a minute", flush=True)
-    status = _install(folder, EXTRAS[wanted], started)
+    how_long = "about a minute" if wanted != NEWEST else "some minutes: torch comes with CUDA, some 3 GB"
+    print(f"Setting up {folder.name}: packages for {_purpose(wanted)}, with pip, {how_long}", flush=True)
+    if wanted == NEWEST:
+        packages = ["--upgrade", "--upgrade-strategy", "eager", "--editable", f".[{EXTRAS['all']}]", *others]
+    else:
+        packages = ["--constraint", PINS, "--editable", f".[{EXTRAS[wanted]}]"]
+    status = _install(folder, packages, started)
     if status == 0:
-        _write_stamp(folder, wanted)
+        if wanted != NEWEST:
+            _write_stamp(folder, wanted)
         print(f"Setting up {folder.name}: done in {time.monotonic() - started:.0f} s", flush=True)
     return status
 
@@ -97,11 +112,11 @@ def _make(folder: Path) -> None:
         subprocess.run([str(_python(folder)), "-m", "ensurepip"], stdout=subprocess.DEVNULL, check=True)
 
 
-def _install(folder: Path, extras: str, started: float) -> int:
+def _install(folder: Path, packages: Sequence[str], started: float) -> int:
     """Run pip, and print a line now and then until it has ended."""
     # Python compiles at its first import what is used, a small part of what compiling everything would take.
     command = [str(_python(folder)), "-m", "pip", "install", "--no-compile", "--progress-bar", "off"]
-    command += ["--disable-pip-version-check", "--constraint", PINS, "--editable", f".[{extras}]"]
+    command += ["--disable-pip-version-check", *packages]
     log = folder / "pip.log"
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
