@@ -6,8 +6,8 @@
     # the same in the newest versions that fit, here with an older transformers
 
 Which packages are needed stands in pyproject.toml, as extras; in which versions, in requirements.lock, which does not
-hold for ``newest``. What is set up already is left as it is; an interrupted set-up goes on where it was. It runs on the Python that the environment is made
-of, and needs nothing but its standard library.
+hold for ``newest``. What is set up already is left as it is; an interrupted set-up goes on where it was. It runs on the
+Python that the environment is made of, and needs nothing but its standard library.
 """
 
 from __future__ import annotations

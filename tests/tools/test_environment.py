@@ -131,6 +131,21 @@ def test_what_is_set_up_is_left_and_what_has_changed_is_done_again(
     assert set_up("all") == [".[dev] []"]
 
 
+def test_the_newest_is_looked_for_each_time_and_without_pins(
+    environment: ModuleType, calls: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = calls.parent / ".venv-newest"
+    (calls.parent / "requirements.lock").unlink()
+    for _ in range(2):
+        assert environment.main([str(folder), "newest", "transformers<5"]) == 0
+    assert calls.read_text().splitlines() == ["transformers<5 []"] * 2
+    assert environment.main([str(folder), "newest"]) == 0
+    assert calls.read_text().splitlines()[-1] == ".[dev] []"
+    assert not environment.is_complete(folder, "all"), "the tests' environment has the pinned versions"
+    assert environment.main([str(folder), "all", "transformers<5"]) == 2
+    assert "newest [REQUIREMENT ...]" in capsys.readouterr().err
+
+
 def test_an_interrupted_set_up_goes_on(
     environment: ModuleType, calls: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
