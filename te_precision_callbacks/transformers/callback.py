@@ -27,6 +27,7 @@ from te_precision_callbacks.transformers.closing import DebugCallback, close_wit
 from te_precision_callbacks.transformers.history import HistorySummary
 from te_precision_callbacks.transformers.loop import find_handler, find_loop
 from te_precision_callbacks.transformers.reporting import Reporting, TrainerEvent
+from te_precision_callbacks.transformers.restoring import restore_states
 from te_precision_callbacks.transformers.training import Training, close_abandoned
 
 logger = logging.getLogger(__name__)
@@ -165,6 +166,8 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             resumes = loop is not None and loop.checkpoint is not None
             self._resumed_at = state.global_step if resumes and state.is_world_process_zero else None
             if loop is not None and loop.checkpoint is not None:
+                if loop.accelerator is not None:
+                    restore_states(loop.accelerator, model, loop.checkpoint)
                 session.load_fingerprint(loop.checkpoint)
             if loop is not None and loop.accelerator is not None:
                 session.unconverted = warn_of_unconverted(loop.accelerator, model)

@@ -1,6 +1,6 @@
 """Finds the running training on the stack, since a callback gets neither the trainer nor its handler.
 
-Read from transformers 5.0 to 5.23: ``Trainer.train`` runs the whole loop, and every event comes from a method of
+Read from transformers 4.57 to 5.23: ``Trainer.train`` runs the whole loop, and every event comes from a method of
 ``trainer.callback_handler``, a ``CallbackHandler``. The parameter ``resume_from_checkpoint`` of ``Trainer.train`` is
 then the folder, even if the caller gave True.
 """

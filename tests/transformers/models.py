@@ -57,8 +57,8 @@ class Net(torch.nn.Module):
         return max(sample(index).max().item() for batch in batches for index in self.trained_on[batch])
 
 
-def llama() -> transformers.LlamaForCausalLM:
-    """A real model from a config, with Linear layers of Transformer Engine."""
+def llama(*, of_te: bool = True) -> transformers.LlamaForCausalLM:
+    """A real model from a config, with Linear layers of Transformer Engine, or of torch."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64,
@@ -69,7 +69,7 @@ def llama() -> transformers.LlamaForCausalLM:
         max_position_embeddings=SIZE,
     )
     model = transformers.LlamaForCausalLM(config)
-    for parent in list(model.modules()):
+    for parent in list(model.modules()) if of_te else ():
         for name, child in list(parent.named_children()):
             if isinstance(child, torch.nn.Linear):
                 setattr(parent, name, te.Linear(child.in_features, child.out_features, bias=child.bias is not None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from tests.session.test_resume_audit import (
     with_extra_state,
     without_extra_state,
 )
-from tests.transformers.models import Net, arguments, trainer
+from tests.transformers.models import Net, arguments, llama, trainer
 
 CURRENT = recipes.Float8CurrentScaling()
 WEIGHTS = "model.safetensors"
@@ -89,6 +90,17 @@ def changed(checkpoint: Path, change: Callable[[dict[str, Any]], dict[str, Any]]
     return checkpoint
 
 
+def in_shards(checkpoint: Path) -> None:
+    """Write the weights anew as those of a large model are: in several files, with an index."""
+    state = safetensors.torch.load_file(checkpoint / WEIGHTS)
+    (checkpoint / WEIGHTS).unlink()
+    files = {key: f"model-{1 + number % 2:05}-of-00002.safetensors" for number, key in enumerate(sorted(state))}
+    for name in set(files.values()):
+        part = {key: value for key, value in state.items() if files[key] == name}
+        safetensors.torch.save_file(part, checkpoint / name, metadata={"format": "pt"})
+    (checkpoint / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_good_resume_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
     recipe, capability = RECIPES[name]
@@ -142,6 +154,35 @@ def test_a_checkpoint_without_extra_state_and_what_it_did_to_the_loss(
     losses = {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
     (told,) = re.findall(r"Training loss: (\S+) at step 2, before the resume; (\S+) at step 3, after it\.", caplog.text)
     assert [float(value) for value in told] == pytest.approx([losses[2], losses[3]], rel=1e-5)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_layers_that_accelerate_converts_get_the_state_of_the_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, shards: bool
+) -> None:
+    """The Trainer loads before Accelerate converts, and leaves the state of all layers out as unexpected."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
+    train(tmp_path, llama(of_te=False), 2)
+    checkpoint = tmp_path / "checkpoint-2"
+    if shards:
+        in_shards(checkpoint)
+    saved = safetensors.torch.load_file(next(checkpoint.glob("*.safetensors")))
+    assert any(key.endswith("_extra_state") and state.numel() for key, state in saved.items())
+
+    with monkeypatch.context() as untrusted:
+        untrusted.delenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE")
+        callback = resumed(tmp_path, llama(of_te=False))
+    assert [text.startswith(MISSING) for text in findings(callback.session.resume_report)] == [True]
+    (refused,) = [record.message for record in caplog.records if record.name.endswith("transformers.restoring")]
+    assert "of 8 of 8 layers, which the Trainer loads before Accelerate converts the layers" in refused
+    assert "set NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1" in refused
+
+    caplog.clear()
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    callback = resumed(tmp_path, llama(of_te=False), strict=True)
+    assert findings(callback.session.resume_report) == []
+    assert warned(caplog) == []
 
 
 def test_strict_ends_the_training_before_the_parameters_change(tmp_path: Path) -> None:

@@ -1,0 +1,93 @@
+"""Restores scales and amax histories that the Trainer has loaded too early.
+
+Read from transformers 4.57 to 5.23: ``Trainer.train`` loads the weights of a checkpoint before ``accelerator.prepare``
+replaces layers by those of Transformer Engine. Their ``_extra_state`` fits no module then, and is left out as
+"unexpected". Behind ``prepare``, before the first forward, it fits.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import safetensors
+import torch
+from accelerate import Accelerator
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+
+from te_precision_callbacks.fp8_state import delayed_states
+
+logger = logging.getLogger(__name__)
+
+_KEY = "_extra_state"
+
+
+def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint: Path) -> None:
+    """Give layers that ``accelerator.prepare`` has converted the state that the checkpoint has for them.
+
+    Layers that have a state already were loaded with it. State of delayed scaling is a pickle, which Transformer Engine
+    loads only where ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1`` says that the checkpoint is trusted; without it, and for
+    a checkpoint that cannot be read, a warning says what was not restored.
+
+    Args:
+        accelerator: the trainer's.
+        model: the model, prepared, before its first forward.
+        checkpoint: the folder that the training is resumed from.
+    """
+    if accelerator.fp8_backend != "TE":
+        return
+    plain = accelerator.unwrap_model(model, keep_torch_compile=False)
+    stateless = {
+        f"{name}.{_KEY}": module
+        for name, module in plain.named_modules()
+        if type(module).set_extra_state is not torch.nn.Module.set_extra_state and not any(delayed_states(module))
+    }
+    try:
+        saved = _saved(checkpoint, stateless.keys())
+    except Exception as error:
+        logger.warning("The FP8 state of converted layers was not restored: %s cannot be read: %s", checkpoint, error)
+        return
+    restored = 0
+    try:
+        for key, state in saved.items():
+            stateless[key].set_extra_state(state)
+            restored += 1
+    except Exception as error:
+        logger.warning(
+            "The scales and amax histories of %d of %d layers, which the Trainer loads before Accelerate converts the"
+            " layers, were not restored from %s. Transformer Engine says: %s",
+            len(saved) - restored,
+            len(saved),
+            checkpoint,
+            error,
+        )
+        return
+    if restored:
+        logger.info("Restored the scales and amax histories of %d converted layers from %s.", restored, checkpoint)
+
+
+def _saved(checkpoint: Path, wanted: Iterable[str]) -> Mapping[str, torch.Tensor]:
+    """The states in the files of a checkpoint that are wanted and not empty."""
+    keys = set(wanted)
+    found: dict[str, torch.Tensor] = {}
+    for path in _files(checkpoint):
+        if path.suffix == ".safetensors":
+            with safetensors.safe_open(path, framework="pt") as file:
+                found |= {key: file.get_tensor(key) for key in keys.intersection(file.keys())}
+        else:
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            found |= {key: loaded[key].clone() for key in keys.intersection(loaded)}
+    return {key: state for key, state in found.items() if state.numel()}
+
+
+def _files(checkpoint: Path) -> list[Path]:
+    """The files with the model's weights; none where the weights lie otherwise, as those of FSDP and DeepSpeed do."""
+    for whole, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        if (checkpoint / whole).is_file():
+            return [checkpoint / whole]
+        if (checkpoint / index).is_file():
+            parts = json.loads((checkpoint / index).read_text())["weight_map"].values()
+            return [checkpoint / name for name in sorted(set(parts))]
+    return []
