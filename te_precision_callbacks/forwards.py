@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,10 +19,9 @@ NO_BACKWARD = -1
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _MODULE_CALL = torch.nn.Module._call_impl.__code__
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
-"""Code of torch 2.13 by which a frame is known."""
+"""Code of torch 2.13 to 2.15 by which a frame is known."""
 
 
 def outside_of_dynamo(function: FunctionT) -> FunctionT:
@@ -162,13 +163,26 @@ def _autograd_frame(frame: FrameType) -> tuple[str, FunctionCtx | None] | None:
     if name not in ("forward", "backward"):
         return None
     # The cheap look at the names first: f_locals of every frame would cost more than the forward pass.
-    if frame.f_code.co_varnames[:1] == ("ctx",):
+    first = frame.f_code.co_varnames[:1]
+    if first == ("ctx",):
         context = frame.f_locals.get("ctx")
         if isinstance(context, FunctionCtx):
             return name, context
-    if name == "forward" and frame.f_back is not None and frame.f_back.f_code is _APPLY:
+    if name == "forward" and first != ("self",) and _is_of_function(frame.f_code):
         return name, None
     return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_of_function(code: CodeType) -> bool:
+    """Whether the code is the forward of an autograd Function; nothing else tells one that has no context."""
+    kinds: list[Any] = [torch.autograd.Function]
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        if getattr(inspect.unwrap(kind.forward), "__code__", None) is code:
+            return True
+    return False
 
 
 def running_forward(module: torch.nn.Module) -> FrameType | None:
