@@ -237,10 +237,16 @@ def test_the_bounds_hold(name: str, measure: Measure, assert_same: Same) -> None
 
 
 def test_the_bounds_are_needed() -> None:
-    """Sums in float are seen here, so that the tests above do not pass for want of any."""
-    values = ADVERSARIAL["all roundings go up"]
-    off = measured_by(native.add, values)[0][MOMENT_SUMS.index("sum")].item() / math.fsum(values.tolist()) - 1
-    assert 2 * 2.0**-24 < off < 7 * 2.0**-24
+    """Sums in float are seen here, so that the tests above do not pass for want of any.
+
+    The processor's vectors say which of the two orders is the one of its sums.
+    """
+
+    def off(values: torch.Tensor) -> float:
+        return measured_by(native.add, values)[0][MOMENT_SUMS.index("sum")].item() / math.fsum(values.tolist()) - 1
+
+    largest = max(off(ADVERSARIAL[f"all roundings go up{vectors}"]) for vectors in ("", ", in smaller vectors"))
+    assert 2 * 2.0**-24 < largest < 7 * 2.0**-24
 
 
 @pytest.mark.parametrize("scale_inv", [2.0**-120, 2.0**-99, 2.0**99, 2.0**120])

@@ -377,6 +377,5 @@ def test_the_names_of_torch_that_are_used() -> None:
     assert callable(TorchDispatchMode.ignore_compile_internals)
     assert torch.ops.higher_order.flex_attention._name == "flex_attention"
     assert torch.Tag.dynamic_output_shape in torch.ops.aten.nonzero.default.tags
-    assert forwards._APPLY.co_name == "apply"
     assert forwards._MODULE_CALL.co_name == "_call_impl"
     assert forwards._ENGINE.co_name == "_engine_run_backward"
