@@ -201,13 +201,14 @@ def _reset() -> Iterator[None]:
         FP8GlobalStateManager.reset()
 
 
-def train(seed: int, folder: Path, drift: Drift | None = None) -> RecordedRun:
+def train(seed: int, folder: Path, drift: Drift | None = None, *, rows: int = ROWS) -> RecordedRun:
     """Train under a session, which records it.
 
     Args:
         seed: of the data, and of the network's weights.
         folder: the log folder.
         drift: what is planted.
+        rows: of a batch.
     """
     torch.manual_seed(seed)
     network = Network()
@@ -217,7 +218,7 @@ def train(seed: int, folder: Path, drift: Drift | None = None) -> RecordedRun:
         for step in range(STEPS):
             if drift is not None and step >= FIRST:
                 _plant(network, drift, step - FIRST, seed)
-            x = torch.randn(ROWS, HIDDEN, generator=data)
+            x = torch.randn(rows, HIDDEN, generator=data)
             with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
                 loss = (network(x) - torch.relu(x @ target)).square().mean()
             loss.backward()

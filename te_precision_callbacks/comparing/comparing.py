@@ -19,6 +19,7 @@ from te_precision_callbacks.comparing.sides import (
     side_of_run,
     side_of_step,
 )
+from te_precision_callbacks.comparing.sizes import Sizes
 from te_precision_callbacks.store import RecordedRun
 from te_precision_callbacks.store.index import Subject
 
@@ -62,9 +63,11 @@ def compare(
     for side in (other, *others):
         _check_layers(one, side)
     order = Order([a, *([] if b is None else [b])])
-    search = Search(one, other, others, lasting, None if numbers is None else numbers.taking(one, other, paired))
+    sizes = Sizes(a, a if b is None else b)
+    search = Search(one, other, others, lasting, sizes, None if numbers is None else numbers.taking(one, other, paired))
     found = list(search.run(paired, {subject: order.place(subject) for subject in paired}))
-    shares = precision_shares(a), precision_shares(a if b is None else b)
+    comparable = not sizes.with_other_rows  # of losses of other batches nothing is known
+    shares = (precision_shares(a), precision_shares(a if b is None else b)) if comparable else ({}, {})
     if search.without_steps == len(paired):
         raise ComparisonError(
             f"{one.name} and {other.name} have {len(paired)} series in common, but no step of any: {_span(one)},"
@@ -157,6 +160,7 @@ def _pairing(one: Side, other: Side, paired: Sequence[Subject], search: Search) 
         search.values,
         search.first,
         search.last,
+        tuple(name for _, name in search.sizes.with_other_rows),
     )
 
 

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from te_precision_callbacks.comparing.scales import LEVEL, Scale, scale_of
+from te_precision_callbacks.comparing.scales import LEVEL, Scale, power_of, scale_of
 from te_precision_callbacks.comparing.sides import Floats, Ints, Numbers, Side, family
+from te_precision_callbacks.comparing.sizes import OF_GRADIENTS, Sizes
 from te_precision_callbacks.comparing.spread import (
     BEYOND_NOISE,
     Noise,
@@ -90,6 +91,7 @@ class Search:
         a, b: the sides.
         noise: sides whose differences from a, and from each other, are ordinary.
         lasting: the steps that a difference must last; of a series with fewer it must last all.
+        sizes: the sizes of b as multiples of those of a.
         show: gets all that is compared, in parts.
         values: the numbers of a and b that were compared.
         without_steps: the series that have no step in common.
@@ -102,6 +104,7 @@ class Search:
     b: Side
     noise: Sequence[Side]
     lasting: int
+    sizes: Sizes
     show: Callable[[Compared], None] | None = None
     values: int = 0
     without_steps: int = 0
@@ -133,7 +136,7 @@ class Search:
             self.first_unequal = min(self._firsts.items(), key=lambda found: (found[1], place[found[0]]))
 
     def _part(self, subjects: Sequence[Subject], looked_at: int) -> Iterator[Found]:
-        sides = [side.read(subjects) for side in (self.a, self.b, *self.noise)]
+        sides = [self._read(side, subjects) for side in (self.a, self.b, *self.noise)]
         scales = _Scales(subjects, sides)
         series, iterations, ours, theirs = _both(sides[0], sides[1])
         self.values += len(series)
@@ -148,6 +151,8 @@ class Search:
         spread, bound = self._spread_and_bound(scales, [sides[0], *sides[2:]], series, iterations, looked_at)
         known = ~np.isnan(spread)
         limit = np.where(known, bound * spread, scales.bound[series])
+        resized, more = self._of_other_rows(subjects, scales)
+        limit = np.where(resized[series], np.fmax(limit, scales.bound[series]) + more[series], limit)
         begin = np.where(known, np.minimum(limit, np.fmax(_LEAST_BEGIN, _PART_OF_BOUND * bound) * spread), limit)
         beyond, begun = _runs(series, difference, limit), _runs(series, difference, begin)
         counts = np.bincount(series, minlength=len(subjects))
@@ -166,6 +171,26 @@ class Search:
         yield from self._described(
             subjects, begins, lengths, series, iterations, (ours, theirs, difference), (spread, limit)
         )
+
+    def _read(self, side: Side, subjects: Sequence[Subject]) -> Numbers:
+        """The values of some subjects, as they would be with as many elements as a has."""
+        numbers = side.read(subjects)
+        sizes = self.sizes if side is self.b else Sizes(self.a.run, side.run)
+        growth = np.array([sizes.growth(subject) for subject in subjects])
+        if np.all(growth == 1):
+            return numbers
+        return numbers._replace(values=numbers.values / growth[numbers.series])
+
+    def _of_other_rows(self, subjects: Sequence[Subject], scales: _Scales) -> tuple[npt.NDArray[np.bool_], Floats]:
+        """[series]: whether b computes another number of rows there, and how much farther a difference must be then.
+
+        The noise of runs with the rows of a says little of b then; and a loss that is a mean over the rows gives each
+        row's gradient a share of it.
+        """
+        rows = np.array([self.sizes.rows(subject.scope, subject.layer) for subject in subjects])
+        resized = np.where([bool(subject.layer) for subject in subjects], rows != 1, bool(self.sizes.with_other_rows))
+        of_gradients = np.array([subject.tensor in OF_GRADIENTS for subject in subjects])
+        return resized, np.where(of_gradients, scales.apart_by_factors(rows), 0.0)
 
     def _spread_and_bound(
         self, scales: _Scales, sides: Sequence[Numbers], series: Ints, iterations: Ints, looked_at: int
@@ -238,6 +263,7 @@ class _Scales:
         self.least = np.array([scale.least for scale in scales])
         self.bound = np.array([scale.bound for scale in scales])[self.family]
         levels = np.array([scale is LEVEL for scale in scales])[self.family]
+        self._powers = np.array([power_of(tensor, statistic) for tensor, _, statistic in families])[self.family]
         self._magnitudes = np.where(levels, _ordinary(sides, len(subjects)), _smallest(sides, len(subjects)))
 
     def places(self, series: Ints, values: Floats) -> Floats:
@@ -247,6 +273,11 @@ class _Scales:
     def values(self, series: Ints, places: Floats) -> Floats:
         """The values of these series at places on their scales."""
         return self._each(Scale.values, series, places)
+
+    def apart_by_factors(self, factors: Floats) -> Floats:
+        """[series]: how far a factor moves each on its scale."""
+        units = np.array([scale.of_a_factor for scale in self._kinds.values()])[self._kind] * self._powers
+        return np.asarray(units * np.abs(np.log2(factors)))
 
     def _each(self, apply: Callable[[Scale, Floats, Floats], Floats], series: Ints, numbers: Floats) -> Floats:
         found = np.empty(len(numbers))

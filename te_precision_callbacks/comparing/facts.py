@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from te_precision_callbacks.comparing.model import FactDifference
+from te_precision_callbacks.comparing.sizes import sizes_of
 from te_precision_callbacks.folding import folded
 from te_precision_callbacks.store import RecordedRun
 from te_precision_callbacks.store.tables import at_the_end
@@ -98,6 +99,7 @@ def _of_products(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
     texts = [", ".join(f"{name.upper()} {100 * share:.1f} %" for name, share in each.items()) for each in shares]
     if texts[0] != texts[1]:
         yield FactDifference("coverage", *texts)
+    yield from _of_sizes(a, b)
     precision = [
         {(row["scope"] or "", row["layer"], row["gemm"]): row["precision"] or "" for row in _products(run)}
         for run in (a, b)
@@ -109,6 +111,21 @@ def _of_products(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
             changed[key[2], ours, theirs].append(key[1])
     for (gemm, ours, theirs), layers in changed.items():
         yield FactDifference(f"{gemm} of {_in_words(layers)}", ours.upper(), theirs.upper())
+
+
+def _of_sizes(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
+    """The rows that layers compute in a step, such as with another batch size, and the sizes of their weights."""
+    ours, theirs = sizes_of(a), sizes_of(b)
+    changed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for key, size in ours.items():
+        other = theirs.get(key, size)
+        if size.rows != other.rows:
+            changed["rows in a step of", f"{size.rows:,}", f"{other.rows:,}"].append(key[1])
+        if size[1:] != other[1:]:
+            one, two = (f"{each.outputs} x {each.inputs}" for each in (size, other))
+            changed["weight of", one, two].append(key[1])
+    for (what, one, two), layers in changed.items():
+        yield FactDifference(f"{what} {_in_words(layers)}", one, two)
 
 
 def _in_words(layers: Iterable[str]) -> str:

@@ -123,6 +123,8 @@ class Pairing:
         statistics_only_a, statistics_only_b: the statistics that are on one side only.
         values: how many numbers of each side were compared.
         first, last: iterations of the steps that both sides have.
+        with_other_rows: the layers whose inputs have another number of rows in a step of the other side, such as with
+            another batch size.
     """
 
     series: int
@@ -137,6 +139,7 @@ class Pairing:
     values: int
     first: int | None
     last: int | None
+    with_other_rows: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from te_precision_callbacks.comparing.departures import Found
 from te_precision_callbacks.comparing.model import Departure, Origin, Parting
 from te_precision_callbacks.comparing.order import Order
-from te_precision_callbacks.comparing.scales import scale_of
+from te_precision_callbacks.comparing.scales import MAGNITUDE, scale_of
 
 _SHARE = 0.75
 """A tensor that has departed by this share of another one's difference accounts for it."""
@@ -81,11 +81,16 @@ def _departure(found: Found) -> Departure:
         to_the_end=found.to_the_end,
         a=found.a,
         b=found.b,
-        difference=found.difference,
+        difference=-found.difference if _is_factor_below_zero(found) else found.difference,
         unit=scale_of(found.subject.tensor, found.subject.statistic).unit,
         spread=None if math.isnan(found.spread) else found.spread,
         bound=found.bound,
     )
+
+
+def _is_factor_below_zero(found: Found) -> bool:
+    """Whether both sides are below 0, where the smaller magnitude is the larger number."""
+    return scale_of(found.subject.tensor, found.subject.statistic) is MAGNITUDE and found.a < 0 and found.b < 0
 
 
 class _Line(NamedTuple):

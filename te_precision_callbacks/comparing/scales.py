@@ -9,6 +9,7 @@ magnitudes differ by factors, shares by points.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from te_precision_callbacks.statistics.table import Worse
 
 Values = npt.NDArray[np.float64]
 
-_BELOW = 20.0
+ZERO_BELOW = 20.0
 """How many powers of two the number 0 is below the smallest other number of a series."""
 
 _INFINITE, _NAN = 2000.0, 4000.0
@@ -36,6 +37,7 @@ class Scale:
         unit: the unit of a difference.
         least: the smallest spread that is believed, however little noise has been seen.
         bound: the smallest difference that counts where no noise is known.
+        of_a_factor: how far a factor of 2 moves a value; 0 where factors of the tensor do not matter.
         onto: values, and the magnitude of each one's series -> places on the scale.
         back: places and magnitudes -> values.
     """
@@ -44,6 +46,7 @@ class Scale:
     unit: str
     least: float
     bound: float
+    of_a_factor: float
     onto: Callable[[Values, Values], Values]
     back: Callable[[Values, Values], Values]
 
@@ -67,42 +70,46 @@ class Scale:
 
 
 def _powers(values: Values, magnitudes: Values) -> Values:
-    above = np.log2(np.abs(values)) - np.log2(magnitudes) + _BELOW
+    above = np.log2(np.abs(values)) - np.log2(magnitudes) + ZERO_BELOW
     return np.where(values == 0, 0.0, np.sign(values) * above)
 
 
 def _from_powers(places: Values, magnitudes: Values) -> Values:
-    return np.asarray(np.where(places == 0, 0.0, np.sign(places) * magnitudes * 2.0 ** (np.abs(places) - _BELOW)))
+    return np.asarray(np.where(places == 0, 0.0, np.sign(places) * magnitudes * 2.0 ** (np.abs(places) - ZERO_BELOW)))
 
 
 def _same(values: Values, magnitudes: Values) -> Values:
     return values
 
 
-MAGNITUDE = Scale("magnitude", "powers of two", 0.01, 1.0, _powers, _from_powers)
+MAGNITUDE = Scale("magnitude", "powers of two", 0.01, 1.0, 1.0, _powers, _from_powers)
 LEVEL = Scale(
     "level",
     "of its size",
     0.02,
     6.0,
+    math.log(2),
     lambda values, sizes: np.arcsinh(values / sizes),
     lambda places, sizes: sizes * np.sinh(places),
 )
-SHARE = Scale("share", "points", 0.02, 5.0, _same, _same)
-DECIBELS = Scale("decibels", "dB", 0.1, 3.0, _same, _same)
-POWERS = Scale("powers", "powers of two", 0.05, 4.0, _same, _same)
+SHARE = Scale("share", "points", 0.02, 5.0, 0.0, _same, _same)
+DECIBELS = Scale("decibels", "dB", 0.1, 3.0, 0.0, _same, _same)
+POWERS = Scale("powers", "powers of two", 0.05, 4.0, 0.0, _same, _same)
 COUNT = Scale(
     "count",
     "powers of two",
     0.01,
     1.0,
+    0.0,
     lambda values, sizes: np.log2(1 + np.abs(values)),
     lambda places, sizes: 2.0 ** np.fmax(places, 0.0) - 1,
 )
 
+_SQUARED = "square of the tensor's"
+
 _BY_UNIT = {
     "of the tensor": MAGNITUDE,
-    "square of the tensor's": MAGNITUDE,
+    _SQUARED: MAGNITUDE,
     "%": SHARE,
     "dB": DECIBELS,
     "powers of two": POWERS,
@@ -123,3 +130,9 @@ def scale_of(tensor: str, statistic: str) -> Scale:
     if request.statistic.worse is Worse.AWAY_FROM_ZERO:
         return LEVEL
     return _BY_UNIT.get(request.statistic.unit, LEVEL)
+
+
+def power_of(tensor: str, statistic: str) -> float:
+    """The power of its tensor's magnitude with which a statistic grows: 2 for squares, else 1."""
+    request = logged_request(statistic) if tensor else None
+    return 2.0 if request is not None and request.statistic.unit == _SQUARED else 1.0

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from te_precision_callbacks.comparing.model import Comparison, Departure, LossComparison, Parting
+from te_precision_callbacks.comparing.scales import ZERO_BELOW
 from te_precision_callbacks.folding import folded
 
 MOST_NAMES = 3
@@ -30,6 +31,12 @@ def what_was_compared(comparison: Comparison) -> Iterator[str]:
             yield f"{many(count, 'series')} only in {where}{': ' if apart else ''}{' and '.join(apart)}."
     if pairing.without_steps:
         yield f"{many(pairing.without_steps, 'series')} of both have no step in common."
+    if pairing.with_other_rows:
+        yield (
+            f"B computes another number of rows in {_some(folded(pairing.with_other_rows))}: norms and counts of B are"
+            " converted to as many elements as A has, fixed bounds hold there with a noise floor too, and gradients may"
+            " also differ by the ratio of the rows."
+        )
     if floor is None:
         yield (
             "There is no noise floor: what counts is a factor of 2, 5 points of a percentage, or 3 dB. Whether that is"
@@ -92,6 +99,10 @@ def difference(departure: Departure) -> str:
     if abs(value) > _NO_NUMBER:
         return "no number" if not (math.isfinite(departure.a) and math.isfinite(departure.b)) else "at times no number"
     if departure.unit == "powers of two":
+        if departure.a * departure.b < 0:
+            return "another sign"
+        if abs(value) >= ZERO_BELOW and 0 in (departure.a, departure.b):
+            return "from 0" if departure.a == 0 else "to 0"
         return f"x {2.0**value:.3g}"
     return f"{value:+.3g} {departure.unit}"
 

@@ -13,6 +13,7 @@ import pytest
 from te_precision_callbacks.comparing import Comparison, ComparisonError, compare
 from te_precision_callbacks.comparing.scales import scale_of
 from te_precision_callbacks.comparing.spread import bounds
+from te_precision_callbacks.comparing.wording import difference
 from te_precision_callbacks.store import RecordedRun, RunWriter, open_run
 from tests.comparing.recorded import Subject, Values, append, layers, record
 
@@ -301,6 +302,99 @@ def test_coverage_differs_by_format(runs: Runs) -> None:
         ("coverage", "BF16 100.0 %", "FP8 83.3 %, BF16 16.7 %"),
         ("fprop of layers.{1-5}.fc", "BF16", "FP8"),
     ]
+
+
+def products(rows: int, calls: int = 1) -> list[dict[str, Any]]:
+    """The fprop of each layer."""
+    sizes = {"n": rows, "m": 32, "k": 16, "batch": 1, "calls": calls, "macs": rows * 512 * calls}
+    names = {"scope": "", "gemm": "fprop", "backward": False, "precision": "fp8", "runs": "seen"}
+    return [{"gemm_id": number, "layer": layer, **names, **sizes} for number, layer in enumerate(LAYERS)]
+
+
+SIZED = (("activation", "l2_norm"), ("activation", "l1_norm"), ("activation", "nonfinite_num"), ("activation", "numel"))
+
+
+def of_rows(seed: int, rows: int, gradients: float) -> dict[Subject, Floats]:
+    """A training with this many rows in a step, whose gradients are so large; weights have no rows."""
+    found = numbers(seed)
+    growth = {"l2_norm": (rows * 16) ** 0.5, "l1_norm": rows * 16, "nonfinite_num": rows, "numel": rows * 16}
+    draw = np.random.default_rng(seed)
+    for layer in LAYERS:
+        found[layer, "gradient", "cur_amax"] *= gradients
+        found[layer, "weight", "l2_norm"] = np.exp(draw.normal(0, 0.1, STEPS))
+        for tensor, statistic in SIZED:
+            found[layer, tensor, statistic] = growth[statistic] * np.exp(draw.normal(0, 0.1, STEPS))
+    return found
+
+
+@pytest.mark.parametrize(("rows", "calls"), [(256, 1), (32, 1), (128, 8)])
+@pytest.mark.parametrize("of_mean", [True, False])
+def test_another_batch_size_is_a_fact_and_no_layer_is_blamed(
+    runs: Runs, rows: int, calls: int, *, of_mean: bool
+) -> None:
+    total = rows * calls
+    a = runs.record("rows", of_rows(0, 128, 1.0), gemms=products(128))
+    noise = runs.record("again", of_rows(1, 128, 1.0), gemms=products(128))
+    b = runs.record("other rows", of_rows(2, total, 128 / total if of_mean else 1.0), gemms=products(rows, calls))
+    for result in (compare(a, b), compare(a, b, noise=[noise])):
+        assert not result.parted
+        facts = [(fact.name, fact.a, fact.b) for fact in result.facts]
+        assert facts == [("rows in a step of layers.{0-5}.fc", "128", f"{total:,}")]
+        assert result.pairing.with_other_rows == tuple(LAYERS)
+
+
+def test_what_differs_beside_another_batch_size_is_found(runs: Runs) -> None:
+    a = runs.record("rows", of_rows(0, 128, 1.0), gemms=products(128))
+    values = of_rows(2, 256, 0.5)
+    values[LAYERS[2], "activation", "l2_norm"][30:] *= 3
+    values[LAYERS[3], "weight", "l2_norm"][30:] *= 3
+    result = compare(a, runs.record("other rows", values, gemms=products(256)))
+    assert [parting.name for parting in result.parted] == [f"{LAYERS[2]} activation", f"{LAYERS[3]} weight"]
+    norm = result.parted[0].strongest
+    assert 2.0**norm.difference == pytest.approx(3, rel=0.2)
+    assert norm.b / norm.a == pytest.approx(3, rel=0.2)
+
+
+def test_losses_of_other_batch_sizes_have_no_yardstick(runs: Runs) -> None:
+    curve = 2 + 8 * np.exp(-np.arange(STEPS) / 20)
+    high = [row | {"precision": "bf16"} for row in products(128)]
+    a = runs.record("high", numbers(0), gemms=high, scalars={"loss": curve})
+    b = runs.record("low", numbers(0), gemms=products(256), scalars={"loss": curve * 1.1})
+    loss = compare(a, b).loss
+    assert loss is not None
+    assert [each.holds for each in loss.yardsticks] == [None, None]
+
+
+def test_weights_of_other_sizes_are_a_fact(runs: Runs) -> None:
+    wider = [row | {"m": 64} for row in products(128)]
+    b = runs.record("wider", numbers(0), gemms=wider)
+    facts = compare(runs.record("rows", numbers(0), gemms=products(128)), b).facts
+    assert [(fact.name, fact.a, fact.b) for fact in facts] == [("weight of layers.{0-5}.fc", "32 x 16", "64 x 16")]
+
+
+@pytest.mark.parametrize(
+    ("statistic", "ours", "theirs", "said"),
+    [
+        ("min", -0.00119, -0.000297, "x 0.25"),
+        ("min", -0.001, -0.004, "x 4"),
+        ("max", 0.004, 0.001, "x 0.25"),
+        ("max", 0.001, -0.001, "another sign"),
+        ("cur_amax", 0.0, 0.001, "from 0"),
+        ("cur_amax", 0.001, 0.0, "to 0"),
+    ],
+)
+def test_the_factor_of_a_number_is_that_of_its_magnitude(
+    runs: Runs, statistic: str, ours: float, theirs: float, said: str
+) -> None:
+    a, b = (
+        runs.record(name, numbers(0) | {(LAYERS[0], "weight", statistic): np.full(STEPS, value)})
+        for name, value in (("ours", ours), ("theirs", theirs))
+    )
+    first = compare(a, b).first
+    assert first is not None
+    assert difference(first.strongest) == said
+    if said.startswith("x"):
+        assert 2.0**first.strongest.difference == pytest.approx(theirs / ours, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planted import KINDS, Drift, judge, train
+from benchmarks.planted import KINDS, ROWS, Drift, judge, train
 from te_precision_callbacks.comparing import compare
 from te_precision_callbacks.store import RecordedRun
 
@@ -32,6 +32,16 @@ def test_a_planted_drift_comes_first(seed: int, healthy: tuple[RecordedRun, Reco
 
 def test_a_healthy_training_has_no_finding(healthy: tuple[RecordedRun, RecordedRun], tmp_path: Path) -> None:
     assert not compare(healthy[0], train(1000, tmp_path), noise=[healthy[1]]).has_findings
+
+
+def test_twice_the_rows_are_no_finding_in_any_layer(healthy: tuple[RecordedRun, RecordedRun], tmp_path: Path) -> None:
+    b = train(0, tmp_path, rows=2 * ROWS)
+    for noise in ((), (healthy[1],)):
+        result = compare(healthy[0], b, noise=noise)
+        assert not result.has_findings
+        assert [(fact.name, fact.a, fact.b) for fact in result.facts] == [
+            ("rows in a step of layers.{0-7}.linear", str(ROWS), str(2 * ROWS))
+        ]
 
 
 def test_a_planted_drift_changes_nothing_that_is_computed(
