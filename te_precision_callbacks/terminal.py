@@ -28,6 +28,16 @@ from rich.table import Table
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 """The option of a command that can print JSON."""
 
+Run = Annotated[
+    str | None,
+    typer.Option(
+        "--run",
+        metavar="NAME",
+        help="The run of a folder that has several: its name, or the beginning of it. The default is the latest.",
+    ),
+]
+"""The option of a command that reads a recorded run."""
+
 _WHOLE_LINES = 500
 """The width of a table in a file or pipe."""
 
@@ -50,13 +60,14 @@ def show(what: RenderableType) -> None:
     console.print(what)
 
 
-def show_text(text: str, indent: int = 0, hanging: int = 0) -> None:
+def show_text(text: str, indent: int = 0, hanging: int = 0, *, err: bool = False) -> None:
     """Print a paragraph, wrapped to the terminal; to 80 columns in a file or pipe, unless COLUMNS says otherwise.
 
     Args:
         text: the paragraph, without markup.
         indent: the number of spaces before each line.
         hanging: the number of further spaces before each line but the first.
+        err: whether it goes to stderr, as what is no part of a command's JSON does.
     """
     width = min(shutil.get_terminal_size().columns, _WIDEST_TEXT)
     first = " " * indent
@@ -68,7 +79,8 @@ def show_text(text: str, indent: int = 0, hanging: int = 0) -> None:
             subsequent_indent=first + " " * hanging,
             break_long_words=False,
             break_on_hyphens=False,
-        )
+        ),
+        err=err,
     )
 
 

@@ -52,11 +52,6 @@ def empty(path: Path) -> None:
     RunWriter.begin(path).close("ended")
 
 
-def two_runs(path: Path) -> None:
-    write_run(path, range(3))
-    write_run(path, range(3))
-
-
 def no_run(path: Path) -> None:
     path.mkdir()
 
@@ -100,7 +95,6 @@ NO_NUMBERS = {
         (text, "this file is no recorded run"),
         (foreign_file, "this file is no recorded run"),
         (folder_of_a_foreign_file, "no recorded run is in this folder"),
-        (two_runs, "there are 2 runs"),
         (of_a_later_version, "its schema is 99"),
         (empty, None),
         (without_a_whole_part, None),

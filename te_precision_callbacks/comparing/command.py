@@ -6,6 +6,7 @@ Usage::
     te-precision compare bf16 fp8 --noise bf16_again --report compare.html
     te-precision compare run --ranks 0 1
     te-precision compare run --steps 10 500
+    te-precision compare logs --run 20261122-130144 --run 20261122-151210
 
 The exit code is 0 without a finding; 1 if the sides part, or their losses do; 2 for wrong use. ``--json`` prints one
 JSON object.
@@ -48,19 +49,37 @@ def compare_command(
         Path | None,
         typer.Option("--report", "-o", metavar="FILE", help="Also write one page that opens offline, such as x.html."),
     ] = None,
+    run: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="The run of a folder that has several, or the beginning of its name: first that of A, then that of B"
+            " (by default of the same folder), then those of --noise. The default is the latest.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show which facts of two runs differ, in which layer their numbers part first, and how far beyond the noise."""
     from te_precision_callbacks.comparing.comparing import compare
     from te_precision_callbacks.comparing.numbers import ComparedNumbers
     from te_precision_callbacks.comparing.printing import show, write_csv
-    from te_precision_callbacks.store import open_run
+    from te_precision_callbacks.store.choosing import chosen_run
 
+    chosen = list(run or ())
+    if b is None and len(chosen) == 2:
+        b = a
+    paths = [a, *([] if b is None else [b]), *(noise or ())]
+    if len(chosen) > len(paths):
+        raise typer.BadParameter(f"{len(chosen)} runs are chosen, of {len(paths)} folders", param_hint="--run")
+    wanted = [*chosen, *[None] * (len(paths) - len(chosen))]
+    opened, told = zip(*(chosen_run(path, name) for path, name in zip(paths, wanted, strict=True)), strict=True)
+    for line in dict.fromkeys(filter(None, told)):
+        terminal.show_text(line, err=as_json)
     numbers = None if report is None else ComparedNumbers()
     result = compare(
-        open_run(a),
-        None if b is None else open_run(b),
-        noise=[open_run(path) for path in noise or ()],
+        opened[0],
+        None if b is None else opened[1],
+        noise=opened[1 if b is None else 2 :],
         ranks=ranks,
         steps=steps,
         lasting=lasting,

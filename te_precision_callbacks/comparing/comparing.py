@@ -88,6 +88,12 @@ def compare(
     )
 
 
+def _name(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
+    """What a run is called among those that are compared: its path, with its own name where another run has that."""
+    several = any(each.path == run.path and each.run_id != run.run_id for each in runs)
+    return f"{run.path} ({run.run_id})" if several else str(run.path)
+
+
 def _sides(
     a: RecordedRun,
     b: RecordedRun | None,
@@ -98,7 +104,8 @@ def _sides(
 ) -> tuple[Side, Side, list[Side]]:
     """The two sides, and those of the noise."""
     if b is not None and ranks is None and steps is None:
-        one, other, *others = (side_of_run(run, str(run.path)) for run in (a, b, *noise))
+        runs = (a, b, *noise)
+        one, other, *others = (side_of_run(run, _name(run, runs)) for run in runs)
         return one, other, others
     if b is not None or noise or (ranks is not None and steps is not None):
         raise ComparisonError(
@@ -173,4 +180,4 @@ def _first_unequal(search: Search) -> FirstUnequal | None:
 
 def _notes(a: RecordedRun, b: RecordedRun | None, noise: Sequence[RecordedRun]) -> tuple[str, ...]:
     runs = [a, *([] if b is None else [b]), *noise]
-    return tuple(f"{run.path}: {note}" for run in runs for note in run.notes)
+    return tuple(f"{_name(run, runs)}: {note}" for run in runs for note in run.notes)

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from te_precision_callbacks import terminal
-from te_precision_callbacks.terminal import Json
+from te_precision_callbacks.terminal import Json, Run
 
 
 class Format(str, Enum):
@@ -39,7 +39,7 @@ class Plot(str, Enum):
 
 
 def report_command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The log folder of a run, or a run's own folder.")],
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="The log folder of a run, or a run's own folder.")],
     output: Annotated[
         Path | None,
         typer.Option(
@@ -47,6 +47,7 @@ def report_command(
         ),
     ] = None,
     *,
+    run: Run = None,
     kind: Annotated[Format, typer.Option("--format", help="A page, a picture, or numbers.")] = Format.HTML,
     plot: Annotated[Plot, typer.Option(help="For png: which picture.")] = Plot.HEATMAP,
     layer: Annotated[str | None, typer.Option(metavar="NAME", help="For png and json: the layer.")] = None,
@@ -64,9 +65,11 @@ def report_command(
     if as_json and output is not None:
         raise typer.BadParameter("it prints; write numbers into a file with --format json", param_hint="--json")
     from te_precision_callbacks.report.page import MOST_BYTES, write_bytes, write_report
-    from te_precision_callbacks.store import open_run
+    from te_precision_callbacks.store.choosing import chosen_run
 
-    recorded = open_run(run)
+    recorded, told = chosen_run(path, run)
+    if told:
+        terminal.show_text(told, err=kind is Format.JSON)
     for note in recorded.notes:
         terminal.show_text(f"note: {note}", hanging=6) if kind is not Format.JSON else None
     match kind:

@@ -23,7 +23,7 @@ def tell_command(log_dir: Path, run_id: str) -> None:
         run_id: the run; the folder may have others.
     """
     path = log_dir if list_runs(log_dir) == (run_id,) else log_dir / FOLDER / run_id
-    logger.info("te-precision report %s makes one page of this run.", shlex.quote(str(path)))
+    logger.info("te-precision report %s makes one page of this run.", shlex.quote(str(path.absolute())))
 
 
 def write_page(log_dir: Path, run_id: str, sinks: Sinks) -> Path:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from te_precision_callbacks import terminal
-from te_precision_callbacks.terminal import Json
+from te_precision_callbacks.terminal import Json, Run
 
 if TYPE_CHECKING:
     from te_precision_callbacks.showing.view import Curve, RunView
@@ -34,8 +34,9 @@ _SHARE = 4.0
 
 
 def show_command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A recorded run: its log folder.")],
+    path: Annotated[str, typer.Argument(metavar="RUN", help="A recorded run: its log folder.")],
     *,
+    run: Run = None,
     statistic: Annotated[
         list[str] | None,
         typer.Option(
@@ -50,18 +51,23 @@ def show_command(
     as_json: Json = False,
 ) -> None:
     """Show a run: the worst layers by each statistic, curves, coverage, the loss, the last events."""
-    from te_precision_callbacks.showing.view import NothingToShowError
+    from te_precision_callbacks.showing.view import NothingToShowError, look
+    from te_precision_callbacks.store.choosing import chosen_run
 
-    def read() -> RunView:
-        from te_precision_callbacks.showing.view import look
-        from te_precision_callbacks.store import open_run
+    recorded, told = chosen_run(path, run)
+    if told:
+        terminal.show_text(told, err=as_json)
+    chosen = recorded.run_id if told else run  # which stays the one that is followed
 
-        return look(open_run(run), statistic or (), most)
+    def again() -> RunView:
+        return look(chosen_run(path, chosen)[0], statistic or (), most)
 
-    view = _follow(read, every, as_json=as_json) if follow else read()
+    view = look(recorded, statistic or (), most)
+    if follow:
+        view = _follow(view, again, every, as_json=as_json)
     if view.is_empty:
         why = f"no statistic was recorded, and no loss ({view.status})."
-        raise NothingToShowError(" ".join([f"{run} has no numbers: {why}", *view.notes]))
+        raise NothingToShowError(" ".join([f"{path} has no numbers: {why}", *view.notes]))
     if as_json:
         terminal.show_json(_for_json(view))
     elif not follow:
@@ -70,7 +76,7 @@ def show_command(
         terminal.show(Screen(view))
 
 
-def _follow(read: Callable[[], RunView], every: float, *, as_json: bool) -> RunView:
+def _follow(view: RunView, again: Callable[[], RunView], every: float, *, as_json: bool) -> RunView:
     """Draw the run until it has ended, and give what it then is."""
     from rich.console import Console
     from rich.live import Live
@@ -78,7 +84,6 @@ def _follow(read: Callable[[], RunView], every: float, *, as_json: bool) -> RunV
     from te_precision_callbacks.showing.screen import Screen
     from te_precision_callbacks.store import RunError
 
-    view = read()
     drawing = Live(Screen(view), console=Console(highlight=False), auto_refresh=False, vertical_overflow="ellipsis")
     failures, took = 0, 0.0
     with contextlib.nullcontext() if as_json else drawing:
@@ -86,7 +91,7 @@ def _follow(read: Callable[[], RunView], every: float, *, as_json: bool) -> RunV
             time.sleep(max(every, _SHARE * took))
             begun = time.monotonic()
             try:
-                view = read()
+                view = again()
             except RunError:  # a part may be replaced while it is read
                 failures += 1
                 if failures == _MOST_FAILURES:

@@ -67,8 +67,7 @@ StrPath = str | os.PathLike[str]
 
 def list_runs(path: StrPath) -> tuple[str, ...]:
     """The names of the runs that a log folder has recorded, the oldest first; empty if it has none."""
-    folder = Path(path)
-    folder = folder if folder.name == FOLDER else folder / FOLDER
+    folder = _records_of(Path(path))
     if not folder.is_dir():
         return ()
     return tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and segments_of(entry)))
@@ -81,7 +80,7 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
         path: a log folder, its folder ``precision_records``, the folder of a run or of one of its segments; or what
             plain nvidia-dlfw-inspect has written: its log folder, or a statistics log.
         run: the run that is meant, one of :func:`list_runs`, or the beginning of its name; needed where there are
-            several. ``"latest"`` is the last one.
+            several. ``"latest"`` is the last one. Logs of plain nvidia-dlfw-inspect have no name.
 
     Raises:
         NotARunError: there is no recorded run, or not the one that is meant.
@@ -93,17 +92,32 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
         raise NotARunError(f"{folder}: there is no such file or folder.")
     if folder.is_dir():
         if SEGMENT_NAME.fullmatch(folder.name) and (folder / RUN_FILE).exists():
+            _check_name(folder.parent, folder, run)
             return _read_run(folder.parent, folder, lambda: {int(folder.name.partition("-")[2]): folder})
         if segments_of(folder):
+            _check_name(folder, folder, run)
             return _read_run(folder, folder, lambda: segments_of(folder))
         runs = list_runs(folder)
         if runs:
-            chosen = (folder if folder.name == FOLDER else folder / FOLDER) / _choose(folder, runs, run)
+            chosen = _records_of(folder) / _choose(folder, runs, run)
             return _read_run(chosen, folder, lambda: segments_of(chosen))
     logs = find_logs(folder)
     if logs is not None:
+        if run not in (None, "latest"):
+            raise NotARunError(
+                f"{folder}: logs of plain nvidia-dlfw-inspect are one run, which has no name like {run!r}."
+            )
         return import_logs(folder, logs)
     raise NotARunError(f"{folder}: {_what_it_is(folder)}")
+
+
+def _records_of(folder: Path) -> Path:
+    return folder if folder.name == FOLDER else folder / FOLDER
+
+
+def _check_name(folder: Path, given: Path, wanted: str | None) -> None:
+    if wanted not in (None, "latest") and not folder.name.startswith(str(wanted)):
+        raise NotARunError(f"{given} is the run {folder.name!r}, not {wanted!r}. Give the log folder, or no name.")
 
 
 class _Moved(Exception):
@@ -129,8 +143,8 @@ def _choose(folder: Path, runs: tuple[str, ...], wanted: str | None) -> str:
     if not found:
         raise NotARunError(f"{folder}: there is no run {wanted!r}. There are: {', '.join(runs)}.")
     raise SeveralRunsError(
-        f"{folder}: there are {len(found)} runs: {', '.join(found)}. Give the path of one of them,"
-        f" {Path(FOLDER) / found[-1]} for the last one, or run={found[-1]!r}.",
+        f"{folder}: there are {len(found)} runs: {', '.join(found)}. Choose one with run={found[-1]!r}, on the command"
+        f' line --run {found[-1]}, or give its path, "{_records_of(folder) / found[-1]}".',
         found,
     )
 

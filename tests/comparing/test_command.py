@@ -135,12 +135,6 @@ def foreign(folder: Path) -> Path:
     return folder / "foreign.parquet"
 
 
-def two(folder: Path) -> Path:
-    for _ in range(2):
-        RunWriter.begin(folder / "two").close("ended")
-    return folder / "two"
-
-
 def empty(folder: Path) -> Path:
     RunWriter.begin(folder / "empty").close("ended")
     return folder / "empty"
@@ -156,7 +150,6 @@ def strangers(folder: Path) -> Path:
         (lambda folder: folder / "missing", "no such file or folder"),
         (no_run, "no recorded run is in this folder"),
         (foreign, "no recorded run"),
-        (two, "there are 2 runs"),
         (empty, "has no numbers yet"),
         (strangers, "share no layer"),
     ],

@@ -163,7 +163,7 @@ def test_runs_are_in_the_order_in_which_they_began(tmp_path: Path) -> None:
 def test_two_runs_in_one_folder(tmp_path: Path) -> None:
     ids = [write_run(tmp_path, range(2)), write_run(tmp_path, range(3))]
     with pytest.raises(
-        SeveralRunsError, match=rf"there are 2 runs: {ids[0]}, {ids[1]}\. Give the path of one"
+        SeveralRunsError, match=rf"there are 2 runs: {ids[0]}, {ids[1]}\. Choose one with run="
     ) as raised:
         open_run(tmp_path)
     assert raised.value.runs == tuple(ids) == list_runs(tmp_path)
