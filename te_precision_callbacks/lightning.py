@@ -149,7 +149,7 @@ class PrecisionDebugCallback(Callback):
         """Start the session, before configure_model or a precision plugin builds modules."""
         if stage != "fit":
             return
-        self._stop(trainer, None)  # of an earlier fit, whose on_exception another callback has cut short
+        self._stop(trainer, SessionError("Another fit began."))  # one whose on_exception a callback has cut short
         self._outcome = None
         self._restored_iteration = None
         self._step_of_batch = None

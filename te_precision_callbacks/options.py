@@ -165,7 +165,8 @@ class SessionOptions:
         strict: a failure in observation raises instead of being reported once, and so does a layer that Transformer
             Engine's debug path refuses, and a difference that the audit of a resume finds (docs/resuming.md).
         require: what the run must hold, such as ``"fp8 >= 95%"``; see :mod:`te_precision_callbacks.config.contract`.
-            Judged after the third step, on all ranks that reduce together, and again where precision changes.
+            Judged after the third step, on all ranks that reduce together, again where precision changes, and at the
+            end of a run that ends before.
         on_broken: what happens if it does not hold: ``"raise"`` a PrecisionContractError, or ``"warn"``.
     """
 

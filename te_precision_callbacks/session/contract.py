@@ -1,4 +1,7 @@
-"""Holds a run to its contract: judges what the model's products ran in, after the first steps and at each change."""
+"""Holds a run to its contract: judges what the model's products ran in, after the first steps and at each change.
+
+A run that ends before its first judgement, or with a change that was not judged yet, is judged at its end.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ class ContractKeeper:
         self._on_broken = contract.on_broken or on_broken
         self._first: int | None = None
         self._changes = self._changed_at = 0
-        self._judged = -1
+        self._judged = self._judged_until = -1
         self._said = ""
         self._said_left = ""
 
@@ -126,9 +129,48 @@ class ContractKeeper:
         coverage = Coverage(products, state=shared_state(own.state, ranks, "types to judge"))
         if ranks.several and not ranks.are_together:
             return None
+        self._judged_until = self._judged
         self._say_left_out(coverage, ranks)
         broken = [*broken_clauses(self._contract, coverage), *_broken_state(self._contract, coverage.state)]
-        return self._tell(broken, coverage, iteration - first + self._contract.by_step, ranks) if broken else ""
+        when = f"judged after step {iteration - first + self._contract.by_step}"
+        raises = self._on_broken == "raise" and bool(broken) and ranks.still_together()
+        return self._tell(broken, coverage, when, raises=raises) if broken else ""
+
+    def end_run(
+        self, coverage: Coverage, changes: int, iteration: int, ranks: Ranks, *, why_not: str, raises: bool
+    ) -> str | None:
+        """Judge at the end of the run what has not been judged yet, on each rank for itself.
+
+        Args:
+            coverage: this rank's products in the last step, and those that it knows of other ranks.
+            changes: as of :meth:`begin_step`.
+            iteration: the last step.
+            ranks: those that judge together.
+            why_not: why there is nothing to judge, where there is nothing.
+            raises: False if something else ends the run, which must not be hidden.
+
+        Returns:
+            As :meth:`end_step`; None if all was judged before.
+
+        Raises:
+            PrecisionContractError: as :meth:`end_step`; also if the contract was never judged.
+        """
+        if self._judged_until >= changes and coverage:
+            return None
+        raises = raises and self._on_broken == "raise"
+        if not coverage and not coverage.state:
+            if self._judged_until >= 0:
+                return None
+            message = f"The precision contract (require=) was never judged: {why_not}."
+            return self._say(message, coverage, raises=raises)
+        self._judged_until = changes
+        self._say_left_out(coverage, ranks)
+        state = _broken_state(self._contract, coverage.state, of_all=not ranks.several)
+        broken = [*broken_clauses(self._contract, coverage), *state]
+        when = "judged at its end, without any step()"
+        if self._first is not None:
+            when = f"judged at its end, after step {iteration - self._first + self._contract.by_step}"
+        return self._tell(broken, coverage, when, raises=raises) if broken else ""
 
     def _say_left_out(self, coverage: Coverage, ranks: Ranks) -> None:
         """Warn once of what the shares leave out."""
@@ -141,13 +183,16 @@ class ContractKeeper:
             )
         self._said_left = left
 
-    def _tell(self, broken: Sequence[str], coverage: Coverage, steps: int, ranks: Ranks) -> str:
+    def _tell(self, broken: Sequence[str], coverage: Coverage, when: str, *, raises: bool) -> str:
         listed = "\n".join(f"- {text}" for text in broken)
-        message = f"The run breaks its precision contract (require=), judged after step {steps}:\n{listed}"
+        message = f"The run breaks its precision contract (require=), {when}:\n{listed}"
         offenders = _offenders(coverage)
         if offenders:
             message += "\nThe largest products that are not in low precision:\n" + "\n".join(offenders)
-        if self._on_broken == "raise" and ranks.still_together():
+        return self._say(message, coverage, raises=raises)
+
+    def _say(self, message: str, coverage: Coverage, *, raises: bool) -> str:
+        if raises:
             raise PrecisionContractError(message, coverage)
         if own_rank() == 0 and message != self._said:
             logger.warning("%s", message)
@@ -183,13 +228,13 @@ def _broken_layers(contract: Contract, coverage: Coverage) -> Iterator[str]:
             )
 
 
-def _broken_state(contract: Contract, state: Iterable[StateRow]) -> Iterator[str]:
+def _broken_state(contract: Contract, state: Iterable[StateRow], *, of_all: bool = True) -> Iterator[str]:
     kept: dict[str, dict[str, None]] = {}
     for row in state:
         kept.setdefault(row.subject, {})[row.dtype] = None
     for subject, dtype in contract.state.items():
         others = [other for other in kept.get(subject, ()) if other != dtype]
-        if others or subject not in kept:
+        if others or (of_all and subject not in kept):
             found = f"some are {', '.join(others)}" if others else "none was seen"
             yield f"{subject} must be {dtype}: {found}."
 

@@ -144,7 +144,7 @@ class Run:
         self._delivery = Delivery(inspector, self.model, findings, self._sinks, failures, self.hooks.delayed_scaling)
         self._delivery.ranks = self.ranks
         self.observation = SessionObservation(engine, recorder, self._delivery, reduce=options.reduce)
-        self._pools_coverage = False
+        self._pools_coverage = self._has_stepped = False
         self._coverage = NOTHING
         self._chronicle = Chronicle(
             options, self.model, findings, self.resume_audit, self._sinks, self._records, failures, loop.front_door
@@ -275,6 +275,7 @@ class Run:
             self.count_from(iteration)
 
     def _end_step(self, ending: Ending) -> StepRecords | None:
+        self._has_stepped = True
         self.inspector.report_events()
         self.model.say_refused()
         self.model.note_order()
@@ -372,6 +373,8 @@ class Run:
             if self.model.attached:
                 self.model.say_refused()
                 then.callback(self._tell_the_end, error)
+            then.callback(self._judge_at_the_end, error or sys.exc_info()[1])
+            if self.model.attached:
                 if not self._writes_in_full and not _is_failure(error):
                     self._sinks.pass_over(self._files)
                 self._delivery.hand_over_remainder(
@@ -397,6 +400,39 @@ class Run:
                 self._chronicle.tell_error(error, iteration)
             self._chronicle.tell_dumps(self.observation.recorder.take_written())
             self._chronicle.tell_changes(iteration, at_last=True, from_device=self._asks_device)
+
+    def _note_unended(self) -> None:
+        """Note the products of a run without any step, as where a loop never calls ``step()``."""
+        findings, before = self._findings, self._findings.coverage.changes
+        self.model.note_order()
+        self.model.note_products()
+        if findings.coverage.changes != before:
+            findings.audit.leave(self.inspector.iteration)
+
+    def _judge_at_the_end(self, error: BaseException | None) -> None:
+        """Judge the contract if that has not been done yet. An error that ends the run is not hidden."""
+        attached, has_stepped = self.model.attached, self._has_stepped
+        if attached and error is None and not has_stepped and not self.inspector.ended:
+            self._note_unended()
+        if self._contract is None or self._hurries or (error is not None and not attached):
+            return
+        why_not = "the model did not run forward and backward in training while the session was watching"
+        if not attached:
+            why_not = "the session has no model. Call attach(model) before the training"
+        elif self.inspector.ended:
+            why_not = "the script has called debug_api.end_debug()"
+        elif error is not None and not has_stepped:
+            why_not = "the run has ended in its first step"
+        findings, iteration = self._findings, self.inspector.iteration - has_stepped
+        coverage = NOTHING
+        if iteration in findings.iterations and (has_stepped or error is None):
+            own = findings.coverage_at(iteration)
+            coverage = Coverage((*own, *findings.coverage.of_other_ranks), state=own.state)
+        changes = findings.audit.changes + findings.coverage.changes
+        with self._chronicle.judging(iteration) as verdict:
+            verdict.text = self._contract.end_run(
+                coverage, changes, iteration, self.ranks, why_not=why_not, raises=error is None
+            )
 
     def _tell_coverage(self) -> None:
         """Tell in one line how much ran in low precision."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
 import transformer_engine.pytorch as te
@@ -12,7 +13,8 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.errors import OptionError
-from te_precision_callbacks.session import InspectSession, PrecisionContractError
+from te_precision_callbacks.session import InspectSession, PrecisionContractError, running_session
+from te_precision_callbacks.store import open_run
 from tests.conftest import feature
 
 CONFIG = {"watched": feature("LogTensorStats", ["fc"], tensors=["activation"], stats=["max"])}
@@ -35,7 +37,14 @@ class Net(torch.nn.Module):
 
 
 def run(
-    tmp_path: Path, require: Any, *, steps: int = 5, off: tuple[int, ...] = (), config: Any = CONFIG, **keywords: Any
+    tmp_path: Path,
+    require: Any,
+    *,
+    steps: int = 5,
+    off: tuple[int, ...] = (),
+    config: Any = CONFIG,
+    calls_step: bool = True,
+    **keywords: Any,
 ) -> int:
     """Train under a contract; the number of steps that ended."""
     net = Net()
@@ -47,6 +56,8 @@ def run(
             net(torch.ones(16, 32, requires_grad=True)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
+            if not calls_step:
+                continue
             try:
                 session.step()
             except PrecisionContractError as error:
@@ -99,7 +110,93 @@ def test_what_is_broken(require: Any, told: str, tmp_path: Path) -> None:
 def test_the_step_at_which_it_is_judged(tmp_path: Path) -> None:
     with pytest.raises(PrecisionContractError, match=r"^0: .* after step 1"):
         run(tmp_path, {"share": "fp8 >= 95%", "by_step": 1})
-    assert run(tmp_path, {"share": "fp8 >= 95%", "by_step": 6}) == 5, "the run was over before"
+    with pytest.raises(PrecisionContractError, match=r"judged after step 5"):
+        run(tmp_path, {"share": "fp8 >= 95%", "by_step": 5})
+
+
+def events(folder: Path) -> list[tuple[str, str]]:
+    """The severity and the text of each judgement in the records."""
+    rows = open_run(folder).events.to_pylist()
+    return [(row["severity"], row["text"]) for row in rows if row["kind"] == "contract_judged"]
+
+
+def test_a_run_that_ends_before_is_judged_at_its_end(tmp_path: Path) -> None:
+    with pytest.raises(PrecisionContractError) as caught:
+        run(tmp_path, "fp8 >= 95%", steps=2)
+    lines = str(caught.value).splitlines()
+    assert lines[:2] == [
+        "The run breaks its precision contract (require=), judged at its end, after step 2:",
+        "- fp8 >= 95%: it is 50.0 %.",
+    ]
+    assert caught.value.coverage.share("fp8") == 0.5
+    assert not running_session()
+    assert events(tmp_path) == [("warning", str(caught.value))]
+
+
+def test_a_run_that_ends_before_and_holds(tmp_path: Path) -> None:
+    assert run(tmp_path, "fp8 >= 50%", steps=2) == 2
+    assert events(tmp_path) == [("info", "The run holds its precision contract.")]
+
+
+def test_a_run_whose_loop_calls_no_step_is_judged_at_its_end(tmp_path: Path) -> None:
+    with pytest.raises(PrecisionContractError, match=r"judged at its end, without any step\(\):\n.*it is 50.0 %"):
+        run(tmp_path, "fp8 >= 95%", calls_step=False)
+
+
+def test_at_the_end_on_broken_warn_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert run(tmp_path, "fp8 >= 95%", steps=2, on_broken="warn") == 2
+    assert [record.levelname for record in caplog.records if "judged at its end" in record.getMessage()] == ["WARNING"]
+
+
+@pytest.mark.parametrize("how", ["block", "finally"])
+def test_a_judgement_at_the_end_hides_no_error(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net = Net()
+    session = InspectSession(CONFIG, log_dir=tmp_path, require="fp8 >= 95%")
+
+    def train() -> None:
+        session.attach(net)
+        for _ in range(2):
+            net(torch.ones(16, 32, requires_grad=True)).sum().backward()
+            session.step()
+        raise KeyError("the loop's own")
+
+    with pytest.raises(KeyError, match="the loop's own"):
+        if how == "block":
+            with session:
+                train()
+        else:
+            session.start()
+            try:
+                train()
+            finally:
+                session.stop()
+    assert sum("judged at its end, after step 2" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("how", ["no model", "no training", "ended by the script"])
+def test_one_that_is_never_judged_says_why(how: str, tmp_path: Path) -> None:
+    why = {
+        "no model": "the session has no model. Call attach",
+        "no training": "the model did not run forward and backward",
+        "ended by the script": r"the script has called debug_api.end_debug\(\)",
+    }[how]
+    net = Net()
+    session = InspectSession(CONFIG, log_dir=tmp_path, require="fp8 >= 95%")
+    with pytest.raises(PrecisionContractError, match=rf"was never judged: {why}"), session:
+        if how != "no model":
+            session.attach(net)
+        if how == "no training":
+            with torch.no_grad():
+                net(torch.ones(16, 32))
+            session.step()
+        if how == "ended by the script":
+            debug_api.end_debug()
+
+
+def test_one_that_is_never_judged_and_only_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with InspectSession(CONFIG, model=Net(), log_dir=tmp_path, require="fp8 >= 95%", on_broken="warn"):
+        pass
+    assert sum("was never judged" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_change_is_judged_again(tmp_path: Path) -> None:
