@@ -114,7 +114,8 @@ def test_a_name_that_is_not_that_of_the_only_run_is_refused(tmp_path: Path) -> N
 def test_plain_logs_have_no_runs_to_choose_from(tmp_path: Path) -> None:
     log = tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log"
     log.parent.mkdir()
-    log.write_text("2026-03-01 09:30:00,718 - INFO - h.0.fc1_activation_max  iteration=000000  value=1.5\n")
+    line = "2026-03-01 09:30:00,718 - INFO - h.0.fc1_activation_max \t\t\t\t iteration=000000 \t\t\t\t value=1.5\n"
+    log.write_text(line)
     assert len(open_run(tmp_path, run="latest").values()) == 1
     with pytest.raises(NotARunError, match="are one run, which has no name like 'x'"):
         open_run(tmp_path, run="x")
