@@ -1,7 +1,7 @@
 """All that can only be known on a GPU, in one command: what must be right there, and what it costs.
 
     python benchmarks/gpu_check.py [--parts kernels,dumps] [--json] [--out benchmarks/gpu]
-    python benchmarks/gpu_check.py --device cpu    # the same code on a CPU at the sizes of a test, in three minutes
+    python benchmarks/gpu_check.py --device cpu    # the same code on a CPU at the sizes of a test; three minutes
 
 It takes under eight minutes and needs no network. Each part is a module of ``gpu_parts`` and runs in a process of its
 own, so that one that fails, breaks the CUDA context or does not end fails by itself. Within a part a check that raises

@@ -105,7 +105,10 @@ class Disk:
             # A full disk stays full; but a tensor that the file format cannot hold does not affect the others.
             lasting = isinstance(error, OSError) or isinstance(error.__cause__, OSError)
             if self._failure is None:
-                self._failure = DumpError(f"{error} No more tensors are dumped.") if lasting else error
+                self._failure = error
+                if lasting:
+                    self._failure = DumpError(f"{error} No more tensors are dumped.")
+                    self._failure.__cause__ = error
             if lasting:
                 self._stopped = True
                 raise Stop from error

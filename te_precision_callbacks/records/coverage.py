@@ -121,7 +121,9 @@ class Product:
 
     @property
     def why(self) -> str:
-        """Why it does not run in low precision, in words; empty if it does."""
+        """Why it does not run in low precision, or at all, in words; empty if it runs in low precision."""
+        if self.not_run:
+            return self.not_run
         if self.reason is None or self.reason_ref in ("", self.reason.value):
             return "" if self.reason is None else self.reason.value
         return f"{self.reason.value}: {self.reason_ref}" if self.reason in _WITH_VALUE else self.reason_ref

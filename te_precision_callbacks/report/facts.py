@@ -122,13 +122,14 @@ def layer_facts(run: RecordedRun) -> dict[str, dict[str, Any]]:
 
 def events(run: RecordedRun) -> tuple[list[dict[str, Any]], int]:
     """The events, and how many there are: of very many the first and the last are shown."""
-    table = run.events
-    total = len(table)
+    found = run.events_of_ranks()
+    total = len(found)
     if total > _MOST_EVENTS:
         half = _MOST_EVENTS // 2
-        table = pa.concat_tables([table.slice(0, half), table.slice(total - half)])
+        found = found[:half] + found[-half:]
     rows = []
-    for row in table.to_pylist():
+    for row in found:
+        row["ranks"] = ", ".join(map(str, row["ranks"]))
         row["layer"] = layer_name(row.pop("scope"), row["layer"])
         time = row.pop("wall_time")
         row["time"] = time.isoformat(timespec="seconds") if time else ""

@@ -47,6 +47,24 @@ REMEDIES: Mapping[Reason, str] = {
 }
 """Reason -> what makes the product run in low precision."""
 
+_COUNTERPARTS = {f"torch.nn.{name}": f"te.{name}" for name in ("Linear", "MultiheadAttention")}
+_WITHOUT_COUNTERPART = re.compile(r"torch\.nn\.(?:(?:Lazy)?Conv.*|(?:RNN|LSTM|GRU)(?:Cell)?|Bilinear)")
+"""Classes of torch that multiply matrices, and Transformer Engine 2.20 has no layer for."""
+
+
+def remedy(reason: Reason, ref: str) -> str:
+    """What makes a product run in low precision; empty where that is not known.
+
+    Args:
+        reason, ref: as in :class:`te_precision_callbacks.records.coverage.Product`.
+    """
+    leave = "leave it out of what the contract demands"
+    if reason is Reason.NOT_TE and ref in _COUNTERPARTS:
+        return f"To change that, use {_COUNTERPARTS[ref]} in its place, or {leave}."
+    if reason is Reason.NOT_TE and _WITHOUT_COUNTERPART.fullmatch(ref):
+        return f"Transformer Engine has no layer of this kind: {leave}."
+    return f"To change that, {REMEDIES[reason]}." if reason in REMEDIES else ""
+
 
 class PrecisionContractError(PrecisionDebugError, RuntimeError):
     """The run does not hold what ``require=`` demands.
@@ -276,7 +294,7 @@ def _offenders(coverage: Coverage) -> list[str]:
         gemms = ", ".join(dict.fromkeys(product.gemm for product in products))
         text = f"- {layer} {gemms}: {share:.1f} % in {precision}"
         if reason is not None:
-            text += f": {why}." + (f" To change that, {REMEDIES[reason]}." if reason in REMEDIES else "")
+            text += f": {why}. {remedy(reason, products[0].reason_ref)}".rstrip()
         texts.append(text)
     more = len(rows) - _MOST_OFFENDERS
     return [*texts, f"- and {more} more"] if more > 0 else texts

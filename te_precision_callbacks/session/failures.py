@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from te_precision_callbacks.devices import is_lost, lost_in_words
 from te_precision_callbacks.engine.quantization import QuantizationError
@@ -32,6 +33,8 @@ class ObservationFailures:
         self._rank = rank
         self._count = 0
         self._lost = False
+        self._lost_folder: Path | None = None
+        self._lost_by: OSError | None = None  # until it is said
         self._reported: set[tuple[object, ...]] = set()
         self.on_report: Callable[[str], None] | None = None
         """Called with the text of each failure that is reported."""
@@ -54,6 +57,9 @@ class ObservationFailures:
         A lost GPU is no failure of observation: it is said once, and the next operation of training raises it.
         """
         where = f"{doing} {of}"
+        if self._lost_folder is not None and _is_below(self._lost_folder, error):
+            self._say_lost_folder()
+            return
         if is_lost(error):
             if self._strict:
                 raise error
@@ -95,6 +101,25 @@ class ObservationFailures:
                 _text(error).removesuffix("."),
             )
 
+    def lose_folder(self, folder: Path, error: OSError) -> None:
+        """Say once that a log folder cannot be written to, and report no failure below it: on rank 0 now, on another
+        one when it has something to write there."""
+        self._lost_folder, self._lost_by = folder.absolute(), error
+        if self._rank == 0:
+            self._say_lost_folder()
+
+    def _say_lost_folder(self) -> None:
+        error, self._lost_by = self._lost_by, None
+        if error is not None:
+            logger.error(
+                "log_dir=%r cannot be written to: %s. Training goes on. Rank %d writes no records, statistics log, log"
+                " of events, dumps and summary; loggers and sinks get the numbers. Give a writable folder. strict=True"
+                " would end the run here.",
+                str(self._lost_folder),
+                error,
+                self._rank,
+            )
+
     def _say_apart(self, where: str, error: BaseException) -> None:
         """Say that the ranks are apart: on the first of them, which goes on writing."""
         text = str(error).removesuffix(".")
@@ -115,6 +140,15 @@ class ObservationFailures:
         """Log at the end how many failures were only counted."""
         if self._count > 1:
             logger.error("Precision debugging failed %d times on rank %d.", self._count, self._rank)
+
+
+def _is_below(folder: Path, error: BaseException | None) -> bool:
+    """Whether a file below a folder has caused an error."""
+    while error is not None:
+        if isinstance(error, OSError) and isinstance(error.filename, (str, Path)):
+            return Path(error.filename).absolute().is_relative_to(folder)
+        error = error.__cause__
+    return False
 
 
 def _text(error: BaseException) -> str:

@@ -120,6 +120,7 @@ class Run:
             features=options.features,
             process_group=options.process_group,
             report=failures.report,
+            lose_folder=failures.lose_folder,
             strict=options.strict,
         )
         classify.begin(abandoned=self._is_abandoned)
@@ -449,7 +450,7 @@ class Run:
 
         It takes its time, so a run that an error or a signal has ended only gets the command named.
         """
-        if own_rank() != 0 or self._records is None or self._records.place is None:
+        if own_rank() != 0 or self._records is None or self._records.place is None or not self._records.has_recorded:
             return
         log_dir, run_id = self._findings.log_dir, self._records.place.run_id
         try:

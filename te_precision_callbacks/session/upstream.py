@@ -206,7 +206,8 @@ class Inspector:
         feature_dirs, features: the user's own.
         process_group: as in :class:`te_precision_callbacks.options.SessionOptions`.
         report: called for each failure, with what was done, with which subject, and the exception.
-        strict: refuse to start if nothing can be written to the folder.
+        lose_folder: called if nothing can be written to the folder.
+        strict: refuse to start then.
     """
 
     def __init__(
@@ -217,9 +218,11 @@ class Inspector:
         features: Sequence[type],
         process_group: Any,
         report: Callable[[str, str, BaseException], None],
+        lose_folder: Callable[[Path, OSError], None],
         strict: bool,
     ) -> None:
         self._report = report
+        self._lose_folder = lose_folder
         self._strict = strict
         self._log_dir = log_dir
         self._feature_dirs = feature_dirs
@@ -272,8 +275,8 @@ class Inspector:
         TEDebugState.debug_enabled = True
 
     def _make_folder(self) -> None:
-        """Make the log folder, where scripts may put files of their own. Where it cannot be made or written to, each
-        file that is lost is reported by what would write it; a strict run does not start."""
+        """Make the log folder, where scripts may put files of their own. Where it cannot be made or written to, a
+        strict run does not start. Where the disk does not answer, what writes a file reports that it is lost."""
         folder = self._log_dir / EVENTS_FOLDER if self._strict else self._log_dir
 
         def make() -> None:
@@ -288,6 +291,8 @@ class Inspector:
                 raise SessionError(
                     f"log_dir={str(self._log_dir)!r} cannot be written to: {error}. Give a writable folder."
                 ) from error
+            if not isinstance(error, TimeoutError):
+                self._lose_folder(self._log_dir, error)
 
     def _begin_events(self) -> None:
         """Begin upstream's log of events, as ``initialize_logger`` does, but for the thread that writes it."""

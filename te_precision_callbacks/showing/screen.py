@@ -123,7 +123,9 @@ def _name(series: WorstSeries) -> tuple[str, str]:
 
 
 def _event(event: Event) -> Text:
-    told = [f"step {event.iteration}" if event.iteration is not None else "", event.kind, event.layer, event.text]
+    at = "" if event.iteration is None else f"step {event.iteration}"
+    named = () if event.ranks == (0,) else event.ranks  # rank 0 speaks for the run
+    told = [at, *folded((f"rank {rank}" for rank in named), most=2), event.kind, event.layer, event.text]
     return Text(visible("  ".join(part for part in told if part)), _SEVERITY.get(event.severity, ""), overflow="fold")
 
 

@@ -86,10 +86,10 @@ class ScalarCurve:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened, as in the store's table of events."""
+    """Something that happened, as in the store's table of events, on one rank or on several alike."""
 
     iteration: int | None
-    rank: int | None
+    ranks: tuple[int, ...]
     kind: str
     severity: str
     layer: str
@@ -292,11 +292,10 @@ def _scalars(run: RecordedRun) -> Iterable[ScalarCurve]:
 
 
 def _events(run: RecordedRun) -> Iterable[Event]:
-    table = run.events.slice(max(0, len(run.events) - MOST_EVENTS))
-    for row in table.to_pylist():
+    for row in run.events_of_ranks()[-MOST_EVENTS:]:
         yield Event(
             row["iteration"],
-            row["rank"],
+            tuple(row["ranks"]),
             row["kind"] or "",
             row["severity"] or "",
             row["layer"] or "",

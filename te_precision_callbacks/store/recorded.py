@@ -203,6 +203,20 @@ class RecordedRun:
         numbers: list[int] = table["series"].to_pylist()
         return numbers
 
+    def events_of_ranks(self) -> list[dict[str, Any]]:
+        """The rows of ``events``, as mappings with ``ranks`` in place of ``rank``: what several ranks have alike in an
+        iteration is one row, with the first one's time."""
+        found: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for row in self.events.to_pylist():
+            rank = row.pop("rank")
+            key = tuple(value for name, value in row.items() if name not in ("wall_time", "order"))
+            ranks = found.setdefault(key, {**row, "ranks": []})["ranks"]
+            if rank is not None and rank not in ranks:
+                ranks.append(rank)
+        for row in found.values():
+            row["ranks"].sort()
+        return list(found.values())
+
     @cached_property
     def ordered_layers(self) -> list[str]:
         """All layers, in the order of execution as far as it was seen, then in the order of the model."""

@@ -60,6 +60,7 @@ class RecordSink(EventSink):
         is_alone: whether this rank judges the contract alone.
         place: the segment, which all ranks must agree on before :meth:`start`. None: rank 0 begins one, and the others
             look for it.
+        has_recorded: whether something was written.
     """
 
     def __init__(self, log_dir: Path, limit: int = DEFAULT_LIMIT) -> None:
@@ -74,7 +75,7 @@ class RecordSink(EventSink):
         self._info: RunInfo
         self._thread: WriterThread[_Job] = WriterThread("records", self, MOST_WAITING)
         self._recording: Recording | None = None
-        self._has_recorded = False
+        self.has_recorded = False
         self._said = Notices()
         self._last_records: StepRecords | None = None
         self._last_step: float | None = None
@@ -167,7 +168,7 @@ class RecordSink(EventSink):
         if failure is not None:
             self._run = None
             why = failure if str(failure) else type(failure).__name__
-            now = "no longer recorded; what was recorded remains readable" if self._has_recorded else "not recorded"
+            now = "no longer recorded; what was recorded remains readable" if self.has_recorded else "not recorded"
             raise RecordingError(f"{self._runs} cannot be written: {why}. The run is {now}.") from failure
 
     # ------------------------------------------------------------------ in the sink's own thread
@@ -178,7 +179,7 @@ class RecordSink(EventSink):
             if not self._find():
                 return False  # until rank 0 has begun
             self._recording = self._begin_recording()
-            self._has_recorded = True
+            self.has_recorded = True
         if self._recording is None:
             return True
         if isinstance(job, _End):

@@ -103,9 +103,10 @@ def lightning_page(folder: Path, fit: str, overflow: str, fabric: str) -> None:
     assert len(logged_lines(folder / "runs")) == 2 * 2 * 2, "layers, statistics, steps"
     run(overflow, PrecisionDebugCallback=PrecisionDebugCallback)
     net = PlainNet()
-    given = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "data": [torch.ones(8, 32)] * 3}
+    given = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "data": [torch.ones(16, 32)] * 3}
     found = run(fabric.replace("callbacks=", "accelerator='cpu', devices=1, callbacks="), **given)
     assert found["callback"].session.iteration == 3
+    assert found["callback"].session.coverage().share("fp8") == 1
 
 
 def activation_overflow(folder: Path, block: str, label: str, look: str, skip: str) -> None:

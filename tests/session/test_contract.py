@@ -13,7 +13,9 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.records.coverage import Reason
 from te_precision_callbacks.session import InspectSession, PrecisionContractError, running_session
+from te_precision_callbacks.session.contract import remedy
 from te_precision_callbacks.store import open_run
 from tests.conftest import feature
 
@@ -87,9 +89,43 @@ def test_a_broken_share_names_the_share_the_layers_and_what_to_do(tmp_path: Path
     assert lines[0] == "2: The run breaks its precision contract (require=), judged after step 3:"
     assert lines[1] == "- fp8 >= 95%: it is 50.0 %."
     assert lines[3] == (
-        "- head fprop, dgrad, wgrad: 50.0 % in fp32: not a TE layer: torch.nn.Linear. To change that, make it a layer"
-        " of Transformer Engine, or leave it out of what the contract demands."
+        "- head fprop, dgrad, wgrad: 50.0 % in fp32: not a TE layer: torch.nn.Linear. To change that, use te.Linear"
+        " in its place, or leave it out of what the contract demands."
     )
+
+
+@pytest.mark.parametrize(
+    ("reason", "ref", "told"),
+    [
+        (
+            Reason.NOT_TE,
+            "torch.nn.MultiheadAttention",
+            "To change that, use te.MultiheadAttention in its place, or leave",
+        ),
+        (Reason.NOT_TE, "torch.nn.LSTM", "Transformer Engine has no layer of this kind: leave it out of what the"),
+        (Reason.NOT_TE, "torch.nn.Conv2d", "Transformer Engine has no layer of this kind: leave it out of what the"),
+        (Reason.NOT_TE, "mine.Linear", "To change that, make it a layer of Transformer Engine, or leave it out of"),
+        (Reason.NO_AUTOCAST, "", "To change that, run its forward inside te.autocast"),
+        (Reason.UNKNOWN, "", ""),
+    ],
+)
+def test_the_remedy_is_one_that_there_is(reason: Reason, ref: str, told: str) -> None:
+    assert remedy(reason, ref).startswith(told)
+    if ref.startswith("torch.nn."):
+        counterpart = getattr(te, ref.removeprefix("torch.nn."), None)
+        assert (counterpart is None) == ("has no layer" in told)
+
+
+def test_the_remedy_of_a_recurrent_layer(tmp_path: Path) -> None:
+    net = torch.nn.LSTM(16, 16, batch_first=True)
+    with pytest.raises(
+        PrecisionContractError, match=r"weight_ih_l0 fprop, dgrad, wgrad: .*Transformer Engine has no layer"
+    ):
+        with InspectSession(
+            None, model=net, log_dir=tmp_path, require={"share": "fp8 >= 10%", "by_step": 1}
+        ) as session:
+            net(torch.randn(2, 3, 16))[0].sum().backward()
+            session.step()
 
 
 @pytest.mark.parametrize(

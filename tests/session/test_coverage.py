@@ -558,6 +558,7 @@ def test_frozen_parts(tmp_path: Path) -> None:
     assert found(coverage) == lookup("model.embed_tokens") | first | second | head
     never = {(product.layer, product.gemm): product.not_run for product in coverage if product.runs == "never"}
     assert never["lm_head", "wgrad"] == "frozen weight"
+    assert never == {(product.layer, product.gemm): product.why for product in coverage if product.runs == "never"}
     assert never["model.layers.1.self_attn.q_proj", "dgrad"] == "input needs no gradient"
     assert never["model.layers.0.mlp.up_proj", "wgrad"] == "frozen weight"
 

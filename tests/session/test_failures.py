@@ -105,8 +105,8 @@ def test_a_slow_sink_is_named_once(
 FILES = ("nvdlfw_inspect_logs", "nvdlfw_inspect_statistics_logs", "precision_records", "tensor_dumps")
 
 
-@pytest.mark.parametrize("file", ["", *FILES, "precision_summary.txt"])
-def test_training_goes_on_where_nothing_can_be_written(
+@pytest.mark.parametrize("file", [*FILES, "precision_summary.txt"])
+def test_training_goes_on_where_a_file_cannot_be_written(
     tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, file: str
 ) -> None:
     """A file stands where a folder must be, or a folder where a file must be: the superuser may write to a folder that
@@ -123,12 +123,29 @@ def test_training_goes_on_where_nothing_can_be_written(
         train(session, net, 3)
     assert keeper.iterations == [0, 1, 2]
     said = [record.message for record in caplog.records if "failed on rank 0: " in record.message]
-    lost = (file,) if file else (*FILES, "precision_summary.txt")
-    for each in lost:
-        assert sum(f"/{each}" in text for text in said) == 1, (each, said)
-    if file:
-        written = {path.relative_to(tmp_path / "run").parts[0] for path in (tmp_path / "run").rglob("*")}
-        assert written >= {*FILES, "precision_summary.txt"}
+    assert sum(f"/{file}" in text for text in said) == 1, said
+    written = {path.relative_to(tmp_path / "run").parts[0] for path in (tmp_path / "run").rglob("*")}
+    assert written >= {*FILES, "precision_summary.txt"}
+
+
+@pytest.mark.parametrize("below", ["", "run/deeper"])
+def test_a_log_folder_that_cannot_be_made_is_said_once(
+    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, below: str
+) -> None:
+    (tmp_path / "file").touch()
+    log_dir, net = tmp_path / "file" / below, te.Linear(32, 32)
+    config = statistics() | {
+        "dumps": feature("DumpTensors", ["all"], tensors=["activation"], high_precision_tensor=True)
+    }
+    with (
+        caplog.at_level("INFO"),
+        InspectSession(config, model=net, log_dir=log_dir, sinks=[keeper], report=True) as session,
+    ):
+        train(session, net, 3)
+    assert keeper.iterations == [0, 1, 2]
+    (said,) = [record.message for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert said.startswith(f"log_dir='{log_dir}' cannot be written to: [Errno ")
+    assert not any("te-precision report" in record.message for record in caplog.records), "there is no run"
 
 
 def test_a_strict_run_starts_in_no_folder_in_which_nothing_can_be_made(tmp_path: Path) -> None:

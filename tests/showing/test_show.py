@@ -112,6 +112,24 @@ def test_events_and_notes_are_shown(tmp_path: Path) -> None:
     assert "Note: Segment 0 lacks the files of 1 of 2 ranks: 1." in result.output
 
 
+def test_an_event_of_several_ranks_is_one_line_and_that_of_another_rank_names_it(tmp_path: Path) -> None:
+    with RunWriter.begin(tmp_path, world=4) as first:
+        append(first, values())
+        for rank, last in ((0, 9), (1, 9), (2, 4), (3, 9)):
+            run = RunWriter(first.folder.parent, 0, rank) if rank else first
+            run.add_event("observation_failed", "out of memory", iteration=3, severity="error")
+            run.add_event("segment_ended", "The session was stopped.", iteration=last)
+            if rank:
+                run.close()
+    result = show(tmp_path, "--json")
+    events = [(event["ranks"], event["kind"]) for event in json.loads(result.output)["events"]]
+    assert events == [([0, 1, 2, 3], "observation_failed"), ([2], "segment_ended"), ([0, 1, 3], "segment_ended")]
+    text = drawn(tmp_path, 120)
+    assert "step 3  rank {0-3}  observation_failed  out of memory" in text
+    assert "step 4  rank 2  segment_ended  The session was stopped." in text
+    assert "step 9  rank {0-1,3}  segment_ended  The session was stopped." in text
+
+
 def test_names_of_layers_do_no_harm(tmp_path: Path) -> None:
     record(tmp_path, {(EVIL, "activation", "underflows%"): np.arange(5.0)})
     text = drawn(tmp_path, 120)

@@ -28,15 +28,15 @@ async function configPage(report) {
   const { segments, plan, states, events, events_total: total } = report.run;
   const rows = events.map((event) => [
     shown(event.iteration), event.kind ?? "", event.severity ?? "", event.layer ? link({ page: "layer", layer: event.layer, step: event.iteration }, shortened(event.layer, 50)) : "",
-    event.rank ?? "", event.text ?? "",
+    event.ranks ?? "", event.text ?? "",
   ]);
-  const columns = ["iteration", "kind", "severity", "rank", "micro", "order", "phase", "layer", "tensor", "gemm", "text", "data", "time"];
+  const columns = ["iteration", "kind", "severity", "ranks", "micro", "order", "phase", "layer", "tensor", "gemm", "text", "data", "time"];
   return [[
     el("h1", {}, "Config and events"), notes(report),
     card("Events", {
       about: total > events.length ? `The first and the last ${shown(events.length / 2)} of ${shown(total)}.` : "",
       extra: [csvButton("events", columns, () => events.map((event) => columns.map((name) => event[name])))],
-    }, rows.length ? table(["#step", "kind", "severity", "layer", "#rank", "text"], rows, { tall: true }) : el("p", { class: "quiet" }, "Nothing happened that the run noted.")),
+    }, rows.length ? table(["#step", "kind", "severity", "layer", "ranks", "text"], rows, { tall: true }) : el("p", { class: "quiet" }, "Nothing happened that the run noted.")),
     ...segments.slice().reverse().map((segment) => segmentCard(segment, segments.length)),
     plan.length > 0 && card("What the config did", {}, table(["section", "file", "feature", "#layers", "steps"], plan.map((row) =>
       [row.section, row.file ? `${row.file}${row.line ? `:${row.line}` : ""}` : "", row.feature, shown(row.layers), row.until === null ? `from ${row.since ?? 0}` : `${row.since ?? 0} to ${row.until}`]))),
