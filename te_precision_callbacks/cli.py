@@ -4,6 +4,7 @@ Usage::
 
     te-precision run train.py --epochs 3
     te-precision run -m package.train --epochs 3
+    te-precision run torchrun --nproc-per-node 2 train.py
     te-precision check config.yaml --model package.module:factory
     te-precision show logs --follow
     te-precision compare bf16 fp8 --noise bf16_again
@@ -64,7 +65,10 @@ def _commands(
     options_metavar="[--backend auto|te|reference] [-m]",
 )
 def run(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The Python script to run, unmodified.")],
+    script: Annotated[
+        str,
+        typer.Argument(metavar="SCRIPT", help="The Python script to run, unmodified, or a launcher such as torchrun."),
+    ],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS...", help="Arguments for the script.")] = None,
     *,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")] = False,
@@ -81,14 +85,21 @@ def run(
     The environment variable TE_PRECISION_REFERENCE_CAPABILITY (9.0 or 10.0) chooses the GPU that the reference backend
     emulates. The exit code is the script's own.
     """
-    from te_precision_callbacks.reference.launch import launch, plan_launch, why_no_module, why_no_script
+    from te_precision_callbacks.reference.launch import (
+        CommandError,
+        launch,
+        module_command,
+        plan_launch,
+        script_command,
+    )
 
-    reason = why_no_module(script) if module else why_no_script(script)
-    if reason is not None:
-        raise typer.BadParameter(reason, param_hint="SCRIPT")
+    try:
+        command = module_command(script) if module else script_command(script)
+    except CommandError as error:
+        raise typer.BadParameter(str(error), param_hint="SCRIPT") from None
     plan = plan_launch(backend)
     typer.echo(f"te-precision: {plan.description}", err=True)
-    launch(plan, [*(["-m"] if module else []), script, *(arguments or [])])
+    launch(plan, [*command, *(arguments or [])])
 
 
 app.command("check")(check_command)

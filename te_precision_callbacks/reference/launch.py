@@ -3,8 +3,9 @@
 Usage::
 
     plan = plan_launch(Backend.AUTO)
-    launch(plan, ["train.py", "--steps", "10"])  # does not return
-    launch(plan, ["-m", "package.train", "--steps", "10"])
+    launch(plan, [*script_command("train.py"), "--steps", "10"])  # does not return
+    launch(plan, [*module_command("package.train"), "--steps", "10"])
+    launch(plan, [*script_command("torchrun"), "--nproc-per-node", "2", "train.py"])
 
 The script or module gets a fresh Python process, which replaces this one: so ``__main__``, ``sys.argv``,
 ``sys.path[0]``, the exit code, tracebacks, signals, and the way in which the script starts itself again on other ranks
@@ -17,16 +18,27 @@ from __future__ import annotations
 import enum
 import importlib.util
 import os
+import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import NoReturn
 
+from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.reference import compiled, inherited, target, versions
 from te_precision_callbacks.reference.errors import InstallError, TransformerEngineVersionError
+
+_START_OF_PROGRAM = 4096
+"""The bytes of a program that say what runs it."""
+
+
+class CommandError(PrecisionDebugError, ValueError):
+    """There is nothing to run under the name that was given."""
 
 
 class Backend(str, enum.Enum):
@@ -84,9 +96,55 @@ def plan_launch(backend: Backend) -> Launch:
     return Launch(description, inherited.environment(pretend_cuda=not has_gpu, capability=capability, always=always))
 
 
-def why_no_script(script: str) -> str | None:
-    """None if ``python script`` finds something to run, else the problem."""
-    return None if Path(script).is_file() else f"there is no file {script!r}"
+def script_command(script: str) -> list[str]:
+    """The command that runs a script, or a program of this name: ``torchrun``, ``accelerate``, ``python``.
+
+    A program is looked for on the PATH, then among the scripts of this environment. One that is written in Python, as
+    launchers are, runs in this interpreter, any other as it is: Python processes that it starts inherit the backend.
+
+    Raises:
+        CommandError: there is neither.
+    """
+    if Path(script).is_file():
+        return [*_python(), script]
+    program = shutil.which(script) or shutil.which(script, path=sysconfig.get_path("scripts"))
+    if program is not None:
+        return [*_python(), program] if _is_python(Path(program)) else [program]
+    what = "there is no file" if Path(script).name != script else "there is no file, and no program on the PATH, named"
+    hint = f". To run the module, put -m before it: te-precision run -m {script}" if _is_module(script) else ""
+    raise CommandError(f"{what} {script!r}{hint}")
+
+
+def module_command(name: str) -> list[str]:
+    """The command that runs a module.
+
+    Raises:
+        CommandError: there is no such module, as far as can be known.
+    """
+    reason = why_no_module(name)
+    if reason is not None:
+        raise CommandError(reason)
+    return [*_python(), "-m", name]
+
+
+def _python() -> list[str]:
+    """This interpreter, with its flags."""
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags]
+
+
+def _is_python(program: Path) -> bool:
+    """Whether a program is text that names Python as its interpreter, or as what a shell starts it with."""
+    try:
+        with program.open("rb") as file:
+            start = file.read(_START_OF_PROGRAM)
+    except OSError:
+        return False
+    return re.match(rb"#!\S*/(?:env\s+(?:-S\s+)?)?python|#!/bin/sh\n'''exec' ", start) is not None
+
+
+def _is_module(name: str) -> bool:
+    return all(part.isidentifier() for part in name.split(".")) and why_no_module(name) is None
 
 
 def why_no_module(name: str) -> str | None:
@@ -129,13 +187,12 @@ def _changes_path(package: ModuleSpec) -> bool:
 
 
 def launch(plan: Launch, command: Sequence[str]) -> NoReturn:
-    """Replace this process by ``python command``, which is a script, or ``-m`` and a module, and its arguments."""
+    """Replace this process by a command, which gets the backend."""
     os.environ.pop(inherited.ENVIRONMENT_VARIABLE, None)
     os.environ.update(plan.environment)
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, *flags, *command])
+    os.execv(command[0], list(command))
 
 
 def _has_gpu() -> bool:

@@ -13,7 +13,8 @@ import pytest
 
 from te_precision_callbacks.cli import main
 from te_precision_callbacks.reference import compiled, launch
-from te_precision_callbacks.reference.launch import Backend, why_no_module
+from te_precision_callbacks.reference.launch import Backend, script_command, why_no_module
+from tests.forked import executable
 from tests.reference.processes import REPOSITORY, answers, python, te_precision
 
 if sys.version_info >= (3, 11):
@@ -130,8 +131,7 @@ def test_torchrun(tmp_path: Path) -> None:
             """
         )
     )
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = te_precision("run", *torchrun, str(script), cwd=tmp_path)
+    done = te_precision("run", "torchrun", "--standalone", "--nproc-per-node", "2", str(script), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "rank0").read_text() == (tmp_path / "rank1").read_text()
 
@@ -234,7 +234,9 @@ def test_a_module_that_may_be_run(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing.py"], "there is no file 'missing.py'"),
+        (["missing.py"], "there is no file, and no program on the PATH, named 'missing.py'"),
+        (["scripts/torchrun"], "there is no file 'scripts/torchrun'"),
+        (["training.sizes"], "named 'training.sizes'. To run the module, put -m before it: te-precision run -m"),
         (["--backend", "cuda", "x.py"], "'cuda' is not one of"),
         ([], "Missing argument"),
         (["-m"], "Missing argument"),
@@ -255,6 +257,42 @@ def test_wrong_use(
     assert ended.value.code == 2
     said = capsys.readouterr().err.replace("│", " ")  # the lines of its frame
     assert message in " ".join(said.split())
+
+
+@pytest.mark.parametrize(
+    ("content", "in_python"),
+    [
+        ("#!/somewhere/bin/python3.12\nimport sys", True),
+        ("#!/usr/bin/env python3\nimport sys", True),
+        ("#!/usr/bin/env -S python3 -u\nimport sys", True),
+        ("#!/bin/sh\n'''exec' \"/a very long/bin/python\" \"$0\" \"$@\"\n' '''\n", True),
+        ("#!/bin/bash\nexec python train.py", False),
+        ("\x7fELF", False),
+    ],
+)
+def test_a_program_is_looked_up_on_the_path(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, in_python: bool
+) -> None:
+    """Launchers run in this interpreter, which has this package; others, such as srun, as they are."""
+    program = tmp_path / "launcher"
+    program.write_text(content)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    command = script_command("launcher")
+    assert command[-1] == str(program)
+    assert command[0] == (sys.executable if in_python else str(program))
+    monkeypatch.chdir(tmp_path)
+    assert script_command("launcher")[-1] == "launcher"  # a file here comes first
+
+
+def test_a_program_beside_the_interpreter_needs_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert script_command("accelerate")[-1] == str(Path(sys.executable).with_name("accelerate"))
+
+
+def test_what_a_program_starts_has_the_backend(script: Path) -> None:
+    done = te_precision("run", "sh", "-c", f"exec {executable()} {script}")
+    assert done.returncode == 7, done.stderr
 
 
 @pytest.mark.parametrize(
