@@ -31,6 +31,7 @@ from te_precision_callbacks.doctor.command import doctor_command
 from te_precision_callbacks.dumps.command import app as dumps
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.manual.command import features_command, statistics_command
+from te_precision_callbacks.reference import inherited
 from te_precision_callbacks.reference.launch import Backend
 from te_precision_callbacks.report.command import report_command
 from te_precision_callbacks.showing.command import show_command
@@ -51,13 +52,20 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
+_READERS = {"compare", "dumps", "features", "report", "show", "statistics"}
+"""The commands that need no Transformer Engine."""
+
+
 @app.callback()
 def _commands(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Precision debugging for NVIDIA Transformer Engine."""
+    if context.invoked_subcommand in _READERS:
+        inherited.forget_pending()
 
 
 @app.command(

@@ -17,6 +17,9 @@ from typing import IO
 
 from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
 
+COMPILED_MODULE = "transformer_engine_torch"
+"""The module of Transformer Engine's compiled extension."""
+
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 """What launchers tell each of the processes that they start on a machine."""
 

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 import torch
 
 from te_precision_callbacks.reference.code_cache import Entry
+from te_precision_callbacks.reference.compiled import COMPILED_MODULE
 from te_precision_callbacks.reference.cuda_on_cpu import no_attention
 from te_precision_callbacks.reference.rewrite import is_concerned, rewrite
 
@@ -42,6 +43,8 @@ class Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if fullname == COMPILED_MODULE:
+            return ModuleSpec(fullname, _ExtensionLoader())
         if not self._is_ours(fullname):
             return None
         spec = self._spec_of_others(fullname, path, target)
@@ -64,6 +67,22 @@ class Finder(MetaPathFinder):
             if finder is not self and (spec := finder.find_spec(fullname, path, target)) is not None:
                 return spec
         return None
+
+
+class _ExtensionLoader(Loader):
+    """Gives the backend's extension as Transformer Engine's compiled one.
+
+    The extension is imported when Transformer Engine imports it, and not when the backend is installed: that may happen
+    while a module of this package, which the extension imports too, is importing torch.
+    """
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        from te_precision_callbacks.reference import extension
+
+        sys.modules[COMPILED_MODULE] = extension
 
 
 class RewritingLoader(SourceFileLoader):
@@ -160,7 +179,7 @@ def _attn_forward_func_with_cp(*_arguments: Any, **_options: Any) -> NoReturn:
 
 
 def _load_framework_extension(framework: str) -> None:
-    """Replaces Transformer Engine's function of this name: torch's part is in ``sys.modules`` already."""
+    """Replaces Transformer Engine's function of this name: the finder gives torch's part."""
     if framework != "torch":
         raise ImportError(f"The reference backend is for PyTorch; it has no extension for {framework!r}.")
 

@@ -87,3 +87,8 @@ def install_if_pending() -> None:
             sys.meta_path.remove(finder)
             finder.install()
             return
+
+
+def forget_pending() -> None:
+    """Never install the backend in this process, unless it is installed already or a call asks for it."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, PendingInstallation)]

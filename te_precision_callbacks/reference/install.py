@@ -17,11 +17,10 @@ import sys
 from dataclasses import dataclass
 
 from te_precision_callbacks.reference import compiled, inherited, target, versions
+from te_precision_callbacks.reference.compiled import COMPILED_MODULE
 from te_precision_callbacks.reference.errors import InstallError
 
 logger = logging.getLogger(__name__)
-
-COMPILED_MODULE = "transformer_engine_torch"
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,6 @@ def install(
         )
 
     target.choose(chosen)
-    _provide_extension()
     _hook_imports(cuda_on_cpu=not has_gpu)
     if pretend_cuda:
         from te_precision_callbacks.reference import pretend
@@ -158,12 +156,6 @@ def _refuse_if_imported() -> None:
             "transformer_engine is imported already, without the reference backend. Call reference.install() before "
             "the first import of transformer_engine, and of what imports it."
         )
-
-
-def _provide_extension() -> None:
-    from te_precision_callbacks.reference import extension
-
-    sys.modules[COMPILED_MODULE] = extension
 
 
 def _hook_imports(*, cuda_on_cpu: bool) -> None:

@@ -43,8 +43,7 @@ SEAMS = (
         "transformer_engine/common/__init__.py",
         "def load_framework_extension(",
         "does nothing for torch",
-        "It looks for the compiled extension; the backend's is already in `sys.modules`, as "
-        "`transformer_engine_torch`.",
+        "It looks for the compiled extension; the finder gives the backend's as `transformer_engine_torch`.",
         everywhere=True,
     ),
     Seam(

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from te_precision_callbacks.numerics.formats import E2M1, E4M3, E5M2
+from te_precision_callbacks.numerics.bits import E2M1, E4M3, E5M2
 from te_precision_callbacks.report import facts
 from te_precision_callbacks.report.histograms import PERCENTS, histograms
 from te_precision_callbacks.report.overview import Columns, Overview, overviews, pieces

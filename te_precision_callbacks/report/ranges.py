@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from te_precision_callbacks.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
+from te_precision_callbacks.numerics.bits import E2M1, E4M3, E5M2, Bits
 
 FORMATS = {each.name: each for each in (E4M3, E5M2, E2M1)}
 
@@ -26,12 +26,12 @@ class Window(NamedTuple):
     top: float
 
     @classmethod
-    def at(cls, fmt: FloatFormat, low: float, high: float) -> Window:
+    def at(cls, fmt: Bits, low: float, high: float) -> Window:
         """The window at scale factors from ``low`` to ``high``; at one factor these are the same."""
         return cls(math.log2(fmt.min_subnormal * low), math.log2(fmt.max * high))
 
     @classmethod
-    def assumed(cls, fmt: FloatFormat, amax: float) -> Window:
+    def assumed(cls, fmt: Bits, amax: float) -> Window:
         """The window if the largest magnitude becomes the format's largest number.
 
         E2M1 has a scale for each block, a number of E4M3 (Transformer Engine's NVFP4): all blocks together reach down

@@ -11,6 +11,7 @@ import pytest
 from te_precision_callbacks.reference import InstallError, children, inherited
 from tests.forked import executable
 from tests.reference.processes import answers, python, run
+from tests.store.making import write_run
 
 WORKER = """
 def forward(queue):
@@ -121,6 +122,52 @@ def test_a_child_knows_before_it_imports_torch() -> None:
         """
     )
     assert done.stdout.split("\n")[:2] == ["(10, 0)", "True"], done.stderr
+
+
+READS = """
+import sys
+from te_precision_callbacks.cli import main
+
+for command in ({commands}):
+    sys.argv = ["te-precision", *command.split()]
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code, command
+installed = ("torch", "transformer_engine", "te_precision_callbacks.reference.importer")
+answer = [name for name in installed if name in sys.modules]
+"""
+
+
+def test_readers_of_a_run_install_nothing(tmp_path: Path) -> None:
+    """In a child, an import of torch would install the backend."""
+    write_run(tmp_path / "a", range(3))
+    write_run(tmp_path / "b", range(3))
+    commands = ["report a -o a.html", "compare a b --report b.html", "show a", "features", "statistics"]
+    code = READS.format(commands=", ".join(map(repr, commands)))
+    assert not answers(code, cwd=tmp_path, fresh=True, **inherited.environment(**TOLD._asdict()))
+    assert (tmp_path / "a.html").stat().st_size > 100_000
+    assert (tmp_path / "b.html").stat().st_size > 100_000
+
+
+def test_a_module_that_the_backend_needs_may_import_torch_first(tmp_path: Path) -> None:
+    """The backend is installed while the module is half imported."""
+    first, second, third = answers(
+        """
+        import sys
+        from te_precision_callbacks.numerics import formats, scaling
+        from te_precision_callbacks.reference import installed
+
+        answer = [installed().pretend_cuda, "te_precision_callbacks.reference.extension" in sys.modules]
+        import transformer_engine.pytorch as te
+        import transformer_engine_torch as tex
+        answer += [tex.__name__]
+        """,
+        cwd=tmp_path,
+        fresh=True,
+        **inherited.environment(**TOLD._asdict()),
+    )
+    assert [first, second, third] == [True, False, "te_precision_callbacks.reference.extension"]
 
 
 # ---------------------------------------------------------------------- what a child makes of what it is told
