@@ -27,8 +27,9 @@ from te_precision_callbacks.folding import folded, form_of
 from te_precision_callbacks.records.coverage import Coverage, Product
 from te_precision_callbacks.records.precision import GemmPrecision, in_short
 from te_precision_callbacks.records.statistics_log import EVENTS_FOLDER, STATISTICS_FOLDER
+from te_precision_callbacks.records.worst import worst_first
 from te_precision_callbacks.statistics.names import logged_request
-from te_precision_callbacks.statistics.series import family_of
+from te_precision_callbacks.statistics.series import Family, family_of
 from te_precision_callbacks.statistics.table import Of
 from te_precision_callbacks.terminal import visible
 from te_precision_callbacks.vocabulary import GEMMS
@@ -230,10 +231,11 @@ class _Tensor(NamedTuple):
 
 
 class _Cell(NamedTuple):
-    """The text of a cell, and how bad the worst value of the run is."""
+    """The text of a cell, and the value that ranks its tensor: the worst of the run, or without a worse direction the
+    last; None where only delayed scaling's first step has one."""
 
     text: str
-    bad: float
+    value: float | None
 
 
 class StatisticsTables:
@@ -248,6 +250,7 @@ class StatisticsTables:
         worst = {worst.row[:4]: worst for worst in session.worst_statistics}
         given_names = _given_names(session)
         self._cells: dict[str, dict[_Tensor, _Cell]] = {}
+        self._families: dict[str, Family] = {}
         for row in session.last_statistics:
             if not row.layer:
                 continue
@@ -256,7 +259,10 @@ class StatisticsTables:
                 (*_, value), iteration = worst[row[:4]]
                 if f"{value:.3g}" != text:
                     text += f" ({value:.3g} @ {iteration})"
-            cell = _Cell(text, family_of(row.tensor, row.statistic).badness(value))
+            family = family_of(row.tensor, row.statistic)
+            is_judged = row[:4] in worst or not family.has_direction
+            cell = _Cell(text, value if is_judged else None)
+            self._families.setdefault(row.statistic, family)
             tensor = _Tensor(given_names.get(row.layer, row.layer), row.tensor)
             self._cells.setdefault(row.statistic, {})[tensor] = cell
 
@@ -294,12 +300,20 @@ class StatisticsTables:
 
     def _rows(self, group: Sequence[str]) -> list[_Tensor]:
         """The tensors that have one of the statistics: the worst of each statistic, then the second of each."""
-        told = [self._cells[statistic] for statistic in group]
         # A statistic that is equal everywhere, such as no inf and nan at all, has no worst tensor: it comes last.
-        judging = [cells for cells in told if len({cell.bad for cell in cells.values()}) > 1]
-        ranked = [sorted(cells, key=lambda tensor: cells[tensor].bad, reverse=True) for cells in judging]
+        judging = [name for name in group if len(set(self._values(name).values())) > 1]
+        ranked = [
+            worst_first(len(self._cells[name]), self._families[name], self._values(name), self._values)
+            for name in judging
+        ]
         taking_turns: Iterator[_Tensor | None] = chain.from_iterable(zip_longest(*ranked))
-        return list(dict.fromkeys(tensor for tensor in chain(taking_turns, *told) if tensor is not None))
+        told = chain.from_iterable(self._cells[name] for name in group)
+        return list(dict.fromkeys(tensor for tensor in chain(taking_turns, told) if tensor is not None))
+
+    def _values(self, statistic: str) -> dict[_Tensor, float]:
+        """The values that rank tensors by a statistic."""
+        cells = self._cells.get(statistic, {})
+        return {tensor: cell.value for tensor, cell in cells.items() if cell.value is not None}
 
     def _table(self, statistics: Sequence[str], rows: Sequence[_Tensor]) -> Table:
         table = _table("Last statistics (a worse one of the run @ its iteration)", "layer and tensor")

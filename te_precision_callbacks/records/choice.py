@@ -20,7 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 
-from te_precision_callbacks.records.worst import ByLayer, worst_layers
+from te_precision_callbacks.records.worst import ByLayer, worst_beside
 from te_precision_callbacks.statistics.series import Family
 from te_precision_callbacks.statistics.table import Worse
 
@@ -101,7 +101,7 @@ class SeriesChoice:
             if family.worse is Worse.NEITHER:
                 without_order.append(family)
                 continue
-            ranked = worst_layers(PLACES, family, found[family], found)
+            ranked = list(worst_beside(PLACES, family, found[family], found))
             logged = self._families.setdefault(family, _Logged())
             if len(logged.layers) < PLACES:
                 logged.fill(ranked)

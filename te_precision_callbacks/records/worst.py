@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, zip_longest
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from itertools import zip_longest
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from te_precision_callbacks.records.model import Row, StepRecords, row_of
-from te_precision_callbacks.statistics.series import Family, Series, SeriesTable, family_of
-from te_precision_callbacks.statistics.table import Worse
+from te_precision_callbacks.statistics.series import Family, Series, SeriesTable, badness, family_of, sign_of
 
 WORST_OF_ALL: Mapping[str, str] = {
     "worst_underflows%": "underflows%",
@@ -29,6 +28,8 @@ element formats and directions."""
 
 ByLayer = Mapping[str, float]
 """Layer -> value."""
+
+_Place = TypeVar("_Place", bound=Hashable)
 
 
 def judged(records: StepRecords) -> Mapping[Family, ByLayer]:
@@ -90,6 +91,7 @@ class RunStatistics:
         self._badness = np.empty(0)
         self._iteration = np.empty(0, np.int64)
         self._sign = np.empty(0)
+        self._directed = np.empty(0, bool)
         self._has = np.empty(0, bool)
         self._delayed = np.empty(0, bool)
 
@@ -98,14 +100,12 @@ class RunStatistics:
         self._grow()
         series, values = records.series, np.frombuffer(records.values)
         self._last[series], self._has[series] = values, True
-        sign = self._sign[series]
-        compared = sign != 0  # 0: neither direction is worse, or a user's own
+        compared = self._directed[series]
         if records.unscaled:
             waiting = [self._table[number].layer in records.unscaled for number in series.tolist()]
             compared &= ~(self._delayed[series] & np.array(waiting, dtype=bool))
-        series, values, sign = series[compared], values[compared], sign[compared]
-        bad = np.where(np.isnan(sign), np.abs(values), values * sign)
-        bad[np.isnan(values)] = np.inf
+        series, values = series[compared], values[compared]
+        bad = badness(values, self._sign[series])
         worse = np.flatnonzero((bad > self._badness[series]) | (self._iteration[series] < 0))
         worse = worse[np.argsort(bad[worse], kind="stable")]  # if a series is there twice, its worst comes last
         taken = series[worse]
@@ -130,38 +130,69 @@ class RunStatistics:
                 np.append(old, np.full(len(new), np.nan)) for old in (self._last, self._worst, self._badness)
             )
             self._iteration = np.append(self._iteration, np.full(len(new), -1))
-            self._sign = np.append(self._sign, [_SIGN[family.worse] for family in new])
+            self._sign = np.append(self._sign, [sign_of(family.worse) for family in new])
+            self._directed = np.append(self._directed, [family.has_direction for family in new])
             self._has = np.append(self._has, np.zeros(len(new), bool))
             self._delayed = np.append(self._delayed, [family.is_of_delayed_scaling for family in new])
 
 
-_SIGN = {Worse.HIGH: 1.0, Worse.LOW: -1.0, Worse.AWAY_FROM_ZERO: math.nan, Worse.NEITHER: 0.0, None: 0.0}
-"""Direction -> the factor that makes a value grow as it gets worse; nan: the magnitude counts; 0: nothing counts."""
+class Lost(NamedTuple):
+    """Why a place is among the worst by a statistic that does not show it: what is lost there by another one.
+
+    Attributes:
+        statistic: the other one.
+        value: its value.
+    """
+
+    statistic: str
+    value: float
 
 
-def worst_layers(most: int, family: Family, values: ByLayer, beside: Mapping[Family, ByLayer]) -> list[str]:
-    """The worst layers by a statistic, the worst first.
+def worst_first(
+    most: int, family: Family, values: Mapping[_Place, float], beside: Callable[[str], Mapping[_Place, float]]
+) -> dict[_Place, Lost | None]:
+    """The worst places by a statistic, the worst first: the one answer for all who list the worst layers.
 
     An SQNR or a squared error says little about elements that are lost next to an outlier. For these statistics, the
-    layers with the most underflows and overflows take turns with the layers that are worst by the statistic itself.
+    places with the most underflows and overflows take turns with the places that are worst by the statistic itself.
 
     Args:
-        most: the maximum number of layers.
+        most: the maximum number of places.
         family: the statistic.
-        values: the values of the layers.
-        beside: other families of the step -> their values.
+        values: the values of the places, such as layers. Those of delayed scaling's first step are left out.
+        beside: a statistic's name in records -> its values, likewise, of the same tensor.
+
+    Returns:
+        The places, each with what brings it here if that is not the statistic itself.
     """
-    lists = [_worst(most, family, values)]
+    lists: list[list[tuple[_Place, Lost | None]]] = [[(place, None) for place in _worst(most, family, values)]]
     request = family.request
-    if request is None:
-        return lists[0]
-    for name in request.statistic.misses:
-        losses = family_of(family.tensor, request.beside(name))
-        lost = {layer: value for layer, value in beside.get(losses, {}).items() if layer in values and value != 0}
-        lists.append(_worst(most, losses, lost))
-    taking_turns: Sequence[str | None] = list(chain.from_iterable(zip_longest(*lists)))
-    return list(dict.fromkeys(layer for layer in taking_turns if layer is not None))[:most]
+    for name in () if request is None else request.statistic.misses:
+        label = request.beside(name) if request is not None else name
+        lost = {place: value for place, value in beside(label).items() if place in values and value != 0}
+        worst = _worst(most, family_of(family.tensor, label), lost)
+        lists.append([(place, Lost(label, lost[place])) for place in worst])
+    found: dict[_Place, Lost | None] = {}
+    for taking_turns in zip_longest(*lists):
+        for turn in taking_turns:
+            if turn is not None and turn[0] not in found and len(found) < most:
+                found[turn[0]] = turn[1]
+    return found
 
 
-def _worst(most: int, family: Family, values: ByLayer) -> list[str]:
-    return heapq.nlargest(most, values, key=lambda layer: family.badness(values[layer]))
+def worst_beside(
+    most: int, family: Family, values: Mapping[_Place, float], families: Mapping[Family, Mapping[_Place, float]]
+) -> dict[_Place, Lost | None]:
+    """The worst places by a statistic, as :func:`worst_first`.
+
+    Args:
+        most: the maximum number of places.
+        family: the statistic.
+        values: the values of the places.
+        families: all families -> their values.
+    """
+    return worst_first(most, family, values, lambda label: families.get(family_of(family.tensor, label), {}))
+
+
+def _worst(most: int, family: Family, values: Mapping[_Place, float]) -> list[_Place]:
+    return heapq.nlargest(most, values, key=lambda place: family.badness(values[place]))

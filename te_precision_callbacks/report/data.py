@@ -21,11 +21,13 @@ from typing import Any
 import numpy as np
 
 from te_precision_callbacks.numerics.bits import E2M1, E4M3, E5M2
+from te_precision_callbacks.records.worst import worst_beside
 from te_precision_callbacks.report import facts
 from te_precision_callbacks.report.histograms import PERCENTS, histograms
 from te_precision_callbacks.report.overview import Columns, Overview, overviews, pieces
 from te_precision_callbacks.report.packing import LEVELS, Packed, Scale, narrowed, steps_between
 from te_precision_callbacks.report.subjects import REDUCED, FamilySeries, ReportError, Subjects
+from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.store.recorded import RecordedRun
 from te_precision_callbacks.terminal import visible
@@ -126,24 +128,41 @@ def nonempty(run: RecordedRun) -> Subjects:
     return Subjects(run)
 
 
+def families_for_findings(chosen: Sequence[FamilySeries], all_families: Sequence[FamilySeries]) -> list[FamilySeries]:
+    """Some families, and those that :func:`findings` looks at to name their worst layers."""
+    wanted = {one.family for one in chosen}
+    for one in chosen:
+        request = one.family.request
+        for name in () if request is None else request.statistic.misses:
+            wanted.add(family_of(one.family.tensor, "" if request is None else request.beside(name)))
+    return [one for one in all_families if one.family in wanted]
+
+
 def findings(made: Sequence[Overview]) -> list[dict[str, Any]]:
     """The worst layers of each statistic that has a direction in which it gets worse, the gravest statistics first.
 
-    What is as good as it can be is not listed.
+    What is as good as it can be is not listed. A layer that is listed for what another statistic shows it to lose has
+    ``lost``, see :func:`~te_precision_callbacks.records.worst.worst_first`.
     """
+    worst = {
+        overview.family: {int(overview.layers[row]): number for row, number in overview.worst_of_rows().items()}
+        for overview in made
+    }
+    values = {family: {layer: number.value for layer, number in numbers.items()} for family, numbers in worst.items()}
     found = []
     for place, overview in enumerate(made):
         family = overview.family
-        if not overview.of.has_direction or family.request is None:
+        if not family.has_direction or family.request is None:
             continue
         items = []
-        for row, rank in overview.worst_rows(WORST):
-            value = float(overview.worst[rank][row])
-            if (family.worse is Worse.HIGH and value == 0) or (family.worse is Worse.LOW and np.isposinf(value)):
+        for layer, lost in worst_beside(WORST, family, values[family], values).items():
+            value, rank, at = worst[family][layer]
+            is_good = (family.worse is Worse.HIGH and value == 0) or (family.worse is Worse.LOW and np.isposinf(value))
+            if is_good and lost is None:
                 continue
-            at = int(overview.worst_at[rank][row])
-            items.append({"layer": int(overview.layers[row]), "rank": rank, "value": value, "at": at})
-        found.append({"family": place, "items": items})
+            item: dict[str, Any] = {"layer": layer, "rank": rank, "value": value, "at": at}
+            items.append(item if lost is None else {**item, "lost": lost._asdict()})
+        found.append({"family": place, "items": items, "counted": bool(worst[family])})
 
     def gravity(finding: dict[str, Any]) -> tuple[int, int]:
         request = made[finding["family"]].family.request
@@ -202,7 +221,7 @@ class _FamilyOnPage:
             "unit": "" if row is None else row.unit,
             "formula": "" if row is None else row.formula,
             "worse": None if family.worse is None else family.worse.value,
-            "delayed": family.is_of_delayed_scaling,
+            "delayed": overview.has_first_steps,
             "ranks": overview.of.ranks,
             "rows": packed.put(overview.layers.astype(np.int32)),
             "first": packed.put(overview.columns.first.astype(np.int64)),

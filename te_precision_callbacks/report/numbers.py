@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from te_precision_callbacks.report import facts
-from te_precision_callbacks.report.data import findings, nonempty
+from te_precision_callbacks.report.data import families_for_findings, findings, nonempty
 from te_precision_callbacks.report.overview import Columns, overviews
 from te_precision_callbacks.report.subjects import REDUCED, FamilySeries, ReportError
 from te_precision_callbacks.store.recorded import RecordedRun
@@ -35,9 +35,12 @@ def numbers(
             one for one in chosen if statistic in (None, one.family.statistic) and tensor in (None, one.family.tensor)
         ]
     whole = (layer, statistic, tensor) != (None, None, None)
-    made = list(overviews(run, chosen, Columns.of(run, 1)))
+    made = list(overviews(run, families_for_findings(chosen, subjects.families), Columns.of(run, 1)))
+    wanted = {one.family for one in chosen}
     series = []
     for overview in made:
+        if overview.family not in wanted:
+            continue
         for rank, of_rank in overview.series.items():
             for row, number in enumerate(of_rank.tolist()):
                 if number < 0 or index not in (None, int(overview.layers[row])):
@@ -80,6 +83,7 @@ def numbers(
                 ],
             }
             for each in findings(made)
+            if made[each["family"]].family in wanted
         ],
         "series": series,
     }

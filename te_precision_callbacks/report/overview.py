@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from te_precision_callbacks.records.worst import worst_first
 from te_precision_callbacks.report.subjects import FamilySeries, Ints
-from te_precision_callbacks.statistics.series import Family
-from te_precision_callbacks.statistics.table import Worse
+from te_precision_callbacks.statistics.series import Family, badness, sign_of
 from te_precision_callbacks.store.recorded import RecordedRun
 from te_precision_callbacks.store.tables import STEP0
 
@@ -29,12 +30,6 @@ MOST_AT_ONCE = 2_000_000
 
 ALL_RANKS = -2
 """Stands for the worst number of all ranks."""
-
-
-def badness(values: Floats, worse: Worse | None) -> Floats:
-    """A key that grows as values get worse, as :meth:`te_precision_callbacks.statistics.series.Family.badness`."""
-    key = values if worse is Worse.HIGH else -values if worse is Worse.LOW else np.abs(values)
-    return np.where(np.isnan(values), np.inf, key)
 
 
 @dataclass(frozen=True)
@@ -88,6 +83,14 @@ def _pieces_of_all(run: RecordedRun) -> Iterator[pa.Table]:
         yield run.values(numbers[piece].tolist())
 
 
+class WorstNumber(NamedTuple):
+    """The worst number of a layer: its rank, and its iteration."""
+
+    value: float
+    rank: int
+    at: int
+
+
 @dataclass
 class Overview:
     """A statistic of a tensor in all layers, over time.
@@ -105,6 +108,7 @@ class Overview:
         worst, worst_at: rank -> [rows]: the worst number of each layer, and its iteration; iteration -1 for none.
         last, last_at: likewise for the last number.
         exact: iteration -> rank -> [rows], the numbers of that iteration; nan where there is none.
+        has_first_steps: whether there is any number of delayed scaling's first step.
     """
 
     of: FamilySeries
@@ -118,23 +122,31 @@ class Overview:
     last: dict[int, Floats] = field(default_factory=dict)
     last_at: dict[int, Ints] = field(default_factory=dict)
     exact: dict[int, dict[int, Floats]] = field(default_factory=dict)
+    has_first_steps: bool = False
 
     @property
     def family(self) -> Family:
         """The statistic."""
         return self.of.family
 
+    def worst_of_rows(self) -> dict[int, WorstNumber]:
+        """Row -> the worst number of all ranks, of the rows that have one that counts."""
+        sign = sign_of(self.family.worse)
+        found: dict[int, WorstNumber] = {}
+        bad: dict[int, float] = {}
+        for rank in self.of.ranks:
+            key = badness(self.worst[rank], sign).tolist()
+            for row in np.flatnonzero(self.worst_at[rank] >= 0).tolist():
+                if row not in found or key[row] > bad[row]:
+                    found[row] = WorstNumber(float(self.worst[rank][row]), rank, int(self.worst_at[rank][row]))
+                    bad[row] = key[row]
+        return found
+
     def worst_rows(self, most: int) -> list[tuple[int, int]]:
         """The rows with the worst numbers, and their ranks, the worst first; a row counts once."""
-        found: list[tuple[float, int, int]] = []
-        for rank in self.of.ranks:
-            key = np.where(self.worst_at[rank] >= 0, badness(self.worst[rank], self.family.worse), -np.inf)
-            rows = np.argsort(-key, kind="stable")[:most].tolist()
-            found += [(float(key[row]), row, rank) for row in rows if key[row] > -np.inf]
-        chosen: dict[int, int] = {}
-        for _, row, rank in sorted(found, key=lambda each: -each[0]):
-            chosen.setdefault(row, rank)
-        return list(chosen.items())[:most]
+        worst = self.worst_of_rows()
+        rows = worst_first(most, self.family, {row: number.value for row, number in worst.items()}, lambda _: {})
+        return [(row, worst[row].rank) for row in rows]
 
 
 def pieces(counts: Ints, most: int = MOST_AT_ONCE) -> Iterator[slice]:
@@ -216,28 +228,32 @@ class _Maker:
         made = self._begun()
         row, rank = self._row_of[series]
         family = self._of.family
-        key = badness(values, family.worse)
-        if family.is_of_delayed_scaling:
-            key = np.where(flags & STEP0, -np.inf, key)
-        column = self._columns.column_of(iterations)
-        starts = np.flatnonzero(np.diff(column, prepend=-1))
-        # The first number of the greatest badness in each column.
-        highest = np.maximum.reduceat(key, starts)
-        is_highest = np.flatnonzero(key == np.repeat(highest, np.diff(np.append(starts, len(key)))))
-        _, first = np.unique(column[is_highest], return_index=True)
-        shown = highest > -np.inf if family.is_of_delayed_scaling else np.ones(len(starts), bool)
-        made.cells[rank][row, column[starts][shown]] = values[is_highest[first]][shown]
-        made.present[rank][row, column[starts][shown]] = True
+        counts = ((flags & STEP0) == 0) | (not family.is_of_delayed_scaling)
+        made.has_first_steps |= not counts.all()
+        if counts.any():
+            self._add_counting(made, (row, rank), iterations[counts], values[counts])
         made.series[rank][row] = series
-        worst = int(np.argmax(key))
-        if key[worst] > -np.inf or not family.is_of_delayed_scaling:
-            made.worst[rank][row], made.worst_at[rank][row] = values[worst], iterations[worst]
         made.last[rank][row], made.last_at[rank][row] = values[-1], iterations[-1]
         for iteration in self._exact[np.isin(self._exact, iterations)].tolist():
             of_rank = made.exact.setdefault(iteration, {})
             if rank not in of_rank:
                 of_rank[rank] = np.full(len(made.layers), np.nan)
             of_rank[rank][row] = values[np.searchsorted(iterations, iteration)]
+
+    def _add_counting(self, made: Overview, place: tuple[int, int], iterations: Ints, values: Floats) -> None:
+        """Take the numbers that count."""
+        row, rank = place
+        key = badness(values, sign_of(self._of.family.worse))
+        column = self._columns.column_of(iterations)
+        starts = np.flatnonzero(np.diff(column, prepend=-1))
+        # The first number of the greatest badness in each column.
+        highest = np.maximum.reduceat(key, starts)
+        is_highest = np.flatnonzero(key == np.repeat(highest, np.diff(np.append(starts, len(key)))))
+        _, first = np.unique(column[is_highest], return_index=True)
+        made.cells[rank][row, column[starts]] = values[is_highest[first]]
+        made.present[rank][row, column[starts]] = True
+        worst = int(np.argmax(key))
+        made.worst[rank][row], made.worst_at[rank][row] = values[worst], iterations[worst]
 
     def made(self) -> Overview:
         """The overview, without empty columns; with the worst of all ranks where there are several."""
@@ -258,12 +274,12 @@ class _Maker:
         self._made = None
 
     def _combine(self, made: Overview) -> None:
-        worse = self._of.family.worse
+        sign = sign_of(self._of.family.worse)
         cells, present = np.full_like(next(iter(made.cells.values())), np.nan), None
         key = np.full(cells.shape, -np.inf)
         for rank, of_rank in made.cells.items():
             is_there = made.present[rank]
-            own = np.where(is_there, badness(of_rank, worse), -np.inf)
+            own = np.where(is_there, badness(of_rank, sign), -np.inf)
             take = is_there & ((own > key) | (True if present is None else ~present))
             cells[take], key[take] = of_rank[take], own[take]
             present = is_there if present is None else present | is_there

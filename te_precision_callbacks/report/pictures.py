@@ -16,10 +16,11 @@ import numpy.typing as npt
 from te_precision_callbacks.errors import MissingExtraError
 from te_precision_callbacks.report.data import nonempty
 from te_precision_callbacks.report.histograms import PERCENTS, Histogram, histograms
-from te_precision_callbacks.report.overview import ALL_RANKS, Columns, Overview, badness, overviews
+from te_precision_callbacks.report.overview import ALL_RANKS, Columns, Overview, overviews
 from te_precision_callbacks.report.packing import Scale
 from te_precision_callbacks.report.ranges import FORMATS, Window
 from te_precision_callbacks.report.subjects import FamilySeries, ReportError, Subjects
+from te_precision_callbacks.statistics.series import badness, sign_of
 from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.store.recorded import RecordedRun
 from te_precision_callbacks.terminal import visible
@@ -125,7 +126,7 @@ def _pooled(
     if size <= 1:
         return cells, present
     rows = math.ceil(len(cells) / size)
-    key = np.where(present, badness(cells, overview.family.worse), -np.inf)
+    key = np.where(present, badness(cells, sign_of(overview.family.worse)), -np.inf)
     values, there = np.full((rows, cells.shape[1]), np.nan), np.zeros((rows, cells.shape[1]), bool)
     for row in range(rows):
         own = slice(row * size, (row + 1) * size)

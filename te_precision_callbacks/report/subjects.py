@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.statistics.series import Family, family_of
-from te_precision_callbacks.statistics.table import Worse
+from te_precision_callbacks.store.errors import it_has
 from te_precision_callbacks.store.recorded import RecordedRun
 
 Ints = npt.NDArray[np.int64]
@@ -82,7 +82,7 @@ class FamilySeries:
     @property
     def has_direction(self) -> bool:
         """Whether its values get worse in a direction."""
-        return self.family.worse not in (None, Worse.NEITHER)
+        return self.family.has_direction
 
 
 class Subjects:
@@ -125,7 +125,7 @@ class Subjects:
         for number, layer in enumerate(self.layers):
             if layer.name == name:
                 return number
-        raise ReportError(f"The run has no layer {name!r}.{_like(name, [layer.name for layer in self.layers])}")
+        raise ReportError(f"The run has no layer {name!r}.{it_has(name, [layer.name for layer in self.layers])}")
 
     def family(self, statistic: str | None, tensor: str | None) -> FamilySeries:
         """The family of a statistic and a tensor; of those that are not given, the first.
@@ -147,18 +147,9 @@ class Subjects:
             )
         if statistic is None:
             known = sorted({one.family.tensor for one in self.families})
-            raise ReportError(f"The run has no statistic of a tensor {tensor!r}.{_like(tensor or '', known)}")
+            raise ReportError(f"The run has no statistic of a tensor {tensor!r}.{it_has(tensor or '', known)}")
         known = sorted({one.family.statistic for one in self.families})
-        raise ReportError(f"The run has no statistic {statistic!r}.{_like(statistic, known)}")
-
-
-def _like(name: str, known: list[str]) -> str:
-    from difflib import get_close_matches
-
-    near = get_close_matches(name, known, 3, 0.4) or known[:3]
-    more = len(known) - len(near)
-    listed = ", ".join(map(repr, near)) + (f" and {more} more" if more > 0 else "")
-    return f" It has {listed}." if known else ""
+        raise ReportError(f"The run has no statistic {statistic!r}.{it_has(statistic, known)}")
 
 
 def _texts(column: pa.ChunkedArray) -> list[str]:

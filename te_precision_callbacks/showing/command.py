@@ -107,7 +107,10 @@ def _for_json(view: RunView) -> dict[str, Any]:
     found = dict(vars(view))
     found["scalars"] = {scalar.name: _curve(scalar.curve) for scalar in view.scalars}
     found["worst"] = {
-        name: [{**vars(series), "curve": _curve(series.curve)} for series in worst]
+        name: [
+            {**vars(series), "lost": series.lost and series.lost._asdict(), "curve": _curve(series.curve)}
+            for series in worst
+        ]
         for name, worst in view.worst.items()
     }
     return found

@@ -93,7 +93,7 @@ def _scalar(scalar: ScalarCurve, width: int) -> Text:
 
 def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int) -> Table:
     """The worst tensors by a statistic: names, numbers, and curves where there is room."""
-    numbers = [(f"{series.last:.3g}", f"{series.worst:.3g} @ {series.worst_iteration}") for series in worst]
+    numbers = [(f"{series.last:.3g}", _worst_number(series)) for series in worst]
     taken = sum(max(map(len, column)) for column in zip(_HEADERS, *numbers, strict=True)) + len(_HEADERS) + 1
     left = max(width - taken, _LEAST_NAME)
     longest = max(sum(map(len, _name(series))) for series in worst)
@@ -114,6 +114,12 @@ def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int) -> Ta
             Text(drawn if room >= _LEAST_CURVE else ""),
         )
     return table
+
+
+def _worst_number(series: WorstSeries) -> str:
+    """The worst number, and what brings a series here whose number is not among the worst."""
+    lost = "" if series.lost is None else f" ({visible(series.lost.statistic)} {series.lost.value:.3g})"
+    return f"{series.worst:.3g} @ {series.worst_iteration}{lost}"
 
 
 def _name(series: WorstSeries) -> tuple[str, str]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.comparing.facts import precision_shares
 from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.records.worst import Lost, worst_first
 from te_precision_callbacks.statistics.names import Request, logged_request
 from te_precision_callbacks.statistics.series import Family, family_of
 from te_precision_callbacks.statistics.table import Of, Worse
 from te_precision_callbacks.store import RecordedRun
-from te_precision_callbacks.store.tables import STEP0
+from te_precision_callbacks.store.errors import it_has
 
 MOST_LAYERS = 3
 """The layers that are shown of each statistic."""
@@ -25,9 +25,6 @@ MOST_STATISTICS = 8
 """The statistics that are shown unless some are chosen."""
 
 MOST_EVENTS = 5
-
-_CONSIDERED = 4
-"""How many times as many series are read as are shown: the worst number of some is of a step that does not count."""
 
 _LOST = (Of.QUANTIZED, Of.LOSSES, Of.SCALE_LIMITS)
 
@@ -58,8 +55,9 @@ class WorstSeries:
         statistic: its name.
         rank: the rank whose own number it is; None if it is reduced.
         last, last_iteration: the last number.
-        worst, worst_iteration: the worst one.
+        worst, worst_iteration: the worst one; the largest in size of a statistic without a worse direction.
         low_is_worse: whether small numbers are.
+        lost: what another statistic shows to be lost, if that is why the series is here.
         curve: all of them.
     """
 
@@ -73,6 +71,7 @@ class WorstSeries:
     worst: float
     worst_iteration: int
     low_is_worse: bool
+    lost: Lost | None
     curve: Curve
 
 
@@ -168,11 +167,18 @@ def look(run: RecordedRun, statistics: Sequence[str] = (), most: int = MOST_LAYE
         series=len(run.series),
         coverage=precision_shares(run),
         scalars=tuple(_scalars(run)),
-        worst={name: tuple(_worst(run, groups[name], most)) for name in chosen},
+        worst={name: tuple(_worst(run, groups, name, most)) for name in chosen},
         more_statistics=tuple(name for name in groups if name not in chosen),
         events=tuple(_events(run)),
-        notes=run.notes,
+        notes=(*run.notes, *_first_steps_alone(groups, chosen)),
     )
+
+
+def _first_steps_alone(groups: Mapping[str, _Group], chosen: Iterable[str]) -> Iterable[str]:
+    """What is said of statistics that have no worst number yet."""
+    names = [name for name in chosen if not _worst_numbers(groups[name])]
+    if names:
+        yield f"{', '.join(names)}: all numbers so far are of delayed scaling's first step, which has no scale yet."
 
 
 _SHORT = {"front_door": "front door", "recipes": "recipe", "gpu": "GPU", "te_backend": "Transformer Engine"}
@@ -187,61 +193,89 @@ def _in_short(facts: Any, world: int) -> dict[str, str]:
     return {**told, "ranks": str(world)}
 
 
-@dataclass(frozen=True)
-class _Series:
-    """A row of the table of series, with how bad its worst number is."""
+class _Place(NamedTuple):
+    """Where a number was measured."""
 
-    number: int
     scope: str
     layer: str
+    tensor: str
+    gemm: str
     rank: int | None
+
+
+class _Series(NamedTuple):
+    """A row of the table of series, with its worst number that counts; None without any."""
+
+    number: int
     family: Family
-    bad: float
+    worst: float | None
+    worst_iteration: int | None
 
 
-def _groups(run: RecordedRun) -> dict[str, list[_Series]]:
-    """Statistic -> its series, the worst first; the statistics as they are shown. What has no worse direction is left
-    out."""
-    columns = ("scope", "layer", "tensor", "statistic", "gemm", "rank", "low", "high", "count")
+_Group = dict[_Place, _Series]
+
+
+def _groups(run: RecordedRun) -> dict[str, _Group]:
+    """Statistic -> its series, the statistics as they are shown: what is lost first, and last what has no worse
+    direction. Histograms are left out."""
+    columns = ("scope", "layer", "tensor", "statistic", "gemm", "rank", "worst", "worst_at", "count")
     rows = zip(*(run.series[name].to_pylist() for name in columns), strict=True)
     families: dict[tuple[str, str, str], Family] = {}
-    found: dict[str, list[_Series]] = {}
-    for number, (scope, layer, tensor, statistic, gemm, rank, low, high, count) in enumerate(rows):
+    found: dict[str, _Group] = {}
+    for number, (scope, layer, tensor, statistic, gemm, rank, worst, at, count) in enumerate(rows):
         key = (tensor or "", statistic, gemm or "")
         family = families.get(key)
         if family is None:
             family = families[key] = family_of(*key)
-        if family.worse in (None, Worse.NEITHER) or not count:
-            continue
-        bad = max((family.badness(value) for value in (low, high) if value is not None), default=math.inf)
-        found.setdefault(statistic, []).append(_Series(number, scope or "", layer or "", rank, family, bad))
-    for group in found.values():
-        group.sort(key=lambda series: -series.bad)
-    return {name: found[name] for name in sorted(found, key=lambda name: _rank(found[name][0].family.request))}
+        if count and (family.request is None or family.request.statistic.bins is None):
+            place = _Place(scope or "", layer or "", tensor or "", gemm or "", rank)
+            found.setdefault(statistic, {})[place] = _Series(number, family, worst, at)
+    return {name: found[name] for name in sorted(found, key=lambda name: _rank(_request(found[name])))}
+
+
+def _request(group: _Group) -> Request | None:
+    return next(iter(group.values())).family.request
+
+
+def _has_direction(group: _Group) -> bool:
+    return any(series.family.has_direction for series in group.values())
+
+
+def _worst_numbers(group: _Group) -> dict[_Place, float]:
+    """The worst number of each series that has one that counts."""
+    return {place: series.worst for place, series in group.items() if series.worst is not None}
 
 
 def _rank(request: Request | None) -> tuple[int, str]:
     if request is None:
-        return 3, ""
+        return 4, ""
+    if request.statistic.worse is Worse.NEITHER:
+        return 3, request.label
     if request.statistic.name == "nonfinite_num":
         return 0, request.label
     return (1 if request.statistic.of in _LOST else 2), request.label
 
 
-def _chosen(groups: dict[str, list[_Series]], wanted: Sequence[str], run: RecordedRun) -> list[str]:
+def _chosen(groups: dict[str, _Group], wanted: Sequence[str], run: RecordedRun) -> list[str]:
     if not wanted:
+        with_worst = [name for name, group in groups.items() if _has_direction(group)]
         # What is the same everywhere, such as no overflow at all, tells no layer.
-        telling = [name for name in groups if len({series.bad for series in groups[name]}) > 1]
-        return (telling or list(groups))[:MOST_STATISTICS]
+        telling = [name for name in with_worst if len(set(_worst_numbers(groups[name]).values())) > 1]
+        return (telling or with_worst)[:MOST_STATISTICS]
     found = []
     for name in wanted:
         matching = [label for label in groups if name in (label, _plain(label))]
-        if not matching and groups:
-            raise NothingToShowError(
-                f"{run.path} has no numbers of {name!r} that have a worst layer. It has: {', '.join(groups)}."
-            )
+        if not matching and len(run.series):
+            raise NothingToShowError(_why_nothing(run, name, list(groups)))
         found += matching
     return list(dict.fromkeys(found))
+
+
+def _why_nothing(run: RecordedRun, name: str, known: Sequence[str]) -> str:
+    histogram = logged_request(name)
+    if histogram is not None and histogram.statistic.bins is not None and name in run.series["statistic"].to_pylist():
+        return f"{name!r} is a histogram, of which no number is the worst. 'te-precision report' draws it."
+    return f"{run.path} has no statistic {name!r}.{it_has(name, known)}"
 
 
 def _plain(label: str) -> str:
@@ -249,38 +283,39 @@ def _plain(label: str) -> str:
     return label if request is None else request.statistic.name
 
 
-def _worst(run: RecordedRun, group: Sequence[_Series], most: int) -> Iterable[WorstSeries]:
-    """The worst series by a statistic, by their numbers that count: those of delayed scaling's first step do not."""
-    considered = {series.number: series for series in group[: most * _CONSIDERED]}
-    table = run.values(considered)
-    numbers, iterations = table["series"].to_numpy(), table["iteration"].to_numpy()
-    values, flags = table["value"].to_numpy(), table["flags"].fill_null(0).to_numpy()
-    found: list[tuple[float, WorstSeries]] = []
-    for number, series in considered.items():
-        chosen = slice(*np.searchsorted(numbers, (number, number + 1)).tolist())
-        curve = Curve(iterations[chosen], values[chosen])
-        if not len(curve.values):
+def _worst(run: RecordedRun, groups: dict[str, _Group], name: str, most: int) -> Iterable[WorstSeries]:
+    """The worst series by a statistic, the worst first."""
+    group = groups[name]
+    family = next(iter(group.values())).family
+    chosen = worst_first(most, family, _worst_numbers(group), lambda label: _worst_numbers(groups.get(label, {})))
+    table = run.values(group[place].number for place in chosen)
+    numbers = table["series"].to_numpy()
+    for place, lost in chosen.items():
+        number, family, worst, worst_iteration = group[place]
+        rows = table.slice(*_span(numbers, number))
+        curve = Curve(rows["iteration"].to_numpy(), rows["value"].to_numpy())
+        if worst is None or worst_iteration is None or not len(curve.values):
             continue
-        bad = [series.family.badness(value) for value in curve.values.tolist()]
-        if series.family.is_of_delayed_scaling and not (flags[chosen] & STEP0).all():
-            bad = np.where(flags[chosen] & STEP0, -np.inf, bad).tolist()
-        place = int(np.argmax(bad))
-        worst = WorstSeries(
-            series.scope,
-            series.layer,
-            series.family.tensor,
-            series.family.statistic,
-            series.rank,
+        yield WorstSeries(
+            place.scope,
+            place.layer,
+            family.tensor,
+            family.statistic,
+            place.rank,
             float(curve.values[-1]),
             int(curve.iterations[-1]),
-            float(curve.values[place]),
-            int(curve.iterations[place]),
-            series.family.worse is Worse.LOW,
+            worst,
+            worst_iteration,
+            family.worse is Worse.LOW,
+            lost,
             curve,
         )
-        found.append((series.family.badness(worst.worst), worst))
-    found.sort(key=lambda both: -both[0])
-    return [worst for _, worst in found[:most]]
+
+
+def _span(numbers: npt.NDArray[np.int32], number: int) -> tuple[int, int]:
+    """Where the rows of a series begin, and how many there are."""
+    begin, end = np.searchsorted(numbers, (number, number + 1)).tolist()
+    return begin, end - begin
 
 
 def _scalars(run: RecordedRun) -> Iterable[ScalarCurve]:

@@ -54,6 +54,11 @@ class Family:
         return self.request is not None and self.request.recipe in (OWN_RECIPE, "fp8_delayed_scaling")
 
     @property
+    def has_direction(self) -> bool:
+        """Whether its values get worse in a direction."""
+        return self.worse not in (None, Worse.NEITHER)
+
+    @property
     def bins(self) -> Bins:
         """The bins of a histogram.
 
@@ -78,6 +83,26 @@ class Family:
                 return -value
             case _:
                 return abs(value)
+
+
+_SIGN = {Worse.HIGH: 1.0, Worse.LOW: -1.0}
+
+
+def sign_of(worse: Worse | None) -> float:
+    """The factor that makes a number grow as it gets worse; nan where its magnitude counts."""
+    return math.nan if worse is None else _SIGN.get(worse, math.nan)
+
+
+def badness(values: npt.NDArray[np.float64], signs: float | npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """A key that grows as numbers get worse, as :meth:`Family.badness`.
+
+    Args:
+        values: the numbers.
+        signs: :func:`sign_of` the direction of all, or of each.
+    """
+    with np.errstate(invalid="ignore"):
+        key = np.where(np.isnan(signs), np.abs(values), values * signs)
+    return np.where(np.isnan(values), np.inf, key)
 
 
 def family_of(tensor: str, statistic: str, gemm: str | None = None) -> Family:

@@ -440,7 +440,7 @@ def _assemble(parts: list[tuple[int, _Part]], layers: Iterable[str]) -> tuple[Se
         found = table["series"].to_numpy()
     table = table.set_column(2, fields[2], pa.array(run_series.ravel()[found]))
     table = in_order(table)
-    index.note(table["series"].to_numpy(), table["iteration"].to_numpy(), table["value"].to_numpy())
+    index.note(*(table[name].to_numpy() for name in ("series", "iteration", "value", "flags")))
     return index, table
 
 

@@ -344,7 +344,7 @@ class _Reader:
         """The parts of a large table, whose series are noted in the index."""
         found = []
         numbers: dict[tuple[int, Path], dict[int, int]] = {}
-        columns = [column for column in schema.names if column not in ("segment", "flags", "bin", "count")]
+        columns = [column for column in schema.names if column not in ("segment", "bin", "count")]
         for segment, folder in folders:
             of_rank = numbers.setdefault((segment, folder), {})
             for file in self._numbered_parts(folder, name):
@@ -357,8 +357,8 @@ class _Reader:
                     self._note_stretch(segment, file)
                 table = table.filter(pa.array(self._is_of_snapshot(segment, table)))
                 series = _translated(table["series"].to_numpy(), of_rank)
-                values = table["value"].to_numpy() if "value" in columns else None
-                self.index.note(series, table["iteration"].to_numpy(), values)
+                own = [table["value"].to_numpy(), table["flags"].fill_null(0).to_numpy()] if "value" in columns else []
+                self.index.note(series, table["iteration"].to_numpy(), *own)
         return found
 
     def _note_stretch(self, segment: int, file: PartFile) -> None:

@@ -200,6 +200,8 @@ SERIES = pa.schema(
         ("last", _ITERATION),
         ("low", pa.float64()),  # of finite values
         ("high", pa.float64()),
+        ("worst", pa.float64()),  # in the direction that is worse, or by size; without delayed scaling's first step
+        ("worst_at", _ITERATION),
     ]
 )
 """A statistic of one subject in a run that is read, with what its values span."""

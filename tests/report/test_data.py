@@ -13,10 +13,11 @@ import pytest
 from te_precision_callbacks.report import ReportError, write_report
 from te_precision_callbacks.report.data import PageData, findings
 from te_precision_callbacks.report.histograms import histograms
-from te_precision_callbacks.report.overview import ALL_RANKS, Columns, badness, overviews, pieces
+from te_precision_callbacks.report.overview import ALL_RANKS, Columns, overviews, pieces
 from te_precision_callbacks.report.packing import INF, LEVELS, NAN, ZERO, Scale, narrowed
 from te_precision_callbacks.report.ranges import FORMATS, Window
 from te_precision_callbacks.report.subjects import REDUCED, Subjects, layer_name
+from te_precision_callbacks.statistics.series import badness, sign_of
 from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.store import RecordedRun
 from te_precision_callbacks.store.tables import STEP0
@@ -143,8 +144,10 @@ def test_narrow_only_where_nothing_is_lost() -> None:
 def test_badness_is_that_of_families() -> None:
     values = np.array([0.0, -3.0, 2.0, np.inf, -np.inf, np.nan])
     for family in Subjects(RUN).families:
-        assert badness(values, family.family.worse).tolist() == [family.family.badness(value) for value in values]
-    assert badness(values, Worse.AWAY_FROM_ZERO).tolist() == [0, 3, 2, np.inf, np.inf, np.inf]
+        assert badness(values, sign_of(family.family.worse)).tolist() == [
+            family.family.badness(value) for value in values
+        ]
+    assert badness(values, sign_of(Worse.AWAY_FROM_ZERO)).tolist() == [0, 3, 2, np.inf, np.inf, np.inf]
 
 
 def test_findings_leave_out_what_is_as_good_as_can_be() -> None:

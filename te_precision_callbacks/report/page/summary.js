@@ -146,13 +146,14 @@ function findingCard(report, { family: index, items }) {
       worst.rank === REDUCED ? "" : ` on rank ${worst.rank}`, "."),
     items.length > 1 && table(["then", "#worst value", "#step"], items.slice(1).map((item) => [
       layerLink(report, item.layer, { ...where, step: item.at, ...rank(item) }),
-      value(item), link({ page: "heatmap", ...where, step: item.at, layer: "" }, shown(item.at)),
+      [value(item), item.lost && el("div", {}, el("small", { class: "quiet" }, `${item.lost.statistic} ${shown(item.lost.value, 3)}`))], link({ page: "heatmap", ...where, step: item.at, layer: "" }, shown(item.at)),
     ])));
 }
 
 function findingsPart(report) {
   const found = report.findings.filter((finding) => finding.items.length);
-  const clean = report.findings.filter((finding) => !finding.items.length).map((finding) => report.families[finding.family].label);
+  const empty = (counted) => report.findings.filter((finding) => !finding.items.length && finding.counted === counted).map((finding) => report.families[finding.family].label);
+  const clean = empty(true), unjudged = empty(false);
   if (!report.findings.length) {
     return [card("Findings", {}, el("p", { class: "quiet" }, report.families.length
       ? "None of the statistics of this run has a direction in which it gets worse."
@@ -160,9 +161,10 @@ function findingsPart(report) {
   }
   return [
     el("div", {}, el("h2", {}, "Worst layers"),
-      el("p", { class: "quiet" }, "The five worst of each statistic, over the whole run, by the direction in which it gets worse. These numbers are exact.")),
+      el("p", { class: "quiet" }, "The five worst of each statistic, over the whole run, by the direction in which it gets worse. These numbers are exact. An SQNR or squared error hides elements that are lost beside an outlier: their lists also have the layers with the most underflows and overflows, with that share.")),
     el("div", { class: "two findings" }, found.map((finding) => findingCard(report, finding))),
     clean.length > 0 && el("p", { class: "quiet clean" }, `As good as can be in all layers and steps: ${clean.join(", ")}.`),
+    unjudged.length > 0 && el("p", { class: "quiet" }, `Only numbers of delayed scaling's first step, which has no scale yet: ${unjudged.join(", ")}.`),
   ];
 }
 

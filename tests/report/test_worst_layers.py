@@ -1,0 +1,156 @@
+"""The worst layers of a run are the same in ``show``, in the report, in its numbers, in the summary and in loggers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+
+from te_precision_callbacks import InspectSession
+from te_precision_callbacks.records.choice import SeriesChoice
+from te_precision_callbacks.records.worst import judged
+from te_precision_callbacks.report import write_report
+from te_precision_callbacks.report.data import PageData
+from te_precision_callbacks.report.numbers import numbers
+from te_precision_callbacks.showing.view import look
+from te_precision_callbacks.statistics.series import family_of
+from te_precision_callbacks.store import RecordedRun, open_run
+from te_precision_callbacks.store.tables import STEP0
+from te_precision_callbacks.summary import StatisticsTables
+from tests.conftest import Keeper, feature
+from tests.report.conftest import Look
+
+LAYERS, LOSSY, STEPS, MOST = 16, (3, 12), 4, 5
+CONFIG = {
+    "lost": feature(
+        "LogFp8TensorStats",
+        ["all"],
+        tensors=["activation", "weight", "gradient"],
+        stats=["sqnr_db", "underflows%"],
+        freq=1,
+    )
+}
+
+
+class Trained(NamedTuple):
+    """A run under delayed scaling.
+
+    In its first step, with the scale 1, nearly all of each gradient underflows. Later, the weights of the lossy layers
+    lose most: a tenth of their elements vanish beside an outlier, which is kept so well that their SQNR is the best.
+    """
+
+    run: RecordedRun
+    session: InspectSession
+    keeper: Keeper
+
+    @property
+    def lossy(self) -> list[str]:
+        return [f"{number}" for number in LOSSY]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList(te.Linear(32, 32, bias=False) for _ in range(LAYERS))
+    with torch.no_grad():
+        for number in LOSSY:
+            model[number].weight.uniform_(-0.04, 0.04)
+            model[number].weight[0, 0] = 2000.0 + number
+    log_dir, keeper = tmp_path_factory.mktemp("trained"), Keeper()
+    with InspectSession(CONFIG, model=model, log_dir=log_dir, sinks=[keeper]) as session:
+        for _ in range(STEPS):
+            with te.autocast(enabled=True, recipe=DelayedScaling()):
+                outs = [layer(torch.randn(16, 32)) for layer in model]
+            sum((out * torch.randn_like(out) * 7e-6).sum() for out in outs).backward()
+            session.step()
+    return Trained(open_run(log_dir), session, keeper)
+
+
+def by_hand(run: RecordedRun, statistic: str, tensor: str) -> list[str]:
+    """The layers by their worst number after the first step, the worst first."""
+    worst = {}
+    for number in run.select(statistic=statistic, tensor=tensor):
+        table = run.values([number])
+        columns = (table[name].to_pylist() for name in ("value", "flags"))
+        kept = [value for value, flags in zip(*columns, strict=True) if not flags & STEP0]
+        assert len(kept) == STEPS - 1, "the first step of delayed scaling is marked"
+        family = family_of(tensor, statistic)
+        worst[run.series["layer"][number].as_py()] = max(map(family.badness, kept))
+    return sorted(worst, key=lambda layer: -worst[layer])
+
+
+def test_the_losses_are_where_the_run_has_them(trained: Trained) -> None:
+    assert by_hand(trained.run, "underflows%", "weight")[:2] != by_hand(trained.run, "sqnr_db", "weight")[:2]
+    assert sorted(by_hand(trained.run, "underflows%", "weight")[:2]) == sorted(trained.lossy)
+    assert set(by_hand(trained.run, "sqnr_db", "weight")[-2:]) == set(trained.lossy), "which the SQNR does not see"
+    first = trained.keeper.steps[0].families[family_of("gradient", "underflows%")]
+    assert min(first.values()) > 50
+
+
+def test_show_chooses_after_it_has_left_the_first_step_out(trained: Trained) -> None:
+    shown = look(trained.run, ["underflows%"], most=2).worst["underflows%"]
+    assert {(each.layer, each.tensor) for each in shown} == {(layer, "weight") for layer in trained.lossy}
+    assert all(each.worst > 5 and each.worst_iteration > 0 for each in shown)
+
+
+def test_show_names_those_that_lose_most_among_the_worst_of_the_sqnr(trained: Trained) -> None:
+    shown = look(trained.run, ["sqnr_db"], most=4).worst["sqnr_db"]
+    named = [(each.layer, each.tensor) for each in shown]
+    assert {(layer, "weight") for layer in trained.lossy} == {named[1], named[3]}, "they take turns"
+    assert [None if each.lost is None else each.lost.statistic for each in shown] == [None, "underflows%"] * 2
+    assert shown[1].lost is not None
+    assert shown[1].lost.value > 5
+
+
+def test_the_report_names_the_same(trained: Trained) -> None:
+    told = PageData.of(trained.run, 10**7).told
+    of_page = {
+        (told["families"][finding["family"]]["statistic"], told["families"][finding["family"]]["tensor"]): finding
+        for finding in told["findings"]
+    }
+    of_numbers = {(each["statistic"], each["tensor"]): each["layers"] for each in numbers(trained.run)["worst"]}
+    for tensor in ("activation", "weight", "gradient"):
+        losses, sqnr = (by_hand(trained.run, name, tensor) for name in ("underflows%", "sqnr_db"))
+        items = of_page["underflows%", tensor]["items"]
+        named = [told["layers"][item["layer"]]["name"] for item in items]
+        assert named == losses[: len(named)]
+        assert all(item["at"] > 0 and "lost" not in item for item in items)
+        items = of_page["sqnr_db", tensor]["items"]
+        named = [told["layers"][item["layer"]]["name"] for item in items]
+        assert named[0] == sqnr[0]
+        assert [item["layer"] for item in of_numbers["sqnr_db", tensor]] == named
+        if tensor == "weight":
+            assert {named[1], named[3]} == set(trained.lossy)
+            assert items[1]["lost"]["statistic"] == "underflows%"
+            assert items[1]["lost"]["value"] > 5
+
+
+def test_loggers_choose_the_same(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("te_precision_callbacks.records.choice.MOST_SERIES", 1)
+    monkeypatch.setattr("te_precision_callbacks.records.choice.PLACES", 4)
+    choice, records = SeriesChoice(), trained.keeper.steps[-1]
+    choice.take(records.families, judged(records))
+    assert set(trained.lossy) <= choice.logged(family_of("weight", "sqnr_db"))
+
+
+def test_the_summary_names_the_same(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a table that is too narrow for the column of what is lost."""
+    monkeypatch.setattr("te_precision_callbacks.summary.MOST_ROWS", 4)
+    tables = StatisticsTables(trained.session)
+    rows: dict[str, Any] = {statistic: tables._rows([statistic])[:4] for statistic in ("underflows%", "sqnr_db")}
+    for statistic in rows:
+        named = {row.layer for row in rows[statistic] if row.tensor == "weight"}
+        assert set(trained.lossy) <= named, statistic
+
+
+@pytest.mark.slow  # a browser
+def test_the_page_says_why_a_layer_is_listed(trained: Trained, look: Look, tmp_path: Path) -> None:
+    look.open(write_report(trained.run, tmp_path / "report.html"))
+    card = look.page.locator(".finding", has_text="sqnr_db of weight")
+    (row, *_) = card.locator("tbody tr").all()
+    assert row.locator("small").inner_text().startswith("underflows% ")
+    assert row.locator("a").first.inner_text() in trained.lossy
