@@ -71,9 +71,13 @@ class OptimizerSteps:
     """Counts the optimizer steps of this process: those of the optimizer that has made the most steps.
 
     Ranks that train together make the same number of steps. Each rank may have other optimizers.
+
+    Args:
+        on_step: called after each step, with the optimizer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_step: Callable[[torch.optim.Optimizer], None]) -> None:
+        self._on_step = on_step
         self._of: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._most = 0
         self._hook = register_optimizer_step_post_hook(_after_step(weakref.ref(self)))
@@ -90,6 +94,7 @@ class OptimizerSteps:
         """Count a step of an optimizer."""
         count = self._of[optimizer] = self._of.get(optimizer, 0) + 1
         self._most = max(self._most, count)
+        self._on_step(optimizer)
 
 
 def _after_step(counter: weakref.ref[OptimizerSteps]) -> Callable[..., None]:

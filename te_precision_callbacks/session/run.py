@@ -34,7 +34,8 @@ from te_precision_callbacks.session.endings import ProcessEnds, Terminated
 from te_precision_callbacks.session.errors import ObservationError, SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.findings import Findings, Results
-from te_precision_callbacks.session.forward import MOST_FORWARDS, ForwardHooks
+from te_precision_callbacks.session.forgotten import ForgottenSteps
+from te_precision_callbacks.session.forward import ForwardHooks
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.overflow import OverflowWatch
 from te_precision_callbacks.session.parallel import OptimizerSteps, Ranks
@@ -133,7 +134,10 @@ class Run:
             report=failures.report,
             detects_overflow=ACTIVATION_OVERFLOW in options.debug,
         )
-        self.model = ObservedModel(options, inspector, self.hooks, engine, findings, failures, notices)
+        self.model = model = ObservedModel(options, inspector, self.hooks, engine, findings, failures, notices)
+        self._forgotten = ForgottenSteps(
+            notices, lambda: loop.front_door, model.is_trained_by, lambda: inspector.iteration
+        )
         self.resume_audit = ResumeAudit(self.model, findings, failures, strict=options.strict)
         limit = record_limit(options.records)
         self._records = RecordSink(findings.log_dir, limit) if limit else None
@@ -145,7 +149,7 @@ class Run:
         self._delivery = Delivery(inspector, self.model, findings, self._sinks, failures, self.hooks.delayed_scaling)
         self._delivery.ranks = self.ranks
         self.observation = SessionObservation(engine, recorder, self._delivery, reduce=options.reduce)
-        self._pools_coverage = self._has_stepped = False
+        self._pools_coverage = False
         self._coverage = NOTHING
         self._chronicle = Chronicle(
             options, self.model, findings, self.resume_audit, self._sinks, self._records, failures, loop.front_door
@@ -194,8 +198,10 @@ class Run:
             self._pools_coverage = ranks.several
             if self._options.require is not None:
                 require_layers(self._options.require, ranks.pool(self.model.all_names, "names"))
-            if ranks.several and self._optimizer_steps is None:
-                self._optimizer_steps = self.observation.optimizer_steps = OptimizerSteps()
+            if self._optimizer_steps is None:
+                self._optimizer_steps = OptimizerSteps(self._forgotten.note)
+            if ranks.several:
+                self.observation.optimizer_steps = self._optimizer_steps
             self.overflow.attach(model, ranks.messages)
         ranks.settle()
 
@@ -276,7 +282,7 @@ class Run:
             self.count_from(iteration)
 
     def _end_step(self, ending: Ending) -> StepRecords | None:
-        self._has_stepped = True
+        self._forgotten.end_step()
         self.inspector.report_events()
         self.model.say_refused()
         self.model.note_order()
@@ -373,6 +379,7 @@ class Run:
             then.callback(self._close_sinks, error, guard)
             if self.model.attached:
                 self.model.say_refused()
+                self._forgotten.end()
                 then.callback(self._tell_the_end, error)
             then.callback(self._judge_at_the_end, error or sys.exc_info()[1])
             if self.model.attached:
@@ -412,7 +419,7 @@ class Run:
 
     def _judge_at_the_end(self, error: BaseException | None) -> None:
         """Judge the contract if that has not been done yet. An error that ends the run is not hidden."""
-        attached, has_stepped = self.model.attached, self._has_stepped
+        attached, has_stepped = self.model.attached, self._forgotten.has_stepped
         if attached and error is None and not has_stepped and not self.inspector.ended:
             self._note_unended()
         if self._contract is None or self._hurries or (error is not None and not attached):
@@ -534,16 +541,8 @@ class Run:
                 other,
             )
 
-    def _say_forgotten(self, module: torch.nn.Module) -> None:
-        if not self._loop.trainer_steps and own_rank() == 0 and self._notices.first("forgotten"):
-            logger.warning(
-                "%s has run %d forwards in training without a step(). A debug iteration lasts from step() to step(),"
-                " called after each step of the optimizer: without it every forward belongs to iteration %d, and no"
-                " statistics are logged. Ignore this warning if one optimizer step accumulates so many micro-batches.",
-                module.name,
-                MOST_FORWARDS,
-                self.inspector.iteration,
-            )
+    def _say_forgotten(self, module: Any) -> None:
+        self._forgotten.note_forwards(module.name, trainer_steps=self._loop.trainer_steps)
 
     # ------------------------------------------------------------------ what it writes
 

@@ -149,7 +149,7 @@ class InspectSession(Results):
 
     @property
     def trainer_steps(self) -> bool:
-        """Whether a trainer calls :meth:`step`. If a loop calls it, a warning tells once of 100 training forwards of
+        """Whether a trainer calls :meth:`step`. If a loop calls it, a warning comes once after 100 training forwards of
         one module without a step."""
         return self._loop.trainer_steps
 

@@ -1,0 +1,104 @@
+"""Says that a training loop calls no ``step()``, or too seldom: everything would belong to one debug iteration."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+
+import torch
+
+from te_precision_callbacks.notices import Notices
+from te_precision_callbacks.ranks import own_rank
+from te_precision_callbacks.session.forward import MOST_FORWARDS
+
+logger = logging.getLogger(__name__)
+
+MOST_OPTIMIZER_STEPS = 10
+"""The number of steps of one optimizer in one debug iteration at which the loop has probably forgotten to step."""
+
+_REMEDIES: Mapping[str, str] = {
+    "lightning": "Lightning has not counted these steps. In manual optimization, step the optimizers that"
+    " self.optimizers() returns, or give the callback step_on='batch'.",
+    "fabric": "Set the optimizer up with fabric.setup(model, optimizer) or fabric.setup_optimizers(optimizer). With"
+    " step_on='batch', call fabric.call('on_train_batch_end') after each batch.",
+    "accelerate": "Call debugger.step() after each batch, and step the optimizer that accelerator.prepare() has"
+    " returned.",
+    "transformers": "The training has not raised the event on_step_end after these steps.",
+}
+_REMEDY = "Call step() of the session after each step of the optimizer."
+
+
+class ForgottenSteps:
+    """Counts what runs between two calls of ``step()``, and warns once.
+
+    Args:
+        notices: the messages of the run that have been logged once.
+        front_door: gives what has started the session.
+        is_of_model: whether an optimizer steps a parameter of the session's model.
+        iteration: gives the debug iteration.
+
+    Attributes:
+        has_stepped: whether a step has ended.
+    """
+
+    def __init__(
+        self,
+        notices: Notices,
+        front_door: Callable[[], str],
+        is_of_model: Callable[[torch.optim.Optimizer], bool],
+        iteration: Callable[[], int],
+    ) -> None:
+        self.has_stepped = False
+        self._notices = notices
+        self._front_door = front_door
+        self._is_of_model = is_of_model
+        self._iteration = iteration
+        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def end_step(self) -> None:
+        """Note that a debug iteration has ended."""
+        self.has_stepped = True
+        self._steps.clear()
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step of an optimizer, whose steps are said at the tenth."""
+        count = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if count == MOST_OPTIMIZER_STEPS:
+            self._say(optimizer, count, "Ignore this warning if one debug iteration is to hold so many of them.")
+
+    def end(self) -> None:
+        """Warn at the end of a run without any step, if an optimizer has stepped more than once."""
+        if not self.has_stepped:
+            for optimizer, count in list(self._steps.items()):
+                if count > 1:
+                    self._say(optimizer, count, "")
+
+    def note_forwards(self, name: str, *, trainer_steps: bool) -> None:
+        """Note that a module has run :data:`MOST_FORWARDS` training forwards.
+
+        Args:
+            name: of the module.
+            trainer_steps: whether a trainer calls ``step()``.
+        """
+        if not trainer_steps and own_rank() == 0 and self._notices.first("forgotten"):
+            logger.warning(
+                "%s has run %d forwards in training without a step(). A debug iteration lasts from step() to step(),"
+                " called after each step of the optimizer: without it every forward belongs to iteration %d, and no"
+                " statistics are logged. Ignore this warning if one optimizer step accumulates so many micro-batches.",
+                name,
+                MOST_FORWARDS,
+                self._iteration(),
+            )
+
+    def _say(self, optimizer: torch.optim.Optimizer, count: int, ignored: str) -> None:
+        if own_rank() == 0 and self._is_of_model(optimizer) and self._notices.first("forgotten"):
+            logger.warning(
+                "%s has stepped %d times without a step() of precision debugging, so all of that belongs to debug"
+                " iteration %d. %s%s",
+                type(optimizer).__name__,
+                count,
+                self._iteration(),
+                _REMEDIES.get(self._front_door(), _REMEDY),
+                f" {ignored}" if ignored else "",
+            )

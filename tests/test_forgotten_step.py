@@ -1,0 +1,130 @@
+"""Optimizer steps of which the debug iteration does not hear: every front door says so, once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from te_precision_callbacks import (
+    InspectSession,
+    PrecisionDebugCallback,
+    PrecisionDebugFabricCallback,
+    PrecisionDebugger,
+    PrecisionDebugTrainerCallback,
+)
+from tests.accelerate import loops
+from tests.conftest import statistics
+from tests.lightning import models as lightning
+from tests.lightning import test_fabric as fabric
+from tests.transformers import models as transformers
+
+CONFIG = statistics(freq=100)
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate_state() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    return [text for text in found if "without a step() of precision debugging" in text]
+
+
+def loop(folder: Path, batches: int, *, steps: int = 0, optimizers: int = 1) -> None:
+    """A loop that steps its optimizers in each batch, and the session in the first batches alone."""
+    net = te.Linear(32, 32)
+    made = [torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(optimizers)]
+    other = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
+    with InspectSession(CONFIG, model=net, log_dir=folder) as session:
+        for batch in range(batches):
+            net(torch.ones(16, 32)).sum().backward()
+            for optimizer in (*made, other):
+                optimizer.step()
+            if batch < steps:
+                session.step()
+
+
+def test_a_loop_that_never_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loop(tmp_path, 16)
+    assert said(caplog) == [
+        "SGD has stepped 10 times without a step() of precision debugging, so all of that belongs to debug iteration 0."
+        " Call step() of the session after each step of the optimizer. Ignore this warning if one debug iteration is to"
+        " hold so many of them."
+    ]
+
+
+def test_a_short_loop_that_never_steps_hears_it_at_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loop(tmp_path, 2)
+    assert [text.partition(",")[0] for text in said(caplog)] == [
+        "SGD has stepped 2 times without a step() of precision debugging"
+    ]
+
+
+@pytest.mark.parametrize(("batches", "steps", "optimizers"), [(1, 0, 1), (16, 16, 1), (10, 1, 1), (6, 6, 3)], ids=str)
+def test_loops_that_step(
+    batches: int, steps: int, optimizers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop(tmp_path, batches, steps=steps, optimizers=optimizers)
+    assert said(caplog) == []
+
+
+def test_accelerate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = loops.prepared(accelerator, loops.Plain(), batches=3)
+    with PrecisionDebugger(accelerator, model, CONFIG, log_dir=tmp_path):
+        for batch in loader:
+            accelerator.backward(model(batch).pow(2).mean())
+            optimizer.step()
+    (text,) = said(caplog)
+    assert "SGD has stepped 3 times" in text
+    assert "Call debugger.step() after each batch" in text
+
+
+def test_fabric_with_an_optimizer_that_was_not_set_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback = PrecisionDebugFabricCallback(CONFIG, log_dir=tmp_path)
+    made = fabric.fabric_of(tmp_path, callback)
+    model, optimizer = fabric.prepared(made)
+    with callback:
+        fabric.train(made, model, optimizer.optimizer, range(3))
+    (text,) = said(caplog)
+    assert "Set the optimizer up with fabric.setup(model, optimizer)" in text
+
+
+class Manual(lightning.Plain):
+    """Steps torch's own optimizer, which Lightning does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.net(batch).pow(2).mean()
+        self.manual_backward(loss)
+        optimizer.optimizer.step()
+        return loss
+
+
+def test_lightning_with_an_optimizer_of_torch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback = PrecisionDebugCallback(CONFIG)
+    lightning.trainer(tmp_path, callbacks=[callback], limit_train_batches=3).fit(Manual(), lightning.loader(3))
+    (text,) = said(caplog)
+    assert "step the optimizers that self.optimizers() returns" in text
+
+
+def test_a_trainer_steps_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback = PrecisionDebugTrainerCallback(CONFIG)
+    transformers.trainer(transformers.arguments(tmp_path, max_steps=2), callback).train()
+    assert callback.session.iteration == 2
+    assert said(caplog) == []
