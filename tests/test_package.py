@@ -194,10 +194,10 @@ except ImportError as error:
     assert "reference.install_where_needed()" in text
 
 
-def test_the_readme_does_as_it_says(tmp_path: Path) -> None:
-    """Its config and its Lightning script, word for word."""
+def test_the_script_for_lightning_runs_with_the_config_of_the_readme(tmp_path: Path) -> None:
+    """Word for word."""
     (config,) = blocks("README.md", "yaml")
-    (script,) = blocks("README.md", "python", "import lightning as L")
+    (script,) = blocks("docs/lightning.md", "python", "import lightning as L")
     (tmp_path / "config.yaml").write_text(config)
     shown = python(script.replace("max_steps=100", "max_steps=2"), folder=tmp_path)
     assert "block.layernorm_mlp.fc1 fprop {'activation': 'FP32', 'weight': 'FP32'}" in shown

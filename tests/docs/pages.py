@@ -25,7 +25,6 @@ LANGUAGES = ("python", "yaml", "bash", "text")
 
 RUN_BY = {
     ("CONTRIBUTING.md", "python", ""): "tests/test_contributing.py",
-    ("README.md", "python", "import lightning as L"): "tests/test_package.py",
     ("docs/accelerate.md", "python", ""): "tests/accelerate/test_page.py",
     ("docs/accelerate.md", "bash", ""): "tests/accelerate/test_page.py",
     ("docs/check.md", "python", ""): "tests/check/test_page.py",
@@ -38,6 +37,7 @@ RUN_BY = {
     ("docs/custom-features.md", "yaml", ""): "tests/features/test_custom_features_page.py",
     ("docs/dumps.md", "python", ""): "tests/dumps/test_page.py",
     ("docs/dumps.md", "bash", ""): "tests/dumps/test_page.py",
+    ("docs/lightning.md", "python", "import lightning as L"): "tests/test_package.py",
     ("docs/records.md", "python", ""): "tests/store/test_page.py",
     ("docs/report.md", "python", ""): "tests/report/test_docs.py",
     ("docs/report.md", "bash", ""): "tests/report/test_docs.py",

@@ -71,7 +71,14 @@ class WithLoss(torch.nn.Module):
         return SimpleNamespace(loss=(self.factor * self.last(self.first(inputs).abs())).square().mean())
 
 
-def readme(folder: Path, line: str, accelerate: str, callback: str, pair: str, loop: str, overflow: str) -> None:
+QUICK = "max_steps=2, accelerator='cpu', enable_progress_bar=False, default_root_dir='runs', logger=False"
+"""The arguments of a Lightning trainer, in the place of ``max_steps=100``."""
+
+
+def readme(folder: Path, first: str, line: str, accelerate: str, callback: str, pair: str, loop: str) -> None:
+    found = run(first.replace("max_steps=100", QUICK), L=L, model=Plain(), data=loader(2))
+    assert found["callback"].session.coverage().share("fp32") == 1
+
     (config,) = blocks("README.md", "yaml")
     Path("config.yaml").write_text(config)
     trainer = run(line, L=L, PrecisionDebugCallback=PrecisionDebugCallback)["trainer"]
@@ -91,14 +98,12 @@ def readme(folder: Path, line: str, accelerate: str, callback: str, pair: str, l
     names = run(loop, **names)
     assert names["session"].iteration == 3
     assert len(names["session"].layers) == 4
-    run(overflow, model=WithLoss())
 
 
 def lightning_page(folder: Path, fit: str, overflow: str, fabric: str) -> None:
     Path("config.yaml").write_text(str(statistics()))
-    quick = "max_steps=2, accelerator='cpu', enable_progress_bar=False, default_root_dir='runs', logger=False"
     names = {"L": L, "PrecisionDebugCallback": PrecisionDebugCallback, "model": Plain(), "data": loader(2)}
-    callback = run(fit.replace("max_steps=100", quick), **names)["callback"]
+    callback = run(fit.replace("max_steps=100", QUICK), **names)["callback"]
     assert callback.session.iteration == 2
     assert len(logged_lines(folder / "runs")) == 2 * 2 * 2, "layers, statistics, steps"
     run(overflow, PrecisionDebugCallback=PrecisionDebugCallback)
@@ -215,7 +220,8 @@ def make(arguments: list[str], comment: str) -> None:
 
 def pip(arguments: list[str], comment: str) -> None:
     assert arguments[0] == "install"
-    for wanted in map(Requirement, arguments[1:]):
+    for text in arguments[2 if "-e" in arguments else 1 :]:
+        wanted = Requirement(re.sub(r"^\.", SETTINGS["name"], text))
         assert wanted.name == SETTINGS["name"]
         assert wanted.extras <= set(SETTINGS["optional-dependencies"])
 
