@@ -1,4 +1,4 @@
-"""Two ranks under the strategies of Fabric and of the Trainer that run on CPUs: the numbers of one process."""
+"""Two ranks under the strategies of trainers that run on CPUs have the numbers of one process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 from tests.forked import launched
 from tests.lightning.models import batch_of
-from tests.lightning.strategies_script import CASES, RATE, STEPS
 from tests.lightning.test_fabric import Net
+from tests.stacks.sharding_script import CASES, RATE, STEPS
 
-SCRIPT = Path(__file__).with_name("strategies_script.py")
+SCRIPT = Path(__file__).with_name("sharding_script.py")
 
 
 def in_one_process() -> dict[str, dict[str, float]]:
@@ -41,7 +41,7 @@ def in_one_process() -> dict[str, dict[str, float]]:
 @pytest.mark.slow
 def test_two_ranks_have_the_numbers_of_one_process(tmp_path: Path) -> None:
     ended = launched(SCRIPT, [str(tmp_path)])
-    assert [rank.returncode for rank in ended] == [0, 0], [rank.stderr for rank in ended]
+    assert [rank.returncode for rank in ended] == [0, 0], "\n".join(rank.stderr[-3000:] for rank in ended)
     expected = in_one_process()
     for case in CASES:
         found = json.loads((tmp_path / f"{case}.json").read_text())

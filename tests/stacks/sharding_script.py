@@ -1,0 +1,185 @@
+"""A rank of two, as under torchrun, which trains one model under several strategies: sharding_script.py FOLDER
+
+What the first layer has seen goes to FOLDER/<case>.json, from rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy as TrainerFSDP
+from lightning.pytorch.strategies import ModelParallelStrategy as TrainerModelParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+
+from te_precision_callbacks import (
+    PrecisionDebugCallback,
+    PrecisionDebugFabricCallback,
+    PrecisionDebugger,
+    PrecisionDebugTrainerCallback,
+)
+from tests.preparing import prepare
+
+prepare()  # before the models need the reference backend
+
+from tests.conftest import Keeper, statistics
+from tests.lightning import models
+from tests.lightning.models import Plain, batch_of, loader
+from tests.lightning.test_fabric import Net
+from tests.transformers.models import Net as NetWithLoss
+from tests.transformers.models import arguments
+from tests.transformers.models import trainer as hf_trainer
+
+CONFIG = statistics(tensors=["activation", "gradient"])
+STEPS, RATE = 2, 0.1
+GLOO: Any = {"process_group_backend": "gloo"}
+SHARDED: Any = {"data_parallel_size": 2, "tensor_parallel_size": 1, **GLOO}
+LAYERS = [layer.__name__ for layer in (te.Linear, te.LayerNormLinear)]
+
+
+class FSDPOnCPU(FSDPStrategy):
+    """Fabric refuses FSDPStrategy itself without a GPU, by its type."""
+
+
+class TrainerFSDPOnCPU(TrainerFSDP):
+    """As of Fabric, for the Trainer."""
+
+
+def wrapped(net: Any) -> Any:
+    """The layers under FSDP1, which the strategies leave as they are; they themselves would ask for a GPU's index."""
+    own: Any = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    return FullyShardedDataParallel(torch.nn.Sequential(*(FullyShardedDataParallel(e, **own) for e in net)), **own)
+
+
+def parallelize(model: Any, mesh: Any) -> Any:
+    for layer in model.net:
+        fully_shard(layer, mesh=mesh["data_parallel"])
+    fully_shard(model, mesh=mesh["data_parallel"])
+    return model
+
+
+def by_fabric(folder: Path, strategy: Any) -> Keeper:
+    keeper = Keeper()
+    callback = PrecisionDebugFabricCallback(CONFIG, sinks=[keeper], log_dir=folder)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, callbacks=[callback])
+    fabric.launch()
+    if isinstance(strategy, ModelParallelStrategy):  # which wants the model before the optimizer
+        model = fabric.setup(Net())
+        optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=RATE))
+    else:
+        net = Net()
+        if isinstance(strategy, FSDPStrategy):
+            net.net = wrapped(net.net)
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=RATE))
+    with callback:
+        for step in range(STEPS):
+            fabric.backward(model(batch_of(2 * step + fabric.global_rank)).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if isinstance(strategy, DDPStrategy):
+            fabric.save(folder / "saved.ckpt", {"model": model, "precision": callback})
+    return keeper
+
+
+class OfBothRanks(Plain):
+    """Takes the batch of its rank, whatever the loader gives to it."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch_of(2 * batch_idx + self.global_rank), batch_idx)
+
+
+class Wrapped(OfBothRanks):
+    def configure_model(self) -> None:
+        self.net = wrapped(self.net)
+
+
+class Sharded(OfBothRanks):
+    def configure_model(self) -> None:
+        parallelize(self, self.device_mesh)
+
+
+def by_trainer(folder: Path, model: Plain, strategy: Any) -> Keeper:
+    keeper = Keeper()
+    callback = PrecisionDebugCallback(CONFIG, sinks=[keeper], log_dir=folder)
+    made = models.trainer(folder, devices=2, strategy=strategy, callbacks=[callback], max_steps=STEPS)
+    made.fit(model, loader(2 * STEPS))
+    return keeper
+
+
+def by_accelerate(folder: Path) -> Keeper:
+    keeper = Keeper()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=LAYERS,
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    net = Net()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=RATE))
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    with PrecisionDebugger(accelerator, model, CONFIG, sinks=[keeper], log_dir=folder) as debugger:
+        for step in range(STEPS):
+            accelerator.backward(model(batch_of(2 * step + accelerator.process_index)).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            debugger.step()
+    accelerator.state._reset_state(reset_partial_state=True)  # for the next case
+    return keeper
+
+
+def by_hugging_face(folder: Path) -> Keeper:
+    keeper = Keeper()
+    args = arguments(
+        folder,
+        max_steps=STEPS,
+        optim="sgd",
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        train_sampling_strategy="sequential",
+        fsdp=True,
+        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": LAYERS},
+        ddp_backend="gloo",
+    )
+    callback = PrecisionDebugTrainerCallback(CONFIG, sinks=[keeper], log_dir=folder)
+    made = hf_trainer(args, callback, model=NetWithLoss())
+    made.train()
+    assert all(isinstance(parameter, DTensor) for parameter in made.model.parameters())
+    return keeper
+
+
+CASES: dict[str, Callable[[Path], Keeper]] = {
+    "Fabric, DDP": lambda folder: by_fabric(folder, DDPStrategy(**GLOO)),
+    "Fabric, fully_shard": lambda folder: by_fabric(folder, ModelParallelStrategy(parallelize, **SHARDED)),
+    "Fabric, FSDP": lambda folder: by_fabric(folder, FSDPOnCPU(**GLOO)),
+    "Trainer, fully_shard": lambda folder: by_trainer(folder, Sharded(RATE), TrainerModelParallel(**SHARDED)),
+    "Trainer, FSDP": lambda folder: by_trainer(folder, Wrapped(RATE), TrainerFSDPOnCPU(**GLOO)),
+    "Accelerate, fully_shard": by_accelerate,
+    "Hugging Face Trainer, fully_shard": by_hugging_face,
+}
+
+
+def main(folder: Path) -> None:
+    for name, case in CASES.items():
+        keeper = case(folder / name)
+        if torch.distributed.get_rank() == 0:
+            found = {
+                f"{tensor} {key}": keeper.values(key, "net.0", tensor)
+                for tensor in ("activation", "gradient")
+                for key in ("max", "l1_norm")
+            }
+            (folder / f"{name}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
