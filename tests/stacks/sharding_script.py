@@ -12,20 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformer_engine.pytorch as te
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies import FSDPStrategy as TrainerFSDP
 from lightning.pytorch.strategies import ModelParallelStrategy as TrainerModelParallel
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
 
 from te_precision_callbacks import (
     PrecisionDebugCallback,
     PrecisionDebugFabricCallback,
-    PrecisionDebugger,
-    PrecisionDebugTrainerCallback,
 )
 from tests.preparing import prepare
 
@@ -35,15 +30,11 @@ from tests.conftest import Keeper, statistics
 from tests.lightning import models
 from tests.lightning.models import Plain, batch_of, loader
 from tests.lightning.test_fabric import Net
-from tests.transformers.models import Net as NetWithLoss
-from tests.transformers.models import arguments
-from tests.transformers.models import trainer as hf_trainer
 
 CONFIG = statistics(tensors=["activation", "gradient"])
 STEPS, RATE = 2, 0.1
 GLOO: Any = {"process_group_backend": "gloo"}
 SHARDED: Any = {"data_parallel_size": 2, "tensor_parallel_size": 1, **GLOO}
-LAYERS = [layer.__name__ for layer in (te.Linear, te.LayerNormLinear)]
 
 
 class FSDPOnCPU(FSDPStrategy):
@@ -115,57 +106,12 @@ def by_trainer(folder: Path, model: Plain, strategy: Any) -> Keeper:
     return keeper
 
 
-def by_accelerate(folder: Path) -> Keeper:
-    keeper = Keeper()
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=LAYERS,
-        cpu_ram_efficient_loading=False,
-    )
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    net = Net()
-    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=RATE))
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    with PrecisionDebugger(accelerator, model, CONFIG, sinks=[keeper], log_dir=folder) as debugger:
-        for step in range(STEPS):
-            accelerator.backward(model(batch_of(2 * step + accelerator.process_index)).pow(2).mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            debugger.step()
-    accelerator.state._reset_state(reset_partial_state=True)  # for the next case
-    return keeper
-
-
-def by_hugging_face(folder: Path) -> Keeper:
-    keeper = Keeper()
-    args = arguments(
-        folder,
-        max_steps=STEPS,
-        optim="sgd",
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        train_sampling_strategy="sequential",
-        fsdp=True,
-        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": LAYERS},
-        ddp_backend="gloo",
-    )
-    callback = PrecisionDebugTrainerCallback(CONFIG, sinks=[keeper], log_dir=folder)
-    made = hf_trainer(args, callback, model=NetWithLoss())
-    made.train()
-    assert all(isinstance(parameter, DTensor) for parameter in made.model.parameters())
-    return keeper
-
-
 CASES: dict[str, Callable[[Path], Keeper]] = {
     "Fabric, DDP": lambda folder: by_fabric(folder, DDPStrategy(**GLOO)),
     "Fabric, fully_shard": lambda folder: by_fabric(folder, ModelParallelStrategy(parallelize, **SHARDED)),
     "Fabric, FSDP": lambda folder: by_fabric(folder, FSDPOnCPU(**GLOO)),
     "Trainer, fully_shard": lambda folder: by_trainer(folder, Sharded(RATE), TrainerModelParallel(**SHARDED)),
     "Trainer, FSDP": lambda folder: by_trainer(folder, Wrapped(RATE), TrainerFSDPOnCPU(**GLOO)),
-    "Accelerate, fully_shard": by_accelerate,
-    "Hugging Face Trainer, fully_shard": by_hugging_face,
 }
 
 
