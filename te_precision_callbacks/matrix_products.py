@@ -171,6 +171,12 @@ def _linear(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
     yield MatrixProduct(activation, weight, math.prod(activation.shape[:-1]), m, k)
 
 
+def _distances(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
+    """Euclidean distances by one product, of rows with rows: ``torch.cdist`` of more than 25 rows."""
+    left, right = arguments[:2]
+    yield MatrixProduct(left, right, left.shape[-2], right.shape[-2], left.shape[-1], math.prod(left.shape[:-2]))
+
+
 def _grouped(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
     """A matrix for each group where an operand has three dimensions; one with two is cut into groups."""
     left, right = arguments[:2]
@@ -391,6 +397,7 @@ _OF_ATEN: Mapping[str, _Find] = {
     **dict.fromkeys(("addmm_", "baddbmm_", "addbmm_", "addmv_"), _matrices(1, 2)),
     **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), _grouped),
     **dict.fromkeys(("addr", "addr_"), _outer),
+    "_euclidean_dist": _distances,
     "_foreach_mm": _pairs,
     "_trilinear": _trilinear,
     **dict.fromkeys(("linear", "mkldnn_linear"), _linear),

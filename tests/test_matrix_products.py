@@ -147,14 +147,14 @@ def test_vectors() -> None:
 
 
 LIKE_PRODUCTS = re.compile(
-    r"mm|matmul|linear|conv|attention|dot|rnn|lstm|gru|addr|outer|ger$|cdist|pdist|mv$|mv_$|matrix_exp|linalg|cslt|bmm"
+    r"mm|matmul|linear|conv|attention|dot|rnn|lstm|gru|addr|outer|ger$|dist$|dist_|mv$|mv_$|matrix_exp|linalg|cslt|bmm"
     r"|sparse|einsum|chain|embedding|solve|cholesky|svd|qr$|^lu_|flash|gemm|kron|inner"
 )
 """In the names of operators that multiply matrices."""
 
 NO_PRODUCTS = re.compile(
     r"gamma|cumm|rsqrt|sqrt|interp|bilinear|to_sparse|sparse_(?!mm|addmm|semi|sampled|sparse)|resize_as|commit|comm|dummy|bilinear"
-    r"|nonlinear|_to_mkldnn|sparse_to|as_sparse|triangular$|convert_indices|to_dense|is_sparse|linspace|hamming"
+    r"|^dist$|distrib|nonlinear|_to_mkldnn|sparse_to|as_sparse|triangular$|convert_indices|to_dense|is_sparse|linspace|hamming"
 )
 
 
@@ -300,3 +300,11 @@ def test_a_recurrent_layer_and_a_bilinear_one() -> None:
     with Products() as products:
         bilinear(ones(7, 5), ones(7, 6)).sum().backward()
     assert [product.macs for product in products.found] == 4 * [7 * 4 * 5 * 6]
+
+
+def test_distances_that_torch_computes_by_a_product() -> None:
+    """Of more than 25 rows: in one operator, and two products backward."""
+    rows, others = (torch.zeros(3, count, 5, requires_grad=True) for count in (30, 7))
+    with Products() as products:
+        torch.cdist(rows, others).sum().backward()
+    assert [product.macs for product in products.found] == 3 * [3 * 30 * 7 * 5]

@@ -28,7 +28,7 @@ from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.naming import Model, named_te_modules
 from te_precision_callbacks.options import Observe, read_observe
 from te_precision_callbacks.records.coverage import Coverage
-from te_precision_callbacks.session.contract import broken_clauses, require_layers
+from te_precision_callbacks.session.contract import broken_clauses, left_out, require_layers
 from te_precision_callbacks.session.fused import choose, paths_in_words
 from te_precision_callbacks.session.planned import plan_products
 from te_precision_callbacks.session.precision import recipe_text
@@ -129,7 +129,8 @@ def check_model(
         return checked
     require_layers(contract, {product.layer for product in checked.coverage})
     broken = [Finding("contract", text) for text in broken_clauses(contract, checked.coverage)]
-    return replace(checked, findings=(*checked.findings, *broken))
+    left = left_out(contract, checked.coverage, checked.not_counted)
+    return replace(checked, findings=(*checked.findings, *broken), notes=(*checked.notes, *([left] if left else [])))
 
 
 class _Check:

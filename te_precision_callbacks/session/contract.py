@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from te_precision_callbacks.config.contract import Contract, OnBroken
 from te_precision_callbacks.config.problems import ConfigError, suggestion
 from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.folding import folded
 from te_precision_callbacks.ranks import own_rank
 from te_precision_callbacks.records.coverage import (
     NOTHING,
@@ -192,13 +193,9 @@ class ContractKeeper:
 
     def _say_left_out(self, coverage: Coverage, ranks: Ranks) -> None:
         """Warn once of what the shares leave out."""
-        left = "; ".join(left_out_in_words(coverage)) if self._contract.shares else ""
+        left = left_out(self._contract, coverage)
         if left and left != self._said_left and ranks.leads:
-            logger.warning(
-                "The shares of the precision contract (require=) leave out what is not counted: %s. If that multiplies"
-                " matrices, the run may be in another precision than the contract says.",
-                left,
-            )
+            logger.warning("%s", left)
         self._said_left = left
 
     def _tell(self, broken: Sequence[str], coverage: Coverage, when: str, *, raises: bool) -> str:
@@ -216,6 +213,27 @@ class ContractKeeper:
             logger.warning("%s", message)
         self._said = message
         return message
+
+
+def left_out(contract: Contract, coverage: Coverage, not_planned: Sequence[str] = ()) -> str:
+    """What the shares of a contract leave out, in sentences; empty if they leave nothing out.
+
+    Args:
+        contract: the contract.
+        coverage: the products, seen or planned.
+        not_planned: modules with a weight of which no product could be planned.
+    """
+    texts = left_out_in_words(coverage)
+    if not_planned:
+        texts.append(
+            f"modules whose classes do not tell what they multiply ({' and '.join(folded(not_planned, most=4))})"
+        )
+    if not contract.shares or not texts:
+        return ""
+    return (
+        f"The shares of the precision contract (require=) leave out what is not counted: {'; '.join(texts)}. If that"
+        " multiplies matrices, the run may be in another precision than the contract says."
+    )
 
 
 def broken_clauses(contract: Contract, coverage: Coverage) -> list[str]:

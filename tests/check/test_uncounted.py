@@ -1,0 +1,124 @@
+"""Operations of torch that multiply matrices in a kernel of their own: counted, or named, in a run and in a plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
+
+from te_precision_callbacks import InspectSession, load_config
+from te_precision_callbacks.check import check_model
+from te_precision_callbacks.records.coverage import Coverage
+from tests.conftest import statistics
+
+SIZE = 32
+OF_TE = 3 * SIZE**3
+"""The multiply-adds of the layer of Transformer Engine: forward and backward."""
+
+
+class Net(torch.nn.Module):
+    """A layer of Transformer Engine, and something of torch behind it."""
+
+    def __init__(self, part: torch.nn.Module | None, call: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.fc = te.Linear(SIZE, SIZE)
+        self.part = part
+        self.rows = torch.nn.Parameter(torch.ones(48, SIZE))
+        self.call = call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            x = self.fc(x)
+        return self.call(self, x)
+
+
+def recurrent(kind: type[torch.nn.Module]) -> Net:
+    return Net(kind(SIZE, 64), lambda net, x: net.part(x.view(4, 8, SIZE))[0])
+
+
+def eye() -> torch.Tensor:
+    return torch.eye(SIZE).to_sparse_csr()
+
+
+COUNTED: dict[str, tuple[Callable[[], Net], int]] = {
+    "LSTM": (lambda: recurrent(torch.nn.LSTM), 3 * SIZE * 4 * 64 * (SIZE + 64)),
+    "GRU, step by step, whose first state needs no gradient": (
+        lambda: recurrent(torch.nn.GRU),
+        3 * SIZE * 3 * 64 * (SIZE + 64) - 8 * 3 * 64 * 64,
+    ),
+    "Bilinear": (
+        lambda: Net(torch.nn.Bilinear(SIZE, SIZE, 8), lambda net, x: net.part(x, x)),
+        4 * SIZE * 8 * SIZE * SIZE,
+    ),
+    "cdist": (lambda: Net(None, lambda net, x: torch.cdist(x, net.rows)), 3 * SIZE * 48 * SIZE),
+}
+"""Name -> a model, and the multiply-adds of what is not Transformer Engine's, by hand."""
+
+NAMED: dict[str, tuple[str, Callable[[], Net]]] = {
+    "cdist": ("_cdist_forward computes distances", lambda: Net(None, lambda net, x: torch.cdist(x, net.rows, p=1.0))),
+    "sparse by sparse": (
+        "_sparse_sparse_matmul how much it multiplies depends on the values",
+        lambda: Net(None, lambda net, x: torch.sparse.mm(x.to_sparse(), torch.eye(SIZE).to_sparse()).to_dense()),
+    ),
+    "sparse.mm, reduced": (
+        "_sparse_mm_reduce_impl how much it multiplies depends on the values",
+        lambda: Net(None, lambda net, x: torch.sparse.mm(eye(), x, "sum")),
+    ),
+    "matrix_exp": ("linalg_matrix_exp decomposes", lambda: Net(None, lambda net, x: torch.matrix_exp(x))),
+}
+"""Name -> what is said of it, and a model whose only counted products are Transformer Engine's."""
+
+CONFIG = statistics(freq=100)
+CONTRACT = {"share": "fp8 >= 99%", "by_step": 1, "on_broken": "warn"}
+
+
+def ran(net: Net, folder: Path) -> Coverage:
+    with InspectSession(CONFIG, model=net, log_dir=folder, require=CONTRACT, records="off") as session:
+        net(torch.randn(SIZE, SIZE, requires_grad=True)).sum().backward()
+        session.step()
+    return session.coverage()
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_counted(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make, macs = COUNTED[name]
+    planned = check_model(
+        make(), load_config(CONFIG), batch=torch.randn(SIZE, SIZE, requires_grad=True), require=CONTRACT,
+        recipe=Float8CurrentScaling(),
+    )  # fmt: skip
+    for coverage in (ran(make(), tmp_path), planned.coverage):
+        assert (coverage.macs(), coverage.macs("fp8")) == (OF_TE + macs, OF_TE)
+        assert not coverage.not_counted
+    assert any("breaks its precision contract" in record.getMessage() for record in caplog.records)
+    assert [finding.kind for finding in planned.findings] == ["contract"]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_and_told_where_a_contract_holds(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    what, make = NAMED[name]
+    planned = check_model(
+        make(), load_config(CONFIG), batch=torch.randn(SIZE, SIZE, requires_grad=True), require=CONTRACT,
+        recipe=Float8CurrentScaling(),
+    )  # fmt: skip
+    for coverage in (ran(make(), tmp_path), planned.coverage):
+        assert coverage.share("fp8") == 1
+        assert any(what in text for text in coverage.not_counted)
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert any("leave out what is not counted" in text and what in text for text in warned)
+    assert not planned.findings
+    [note] = planned.notes
+    assert "leave out what is not counted" in note
+    assert what in note
+
+
+def test_a_plan_by_tokens_names_the_modules_that_it_leaves_out() -> None:
+    planned = check_model(
+        recurrent(torch.nn.LSTM), load_config(CONFIG), recipe=Float8CurrentScaling(), require="fp8 >= 99%"
+    )
+    assert "part" in planned.not_counted
+    assert any("leave out what is not counted" in note and "part)" in note for note in planned.notes)
