@@ -1,8 +1,12 @@
-"""Messages that are logged once."""
+"""Messages that are logged once, and messages that are gathered instead of logged."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import logging
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+
+_PACKAGE = __name__.partition(".")[0]
 
 
 class Notices:
@@ -16,3 +20,27 @@ class Notices:
         first = what not in self._said
         self._said.add(what)
         return first
+
+
+class _Gathering(logging.Handler):
+    def __init__(self, texts: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._texts = texts
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._texts.append(record.getMessage())
+
+
+@contextmanager
+def gathered_warnings() -> Iterator[list[str]]:
+    """A list to which this package's warnings go in a block, instead of to the handlers of loggers."""
+    texts: list[str] = []
+    handler, package = _Gathering(texts), logging.getLogger(_PACKAGE)
+    propagate = package.propagate
+    package.addHandler(handler)
+    package.propagate = False
+    try:
+        yield texts
+    finally:
+        package.removeHandler(handler)
+        package.propagate = propagate

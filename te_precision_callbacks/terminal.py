@@ -84,6 +84,14 @@ def show_text(text: str, indent: int = 0, hanging: int = 0, *, err: bool = False
     )
 
 
+def show_notes(notes: Iterable[str]) -> None:
+    """Print notes, each as a paragraph of its own; one of several lines has each of them on a line."""
+    for note in notes:
+        typer.echo()
+        for number, line in enumerate(note.splitlines()):
+            show_text(f"{'' if number else 'Note: '}{line}", hanging=2)
+
+
 def show_json(what: Any) -> None:
     """Print a value as JSON: without dataclasses, and "nan", "inf" or "-inf" for a number that is not finite."""
     typer.echo(as_json(what))

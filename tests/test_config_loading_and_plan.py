@@ -13,8 +13,9 @@ from unittest import mock
 import pytest
 
 from te_precision_callbacks import PrecisionDebugError
+from te_precision_callbacks.check.recipes import CHOICES
 from te_precision_callbacks.config import Config, ConfigError, LayerSelector, Plan, load_config, selection
-from te_precision_callbacks.config.problems import Vocabulary
+from te_precision_callbacks.config.problems import Vocabulary, nearest
 from te_precision_callbacks.config.selection import LayerIndex
 from tests.conftest import feature
 
@@ -56,10 +57,31 @@ def selected(**layers: Any) -> list[int]:
     return [index for index, layer in enumerate(LAYERS) if layer.name in hit]
 
 
+GEMM = (
+    "s: {{enabled: True, layers: {{layer_types: [x]}}, transformer_engine: {{DisableFP8GEMM: {{enabled: True,"
+    " gemms: [{}]}}}}}}"
+)
+
+
+def test_parts_of_names_are_suggested() -> None:
+    assert nearest("fp8", CHOICES) == ["fp8_delayed_scaling", "fp8_current_scaling", "fp8_block_scaling"]
+    with pytest.raises(ConfigError, match=r"Similar names: .*'layernorm_qkv'"):
+        config = load_config({"s": feature("DisableFP8Layer", ["qkv_proj"])})
+        config.plan([Layer(f"0.{name}", (), ("Linear",)) for name in ("layernorm_qkv", "proj", "fc1")], REGISTERED)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [1, 2", r"(?s)not valid YAML.*line 1"),
+        ("a: [1, 2", r"not valid YAML: while parsing a flow sequence that begins in line 1: .*\(line 2 column 1\)"),
+        ("a:\n\tenabled: True", r"not valid YAML: there is a tab in line 2 column 1\. YAML indents with spaces"),
+        (
+            "LogTensorStats:\n  enabled: True\n  tensors: [weight]\n  freq: 3",
+            r"^[^\n]*line 1 .*'LogTensorStats' is a feature, and not a section\. Put it into one[^\n]*$",
+        ),
+        (GEMM.format("forward"), r"'forward' is none of them\. Did you mean 'fprop'\?"),
+        (GEMM.format("backward"), r"'backward' is none of them\. Did you mean 'dgrad' or 'wgrad'\?"),
+        (GEMM.format("wgradd"), r"'wgradd' is none of them\. Did you mean 'wgrad' or 'dgrad'\?"),
         ("", r"is empty; a config is a mapping"),
         ("- a\n- b", r"holds a list"),
         ("a: 3", r"line 1 \(section 'a'\).*a section must be a mapping"),

@@ -12,12 +12,14 @@ The exit code is 0; 1 with findings, such as an error of the config; 2 for wrong
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from te_precision_callbacks import terminal
+from te_precision_callbacks.notices import gathered_warnings
 from te_precision_callbacks.terminal import Json
 
 if TYPE_CHECKING:
@@ -95,17 +97,23 @@ def check_command(
         )
     if tokens is not None and batch is not None:
         raise typer.BadParameter("a batch tells the tokens of each layer; give one of the two", param_hint="--tokens")
-    loaded = _loaded(config, as_json=as_json)
+    loaded, warnings = _loaded(config, as_json=as_json)
     if model is None:
+        from te_precision_callbacks.config.idle import notes_of
+
+        notes = (*warnings, *notes_of(loaded))
         if as_json:
-            terminal.show_json({"config": config, "errors": []})
+            terminal.show_json({"config": config, "errors": [], "notes": notes})
         else:
             terminal.show_text(_without_errors(config, loaded))
+            terminal.show_notes(notes)
         return
     from te_precision_callbacks.check.printing import as_json as plan_as_json
     from te_precision_callbacks.check.printing import show
 
-    checked, device = _checked(model, loaded, recipe or _AUTO, tokens, batch, require, observe or _AUTO)
+    with gathered_warnings() as more:
+        checked, device = _checked(model, loaded, recipe or _AUTO, tokens, batch, require, observe or _AUTO)
+    checked = replace(checked, notes=(*warnings, *more, *checked.notes))
     if as_json:
         terminal.show_json({"config": config, "errors": [], **plan_as_json(checked, model, device, batch)})
     else:
@@ -115,17 +123,19 @@ def check_command(
         raise typer.Exit(1)
 
 
-def _loaded(path: str, *, as_json: bool) -> Config:
-    """The config; its errors are printed, and end the command."""
+def _loaded(path: str, *, as_json: bool) -> tuple[Config, list[str]]:
+    """The config, and what loading it warns of; its errors are printed, and end the command."""
     from te_precision_callbacks.config import ConfigError, load_config
 
     if not Path(path).expanduser().is_file():
         load_config(path)  # whose error is one of use
     try:
-        return load_config(path)
+        with gathered_warnings() as warnings:
+            return load_config(path), warnings
     except ConfigError as error:
         if as_json:
-            terminal.show_json({"config": path, "errors": error.problems, "further_errors": error.more})
+            errors = {"errors": error.problems, "further_errors": error.more}
+            terminal.show_json({"config": path, **errors, "notes": warnings})
         else:
             number = len(error.problems) + error.more
             terminal.show_text(f"{path}: {number} error{'s' if number > 1 else ''}")
@@ -134,6 +144,7 @@ def _loaded(path: str, *, as_json: bool) -> Config:
                 terminal.show_text(problem, _INDENT, hanging=_INDENT)
             if error.more:
                 terminal.show_text(f"and {error.more} more", _INDENT)
+            terminal.show_notes(warnings)
         raise typer.Exit(1) from None
 
 
@@ -150,6 +161,9 @@ def _checked(
     from te_precision_callbacks import reference
 
     reference.install_where_needed()
+    from te_precision_callbacks.session.upstream import warn_unless_supported
+
+    warn_unless_supported()
     from te_precision_callbacks.check.dry_run import NotOnMetaError
     from te_precision_callbacks.check.factory import build_batch, build_model
     from te_precision_callbacks.check.model import check_model

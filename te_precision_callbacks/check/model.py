@@ -20,6 +20,7 @@ from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.contract import ContractSource, read_contract
 from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.effects import NAMESPACE, Effect
+from te_precision_callbacks.config.idle import notes_of
 from te_precision_callbacks.config.keys import Scheduled
 from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.levels import ObservingFeature
@@ -28,6 +29,7 @@ from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.naming import Model, named_te_modules
 from te_precision_callbacks.options import Observe, read_observe
 from te_precision_callbacks.records.coverage import Coverage
+from te_precision_callbacks.session.attaching import alike_in_words, without_layers
 from te_precision_callbacks.session.contract import broken_clauses, left_out, require_layers
 from te_precision_callbacks.session.fused import choose, paths_in_words
 from te_precision_callbacks.session.planned import plan_products
@@ -210,8 +212,9 @@ class _Check:
         self._findings += [Finding("config", text) for text in drafted.wrong.texts]
         self._findings += [Finding("unmatched", text) for text in drafted.missing.texts]
         self._notes += drafted.idle.texts
-        if drafted.plan.otherwise_upstream:
-            self._notes.append(drafted.plan.otherwise_upstream)
+        self._notes += notes_of(config)
+        without = "" if layers else without_layers("without precision debugging")
+        self._notes += filter(None, (without, alike_in_words(layers), drafted.plan.otherwise_upstream))
         try:
             check_conditions(drafted.plan, self._config.enabled_sections, detects_overflow=True)
         except ConfigError as error:

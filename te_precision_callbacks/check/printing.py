@@ -52,10 +52,7 @@ def show(checked: CheckedModel, model: str, device: str, batch: str | None = Non
     if checked.not_reached:
         names = ", ".join(folded(checked.not_reached, most=_MOST_NAMES))
         terminal.show_text(f"The forward does not reach these: {names}.")
-    for note in checked.notes:
-        typer.echo()
-        for number, line in enumerate(note.splitlines()):
-            terminal.show_text(f"{'' if number else 'Note: '}{line}", hanging=_INDENT)
+    terminal.show_notes(checked.notes)
     if checked.findings:
         typer.echo(f"\n{len(checked.findings)} finding{'s' if len(checked.findings) > 1 else ''}")
     for finding in checked.findings:

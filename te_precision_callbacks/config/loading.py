@@ -80,6 +80,11 @@ class Config:
     layer_names: LayerNames | None = None
 
     @property
+    def name(self) -> str:
+        """Where it is from, in words: the path of its file, or ``a mapping``."""
+        return str(self.source) if self.source else "a mapping"
+
+    @property
     def enabled_sections(self) -> tuple[Section, ...]:
         """The enabled sections."""
         return tuple(section for section in self.sections if section.enabled)
@@ -175,6 +180,11 @@ def _section(name: str, body: Any, places: Places, known: _Known) -> Section:
     place = functools.partial(places, name, "layers")
     if body.get("enabled") is False:
         return Section(name, False, LayerSelector.of_no_layer(place), {}, places)
+    if "layers" not in body and any(name in features for features in known.features.values()):
+        raise ConfigError(
+            f"{places(name)}: {shown(name)} is a feature, and not a section. Put it into one: 'my_section:' with"
+            " 'enabled: True', 'layers: {layer_types: [all]}' and 'transformer_engine:', and below that the feature."
+        )
     problems = Problems()
     if "enabled" not in body:
         problems.add(f"{places(name)}: the key 'enabled' is missing.{meant_for('enabled', body)}")

@@ -12,9 +12,10 @@ import difflib
 import functools
 import itertools
 import logging
+import re
 import reprlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -146,6 +147,16 @@ def shown(value: object) -> str:
     return _SHOWN.repr(value)
 
 
+_PART = re.compile(r"[._]")
+
+_MEANT: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("forward", "fwd"), ("fprop",)),
+    **dict.fromkeys(("backward", "bwd"), ("dgrad", "wgrad")),
+    **dict.fromkeys(("input", "inputs", "x"), ("activation",)),
+}
+"""Words that others use -> those of a config."""
+
+
 class Vocabulary:
     """The known words, to suggest for an unknown one.
 
@@ -157,6 +168,16 @@ class Vocabulary:
         self._by_folded = {word.casefold(): word for word in words}
 
     @functools.cached_property
+    def _by_part(self) -> dict[str, list[str]]:
+        """A part -> the words that have it beside others."""
+        found: dict[str, list[str]] = {}
+        for word in self._by_folded:
+            parts = {part for part in _PART.split(word) if len(part) > 1 and not part.isdecimal()}
+            for part in parts if len(parts) > 1 else ():
+                found.setdefault(part, []).append(word)
+        return found
+
+    @functools.cached_property
     def _forwards(self) -> list[str]:
         return sorted(self._by_folded)
 
@@ -165,19 +186,29 @@ class Vocabulary:
         return sorted(word[::-1] for word in self._by_folded)
 
     def nearest(self, word: str, most: int = 3) -> list[str]:
-        """The at most ``most`` words that look like this one, best first.
+        """The at most ``most`` words that look like this one, or that are meant by it, best first.
 
         If there are many words, only those that begin or end like this one are compared, as words with one typo do.
         """
         if len(word) > _LONGEST_WORD:
             return []
         folded = word.casefold()
+        meant = [other for other in _MEANT.get(folded, ()) if other in self._by_folded]
+        meant += [other for other in self._by_part.get(folded, ()) if other not in meant]
+        if len(meant) >= most or folded in _MEANT:
+            return [self._by_folded[other] for other in meant[:most]]
         candidates: Iterable[str] = self._by_folded
         if len(self._by_folded) > _MOST_COMPARED:
             ends_alike = (candidate[::-1] for candidate in _around(folded[::-1], self._backwards))
             candidates = dict.fromkeys((*_around(folded, self._forwards), *ends_alike))
         close = difflib.get_close_matches(folded, candidates, n=most, cutoff=0.5)
-        return [self._by_folded[match] for match in close]
+        return [self._by_folded[match] for match in list(dict.fromkeys((*meant, *close)))[:most]]
+
+    def sharing(self, word: str, most: int = 3) -> list[str]:
+        """The at most ``most`` words that have a part in common with this one, such as qkv."""
+        parts = _PART.split(word.casefold()) if len(word) <= _LONGEST_WORD else ()
+        found = dict.fromkeys(other for part in parts for other in self._by_part.get(part, ())[:most])
+        return [self._by_folded[other] for other in found][:most]
 
 
 def _around(word: str, in_order: Sequence[str]) -> Sequence[str]:

@@ -97,7 +97,23 @@ def read_yaml(path: Path, problems: Problems) -> tuple[Any, Places]:
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
-        raise ConfigError(f"The config file {shown(str(path))} is not valid YAML: {shortened(str(error))}") from error
+        raise ConfigError(
+            f"The config file {shown(str(path))} is not valid YAML: {_why_no_yaml(error, text)}"
+        ) from error
+
+
+def _why_no_yaml(error: yaml.YAMLError, text: str) -> str:
+    """The place and the problem of an error of YAML, in one line."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return shortened(" ".join(str(error).split()))
+    mark = error.problem_mark
+    where = f"line {mark.line + 1} column {mark.column + 1}"
+    lines = _LINE_BREAK.split(text)
+    if mark.line < len(lines) and lines[mark.line][mark.column : mark.column + 1] == "\t":
+        return f"there is a tab in {where}. YAML indents with spaces: write spaces in its place."
+    begun = error.context_mark
+    context = f"{error.context or ''}{'' if begun is None else f' that begins in line {begun.line + 1}'}"
+    return shortened(" ".join(f"{context}{': ' if context else ''}{error.problem} ({where})".split()))
 
 
 def check_extent(data: object, name: str) -> None:

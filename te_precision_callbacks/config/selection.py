@@ -131,7 +131,7 @@ class LayerIndex:
 
     def near(self, word: str) -> list[str]:
         """Names of layers, and parts of names and classes, that are similar to a word."""
-        return [*self._whole.nearest(word), *self._parts.nearest(word)]
+        return [*self._whole.nearest(word), *dict.fromkeys((*self._parts.nearest(word), *self._parts.sharing(word)))]
 
     def named(self, name: str) -> Sequence[int]:
         """The layers with this name."""

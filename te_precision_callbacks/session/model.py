@@ -12,7 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.config.comparing import FlatConfig, config_hash, flat_config
 from te_precision_callbacks.config.dumping import check_conditions
-from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, Section, resolve_features
+from te_precision_callbacks.config.idle import idle_in_words
+from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, resolve_features
 from te_precision_callbacks.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.naming import (
@@ -32,6 +33,7 @@ from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.ranks import own_rank
 from te_precision_callbacks.records.model import LayerInfo
+from te_precision_callbacks.session.attaching import alike_in_words, without_layers
 from te_precision_callbacks.session.coverage import LayerFacts, kept_by_sections
 from te_precision_callbacks.session.errors import ObservationError, SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
@@ -109,8 +111,7 @@ class ObservedModel:
     @property
     def config_source(self) -> str:
         """The source of the config, a path or ``<mapping>``."""
-        source = self._options.config.source
-        return str(source) if source else "a mapping"
+        return self._options.config.name
 
     # ------------------------------------------------------------------ a model that is given
 
@@ -134,17 +135,12 @@ class ObservedModel:
         ranks.require_alike({**config, **{name: repr(value) for name, value in agreed.items()}}, inspector.iteration)
         self.flat_config, self.config_hash = config, config_hash(config)
         self._take_names(layers_of_all, plan)
-        if not options.config.enabled_sections:
-            logger.warning("The config (%s) has no enabled section, so nothing is done.", self.config_source)
-        for section, features in zip(options.config.enabled_sections, sections, strict=True):
-            _warn_if_idle(section, features)
+        watched = ACTIVATION_OVERFLOW in options.debug
+        goes_on = "with activation overflow detection alone" if watched else "without precision debugging"
+        for text in idle_in_words(options.config, sections):
+            logger.warning("%s", text)
         if not layers_of_all:
-            watched = ACTIVATION_OVERFLOW in options.debug
-            logger.warning(
-                "The model has no Transformer Engine layer with GEMMs (Linear, LayerNormLinear, LayerNormMLP,"
-                " GroupedLinear), so there are no statistics. Training goes on %s.",
-                "with activation overflow detection alone" if watched else "without precision debugging",
-            )
+            logger.warning("%s", without_layers(goes_on))
         self._observe(layers, plan, sections)
         self._model, self._tree = model, ModuleTree(model)
         if self._registrations is None:
@@ -221,18 +217,9 @@ class ObservedModel:
         self.given_names.update((name, given) for given, (name, *more) in named.items() if not more and name != given)
         if own_rank() != 0:
             return
-        alike = {given: those for given, those in named.items() if len(those) > 1}
-        if alike and self._notices.first("alike"):
-            given, those = next(iter(alike.items()))
-            logger.warning(
-                "%s the name of several layers, such as %r of %s. Records and logs distinguish these layers; a"
-                " selector with such a name selects all of them.",
-                "One name is" if len(alike) == 1 else f"Each of {len(alike)} names is",
-                given,
-                ", ".join(those[:5]) + (f" and {len(those) - 5} more" if len(those) > 5 else ""),
-            )
-        if plan.otherwise_upstream and self._notices.first("otherwise_upstream"):
-            logger.warning("%s", plan.otherwise_upstream)
+        for text, what in ((alike_in_words(layers), "alike"), (plan.otherwise_upstream, "otherwise_upstream")):
+            if text and self._notices.first(what):
+                logger.warning("%s", text)
 
     def _observe(self, layers: Sequence[Layer], plan: Plan, sections: Sequence[NamespacedFeatures]) -> None:
         """Name and watch this rank's modules; without a collective."""
@@ -379,19 +366,6 @@ class ObservedModel:
         if self._refused.say(self._inspector.log):
             infos = [replace(info, refused=self._refused.why(info.name)) for info in self._findings.layers.now]
             self._findings.layers.put(self._inspector.iteration, infos)
-
-
-def _warn_if_idle(section: Section, features: NamespacedFeatures) -> None:
-    """Warn of a section that changes nothing in a layer of Transformer Engine."""
-    if features.get("base"):
-        logger.warning(
-            "%s: %s belongs to nvidia-dlfw-inspect itself, and no layer of Transformer Engine calls it. Put it below"
-            " 'transformer_engine:' to use the feature of the same name there.",
-            section.place(),
-            " and ".join(map(repr, features["base"])),
-        )
-    elif not any(features.values()):
-        logger.warning("%s: the section has no enabled feature, so it does nothing.", section.place())
 
 
 def _layer_infos(

@@ -44,7 +44,7 @@ class Screen:
                 yield _statistic(statistic, worst, width)
         if view.more_statistics:
             names = ", ".join(folded(view.more_statistics, most=8))
-            yield Text(visible(f"\nNot shown: {names}. --statistic shows one."), style="dim", overflow="fold")
+            yield Text("\n" + visible(f"Not shown: {names}. --statistic shows one."), style="dim", overflow="fold")
         if view.is_empty:
             yield Text("\nNo numbers yet.")
         if view.events:

@@ -135,7 +135,7 @@ def as_json(*arguments: str, code: int = 0) -> dict[str, Any]:
 @pytest.mark.usefixtures("here")
 def test_a_config_alone() -> None:
     assert one_line(run("config.yaml")) == "config.yaml: no errors in 3 sections, of which 1 not enabled."
-    assert as_json("config.yaml") == {"config": "config.yaml", "errors": []}
+    assert as_json("config.yaml") == {"config": "config.yaml", "errors": [], "notes": []}
 
 
 def test_all_errors_of_a_config(here: Path) -> None:

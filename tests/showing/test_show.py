@@ -71,6 +71,8 @@ def test_a_statistic_is_chosen_with_or_without_its_recipe(tmp_path: Path) -> Non
     view = look(run, ["mxfp8_underflows%"], most=1)
     assert [len(worst) for worst in view.worst.values()] == [1]
     assert "cur_amax" in view.more_statistics
+    (line,) = (line for line in drawn(tmp_path, 120, statistics=["mxfp8_underflows%"]).splitlines() if "shown" in line)
+    assert line.startswith("Not shown: ")
     with pytest.raises(NothingToShowError, match=r"no statistic .mse.\. It has .*sqnr_db"):
         look(run, ["mse"])
 
