@@ -84,16 +84,16 @@ class Ended:
 
 
 class Running:
-    """A script that runs beside this process, with Transformer Engine and this project imported."""
+    """A script that runs beside this process, with what ``executable`` has imported."""
 
-    def __init__(self, script: Path, arguments: Sequence[str], **environment: str) -> None:
+    def __init__(self, script: Path, arguments: Sequence[str], *, whole: bool = True, **environment: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._outputs = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}
         environment.pop(ENVIRONMENT_VARIABLE, None)  # it has the backend
         with self._outputs[0].open("w") as stdout, self._outputs[1].open("w") as stderr:
             self._process = subprocess.Popen(
-                [executable(whole=True), str(script), *arguments], env=environment, stdout=stdout, stderr=stderr
+                [executable(whole=whole), str(script), *arguments], env=environment, stdout=stdout, stderr=stderr
             )
 
     def end(self) -> Ended:
@@ -114,7 +114,7 @@ def ranks(script: Path, arguments: Sequence[Sequence[str]]) -> list[Ended]:
     return [running.end() for running in started]
 
 
-def launched(script: Path, arguments: Sequence[str], *, world: int = 2) -> list[Ended]:
+def launched(script: Path, arguments: Sequence[str], *, world: int = 2, whole: bool = True) -> list[Ended]:
     """Run a script as ``torchrun`` does: each rank finds in the environment which it is, and where to meet."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -123,5 +123,6 @@ def launched(script: Path, arguments: Sequence[str], *, world: int = 2) -> list[
     started = []
     for rank in range(world):
         own = shared | {"RANK": rank, "LOCAL_RANK": rank}
-        started.append(Running(script, arguments, **{name: str(value) for name, value in own.items()}))
+        own_variables = {name: str(value) for name, value in own.items()}
+        started.append(Running(script, arguments, whole=whole, **own_variables))
     return [running.end() for running in started]

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.strategies import FSDPStrategy as TrainerFSDP
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy as TrainerModelParallel
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from te_precision_callbacks import (
     PrecisionDebugCallback,
@@ -37,20 +36,6 @@ GLOO: Any = {"process_group_backend": "gloo"}
 SHARDED: Any = {"data_parallel_size": 2, "tensor_parallel_size": 1, **GLOO}
 
 
-class FSDPOnCPU(FSDPStrategy):
-    """Fabric refuses FSDPStrategy itself without a GPU, by its type."""
-
-
-class TrainerFSDPOnCPU(TrainerFSDP):
-    """As of Fabric, for the Trainer."""
-
-
-def wrapped(net: Any) -> Any:
-    """The layers under FSDP1, which the strategies leave as they are; they themselves would ask for a GPU's index."""
-    own: Any = {"device_id": torch.device("cpu"), "use_orig_params": True}
-    return FullyShardedDataParallel(torch.nn.Sequential(*(FullyShardedDataParallel(e, **own) for e in net)), **own)
-
-
 def parallelize(model: Any, mesh: Any) -> Any:
     for layer in model.net:
         fully_shard(layer, mesh=mesh["data_parallel"])
@@ -68,8 +53,6 @@ def by_fabric(folder: Path, strategy: Any) -> Keeper:
         optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=RATE))
     else:
         net = Net()
-        if isinstance(strategy, FSDPStrategy):
-            net.net = wrapped(net.net)
         model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=RATE))
     with callback:
         for step in range(STEPS):
@@ -88,11 +71,6 @@ class OfBothRanks(Plain):
         return super().training_step(batch_of(2 * batch_idx + self.global_rank), batch_idx)
 
 
-class Wrapped(OfBothRanks):
-    def configure_model(self) -> None:
-        self.net = wrapped(self.net)
-
-
 class Sharded(OfBothRanks):
     def configure_model(self) -> None:
         parallelize(self, self.device_mesh)
@@ -109,9 +87,7 @@ def by_trainer(folder: Path, model: Plain, strategy: Any) -> Keeper:
 CASES: dict[str, Callable[[Path], Keeper]] = {
     "Fabric, DDP": lambda folder: by_fabric(folder, DDPStrategy(**GLOO)),
     "Fabric, fully_shard": lambda folder: by_fabric(folder, ModelParallelStrategy(parallelize, **SHARDED)),
-    "Fabric, FSDP": lambda folder: by_fabric(folder, FSDPOnCPU(**GLOO)),
     "Trainer, fully_shard": lambda folder: by_trainer(folder, Sharded(RATE), TrainerModelParallel(**SHARDED)),
-    "Trainer, FSDP": lambda folder: by_trainer(folder, Wrapped(RATE), TrainerFSDPOnCPU(**GLOO)),
 }
 
 

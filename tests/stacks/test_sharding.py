@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.lightning.test_fabric import Net
 from tests.stacks.sharding_script import CASES, RATE, STEPS
 
 SCRIPT = Path(__file__).with_name("sharding_script.py")
+GPU_SCRIPT = Path(__file__).with_name("gpu_script.py")
 
 
 def in_one_process() -> dict[str, dict[str, float]]:
@@ -38,14 +40,31 @@ def in_one_process() -> dict[str, dict[str, float]]:
     return found
 
 
+def assert_numbers(folder: Path, cases: Iterable[str]) -> None:
+    expected = in_one_process()
+    for case in cases:
+        found = json.loads((folder / f"{case}.json").read_text())
+        assert found == {name: pytest.approx(of_step, rel=1e-5) for name, of_step in expected.items()}, case
+
+
 @pytest.mark.slow
 def test_two_ranks_have_the_numbers_of_one_process(tmp_path: Path) -> None:
     ended = launched(SCRIPT, [str(tmp_path)])
     assert [rank.returncode for rank in ended] == [0, 0], "\n".join(rank.stderr[-3000:] for rank in ended)
-    expected = in_one_process()
-    for case in CASES:
-        found = json.loads((tmp_path / f"{case}.json").read_text())
-        assert found == {name: pytest.approx(of_step, rel=1e-5) for name, of_step in expected.items()}, case
+    assert_numbers(tmp_path, CASES)
     saved = torch.load(tmp_path / "Fabric, DDP" / "saved.ckpt")
     assert saved["precision"]["iteration"] == STEPS
     assert [entry["ranks"] for entry in saved["precision"]["fingerprints"]] == [[0, 1]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["FSDP", "ZeRO-3"])
+def test_strategies_that_ask_for_a_gpu_have_the_numbers_of_one_process(tmp_path: Path, kind: str) -> None:
+    """On CPUs that pretend to be GPUs, with the classes and keywords of a user."""
+    if kind == "ZeRO-3":
+        pytest.importorskip("deepspeed")
+    ended = launched(GPU_SCRIPT, [str(tmp_path), kind], whole=False)
+    assert [rank.returncode for rank in ended] == [0, 0], "\n".join(rank.stderr[-3000:] for rank in ended)
+    cases = sorted(path.stem for path in tmp_path.glob("*.json"))
+    assert len(cases) == 4
+    assert_numbers(tmp_path, cases)

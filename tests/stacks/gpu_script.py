@@ -1,0 +1,176 @@
+"""A rank of two, as under torchrun, of trainers that ask for a GPU: gpu_script.py FOLDER FSDP|ZeRO-3
+
+The second argument is in the names of the cases that run. "cuda" means the CPU here, as under ``te-precision run``.
+What the first layer has seen goes to FOLDER/<case>.json, from rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from te_precision_callbacks import reference
+
+reference.install(pretend_cuda=True)  # before torch's users are imported
+
+import lightning as L
+import torch
+import transformer_engine.pytorch as te
+import transformers
+from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from lightning.fabric import Fabric
+from lightning.fabric import strategies as of_fabric
+from lightning.pytorch import strategies as of_trainer
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from te_precision_callbacks import (
+    PrecisionDebugCallback,
+    PrecisionDebugFabricCallback,
+    PrecisionDebugger,
+    PrecisionDebugTrainerCallback,
+)
+from tests.conftest import Keeper, statistics
+from tests.lightning.models import Plain, batch_of, loader
+from tests.lightning.test_fabric import Net
+from tests.transformers.models import Net as NetWithLoss
+from tests.transformers.models import Vectors, arguments
+
+torch.set_num_threads(1)
+
+CONFIG = statistics(tensors=["activation", "gradient"])
+STEPS, RATE = 2, 0.1
+LAYERS: Any = {te.Linear, te.LayerNormLinear}
+NAMES = sorted(layer.__name__ for layer in LAYERS)
+ZERO_3: dict[str, Any] = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "zero_allow_untested_optimizer": True,
+    "train_micro_batch_size_per_gpu": 8,
+}
+
+
+class OfBothRanks(Plain):
+    """Takes the batch of its rank, whatever the loader gives to it."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        assert is_split(self.trainer.strategy.model)
+        return super().training_step(batch_of(2 * batch_idx + self.global_rank).to(self.dtype), batch_idx)
+
+
+def is_split(model: torch.nn.Module) -> bool:
+    """Whether a rank has a part of each parameter."""
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return True
+    return all(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def by_fabric(folder: Path, strategy: Any) -> Keeper:
+    keeper = Keeper()
+    callback = PrecisionDebugFabricCallback(CONFIG, sinks=[keeper], log_dir=folder)
+    fabric = Fabric(accelerator="gpu", devices=2, strategy=strategy, callbacks=[callback])
+    fabric.launch()
+    net = Net()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=RATE))
+    assert is_split(model)
+    with callback:
+        for step in range(STEPS):
+            fabric.backward(model(batch_of(2 * step + fabric.global_rank)).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return keeper
+
+
+def by_trainer(folder: Path, strategy: Any) -> Keeper:
+    keeper = Keeper()
+    made = L.Trainer(
+        accelerator="gpu",
+        devices=2,
+        strategy=strategy,
+        max_steps=STEPS,
+        callbacks=[PrecisionDebugCallback(CONFIG, sinks=[keeper], log_dir=folder)],
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    made.fit(OfBothRanks(RATE), loader(2 * STEPS))
+    return keeper
+
+
+def by_accelerate(folder: Path, **plugin: Any) -> Keeper:
+    keeper = Keeper()
+    accelerator = Accelerator(**plugin)
+    net = Net()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=RATE))
+    assert is_split(model)
+    with PrecisionDebugger(accelerator, model, CONFIG, sinks=[keeper], log_dir=folder) as debugger:
+        for step in range(STEPS):
+            accelerator.backward(model(batch_of(2 * step + accelerator.process_index)).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            debugger.step()
+    accelerator.state._reset_state(reset_partial_state=True)  # for the next case
+    return keeper
+
+
+def by_hugging_face(folder: Path, **how: Any) -> Keeper:
+    keeper = Keeper()
+    args = arguments(
+        folder,
+        use_cpu=False,
+        max_steps=STEPS,
+        optim="sgd",
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        train_sampling_strategy="sequential",
+        **how,
+    )
+    callback = PrecisionDebugTrainerCallback(CONFIG, sinks=[keeper], log_dir=folder)
+    made = transformers.Trainer(NetWithLoss(), args, train_dataset=Vectors(64), callbacks=[callback])
+    made.train()
+    assert is_split(made.model_wrapped)
+    return keeper
+
+
+def fsdp2() -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=NAMES,
+        cpu_ram_efficient_loading=False,
+    )
+
+
+CASES: dict[str, Callable[[Path], Keeper]] = {
+    "Fabric, FSDP": lambda folder: by_fabric(folder, of_fabric.FSDPStrategy(auto_wrap_policy=LAYERS)),
+    "Trainer, FSDP": lambda folder: by_trainer(folder, of_trainer.FSDPStrategy(auto_wrap_policy=LAYERS)),
+    "Accelerate, FSDP2": lambda folder: by_accelerate(folder, fsdp_plugin=fsdp2()),
+    "Hugging Face Trainer, FSDP2": lambda folder: by_hugging_face(
+        folder, fsdp=True, fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": NAMES}
+    ),
+    "Fabric, ZeRO-3": lambda folder: by_fabric(folder, of_fabric.DeepSpeedStrategy(config=ZERO_3)),
+    "Trainer, ZeRO-3": lambda folder: by_trainer(folder, of_trainer.DeepSpeedStrategy(config=ZERO_3)),
+    "Accelerate, ZeRO-3": lambda folder: by_accelerate(folder, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ZERO_3)),
+    "Hugging Face Trainer, ZeRO-3": lambda folder: by_hugging_face(folder, deepspeed=ZERO_3),
+}
+
+
+def main(folder: Path, kind: str) -> None:
+    for name in [name for name in CASES if kind in name]:
+        keeper = CASES[name](folder / name)
+        if torch.distributed.get_rank() == 0:
+            found = {
+                f"{tensor} {key}": keeper.values(key, "net.0", tensor)
+                for tensor in ("activation", "gradient")
+                for key in ("max", "l1_norm")
+            }
+            (folder / f"{name}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
