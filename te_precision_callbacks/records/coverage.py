@@ -49,6 +49,7 @@ class Reason(enum.Enum):
     NOT_TE = "not a TE layer"
     NOT_CONVERTED = "left out by the trainer's conversion"
     NO_AUTOCAST = "runs outside of te.autocast"
+    RECOMPUTED = "a checkpoint computes it again outside of te.autocast"
     RECIPE_EXCEPTION = "the recipe excepts it"
     BACKWARD_OVERRIDE = "the recipe's backward_override"
     ATTENTION = "attention without FP8"

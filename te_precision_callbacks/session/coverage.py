@@ -22,10 +22,12 @@ class LayerFacts:
     Attributes:
         kept: GEMM -> the feature that keeps it in high precision, with the place of its section.
         backward_override: that of its recipe; empty if there is none.
+        recomputed_outside: whether a checkpoint has computed its forward again outside of its autocast.
     """
 
     kept: Mapping[str, str]
     backward_override: str = ""
+    recomputed_outside: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,8 @@ def in_precision(
 
 def _reason(entry: GemmPrecision, facts: LayerFacts | None) -> tuple[Reason, str]:
     """Why a GEMM of Transformer Engine runs in high precision."""
+    if facts is not None and facts.recomputed_outside and HIGH_PRECISION in entry.recipe.split(" -> "):
+        return Reason.RECOMPUTED, Reason.RECOMPUTED.value
     if entry.recipe == HIGH_PRECISION:
         return Reason.NO_AUTOCAST, Reason.NO_AUTOCAST.value
     if facts is not None and entry.gemm in facts.kept:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,6 +16,7 @@ from te_precision_callbacks.config.idle import idle_in_words
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, resolve_features
 from te_precision_callbacks.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.folding import folded
 from te_precision_callbacks.naming import (
     Layer,
     Model,
@@ -32,8 +33,10 @@ from te_precision_callbacks.naming import (
 from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.ranks import own_rank
+from te_precision_callbacks.records.coverage import Reason
 from te_precision_callbacks.records.model import LayerInfo
 from te_precision_callbacks.session.attaching import alike_in_words, without_layers
+from te_precision_callbacks.session.contract import remedy
 from te_precision_callbacks.session.coverage import LayerFacts, kept_by_sections
 from te_precision_callbacks.session.errors import ObservationError, SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
@@ -324,8 +327,10 @@ class ObservedModel:
 
     def note_products(self) -> None:
         """Note the matrix products of the step, if they were counted."""
+        outside = self._hooks.products.recomputed.outside
         found = self._hooks.products.end_step()
         if found is not None:
+            self._say_recomputed(outside)
             products, state = found
             sections = {section.name: section for section in self._options.config.enabled_sections}
             overrides = {
@@ -333,11 +338,26 @@ class ObservedModel:
             }
             facts = {
                 info.name: LayerFacts(
-                    kept_by_sections(sections[name] for name in info.sections), overrides.get(info.name, "")
+                    kept_by_sections(sections[name] for name in info.sections),
+                    overrides.get(info.name, ""),
+                    info.name in outside,
                 )
                 for info in self._findings.layers.now
             }
             self._findings.coverage.put(self._inspector.iteration, products, facts, state)
+
+    def _say_recomputed(self, layers: Collection[str]) -> None:
+        """Warn of layers whose backward is not in low precision, though their forward is."""
+        if layers and own_rank() == 0 and self._notices.first("recomputed"):
+            named = [layer.name for module in self.modules for layer in module.layers if layer.name in layers]
+            logger.warning(
+                "Gradient checkpointing (use_reentrant=True) computes the forward of %d layer%s again outside of"
+                " te.autocast: %s. Only the first forward runs in low precision; the backward does not. %s",
+                len(named),
+                "" if len(named) == 1 else "s",
+                " and ".join(folded(named, most=2)),
+                remedy(Reason.RECOMPUTED, ""),
+            )
 
     def _say_changed(self, before: dict[int, str]) -> None:
         now = {id(module.module): module.name for module in self.modules}

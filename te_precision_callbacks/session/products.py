@@ -45,6 +45,7 @@ from te_precision_callbacks.session.marks import Marks, Weight, Weights, tensors
 from te_precision_callbacks.session.micro_batches import Call, Calls, leaves
 from te_precision_callbacks.session.nodes import NodesOfProducts, products_of_node
 from te_precision_callbacks.session.precision import dtype_name, format_of, quantizer_format
+from te_precision_callbacks.session.recomputed import Recomputed
 from te_precision_callbacks.session.seeing import SeeingMode, is_seen_by
 from te_precision_callbacks.session.state import LOSSES, OF_OPERATOR, REDUCING, KeptState
 from te_precision_callbacks.vocabulary import OPERANDS, GemmName, class_names
@@ -132,6 +133,7 @@ class ModelProducts:
     Attributes:
         counting: whether products are counted: from :meth:`watch` until the end of the first step that has any.
         attentions: id of a module of Transformer Engine's attention -> its path.
+        recomputed: knows which layers a checkpoint has computed again outside of autocast.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class ModelProducts:
         self.attentions: Mapping[int, str] = {}
         self._root = ""
         self._told: set[str] = set()  # layers of which a product has run in their present forward
+        self.recomputed = Recomputed()
         self._failure = ""
         self._seen: list[_Seen] = []
         self._nodes = NodesOfProducts[_Seen]()
@@ -350,7 +353,10 @@ class ModelProducts:
 
     def note(self, event: GemmEvent) -> None:
         """Count a GEMM of a layer of Transformer Engine; a listener of the tap."""
-        if not self.counting or event.kind is not ForwardKind.OBSERVED:
+        if not self.counting:
+            return
+        self.recomputed.note(event)
+        if event.kind is not ForwardKind.OBSERVED:
             return
         call = event.call
         b, a = (format_of(operand.data, columnwise=operand.columnwise) for operand in (event.b, event.a))

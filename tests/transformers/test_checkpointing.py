@@ -11,11 +11,36 @@ import transformer_engine.pytorch.module.linear as te_linear
 import transformers
 from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
+from te_precision_callbacks.session import Reason
 from te_precision_callbacks.transformers import Trainer, TrainingArguments
 from tests.transformers.models import Tokens, arguments
 
 
-def trainer(folder: Path, *, reentrant: bool) -> Any:
+class LoRA(torch.nn.Module):
+    """A frozen layer and its adapter, as PEFT makes them."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = torch.nn.Linear(base.in_features, 16, bias=False)
+        self.lora_B = torch.nn.Linear(16, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base_layer(x) + self.lora_B(self.lora_A(x))
+        return result
+
+
+def with_adapters(model: Any) -> Any:
+    """A model of which only adapters train."""
+    model.requires_grad_(False)
+    model.enable_input_require_grads()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = LoRA(layer.self_attn.q_proj)
+        layer.self_attn.v_proj = LoRA(layer.self_attn.v_proj)
+    return model
+
+
+def trainer(folder: Path, *, reentrant: bool, lora: bool = False) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
@@ -28,7 +53,8 @@ def trainer(folder: Path, *, reentrant: bool) -> Any:
         gradient_checkpointing=True,
         gradient_checkpointing_kwargs={"use_reentrant": reentrant},
     )
-    return Trainer(model=transformers.LlamaForCausalLM(config), args=args, train_dataset=Tokens())
+    model = transformers.LlamaForCausalLM(config)
+    return Trainer(model=with_adapters(model) if lora else model, args=args, train_dataset=Tokens())
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +63,13 @@ def fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
 
 
+def warnings_of_checkpoints(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    return [text for text in found if text.startswith("Gradient checkpointing")]
+
+
 def test_a_reentrant_checkpoint_trains_and_recomputes_without_fp8(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of the products of the seven checkpointed layers only the first forward's are FP8, and `precision` tells both."""
     run: list[tuple[str, bool]] = []
@@ -72,6 +103,28 @@ def test_a_reentrant_checkpoint_trains_and_recomputes_without_fp8(
         else:
             assert set(entry.operands.values()) == {checkpointed}, entry
         assert entry.seen, entry
+    coverage = made.debug_session.coverage()
+    of_te = [product for product in coverage if product.family == "te" and not product.is_low]
+    assert {product.reason for product in of_te} == {Reason.RECOMPUTED}
+    assert len({product.layer for product in of_te}) == 7
+    [text] = warnings_of_checkpoints(caplog)
+    assert text.startswith("Gradient checkpointing (use_reentrant=True) computes the forward of 7 layers again outside")
+    assert "(a checkpoint computes it again outside of te.autocast)" in str(coverage)
+
+
+def test_adapters_on_a_checkpointed_model_have_the_true_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = trainer(tmp_path, reentrant=True, lora=True)
+    made.train()
+    coverage = made.debug_session.coverage()
+    reasons = {product.layer: product.reason for product in coverage if product.family == "te" and product.macs}
+    assert reasons.pop("lm_head") is None
+    assert len(reasons) == 11
+    assert set(reasons.values()) == {Reason.RECOMPUTED}
+    assert coverage.share("fp8") < 0.2
+    [text] = warnings_of_checkpoints(caplog)
+    assert "of 11 layers" in text
 
 
 def test_another_checkpoint_fails(tmp_path: Path) -> None:
