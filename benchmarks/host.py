@@ -1,7 +1,7 @@
 """What watching costs the host, part by part: for 6 to 60,000 tensors of a step, with eight statistics each.
 
     python benchmarks/host.py [--json] [--tensors 6 600 60000] [--repeats 3]
-    python benchmarks/host.py --layers 10 500 2000 [--json]    # session.step() where nothing is due
+    python benchmarks/host.py --layers 10 500 2000 20000 [--json]    # a session of a model of so many layers
 
 The tensors have 16 x 16 elements, so that next to nothing is the arithmetic of large tensors.
   note        microseconds a tensor: the statistics of a tensor are asked for.
@@ -15,8 +15,10 @@ The tensors have 16 x 16 elements, so that next to nothing is the arithmetic of 
   tensorboard microseconds a number: TensorBoard's writer, as a trainer calls it.
 Of several steps the fastest, behind one that interns series and makes names.
 
-With --layers: microseconds of session.step() in a model of so many te.Linear, in steps in which nothing is due; the
-median of many.
+With --layers: what a session costs a model of so many te.Linear, with the maximum of each activation as a statistic.
+  step      microseconds of session.step() where nothing is due: the median, and the smallest, of many.
+  stop      seconds of session.stop(), with the summary and the records.
+  stop_cpu  seconds of the processor's time of it, in all threads.
 """
 
 from __future__ import annotations
@@ -48,8 +50,9 @@ COLUMNS = (
     "metrics_us",
     "tensorboard_us",
 )
+SESSION_COLUMNS = ("layers", "step_us", "least_step_us", "stop_s", "stop_cpu_s")
 SIDE = 16
-IDLE_STEPS = 400
+QUIET_STEPS = 400
 
 
 def case_of(tensors: int, repeats: int, folder: Path) -> dict[str, Any]:
@@ -134,8 +137,8 @@ def case_of(tensors: int, repeats: int, folder: Path) -> dict[str, Any]:
     return {"tensors": tensors, "numbers": numbers, **best}
 
 
-def idle_case(layers: int) -> dict[str, Any]:
-    """The cost of a step in which nothing is due."""
+def session_case(layers: int) -> dict[str, Any]:
+    """The cost of a step in which nothing is due, and of the end of the session."""
     import transformer_engine.pytorch as te
 
     from te_precision_callbacks.session import InspectSession
@@ -145,25 +148,29 @@ def idle_case(layers: int) -> dict[str, Any]:
     config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": {"LogTensorStats": log}}}
     with (
         tempfile.TemporaryDirectory() as folder,
-        InspectSession(config, model=net, log_dir=folder, records="off") as session,
+        InspectSession(config, model=net, log_dir=folder) as session,
     ):
-        for _ in range(3):
+        for _ in range(2):
             with te.autocast(enabled=True):
                 out = net(torch.randn(SIDE, SIDE))
             out.sum().backward()
             session.step()
         session.step()  # without forwards, as those that are timed
         times = []
-        for _ in range(IDLE_STEPS):
+        for _ in range(QUIET_STEPS):
             start = time.perf_counter()
             session.step()
             times.append(1e6 * (time.perf_counter() - start))
-    return {"layers": layers, "step_us": statistics.median(times)}
+        start, processor = time.perf_counter(), time.process_time()
+        session.stop()
+        stop, stop_cpu = time.perf_counter() - start, time.process_time() - processor
+    step = {"step_us": statistics.median(times), "least_step_us": min(times)}
+    return {"layers": layers, **step, "stop_s": stop, "stop_cpu_s": stop_cpu}
 
 
 def main(given: list[str] | None = None) -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--layers", type=int, nargs="+", help="time steps in which nothing is due, with so many layers")
+    parser.add_argument("--layers", type=int, nargs="+", help="time a session of a model of so many layers")
     parser.add_argument("--tensors", type=int, nargs="+", default=[6, 60, 600, 6_000, 60_000], help="watched in a step")
     parser.add_argument("--repeats", type=int, default=3, help="timed steps (default: 3)")
     options = parser.parse_args(given)
@@ -171,11 +178,12 @@ def main(given: list[str] | None = None) -> None:
     described = machine(torch.device("cpu"))
     progress(described) if options.json else print(described, end="\n\n")
     if options.layers:
-        idle = []
+        cases = []
         for layers in options.layers:
-            idle.append({**idle_case(layers), "machine": described})
+            cases.append({**session_case(layers), "machine": described})
             progress(f"{layers} layers")
-        report(idle, ("layers", "step_us"), "Microseconds a step in which nothing is due.", as_json=options.json)
+        title = "Microseconds of a step in which nothing is due; seconds of stop()."
+        report(cases, SESSION_COLUMNS, title, as_json=options.json)
         return
     cases = []
     for tensors in options.tensors:

@@ -164,6 +164,8 @@ class TransformerEngineAPI(UpstreamAPI):
         self._answers: dict[tuple[str, str, str | None, str | None], dict[tuple[str, int], bool]] = {}
         self._noted: set[tuple[str, str, str, str | None, str | None]] = set()
         self._read: dict[int, tuple[Any, FeatureSchema | None]] = {}
+        # All layers call the methods of the same features.
+        self._taken = functools.cache(lambda method, passed: _taken(method, passed))
 
     def __getattr__(self, name: str) -> Any:
         if name not in _REQUIRED:
@@ -261,7 +263,7 @@ class TransformerEngineAPI(UpstreamAPI):
                 continue
             try:
                 matching = self._matching(name, options, tensor, gemm)
-                taken = _taken(method, passed)
+                taken = self._taken(method, frozenset(passed))
             except Exception as error:
                 # The feature's fault: it fails when its turn comes, and the layer's other features do not. Only the
                 # text is kept, since a traceback would keep tensors.

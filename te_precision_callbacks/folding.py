@@ -8,6 +8,7 @@ A text stands for exactly its names, unless it has more than a few ranges of num
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -29,8 +30,8 @@ def folded(names: Iterable[str], *, most: int | None = None) -> list[str]:
     """
     alike: dict[str, dict[_Numbers, None]] = {}
     for name in names:
-        numbers = tuple(map(int, _NUMBER.findall(name)))
-        alike.setdefault(form_of(name), {})[numbers] = None
+        form, numbers = _parsed(name)
+        alike.setdefault(form, {})[numbers] = None
     texts = [
         _filled(form, ranges) for form, numbers in alike.items() for ranges in _boxes(list(numbers), form.count("\0"))
     ]
@@ -40,7 +41,13 @@ def folded(names: Iterable[str], *, most: int | None = None) -> list[str]:
 
 def form_of(name: str) -> str:
     """A key that is equal for names that differ in their numbers alone."""
-    return _NUMBER.sub("\0", name)
+    return _parsed(name)[0]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _parsed(name: str) -> tuple[str, _Numbers]:
+    """A name without its numbers, and the numbers. The names of a model are folded many times."""
+    return _NUMBER.sub("\0", name), tuple(map(int, _NUMBER.findall(name)))
 
 
 def _boxes(numbers: Sequence[_Numbers], width: int) -> list[list[list[int]]]:

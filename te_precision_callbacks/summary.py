@@ -18,6 +18,7 @@ from datetime import datetime
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
@@ -27,9 +28,8 @@ from te_precision_callbacks.folding import folded, form_of
 from te_precision_callbacks.records.coverage import Coverage, Product
 from te_precision_callbacks.records.precision import GemmPrecision, in_short
 from te_precision_callbacks.records.statistics_log import EVENTS_FOLDER, STATISTICS_FOLDER
-from te_precision_callbacks.records.worst import worst_first
+from te_precision_callbacks.records.worst import Column, RunStatistics, worst_first
 from te_precision_callbacks.statistics.names import logged_request
-from te_precision_callbacks.statistics.series import Family, family_of
 from te_precision_callbacks.statistics.table import Of
 from te_precision_callbacks.terminal import visible
 from te_precision_callbacks.vocabulary import GEMMS
@@ -74,7 +74,7 @@ def _summary(
         unconverted_table(session.unconverted),
         refused_table(session),
     )
-    statistics = StatisticsTables(session)
+    statistics = StatisticsTables(session._findings.statistics, _given_names(session))
     logs = [f"Logs: {session.log_dir / EVENTS_FOLDER}"]
     if (session.log_dir / STATISTICS_FOLDER).is_dir():  # statistics_log="off"
         logs.append(f"      {session.log_dir / STATISTICS_FOLDER}")
@@ -230,59 +230,45 @@ class _Tensor(NamedTuple):
     tensor: str
 
 
-class _Cell(NamedTuple):
-    """The text of a cell, and the value that ranks its tensor: the worst of the run, or without a worse direction the
-    last; None where only delayed scaling's first step has one."""
-
-    text: str
-    value: float | None
-
-
 class StatisticsTables:
     """A row a watched tensor, a column a statistic: its last value, and in brackets its worst of the run with the
     iteration, where that is another.
 
     There are as many tables as the width asks for, so that no number is broken; those of what is lost come first. Each
     table has the :data:`MOST_ROWS` tensors that are worst by one of its columns, and names the others below.
+
+    Args:
+        statistics: those of the run.
+        given_names: layer -> the name that the script has given to the layer.
     """
 
-    def __init__(self, session: InspectSession | SessionOutcome) -> None:
-        worst = {worst.row[:4]: worst for worst in session.worst_statistics}
-        given_names = _given_names(session)
-        self._cells: dict[str, dict[_Tensor, _Cell]] = {}
-        self._families: dict[str, Family] = {}
-        for row in session.last_statistics:
-            if not row.layer:
-                continue
-            text, value = f"{row.value:.3g}", row.value
-            if row[:4] in worst:
-                (*_, value), iteration = worst[row[:4]]
-                if f"{value:.3g}" != text:
-                    text += f" ({value:.3g} @ {iteration})"
-            family = family_of(row.tensor, row.statistic)
-            is_judged = row[:4] in worst or not family.has_direction
-            cell = _Cell(text, value if is_judged else None)
-            self._families.setdefault(row.statistic, family)
-            tensor = _Tensor(given_names.get(row.layer, row.layer), row.tensor)
-            self._cells.setdefault(row.statistic, {})[tensor] = cell
+    def __init__(self, statistics: RunStatistics, given_names: Mapping[str, str]) -> None:
+        self._columns = statistics.columns()
+        self._tensors = [_Tensor(given_names.get(layer, layer), tensor) for layer, tensor in statistics.tensors]
+        self._values = {name: column.values for name, column in self._columns.items()}
+        self._first = {name: self._ranked(name, column) for name, column in self._columns.items()}
+        # A model may have thousands of layers: texts are made only of those that a table can show.
+        shown = list({number for lists in self._first.values() for numbers in lists for number in numbers})
+        self._names = [self._tensors[number] for number in shown]
+        self._cells = {name: dict(_cells(column, shown)) for name, column in self._columns.items()}
 
     def __bool__(self) -> bool:
-        return bool(self._cells)
+        return bool(self._columns)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         for group in self._groups(options.max_width):
-            rows = self._rows(group)
-            yield self._table(group, rows[:MOST_ROWS])
-            if rows[MOST_ROWS:]:
-                rest = "; ".join(_folded(rows[MOST_ROWS:]))
-                yield Text(visible(f"and {len(rows) - MOST_ROWS} more: {rest}"), overflow="fold")
+            shown = self._shown(group)
+            yield self._table(group, shown)
+            others = np.setdiff1d(np.concatenate([self._columns[name].tensors for name in group]), shown).tolist()
+            if others:
+                rest = "; ".join(_folded(self._tensors[number] for number in others))
+                yield Text(visible(f"and {len(others)} more: {rest}"), overflow="fold")
                 yield Text("")
 
     def _groups(self, width: int) -> Iterator[list[str]]:
         """The statistics of each table."""
-        tensors = {tensor for cells in self._cells.values() for tensor in cells}
-        names = max(len(line) for layer, _ in tensors for line in _lines(layer))
-        names = max(names, *(len(tensor) + 2 for _, tensor in tensors))
+        names = max(len(line) for layer, _ in self._names for line in _lines(layer))
+        names = max(names, *(len(tensor) + 2 for _, tensor in self._names))
         group: list[str] = []
         # An edge on both sides, a blank on both sides of each column, and a divider between two columns.
         free = whole = width - (names + 4)
@@ -296,40 +282,50 @@ class StatisticsTables:
         yield group
 
     def _width(self, statistic: str) -> int:
-        return max(map(len, [*(cell.text for cell in self._cells[statistic].values()), *_header(statistic)]))
+        return max(map(len, [*self._cells[statistic].values(), *_header(statistic)]))
 
-    def _rows(self, group: Sequence[str]) -> list[_Tensor]:
-        """The tensors that have one of the statistics: the worst of each statistic, then the second of each."""
-        # A statistic that is equal everywhere, such as no inf and nan at all, has no worst tensor: it comes last.
-        judging = [name for name in group if len(set(self._values(name).values())) > 1]
-        ranked = [
-            worst_first(len(self._cells[name]), self._families[name], self._values(name), self._values)
-            for name in judging
-        ]
-        taking_turns: Iterator[_Tensor | None] = chain.from_iterable(zip_longest(*ranked))
-        told = chain.from_iterable(self._cells[name] for name in group)
-        return list(dict.fromkeys(tensor for tensor in chain(taking_turns, told) if tensor is not None))
+    def _ranked(self, statistic: str, column: Column) -> tuple[list[int], list[int]]:
+        """The worst tensors by a statistic, and the first ones that have it. A statistic that is equal everywhere, such
+        as no inf and nan at all, has no worst tensor."""
+        most, values = _RANKED_PER_ROW * MOST_ROWS, self._values[statistic]
+        judges = len(set(values.values())) > 1
+        worst = worst_first(most, column.family, values, lambda name: self._values.get(name, {})) if judges else ()
+        return list(worst), column.tensors[:most].tolist()
 
-    def _values(self, statistic: str) -> dict[_Tensor, float]:
-        """The values that rank tensors by a statistic."""
-        cells = self._cells.get(statistic, {})
-        return {tensor: cell.value for tensor, cell in cells.items() if cell.value is not None}
+    def _shown(self, group: Sequence[str]) -> list[int]:
+        """The tensors that a table shows: the worst of each statistic, then the second of each."""
+        ranked, told = zip(*(self._first[statistic] for statistic in group), strict=True)
+        taking_turns: Iterator[int | None] = chain.from_iterable(zip_longest(*ranked))
+        found = dict.fromkeys(number for number in chain(taking_turns, *told) if number is not None)
+        return list(itertools.islice(found, MOST_ROWS))
 
-    def _table(self, statistics: Sequence[str], rows: Sequence[_Tensor]) -> Table:
+    def _table(self, statistics: Sequence[str], rows: Sequence[int]) -> Table:
         table = _table("Last statistics (a worse one of the run @ its iteration)", "layer and tensor")
         for statistic in statistics:
             header = Text("\n".join(_header(statistic)))
             table.add_column(header, justify="right", no_wrap=True, min_width=self._width(statistic))
         above = None
         for row in rows:
-            if row.layer != above:
-                table.add_row(_name(row.layer))
-            above = row.layer
-            cells = (self._cells[statistic].get(row) for statistic in statistics)
-            table.add_row(
-                Text(f"  {visible(row.tensor)}"), *(Text("" if cell is None else cell.text) for cell in cells)
-            )
+            layer, tensor = self._tensors[row]
+            if layer != above:
+                table.add_row(_name(layer))
+            above = layer
+            cells = (self._cells[statistic].get(row, "") for statistic in statistics)
+            table.add_row(Text(f"  {visible(tensor)}"), *map(Text, cells))
         return table
+
+
+_RANKED_PER_ROW = 4
+"""So many tensors of each statistic are ranked for each row of a table, since several GEMMs may have one statistic of a
+tensor."""
+
+
+def _cells(column: Column, tensors: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """The texts of a column for some tensors."""
+    for place in np.flatnonzero(np.isin(column.tensors, tensors)).tolist():
+        text, worst = f"{column.last[place]:.3g}", f"{column.worst[place]:.3g}"
+        more = "" if worst == text else f" ({worst} @ {column.iteration[place]})"
+        yield int(column.tensors[place]), text + more
 
 
 def _given_names(session: InspectSession | SessionOutcome) -> dict[str, str]:

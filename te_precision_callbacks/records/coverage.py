@@ -117,8 +117,7 @@ class Product:
     def precision(self) -> str:
         """The precision that it computes in, which is that of its widest operand: ``fp8``, ``mxfp8``, ``nvfp4``,
         ``bf16``, ``fp32``, ...; of any other format that format in lower case, empty for a look-up."""
-        found = [precision_of(text) for text in self.operands.values() if text]
-        return max(found, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER), default="")
+        return _widest(tuple(self.operands.values()))
 
     @property
     def why(self) -> str:
@@ -133,6 +132,17 @@ class Product:
     def is_low(self) -> bool:
         """Whether it runs in low precision."""
         return self.precision in LOW_PRECISION["quantized"]
+
+
+def is_low(operands: Mapping[str, str]) -> bool:
+    """Whether a product of these operands, tensor -> format, runs in low precision."""
+    return _widest(tuple(operands.values())) in LOW_PRECISION["quantized"]
+
+
+@functools.cache
+def _widest(formats: tuple[str, ...]) -> str:
+    found = [precision_of(text) for text in formats if text]
+    return max(found, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER), default="")
 
 
 @functools.cache
@@ -175,12 +185,18 @@ class Coverage(tuple[Product, ...]):
         """
         meant = None if precision is None else PRECISIONS[precision]
         return sum(
-            product.macs
-            for product in self
-            if (meant is None or product.precision in meant)
-            and gemm in (None, product.gemm)
-            and backward in (None, product.backward)
+            macs
+            for (of_precision, of_gemm, of_backward), macs in self._sums.items()
+            if (meant is None or of_precision in meant) and gemm in (None, of_gemm) and backward in (None, of_backward)
         )
+
+    @functools.cached_property
+    def _sums(self) -> Mapping[tuple[str, str, bool], int]:
+        """Precision, GEMM, and whether it belongs to the backward -> multiply-adds."""
+        sums: dict[tuple[str, str, bool], int] = defaultdict(int)
+        for product in self:
+            sums[product.precision, product.gemm, product.backward] += product.macs
+        return sums
 
     def share(self, precision: str, *, gemm: str | None = None, backward: bool | None = None) -> float:
         """The share of the multiply-adds in a precision, from 0 to 1; nan where there are none. Arguments and errors
@@ -208,8 +224,8 @@ class Coverage(tuple[Product, ...]):
         if not whole:
             return "; ".join(["No matrix product has been seen", *left]) if left else "No matrix product has been seen."
         by_precision: dict[str, int] = defaultdict(int)
-        for product in self:
-            by_precision[product.precision] += product.macs
+        for (precision, _, _), macs in self._sums.items():
+            by_precision[precision] += macs
         low = [word for word in ("nvfp4", "fp8") if by_precision.keys() & LOW_PRECISION[word]] or ["fp8"]
         told = [
             f"{word.upper()} in {_percent(self.share(word))} % of the multiply-adds{self._apart(word)}" for word in low

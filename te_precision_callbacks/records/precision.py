@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -50,7 +51,11 @@ class GemmPrecision:
 
 def in_short(operands: Mapping[str, str]) -> str:
     """``FP8 E5M2 * E4M3``; one format where both operands have it, and those of an operand that changed in brackets."""
-    formats = list(operands.values())
+    return _formats_in_short(tuple(operands.values()))
+
+
+@functools.cache
+def _formats_in_short(formats: tuple[str, ...]) -> str:
     if len(set(formats)) == 1:
         return formats[0]
     if any("->" in text for text in formats):

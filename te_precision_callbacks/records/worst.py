@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from te_precision_callbacks.records.model import Row, StepRecords, row_of
 from te_precision_callbacks.statistics.series import Family, Series, SeriesTable, badness, family_of, sign_of
@@ -77,15 +78,47 @@ class Worst(NamedTuple):
     iteration: int
 
 
+class Column(NamedTuple):
+    """A statistic of all tensors that have it.
+
+    Attributes:
+        tensors: [tensors], int64: their numbers in :attr:`RunStatistics.tensors`.
+        last: [tensors], float64: the last values.
+        worst: [tensors], float64: the worst values of the run; the last ones where none is worse.
+        iteration: [tensors], int64: when the worst values first were; -1 where none is worse.
+        family: that of the first tensor.
+    """
+
+    tensors: npt.NDArray[np.int64]
+    last: npt.NDArray[np.float64]
+    worst: npt.NDArray[np.float64]
+    iteration: npt.NDArray[np.int64]
+    family: Family
+
+    @property
+    def values(self) -> dict[int, float]:
+        """Tensor -> the value that ranks it: the worst, or without a worse direction the last. Tensors of which only
+        delayed scaling's first step has one are left out."""
+        judged = (self.iteration >= 0) | (not self.family.has_direction)
+        return dict(zip(self.tensors[judged].tolist(), self.worst[judged].tolist(), strict=True))
+
+
 class RunStatistics:
     """The last value of each series of a run, and the worst so far of those that have a worse direction.
 
     Args:
         table: the series.
+
+    Attributes:
+        tensors: the layer and the name of each tensor that has statistics.
     """
 
     def __init__(self, table: SeriesTable) -> None:
         self._table = table
+        self.tensors: list[tuple[str, str]] = []
+        self._numbers: dict[tuple[str, str], int] = {}
+        self._families: dict[Family, int] = {}
+        self._tensor, self._family = np.empty(0, np.int64), np.empty(0, np.int64)
         self._last = np.empty(0)
         self._worst = np.empty(0)
         self._badness = np.empty(0)
@@ -123,9 +156,29 @@ class RunStatistics:
             row = row_of(self._table[number], float(self._worst[number]))
             yield Worst(row, int(self._iteration[number]))
 
+    def columns(self) -> dict[str, Column]:
+        """Statistic -> its column, without users' own numbers."""
+        found: dict[str, tuple[Family, list[int]]] = {}
+        for family, number in self._families.items():
+            if family.tensor:
+                found.setdefault(family.statistic, (family, []))[1].append(number)
+        columns = {name: self._column(family, numbers) for name, (family, numbers) in found.items()}
+        return {name: column for name, column in columns.items() if len(column.tensors)}
+
+    def _column(self, family: Family, numbers: Sequence[int]) -> Column:
+        series = np.flatnonzero(self._has & np.isin(self._family, numbers))
+        iteration, last = self._iteration[series], self._last[series]
+        worst = np.where(iteration < 0, last, self._worst[series])
+        return Column(self._tensor[series], last, worst, iteration, family)
+
     def _grow(self) -> None:
-        new = [self._table[number].family for number in range(len(self._sign), len(self._table))]
+        series = [self._table[number] for number in range(len(self._sign), len(self._table))]
+        new = [one.family for one in series]
         if new:
+            tensors = [self._numbers.setdefault((one.layer, one.tensor), len(self._numbers)) for one in series]
+            families = [self._families.setdefault(family, len(self._families)) for family in new]
+            self.tensors = list(self._numbers)
+            self._tensor, self._family = np.append(self._tensor, tensors), np.append(self._family, families)
             self._last, self._worst, self._badness = (
                 np.append(old, np.full(len(new), np.nan)) for old in (self._last, self._worst, self._badness)
             )

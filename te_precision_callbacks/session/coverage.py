@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from te_precision_callbacks.config.effects import Acting
-from te_precision_callbacks.records.coverage import NOTHING, Coverage, Product, ProductName, Reason
+from te_precision_callbacks.records.coverage import NOTHING, Coverage, Product, ProductName, Reason, is_low
 from te_precision_callbacks.records.precision import HIGH_PRECISION, GemmPrecision
 from te_precision_callbacks.records.state import StateRow
 
@@ -130,16 +130,15 @@ def in_precision(
             continue
         entry = entries.get((product.layer, product.gemm))
         seen.add((product.layer, product.gemm))
-        if entry is None:
+        if entry is None or (product.is_low and product.reason is None and product.operands == entry.operands):
             yield product
         elif entry.not_run:
             yield replace(product, macs=0, calls=0, operands={}, runs="never", not_run=entry.not_run)
+        elif is_low(entry.operands):
+            yield replace(product, operands=entry.operands)
         else:
-            told = replace(product, operands=entry.operands)
-            if not told.is_low:
-                reason, ref = _reason(entry, layers.get(entry.layer))
-                told = replace(told, reason=reason, reason_ref=ref)
-            yield told
+            reason, ref = _reason(entry, layers.get(entry.layer))
+            yield replace(product, operands=entry.operands, reason=reason, reason_ref=ref)
     for entry in precision:
         if entry.not_run and (entry.layer, entry.gemm) not in seen:
             yield Product.left_out(entry.layer, "te", entry.gemm, entry.not_run)

@@ -17,6 +17,7 @@ import torch
 from te_precision_callbacks.devices import current_stream, follow
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.garbage import without_collections
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.records.model import StepRecords
 from te_precision_callbacks.session.delayed_scaling import DelayedScalingLayers
@@ -234,9 +235,11 @@ class Delivery:
         return self._inspector.iteration if ending is None or ending.is_remainder else ending.iteration + 1
 
     def _read(self, ending: Ending) -> StepRecords | None:
+        return self._records(ending) if self._gathered.scalars or self._gathered.measured else None
+
+    @without_collections()
+    def _records(self, ending: Ending) -> StepRecords | None:
         scalars, measured = self._gathered.scalars, self._gathered.measured
-        if not scalars and not measured:
-            return None
         try:
             for stream, tensors in self._gathered.on_streams.items():
                 follow(stream, tensors)

@@ -242,21 +242,30 @@ class PrecisionAudit:
 
     def __iter__(self) -> Iterator[GemmPrecision]:
         self._write()
-        known = [*(Gemm(operand.layer, operand.gemm) for operand in self._told), *self._expected, *self._left_out]
-        there = frozenset(known)
-        layers = dict.fromkeys(gemm.layer for gemm in known)
-        for gemm in (Gemm(layer, name) for layer in layers for name in GEMMS):
-            if gemm not in there:
-                continue
-            of_gemm = _of_gemm(gemm, self._told)
-            if not _has_run(of_gemm):
-                not_run = self._left_out.get(gemm, NO_BACKWARD)
-                yield GemmPrecision(*gemm, {}, seen=False, not_run=not_run, since=self._history.since(*gemm))
-                continue
-            operands, recipe = joined((tensor, found) for tensor, found in of_gemm.items() if found)
-            seen = _is_seen(of_gemm) and gemm.layer not in self._doubted
-            yield GemmPrecision(*gemm, operands, seen, since=self._history.since(*gemm), recipe=recipe)
+        told: defaultdict[tuple[str, str], dict[str, dict[Format, _Told]]] = defaultdict(dict)
+        for (layer, name, tensor), found in self._told.items():
+            told[layer, name][tensor] = found
+        texts: dict[_Formats, tuple[dict[str, str], str]] = {}  # of thousands of layers they are few
+        known = told.keys() | self._expected.keys() | self._left_out.keys()
+        for layer in dict.fromkeys(layer for layer, _ in (*told, *self._expected, *self._left_out)):
+            for gemm in (Gemm(layer, name) for name in GEMMS):
+                if gemm not in known:
+                    continue
+                of_gemm: _OfGemm = {tensor: told[gemm].get(tensor, {}) for tensor in OPERANDS[gemm.gemm]}
+                if not _has_run(of_gemm):
+                    not_run = self._left_out.get(gemm, NO_BACKWARD)
+                    yield GemmPrecision(*gemm, {}, seen=False, not_run=not_run, since=self._history.since(*gemm))
+                    continue
+                formats = tuple((tensor, tuple(found)) for tensor, found in of_gemm.items() if found)
+                if formats not in texts:
+                    texts[formats] = joined(formats)
+                operands, recipe = texts[formats]
+                seen = _is_seen(of_gemm) and layer not in self._doubted
+                yield GemmPrecision(*gemm, operands, seen, since=self._history.since(*gemm), recipe=recipe)
 
+
+_Formats = tuple[tuple[str, tuple[Format, ...]], ...]
+"""Tensor and its formats, of each operand of a GEMM."""
 
 _OfGemm = Mapping[str, Mapping[Format, _Told]]
 """Tensor -> format -> what the format is known by: of the two tensors of a GEMM."""
@@ -287,7 +296,7 @@ def _has_run(of_gemm: _OfGemm) -> bool:
 
 def _is_seen(of_gemm: _OfGemm) -> bool:
     """Whether every format of both operands is that of a tensor that was seen."""
-    return all(set(found.values()) == {_Told.SEEN} for found in of_gemm.values())
+    return all(found and all(told is _Told.SEEN for told in found.values()) for found in of_gemm.values())
 
 
 def _is_left_out(fact: GemmFact | None) -> bool:

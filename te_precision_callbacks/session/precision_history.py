@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from te_precision_callbacks.records.precision import HIGH_PRECISION, GemmPrecision
@@ -46,6 +46,18 @@ def _arrow(texts: Iterable[str]) -> str:
     return " -> ".join(dict.fromkeys(texts))
 
 
+class _Told(NamedTuple):
+    """What is told of a GEMM of a layer: the fields of :class:`GemmPrecision` behind the layer."""
+
+    gemm: GemmName
+    operands: Mapping[str, str]
+    seen: bool
+    not_run: str
+    since: int
+    until: int | None
+    recipe: str
+
+
 LayerFacts = tuple[GemmFact | None, ...]
 """A fact for each of :data:`GEMMS`; None of a GEMM that nothing is known of."""
 
@@ -66,6 +78,11 @@ class _Entries:
             self.since.append(iteration)
             self.facts.append(facts)
             self.seen.append(seen)
+
+    @property
+    def history(self) -> tuple[bytes, bytes, bytes]:
+        """Equal for layers of which the same is told."""
+        return self.since.tobytes(), self.facts.tobytes(), bytes(self.seen)
 
     def cut(self, iteration: int) -> None:
         number = bisect_left(self.since, iteration)
@@ -129,8 +146,10 @@ class PrecisionHistory:
     def since(self, layer: str, gemm: GemmName) -> int:
         """The first iteration of which something is known of a GEMM."""
         entries, column = self._layers.get(layer), GEMMS.index(gemm)
-        known = zip(entries.since, entries.facts, strict=True) if entries is not None else ()
-        return next((since for since, number in known if self._facts[number][column] is not None), 0)
+        for since, number in () if entries is None else zip(entries.since, entries.facts, strict=True):
+            if self._facts[number][column] is not None:
+                return since
+        return 0
 
     def at(self, iteration: int) -> Iterator[GemmPrecision]:
         """What is known of all GEMMs in an iteration, in the order in which layers came.
@@ -139,31 +158,47 @@ class PrecisionHistory:
             IterationError: it has not run.
         """
         self._iterations.require("precision", iteration)
-        for layer, entries in self._layers.items():
+
+        def told(entries: _Entries) -> Iterator[_Told]:
             number = bisect_right(entries.since, iteration) - 1
             if number >= 0:
-                yield from (entry for gemm in GEMMS for entry in self._entry(layer, gemm, entries, number))
+                yield from (entry for gemm in GEMMS for entry in self._entry(gemm, entries, number))
+
+        return self._of_layers(told)
+
+    def _of_layers(self, told: Callable[[_Entries], Iterable[_Told]]) -> Iterator[GemmPrecision]:
+        """What is told of all layers; of thousands most have the same history, of which it is found once."""
+        known: dict[tuple[bytes, bytes, bytes], list[_Told]] = {}
+        for layer, entries in self._layers.items():
+            history = entries.history
+            found = known.get(history)
+            if found is None:
+                found = known[history] = list(told(entries))
+            for one in found:
+                yield GemmPrecision(layer, *one)
 
     def spans(self) -> Iterator[GemmPrecision]:
         """What is known of all GEMMs, by layer and GEMM, each as often as it was another; of a layer that has changed
         more often than :data:`MOST_SPANS` times, only the last changes."""
-        for layer, entries in self._layers.items():
-            first = max(0, len(entries.since) - MOST_SPANS)
-            since = [*entries.since[first:], None]
-            of_layer = [self._facts[number] for number in entries.facts[first:]]
-            for column, gemm in enumerate(GEMMS):
-                facts = [fact[column] for fact in of_layer]
-                begins = [place for place, fact in enumerate(facts) if not place or fact != facts[place - 1]]
-                for begin, end in zip(begins, [*begins[1:], len(facts)], strict=True):
-                    fact, begun, after = facts[begin], since[begin], since[end]
-                    if fact is None or begun is None:
-                        continue
-                    seen = any(bits >> column & 1 for bits in entries.seen[first + begin : first + end])
-                    operands, recipe = joined(fact.operands)
-                    until = None if after is None else after - 1
-                    yield GemmPrecision(layer, gemm, operands, seen, fact.not_run, begun, until, recipe)
+        return self._of_layers(self._spans)
 
-    def _entry(self, layer: str, gemm: GemmName, entries: _Entries, number: int) -> Iterator[GemmPrecision]:
+    def _spans(self, entries: _Entries) -> Iterator[_Told]:
+        first = max(0, len(entries.since) - MOST_SPANS)
+        since = [*entries.since[first:], None]
+        of_layer = [self._facts[number] for number in entries.facts[first:]]
+        for column, gemm in enumerate(GEMMS):
+            facts = [fact[column] for fact in of_layer]
+            begins = [place for place, fact in enumerate(facts) if not place or fact != facts[place - 1]]
+            for begin, end in zip(begins, [*begins[1:], len(facts)], strict=True):
+                fact, begun, after = facts[begin], since[begin], since[end]
+                if fact is None or begun is None:
+                    continue
+                seen = any(bits >> column & 1 for bits in entries.seen[first + begin : first + end])
+                operands, recipe = joined(fact.operands)
+                until = None if after is None else after - 1
+                yield _Told(gemm, operands, seen, fact.not_run, begun, until, recipe)
+
+    def _entry(self, gemm: GemmName, entries: _Entries, number: int) -> Iterator[_Told]:
         column = GEMMS.index(gemm)
         facts = [self._facts[of_layer][column] for of_layer in entries.facts]
         fact = facts[number]
@@ -177,7 +212,7 @@ class PrecisionHistory:
         seen = any(bits >> column & 1 for bits in entries.seen[first:after]) and not entries.seen[number] & _DOUBT
         until = entries.since[after] - 1 if after < len(facts) else None
         operands, recipe = joined(fact.operands)
-        yield GemmPrecision(layer, gemm, operands, seen, fact.not_run, entries.since[first], until, recipe)
+        yield _Told(gemm, operands, seen, fact.not_run, entries.since[first], until, recipe)
 
     def _number(self, before: LayerFacts, facts: Mapping[GemmName, GemmFact]) -> int:
         """The number of the facts of a layer, where some of them are new."""

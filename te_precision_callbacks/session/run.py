@@ -19,6 +19,7 @@ from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.forwards import ForwardClassifier
+from te_precision_callbacks.garbage import without_collections
 from te_precision_callbacks.naming import Model
 from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.options import SessionOptions, read_statistics_log
@@ -367,7 +368,8 @@ class Run:
         explain_shape(error or sys.exc_info()[1], self.model.modules)
         keeps = self._options.keep_precision and self._findings.changes_precision
         keeps = keeps and error is None and not self.inspector.ended
-        with Uninterrupted(None if self._ends is None else self._ends.termination) as guard, ExitStack() as then:
+        termination = None if self._ends is None else self._ends.termination
+        with Uninterrupted(termination) as guard, without_collections(), ExitStack() as then:
             # Callbacks in the stack run in reverse order, whatever fails.
             then.callback(self._failures.summarize)
             then.callback(self.ranks.end)

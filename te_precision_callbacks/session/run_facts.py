@@ -8,7 +8,7 @@ import platform
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -16,6 +16,7 @@ from te_precision_callbacks.config.planning import Section
 from te_precision_callbacks.doctor.torch_facts import torch_facts
 from te_precision_callbacks.environment import read_environment
 from te_precision_callbacks.fingerprints.taking import QUANTIZED, weights_of
+from te_precision_callbacks.garbage import without_collections
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.records.coverage import Product
 from te_precision_callbacks.records.model import Event, LayerInfo
@@ -71,12 +72,14 @@ class RunFacts:
         changes = findings.layers.changes, findings.audit.changes, coverage.changes
         return *changes, len(coverage.of_other_ranks), len(findings.unconverted)
 
+    @without_collections()
     def take(self) -> Facts:
         """Gather all facts."""
         begun = time.perf_counter()
         self._taken = self._state
         infos = self._findings.layers.spans()
-        gemms, operands = self._products()
+        precision = list(self._findings.audit.spans())
+        gemms, operands = self._products(precision)
         layer_rows = list(self._layers(infos, gemms))
         ids = {row["layer"]: row["layer_id"] for row in layer_rows}
         scopes = {row["layer"]: row["scope"] for row in layer_rows}
@@ -91,7 +94,7 @@ class RunFacts:
         }
         now = time.perf_counter()
         self._rests_until = now + (now - begun) / MOST_SHARE
-        return Facts(self._run(gemms), tables)
+        return Facts(self._run(precision), tables)
 
     def changes(self) -> Iterator[Event]:
         """What has changed in the precision of GEMMs since the last call, an event for each iteration."""
@@ -116,10 +119,10 @@ class RunFacts:
 
     # ------------------------------------------------------------------ run.json
 
-    def _run(self, gemms: Sequence[Row]) -> Row:
+    def _run(self, precision: Iterable[GemmPrecision]) -> Row:
         if self._machine is None:
             self._machine = self._machine_facts()
-        recipes = dict.fromkeys(entry.recipe for entry in self._findings.audit.spans() if entry.recipe)
+        recipes = dict.fromkeys(entry.recipe for entry in precision if entry.recipe)
         return {
             **self._machine,
             "config_text": self._config_text(),
@@ -225,11 +228,11 @@ class RunFacts:
                 }
         return found
 
-    def _products(self) -> tuple[list[Row], list[Row]]:
+    def _products(self, precision: Iterable[GemmPrecision]) -> tuple[list[Row], list[Row]]:
         """The rows of products and of their operands."""
         gemms: list[Row] = []
         operands: list[Row] = []
-        for product, order, seen, since, until in self._spans_of_products():
+        for product, order, seen, since, until in self._spans_of_products(precision):
             number = len(gemms)
             span = {"since": since, "until": until}
             gemms.append(
@@ -270,10 +273,12 @@ class RunFacts:
             ]
         return gemms, operands
 
-    def _spans_of_products(self) -> Iterator[tuple[Product, int, GemmPrecision | None, int, int | None]]:
+    def _spans_of_products(
+        self, precision: Iterable[GemmPrecision]
+    ) -> Iterator[tuple[Product, int, GemmPrecision | None, int, int | None]]:
         """Each product as often as its precision was another: with its place, its precision, and its span."""
         spans: dict[tuple[str, str], list[GemmPrecision]] = defaultdict(list)
-        for entry in self._findings.audit.spans():
+        for entry in precision:
             spans[entry.layer, entry.gemm].append(entry)
         for counted in self._findings.coverage.spans():
             known = {(product.layer, product.gemm) for product in counted.products}

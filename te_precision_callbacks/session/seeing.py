@@ -3,17 +3,24 @@
 An operator runs exactly once, whatever happens in what is told; the exceptions of operators are training's own, and
 pass. Read from torch 2.13: ``TorchDispatchMode.ignore_compile_internals``, by which ``torch.compile`` compiles under
 the mode instead of leaving the code uncompiled for ever; ``supports_higher_order_operators``, without which an operator
-such as ``flex_attention`` raises under the mode; and ``_get_current_dispatch_mode_stack``. The engine of the backward
-takes the modes of the thread that calls it to its own threads.
+such as ``flex_attention`` raises under the mode; and ``_get_current_dispatch_mode_stack``,
+``_get_current_dispatch_mode`` and ``_pop_mode_temporarily``. The engine of the backward takes the modes of the thread
+that calls it to its own threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode_temporarily,
+)
 
 
 class Watcher(Protocol):
@@ -91,6 +98,16 @@ def is_seen_by(watcher: Watcher) -> bool:
     """Whether a watcher is told of all operators of this thread, at least of those outside of others."""
     modes = _get_current_dispatch_mode_stack()
     return any(isinstance(mode, SeeingMode) and mode.watcher is watcher and mode._only is None for mode in modes)
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Tell of no operator of this thread. Where a mode of the script was entered later, they pass as before."""
+    if isinstance(_get_current_dispatch_mode(), SeeingMode):
+        with _pop_mode_temporarily():
+            yield
+    else:
+        yield
 
 
 def _goes_by_values(operator: Any, arguments: Sequence[Any]) -> bool:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.records.loggers import LoggerSink
@@ -15,6 +16,8 @@ from te_precision_callbacks.records.model import Event, EventSink, RunInfo, Scal
 from te_precision_callbacks.session.failures import ObservationFailures
 
 logger = logging.getLogger(__name__)
+
+SinkT = TypeVar("SinkT", bound=Sink)
 
 SLOW_SHARE = 0.1
 """The share of the training time above which a sink counts as slow."""
@@ -40,6 +43,8 @@ class Sinks:
 
     def __init__(self, sinks: Iterable[Sink], describe: Callable[[], RunInfo], failures: ObservationFailures) -> None:
         self._sinks = list(sinks)
+        # Asked once: it takes long to find whether an object has the methods of a protocol.
+        self._takers: list[EventSink] = [sink for sink in self._sinks if isinstance(sink, EventSink)]
         self._describe = describe
         self._failures = failures
         self._begun = False
@@ -69,12 +74,11 @@ class Sinks:
         if not self._begun or self._to_start:
             self._early.append(told)
             return
-        takers = [sink for sink in self._sinks if isinstance(sink, EventSink)]
-        self._each("telling", [*takers], lambda sink: _tell(sink, told))
+        self._each("telling", [*self._takers], lambda sink: _tell(sink, told))
 
     def drop(self, sink: Sink) -> None:
         """Do without a sink that was not started."""
-        self._sinks = [other for other in self._sinks if other is not sink]
+        self._forget(sink)
         self._to_start = [other for other in self._to_start if other is not sink]
 
     def pass_over(self, sinks: Iterable[Sink]) -> None:
@@ -97,12 +101,12 @@ class Sinks:
 
     def report(self, path: Path) -> None:
         """Hand the file of the run's report to the trainer's loggers, which are closed as sinks, and open still."""
-        reporting: dict[int, LoggerSink] = {id(sink): sink for sink in self._sinks if isinstance(sink, LoggerSink)}
-        self._each("handing the report to", [*reporting.values()], lambda sink: reporting[id(sink)].report(path))
+        reporting = [sink for sink in self._sinks if isinstance(sink, LoggerSink)]
+        self._each("handing the report to", reporting, lambda sink: sink.report(path))
 
-    def _each(self, doing: str, left: list[Sink], call: Callable[[Sink], None]) -> None:
+    def _each(self, doing: str, left: list[SinkT], call: Callable[[SinkT], None]) -> None:
         """Call the sinks in ``left``; each leaves the list when its call has ended."""
-        failed: list[tuple[Sink, Exception]] = []
+        failed: list[tuple[SinkT, Exception]] = []
         while left:
             sink = left[0]
             try:
@@ -115,10 +119,14 @@ class Sinks:
             self._failures.report(doing, type(sink).__name__, failure)
 
     def _drop(self, sink: Sink, error: Exception | None) -> None:
-        self._sinks = [other for other in self._sinks if other is not sink]
+        self._forget(sink)
         if error is not None:
             with contextlib.suppress(Exception):  # the sink is known to fail
                 sink.close(error)
+
+    def _forget(self, sink: Sink) -> None:
+        self._sinks = [other for other in self._sinks if other is not sink]
+        self._takers = [other for other in self._takers if other is not sink]
 
     # ------------------------------------------------------------------ how long they take
 
@@ -152,9 +160,8 @@ class Sinks:
                 return
 
 
-def _tell(sink: Sink, told: Event | Scalars) -> None:
-    if isinstance(sink, EventSink):
-        if isinstance(told, Event):
-            sink.event(told)
-        else:
-            sink.scalars(told)
+def _tell(sink: EventSink, told: Event | Scalars) -> None:
+    if isinstance(told, Event):
+        sink.event(told)
+    else:
+        sink.scalars(told)

@@ -54,6 +54,7 @@ from te_precision_callbacks.naming import NamedOperation
 from te_precision_callbacks.numerics.layouts import is_quantized
 from te_precision_callbacks.session.errors import ObservationError
 from te_precision_callbacks.session.precision import recipe_in_force, recipe_text
+from te_precision_callbacks.session.seeing import unseen
 from te_precision_callbacks.turns import AT_ONCE, Turns
 from te_precision_callbacks.vocabulary import OPERANDS, OperandName, class_names
 
@@ -405,11 +406,12 @@ class GemmTap:
         return end_forward
 
     def _run(self, forward: _Forward | None, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Call a function as a part of a forward, or of its backward."""
+        """Call a function as a part of a forward, or of its backward. Its products have events: no mode looks at it."""
         current = self._current
         before, current.running = current.running, forward
         try:
-            return function(*arguments, **keywords)
+            with unseen():
+                return function(*arguments, **keywords)
         finally:
             current.running = before
 

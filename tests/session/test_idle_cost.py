@@ -1,4 +1,4 @@
-"""What a step in which nothing is due costs the host: the same for a large model as for a small one."""
+"""What a session costs the host where nothing is due: the same for a large model as for a small one; and at its end."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import transformer_engine.pytorch as te
 from torch.nn.modules import module as torch_module
 
+from te_precision_callbacks import summary
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.turns import AT_ONCE
 from tests.conftest import statistics
@@ -22,6 +23,9 @@ from tests.conftest import statistics
 FEW, MANY = 2 * AT_ONCE, 5 * AT_ONCE
 SEEN_AT_LAST = MANY // AT_ONCE + 1
 """Steps in which every module has had its turn."""
+
+MOST_AT_THE_END = 250
+"""The most calls of Python and of C in ``stop()`` for a layer with statistics of three tensors."""
 
 
 class Stack(torch.nn.Module):
@@ -69,25 +73,49 @@ def session_of(net: torch.nn.Module, folder: Path, freq: int = 1000) -> InspectS
     return InspectSession(statistics(freq=freq), model=net, log_dir=folder, records="off")
 
 
-def most_calls(folder: Path, count: int) -> int:
-    """Of a step, while each module has its turn."""
+class Calls(NamedTuple):
+    """How many calls there are in a step while each module has its turn, at most, and in ``stop()``."""
+
+    step: int
+    stop: int
+
+
+def calls_of(folder: Path, count: int) -> Calls:
     net = Stack(count)
-    with session_of(net, folder) as session:
-        for _ in range(3):
-            train(net)
+    session = session_of(net, folder).start()
+    for _ in range(2):
+        train(net)
+        session.step()
+    session.step()  # without a forward: other autocast regions than before
+    counts = []
+    for _ in range(count // AT_ONCE + 2):
+        with calls() as found:
             session.step()
-        session.step()  # without a forward: other autocast regions than before
-        counts = []
-        for _ in range(2 * SEEN_AT_LAST):
-            with calls() as found:
-                session.step()
-            counts.append(len(found))
-    return max(counts)
+        counts.append(len(found))
+    with calls() as found:
+        session.stop()
+    return Calls(max(counts), len(found))
 
 
-def test_the_calls_of_a_step_do_not_grow_with_the_model(tmp_path: Path) -> None:
-    few, many = most_calls(tmp_path / "few", FEW), most_calls(tmp_path / "many", MANY)
-    assert many == few
+@pytest.fixture(scope="module")
+def few_and_many(tmp_path_factory: pytest.TempPathFactory) -> tuple[Calls, Calls]:
+    """Of two models; of both the summary has as many rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(summary, "MOST_LAYERS", 2)
+        patch.setattr(summary, "MOST_ROWS", 1)
+        calls_of(tmp_path_factory.mktemp("first"), 1)  # imports what the end of a session imports
+        return calls_of(tmp_path_factory.mktemp("few"), FEW), calls_of(tmp_path_factory.mktemp("many"), 200)
+
+
+def test_the_calls_of_a_step_do_not_grow_with_the_model(few_and_many: tuple[Calls, Calls]) -> None:
+    few, many = few_and_many
+    assert many.step == few.step
+
+
+def test_the_end_does_little_for_each_layer(few_and_many: tuple[Calls, Calls]) -> None:
+    """Twenty thousand layers end in seconds."""
+    few, many = few_and_many
+    assert (many.stop - few.stop) / (200 - FEW) < MOST_AT_THE_END
 
 
 def test_a_forward_calls_no_more_than_without_a_session(tmp_path: Path) -> None:

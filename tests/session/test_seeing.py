@@ -232,6 +232,64 @@ def test_a_contract_says_what_its_share_leaves_out(
     assert "theirs" in about[0]
 
 
+# ---------------------------------------------------------------------- layers of Transformer Engine
+
+
+class Inside(torch.nn.Module):
+    """A layer of Transformer Engine, called under a mode of the script's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = te.Linear(WIDTH, WIDTH)
+        self.operators: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        operators = self.operators
+
+        class Theirs(TorchDispatchMode):
+            def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+                operators.append(str(operator))
+                return operator(*arguments, **(keywords or {}))
+
+        with Theirs():
+            result: torch.Tensor = self.layer(x)
+        return result
+
+
+def test_nothing_looks_at_the_operators_inside_of_layers_of_transformer_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of their products there are events, and on the reference backend a layer has hundreds of operators."""
+    looked: list[bool] = []
+    own = ModelProducts.before
+
+    def before(products: ModelProducts, arguments: Any, *, of_shards: bool) -> None:
+        looked.append(products._in_gemm_layer())
+        own(products, arguments, of_shards=of_shards)
+
+    monkeypatch.setattr(ModelProducts, "before", before)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, WIDTH), te.LayerNormLinear(WIDTH, WIDTH), te.Linear(WIDTH, WIDTH)
+    )
+    coverage = trained(model, tmp_path)
+    assert looked
+    assert not any(looked)
+    layers = {product.layer: product.family for product in coverage if product.runs == "seen"}
+    assert layers == {"0": "torch", "1": "te", "2": "te"}
+
+
+def test_a_mode_of_the_scripts_own_sees_what_it_sees_without_a_session(tmp_path: Path) -> None:
+    model = Inside()
+    step(model)
+    alone = list(model.operators)
+    model.operators.clear()
+    with InspectSession(None, model=model, log_dir=tmp_path, observe="debug", strict=True) as session:
+        model.eval()  # no feature looks in evaluation
+        step(model)
+        session.step()
+    assert model.operators == alone
+
+
 # ---------------------------------------------------------------------- failures of our own
 
 FAILING: dict[str, tuple[Any, str]] = {
