@@ -35,7 +35,7 @@ from te_precision_callbacks import reference
 from te_precision_callbacks.fingerprints import pooling
 from te_precision_callbacks.fingerprints.model import Fingerprint
 from te_precision_callbacks.ranks import messages, tree
-from te_precision_callbacks.ranks.meeting import Place, connect, meet
+from te_precision_callbacks.ranks.meeting import Meeting, Place, connect
 
 COLUMNS = ("case", "ranks", "sent_0", "kib_0", "memory_0_kib", "sent", "kib", "memory_kib")
 
@@ -206,7 +206,7 @@ def counts_on_sockets(sent: Sequence[Message], size: int, stages: int) -> list[C
     def run(rank: int) -> None:
         try:
             at = Place(rank, size, "rank {}".format)
-            keys, secret = meet(store, at, 60.0, "to count")
+            keys, secret = Meeting(store, at).meet(60.0, "to count")
             connected = connect(keys, secret, at, 60.0)
             trees[id(connected)] = rank
             for message in sent:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from te_precision_callbacks.debug_utils.errors import STOPS
 from te_precision_callbacks.debug_utils.events import Call, Gradient
 from te_precision_callbacks.debug_utils.hooks import ModelHooks, Watched
 from te_precision_callbacks.debug_utils.interval import GradientRoles
@@ -19,7 +20,6 @@ from te_precision_callbacks.debug_utils.scales import fp8_scale
 from te_precision_callbacks.debug_utils.slots import Measured, Unmeasured
 from te_precision_callbacks.debug_utils.structure import arguments, tensors_in
 from te_precision_callbacks.devices import is_capturing
-from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.forwards import NO_BACKWARD, ForwardClassifier, ForwardKind, outside_of_dynamo
 
 _UNKNOWN = Unmeasured("unknown")
@@ -68,7 +68,7 @@ class Calls:
                 # Nothing runs around the model: an interrupt, which calls no hooks, has left the last call open.
                 current = self._begin(watched)
             self._take(current, watched, inputs, keywords)
-        except PrecisionDebugError:
+        except STOPS:
             raise
         except Exception as error:
             journal.fail(error)

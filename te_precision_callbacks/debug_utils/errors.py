@@ -103,6 +103,10 @@ class AbortAfterBatch(PrecisionDebugError, ValueError):
         return AbortAfterBatch, (self.batch,)
 
 
+STOPS = (ActivationOverflowError, DetectionFailedError, AbortAfterBatch)
+"""What a detector raises on purpose while a model trains."""
+
+
 def text_of(error: BaseException) -> str:
     """The class and the text of an exception."""
     return f"{type(error).__name__}: {error}"

@@ -2,7 +2,8 @@
 
 Rank 0 opens a meeting, the others come, and rank 0 says that all are there. Then each rank connects to its parent,
 whose address is in the store too. So nobody waits in vain for a connection, and a rank that does not come costs the
-others the time that they were given for it. Each rank needs the same few keys, however many ranks there are.
+others the time that they were given for it. A rank that cannot meet says so once, and waits for nobody: its word stays
+in the store. Each rank needs the same few keys, however many ranks there are.
 
 Read from torch 2.13: ``torch.distributed.distributed_c10d._get_default_store``, and of its ``Store`` ``clone``, whose
 timeouts are not those of the training. ``wait`` is not used: it keeps Python from handling a signal, and a store warns
@@ -43,9 +44,6 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 _ANSWER = 10.0
 """Seconds after which the store should have answered."""
 
-_REFUSING = 5.0
-"""The seconds in which a rank that cannot meet tells the others."""
-
 _LONGEST_PAUSE = 0.25
 
 
@@ -80,100 +78,101 @@ def below(prefix: str, store: Any) -> Any:
     return dist.distributed_c10d.PrefixStore(prefix, store)
 
 
-def meet(store: Any, at: Place, wait: float, why: str) -> tuple[Any, str]:
-    """Meet all ranks.
+class Meeting:
+    """One meeting of the ranks. Each rank counts the meetings that it is called to, so what it says in one of them is
+    there for the ranks that come later, however late that is.
 
     Args:
-        store: of all ranks that meet; two meetings of one store must follow one another on each rank.
+        store: of all ranks that meet.
         at: this rank.
-        wait: the seconds in which all must have come.
-        why: what this rank waits for, for a warning.
-
-    Returns:
-        The keys of this meeting, and a secret of its ranks.
-
-    Raises:
-        MeetingFailed: not all came in time, or some have other versions.
-        RuntimeError: of the store.
     """
-    until, on_wait = time.monotonic() + wait, _warning(at, why)
-    if at.rank == 0:
-        number, secret = store.add("meetings", 1), secrets.token_hex(16)
-        try:
-            store.set("open", json.dumps([number, secret, PROTOCOL]))
-            enough = _until(lambda: _all_came(store, number, at) or store.check([f"{number}/refused"]), until, on_wait)
+
+    def __init__(self, store: Any, at: Place) -> None:
+        self._store = store
+        self._at = at
+        self._number = 0
+
+    @property
+    def keys(self) -> Any:
+        """The keys of this meeting."""
+        if not self._number:
+            self._number = self._store.add(f"meetings/{self._at.rank}", 1)
+        return below(str(self._number), self._store)
+
+    def meet(self, wait: float, why: str) -> tuple[Any, str]:
+        """Meet all ranks.
+
+        Args:
+            wait: the seconds in which all must have come.
+            why: what this rank waits for, for a warning.
+
+        Returns:
+            The keys of this meeting, and a secret of its ranks.
+
+        Raises:
+            MeetingFailed: not all came in time, one has refused, or some have other versions.
+            RuntimeError: of the store.
+        """
+        keys, at = self.keys, self._at
+        until, on_wait = time.monotonic() + wait, _warning(at, why)
+        if at.rank == 0:
+            secret = secrets.token_hex(16)
+            keys.set("open", json.dumps([secret, PROTOCOL]))
+            enough = _until(lambda: self._all_came() or keys.check(["refused"]), until, on_wait)
             verdict = "" if enough else f"not all of them have come within {wait:g} s"
-            if store.check([f"{number}/refused"]):
-                verdict = store.get(f"{number}/refused").decode()
-                _fail(store, number, at, verdict)
-            else:
-                store.delete_key("open")  # before any rank can come for the next meeting
-                store.set(f"{number}/verdict", verdict)
-        except Exception as error:
-            verdict = f"{at.name(0)} has failed ({type(error).__name__}: {error})"
-            _fail(store, number, at, verdict)
-            raise MeetingFailed(verdict) from error
-        except BaseException:
-            store.delete_key("open")
-            raise
-    else:
-        if not _until(lambda: store.check(["open"]), until, on_wait):
-            raise MeetingFailed(f"{at.name(0)} has not come within {wait:g} s")
-        number, secret, protocol = json.loads(store.get("open"))
-        if protocol != PROTOCOL:
-            other = f"they have different versions of te-precision-callbacks (messages {protocol} and {PROTOCOL})"
-            store.set(f"{number}/refused", other)
-        store.add(f"{number}/arrived", 1)
-        if not _until(lambda: store.check([f"{number}/verdict"]), until + _ANSWER, on_wait):
-            raise MeetingFailed(f"not all of them have come within {wait:g} s")
-        verdict = store.get(f"{number}/verdict").decode()
-    if verdict:
-        raise MeetingFailed(verdict)
-    return below(str(number), store), secret
+            if keys.check(["refused"]):
+                verdict = keys.get("refused").decode()
+            keys.set("verdict", verdict)
+        else:
+            if not _until(lambda: keys.check(["open"]), until, on_wait):
+                raise MeetingFailed(f"{at.name(0)} has not come within {wait:g} s")
+            secret, protocol = json.loads(keys.get("open"))
+            if protocol != PROTOCOL:
+                other = f"they have different versions of te-precision-callbacks (messages {protocol} and {PROTOCOL})"
+                keys.set("refused", other)
+            keys.add("arrived", 1)
+            if not _until(lambda: keys.check(["verdict"]), until + _ANSWER, on_wait):
+                raise MeetingFailed(f"not all of them have come within {wait:g} s")
+            verdict = keys.get("verdict").decode()
+        if verdict:
+            raise MeetingFailed(verdict)
+        return keys, secret
+
+    def _all_came(self) -> bool:
+        return bool(self.keys.add("arrived", 0) >= self._at.size - 1)
+
+    def refuse(self, why: str) -> None:
+        """Tell all ranks that this one does not meet them, or has met them and does not connect. Nobody waits for it:
+        those that wait now hear why, and so do those that come later."""
+        keys = self.keys
+        if self._at.rank:
+            keys.set("refused", why)
+        else:
+            keys.set("verdict", why)
+            keys.set("open", json.dumps(["", PROTOCOL]))
+        say_gone(keys, self._at)
 
 
-def _fail(store: Any, number: int, at: Place, why: str) -> None:
-    """End a meeting that fails, on rank 0: ranks that come within a few seconds hear of it too."""
-    _until(lambda: _all_came(store, number, at), time.monotonic() + _REFUSING, lambda: None)
-    store.delete_key("open")
-    store.set(f"{number}/verdict", why)
-
-
-def _all_came(store: Any, number: int, at: Place) -> bool:
-    return bool(store.add(f"{number}/arrived", 0) >= at.size - 1)
-
-
-def refuse(store: Any, at: Place, why: str) -> None:
-    """Tell the ranks that meet, or will soon, that this one cannot: so they do not wait for it."""
-    if at.rank == 0:
-        number = store.add("meetings", 1)
-        store.set(f"{number - 1}/verdict", why)  # where it had opened one
-        store.set("open", json.dumps([number, "", PROTOCOL]))
-        _fail(store, number, at, why)
-    elif _until(lambda: store.check(["open"]), time.monotonic() + _REFUSING, lambda: None):
-        number, _, _ = json.loads(store.get("open"))
-        store.set(f"{number}/refused", why)
-        store.add(f"{number}/arrived", 1)
+def say_gone(keys: Any, at: Place) -> None:
+    """Tell the neighbours that connect, or soon will, that this rank does not."""
+    keys.set(f"at/{at.rank}", json.dumps(None))
+    if at.rank:
+        keys.set(f"lacks/{parent_of(at.rank)}", at.name(at.rank))
 
 
 def connect(store: Any, secret: str, at: Place, wait: float) -> Tree:
-    """Connect the ranks that have met.
+    """Connect the ranks that have met. A rank on which this fails tells it with :func:`say_gone`.
+
+    Args:
+        store: the keys of the meeting, or of a later attempt.
+        secret: of the ranks.
+        at: this rank.
+        wait: the seconds in which all must have connected.
 
     Raises:
         MeetingFailed: a neighbour cannot be reached.
         OSError, RuntimeError: of sockets, or of the store.
     """
-    try:
-        return _connect(store, secret, at, wait)
-    except BaseException:  # its neighbours need not wait for it
-        with suppress(Exception):
-            store.set(f"at/{at.rank}", json.dumps(None))
-            if at.rank:
-                store.set(f"lacks/{parent_of(at.rank)}", at.name(at.rank))
-        raise
-
-
-def _connect(store: Any, secret: str, at: Place, wait: float) -> Tree:
     until = time.monotonic() + wait
     parent: socket.socket | None = None
     children: dict[int, socket.socket] = {}

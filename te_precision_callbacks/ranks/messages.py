@@ -13,7 +13,7 @@ import numpy as np
 import torch.distributed as dist
 
 from te_precision_callbacks.errors import PrecisionDebugError
-from te_precision_callbacks.ranks.meeting import MeetingFailed, Place, below, connect, meet, refuse, shared_store
+from te_precision_callbacks.ranks.meeting import Meeting, MeetingFailed, Place, below, connect, say_gone, shared_store
 from te_precision_callbacks.ranks.tree import Departure, Numbers, RanksLostError, Tree
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 Entry = TypeVar("Entry", bound=Hashable)
 
 EXCHANGING = 60.0
-"""The seconds that a rank waits for the others in a message of a step."""
+"""The seconds that a rank waits for the others in a message of a step, but for the first one."""
 
 CONNECTING = 15.0
 """The seconds in which ranks that have met must connect."""
@@ -29,8 +29,9 @@ CONNECTING = 15.0
 RECONNECTING = 10.0
 """The same for ranks that meet again, in the middle of training."""
 
-POLLING, MOST_RETURNS = 16, 8
-"""After how many steps ranks that are apart look for the others, and how often they meet again at most."""
+POLLING, MOST_RETURNS = 8, 9
+"""After how many steps ranks that are apart look for the others, and how often they meet again at most. With these they
+are together again 26 to 34 steps after they parted."""
 
 
 class Messages:
@@ -97,36 +98,44 @@ class Messages:
         Raises:
             RanksLostError: the ranks have not met. They are apart from then on.
         """
-        has_met = False
+        meeting: Meeting | None = None
         try:
             self.close()
             self._return = None
             if dist.get_backend(self.group) == "fake":
-                raise MeetingFailed("the process group is fake, so there are no others")
+                raise RanksLostError(Departure(self.rank, "The process group is fake, so there are no other ranks"))
             wait = _patience(self.group)
-            keys, secret = meet(self._store(), self._at, wait, why)
-            has_met = True
+            meeting = self._meeting()
+            keys, secret = meeting.meet(wait, why)
             self._connect(keys, secret, CONNECTING)
             self._wait, self._met = max(wait, EXCHANGING), (keys, secret)
-        except MeetingFailed as error:
-            raise self._apart(f"The ranks have not met: {_reason(error)}") from error
+        except RanksLostError as error:
+            raise self._apart(error.departure.text) from error
         except Exception as error:  # it must not be on this rank alone that anything is raised
-            if not has_met:
-                self.decline(error)
+            self.decline(error, meeting)
             raise self._apart(f"The ranks have not met: {_reason(error)}") from error
+        except BaseException as error:
+            self.decline(error, meeting)
+            raise
 
-    def decline(self, error: Exception) -> None:
-        """Tell the ranks that meet, or soon will, that this one cannot because something failed on it."""
+    def decline(self, error: BaseException, meeting: Meeting | None = None) -> None:
+        """Tell the other ranks that this one does not meet them because something failed on it.
+
+        Args:
+            error: what failed.
+            meeting: the one at which this rank is; None if it has not come to it.
+        """
+        reason = _reason(error)
+        own = reason if isinstance(error, MeetingFailed) else f"{self.name(self.rank)} has failed ({reason})"
         with contextlib.suppress(Exception):
-            refuse(self._store(), self._at, f"{self.name(self.rank)} has failed ({_reason(error)})")
+            (meeting or self._meeting()).refuse(own)
 
-    def _store(self) -> Any:
-        return shared_store(f"te_precision_callbacks/{self._purpose}/{self._group_name}")
+    def _meeting(self) -> Meeting:
+        return Meeting(shared_store(f"te_precision_callbacks/{self._purpose}/{self._group_name}"), self._at)
 
     def settle(self) -> None:
-        """From now on ranks come to messages at about the same time, as in steps of training; and meet again where one
-        of them has left."""
-        self._wait = EXCHANGING
+        """From now on ranks meet again where one of them has left; and from the next message on they come to messages
+        at about the same time, as in steps of training. To that one they may not: in their first step some compile."""
         if self._tree is not None and self._met is not None:
             self._return = _Return(*self._met)
 
@@ -233,7 +242,10 @@ class Messages:
         if tree is None:
             raise RanksLostError(self.departure, self._in_words(self.departure))
         try:
-            return tree.exchange(kind, why, numbers, sums, text, merge, self._wait)
+            found = tree.exchange(kind, why, numbers, sums, text, merge, self._wait)
+            if self._return is not None:
+                self._wait = EXCHANGING
+            return found
         except RanksLostError as error:
             self._leave(error.departure)
             raise RanksLostError(error.departure, self._in_words(error.departure)) from error
@@ -282,6 +294,8 @@ class Messages:
                 return None
             self._connect(found.keys_of_attempt(), found.secret, RECONNECTING)
         except Exception as error:  # the store may be gone, or a rank
+            with contextlib.suppress(Exception):
+                say_gone(found.keys_of_attempt(), self._at)
             logger.info("%s has not met the other ranks again: %s.", self.name(self.rank).capitalize(), _reason(error))
             self._leave(Departure(self.rank, _reason(error)))
             return None

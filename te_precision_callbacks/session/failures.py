@@ -6,18 +6,29 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from te_precision_callbacks.debug_utils.errors import STOPS
 from te_precision_callbacks.devices import is_lost, lost_in_words
 from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.engine.reduction import RanksDifferError
-from te_precision_callbacks.errors import FeatureError
+from te_precision_callbacks.errors import FeatureError, PrecisionDebugError
 from te_precision_callbacks.ranks.meeting import INTERFACE
 from te_precision_callbacks.ranks.tree import RanksLostError
-from te_precision_callbacks.session.errors import ObservationError
+from te_precision_callbacks.session.contract import PrecisionContractError
+from te_precision_callbacks.session.errors import ObservationError, ResumeAuditError
 
 logger = logging.getLogger(__name__)
 
 MOST_REPORTS = 20
 """The most kinds of failures that are reported; further ones are only counted."""
+
+ASKED_FOR: tuple[type[PrecisionDebugError], ...] = (
+    ObservationError,  # strict=True
+    ResumeAuditError,  # strict=True
+    PrecisionContractError,  # require=, with on_broken="raise"
+    *STOPS,  # debug="activation_overflow"
+)
+"""What a step raises in the training. Every other exception is a failure in observation. Mistakes of usage, such as a
+step without a model, raise a SessionError before anything of the step has run."""
 
 
 class ObservationFailures:
@@ -69,7 +80,7 @@ class ObservationFailures:
             return
         if self._strict:
             raise ObservationError(f"{where}: {_text(error)}") from error
-        kind = (doing, type(error), error.kind if isinstance(error, FeatureError) else str(error))
+        kind = (doing, type(error), error.kind if isinstance(error, FeatureError) else _text(error))
         known = kind in self._reported or len(self._reported) >= MOST_REPORTS
         if not known:
             self._reported.add(kind)
@@ -153,4 +164,8 @@ def _is_below(folder: Path, error: BaseException | None) -> bool:
 
 def _text(error: BaseException) -> str:
     """The type and text of an error. Transformer Engine's asserts have no text; the type alone then says more."""
-    return f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__} (without a message)"
+    try:
+        text = str(error)
+    except Exception:  # of a feature or a sink, that must not end the training for its text
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else f"{type(error).__name__} (without a message)"

@@ -27,7 +27,7 @@ from te_precision_callbacks.naming import NamedModule
 from te_precision_callbacks.ranks import in_words, is_distributed
 from te_precision_callbacks.ranks.messages import Messages
 from te_precision_callbacks.ranks.tree import RanksLostError
-from te_precision_callbacks.session.errors import SessionError
+from te_precision_callbacks.session.errors import ObservationError, SessionError
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ class Ranks:
         """Hear whether it failed on another rank. A failure in this itself is not raised, since no other rank would."""
         try:
             self.any("agreement", doing, own=False)
-        except PrecisionDebugError:
+        except (ConfigError, SessionError, ObservationError):  # those of another rank
             raise
         except Exception as failure:
             self.leave(failure)

@@ -75,9 +75,13 @@ class _Entries:
         elif self.since and self.facts[-1] == facts and not (self.seen[-1] | seen) & _DOUBT:
             self.seen[-1] |= seen
         else:
-            self.since.append(iteration)
-            self.facts.append(facts)
-            self.seen.append(seen)
+            try:
+                self.since.append(iteration)
+                self.facts.append(facts)
+                self.seen.append(seen)
+            except BaseException:  # a whole entry, or none
+                self.cut(iteration)
+                raise
 
     @property
     def history(self) -> tuple[bytes, bytes, bytes]:
@@ -217,7 +221,9 @@ class PrecisionHistory:
     def _number(self, before: LayerFacts, facts: Mapping[GemmName, GemmFact]) -> int:
         """The number of the facts of a layer, where some of them are new."""
         found = tuple(facts.get(gemm, fact) for gemm, fact in zip(GEMMS, before, strict=True))
-        number = self._numbers.setdefault(found, len(self._facts))
-        if number == len(self._facts):
+        number = self._numbers.get(found)
+        if number is None:
+            number = len(self._facts)
             self._facts.append(found)
+            self._numbers[found] = number
         return number

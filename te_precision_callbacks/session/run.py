@@ -17,7 +17,6 @@ from te_precision_callbacks.devices import is_capturing
 from te_precision_callbacks.dumps.files import SAFETENSORS
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.forwards import ForwardClassifier
 from te_precision_callbacks.garbage import without_collections
 from te_precision_callbacks.naming import Model
@@ -33,7 +32,7 @@ from te_precision_callbacks.session.contract import ContractKeeper, PrecisionCon
 from te_precision_callbacks.session.delivery import Delivery, Ending, SessionObservation
 from te_precision_callbacks.session.endings import ProcessEnds, Terminated
 from te_precision_callbacks.session.errors import ObservationError, SessionError
-from te_precision_callbacks.session.failures import ObservationFailures
+from te_precision_callbacks.session.failures import ASKED_FOR, ObservationFailures
 from te_precision_callbacks.session.findings import Findings, Results
 from te_precision_callbacks.session.forgotten import ForgottenSteps
 from te_precision_callbacks.session.forward import ForwardHooks
@@ -213,11 +212,11 @@ class Run:
                 self._say_captured()
                 return None
             return self._step(logging_step)
-        except PrecisionDebugError:
+        except ASKED_FOR:
             raise
         except Exception as error:  # of ours, which must not end the training; nor must the other ranks wait
             self.ranks.leave(error)
-            self._failures.report("ending", f"iteration {self.inspector.iteration}", error)
+            self._failures.report("ending", f"iteration {self._iteration_at_its_end}", error)
             return None
 
     def _step(self, logging_step: int | None) -> StepRecords | None:
@@ -256,7 +255,7 @@ class Run:
                 records = self._end_step(ending)
             self._look_for_ranks()
             return records
-        except PrecisionDebugError:
+        except ASKED_FOR:
             raise
         except BaseException as error:  # the step counts, and the next call hands its remaining records to sinks
             if isinstance(error, Exception) or delivery.ending is ending:  # else Ctrl-C came before the step had begun
@@ -353,8 +352,13 @@ class Run:
             self._failures.report("comparing", "the loss before and after the resume", error)
 
     def _say_failed(self, text: str) -> None:
+        self._chronicle.tell_failure(text, self._iteration_at_its_end)
+
+    @property
+    def _iteration_at_its_end(self) -> int:
+        """The iteration whose step has begun and is not handed over; else the current one."""
         ending = self._delivery.ending
-        self._chronicle.tell_failure(text, self.inspector.iteration if ending is None else ending.iteration)
+        return self.inspector.iteration if ending is None else ending.iteration
 
     def stop(
         self, error: BaseException | None, logging_step: int | None, summarize: Callable[[Coverage], None]
@@ -369,27 +373,47 @@ class Run:
         keeps = self._options.keep_precision and self._findings.changes_precision
         keeps = keeps and error is None and not self.inspector.ended
         termination = None if self._ends is None else self._ends.termination
-        with Uninterrupted(termination) as guard, without_collections(), ExitStack() as then:
+        with Uninterrupted(termination) as guard, without_collections(), ExitStack() as stack:
             # Callbacks in the stack run in reverse order, whatever fails.
-            then.callback(self._failures.summarize)
-            then.callback(self.ranks.end)
-            then.callback(self._close_dumps, error, guard)
-            then.callback(self._put_back, keeps=keeps)
-            then.callback(self._write_summary, summarize)
-            then.callback(self._tell_report, error, guard)
-            then.callback(self._tell_coverage)
-            then.callback(self._close_sinks, error, guard)
+            stack.callback(self._failures.summarize)
+
+            def then(doing: str, of: str, call: Callable[[], None]) -> None:
+                stack.callback(self._try, doing, of, call)
+
+            then("leaving", "the other ranks", self.ranks.end)
+            then("closing", "the dumps", lambda: self._close_dumps(error, guard))
+            then("undoing", "what the session has changed", lambda: self._put_back(keeps=keeps))
+            then("writing", "the summary", lambda: self._write_summary(summarize))
+            then("writing", "the report", lambda: self._tell_report(error, guard))
+            then("telling", "the coverage", self._tell_coverage)
+            then("closing", "the sinks", lambda: self._close_sinks(error, guard))
             if self.model.attached:
-                self.model.say_refused()
-                self._forgotten.end()
-                then.callback(self._tell_the_end, error)
-            then.callback(self._judge_at_the_end, error or sys.exc_info()[1])
+                then("telling", "the end", lambda: self._tell_the_end(error))
+            ended_by = error or sys.exc_info()[1]
+            then("judging", "the precision contract", lambda: self._judge_at_the_end(ended_by))
             if self.model.attached:
-                if not self._writes_in_full and not _is_failure(error):
-                    self._sinks.pass_over(self._files)
-                self._delivery.hand_over_remainder(
-                    logging_step, guard, counts_from=self._loop.counts_from, from_device=self._asks_device
-                )
+                then("handing over", "the last statistics", lambda: self._hand_over_rest(error, logging_step, guard))
+
+    def _try(self, doing: str, of: str, call: Callable[[], None]) -> None:
+        """Do a part of the end. What fails in it is reported, and not raised unless somebody has asked for that."""
+        try:
+            call()
+        except ASKED_FOR:
+            raise
+        except Exception as error:
+            try:
+                self._failures.report(doing, of, error)
+            except Exception:  # with strict=True, where the run has ended already
+                logger.error("The end of the session failed in %s %s.", doing, of, exc_info=error)
+
+    def _hand_over_rest(self, error: BaseException | None, logging_step: int | None, guard: Uninterrupted) -> None:
+        self.model.say_refused()
+        self._forgotten.end()
+        if not self._writes_in_full and not _is_failure(error):
+            self._sinks.pass_over(self._files)
+        self._delivery.hand_over_remainder(
+            logging_step, guard, counts_from=self._loop.counts_from, from_device=self._asks_device
+        )
 
     @property
     def _hurries(self) -> bool:
@@ -462,14 +486,10 @@ class Run:
         if own_rank() != 0 or self._records is None or self._records.place is None or not self._records.has_recorded:
             return
         log_dir, run_id = self._findings.log_dir, self._records.place.run_id
-        try:
-            tell_command(log_dir, run_id)
-            if self._options.report and error is None:
-                with guard.interruptible():
-                    write_page(log_dir, run_id, self._sinks)
-        except Exception as failure:
-            with suppress(ObservationError):
-                self._failures.report("writing", "the report", failure)
+        tell_command(log_dir, run_id)
+        if self._options.report and error is None:
+            with guard.interruptible():
+                write_page(log_dir, run_id, self._sinks)
 
     def _put_back(self, *, keeps: bool) -> None:
         """Undo everything that the run changed in the process; with ``keeps``, all but the features that stay."""
@@ -577,13 +597,8 @@ class Run:
 
     def _write_summary(self, summarize: Callable[[Coverage], None]) -> None:
         """Write the summary into the log folder, on one rank."""
-        if own_rank() != 0 or not self.model.attached or self._hurries:
-            return
-        try:
+        if own_rank() == 0 and self.model.attached and not self._hurries:
             summarize(self._coverage)
-        except Exception as error:
-            with suppress(ObservationError):
-                self._failures.report("writing", "the summary", error)
 
     def _close_dumps(self, error: BaseException | None, guard: Uninterrupted) -> None:
         """Close the detector, whose last look may raise, and write all dumps; before a signal ends the process, those

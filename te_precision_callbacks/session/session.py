@@ -274,7 +274,12 @@ class InspectSession(Results):
         Raises:
             SessionError: the session is not running, or has no model.
             ObservationError: with ``strict=True``, a statistic or a sink failed.
+            ResumeAuditError: with ``strict=True``, a resume has not restored what the checkpoint had.
+            PrecisionContractError: the contract of ``require=`` is broken, and that is to end the run.
             ActivationOverflowError: with ``debug="activation_overflow"``, there was an inf or nan since the last look.
+            DetectionFailedError: with ``debug="activation_overflow"``, the detection has failed.
+
+        No other failure of a step is raised: it is reported once, and training goes on.
         """
         run = self._running("step()")
         if not run.model.attached:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,11 +14,15 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
 
 from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.records.spans import Iterations
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.session.outcome import SessionOutcome
+from te_precision_callbacks.session.precision_history import Format as FormatOf
+from te_precision_callbacks.session.precision_history import GemmFact, PrecisionHistory
 from te_precision_callbacks.vocabulary import GEMMS, name_of_recipe
 from tests.conftest import feature, statistics
 from tests.session.gemm_spy import ROWS, Handed, Spy, wrong
+from tests.session.injecting_script import Injection
 
 BF16 = torch.bfloat16
 NOTHING = statistics(layers=["nowhere"])
@@ -318,3 +323,35 @@ def test_a_run_that_changes_in_every_step_keeps_a_few_bytes_of_each(tmp_path: Pa
     longer, _ = watched(tmp_path, off(*range(0, 100, 2)), [CURRENT] * 52)
     assert len(spans(longer, "dgrad")) == 52
     assert len(pickle.dumps(longer.precision)) - size <= 40 * 40
+
+
+def test_an_entry_that_cannot_be_made_leaves_the_history_whole() -> None:
+    """No memory is left at any line that adds to it: the next entry is as if that one had never been tried."""
+
+    def history() -> PrecisionHistory:
+        found = PrecisionHistory(Iterations())
+        for iteration, text in enumerate(("FP8 E4M3", "FP8 E4M3", "MXFP8")):
+            put(found, iteration, text)
+        return found
+
+    def put(found: PrecisionHistory, iteration: int, text: str) -> None:
+        found.ran(iteration)
+        found.put("linear", iteration, {"fprop": GemmFact((("activation", (FormatOf(text),)),))}, ["fprop"])
+
+    def spans(found: PrecisionHistory) -> list[Any]:
+        put(found, 4, "BF16")
+        put(found, 5, "FP32")
+        return [*found.spans(), *found.at(4)]
+
+    expected, seen, everywhere = spans(history()), history(), Injection()
+    with everywhere.on():
+        put(seen, 3, "NVFP4")
+    of_history = [place for place in everywhere.places if place[0].endswith("precision_history.py")]
+    assert len(of_history) > 10
+    for place in of_history:
+        found, injection = history(), Injection(place)
+        with injection.on(), contextlib.suppress(MemoryError, torch.OutOfMemoryError):
+            put(found, 3, "NVFP4")
+        assert injection.raised
+        after = spans(found)
+        assert after == expected or "NVFP4" in str(after), place
