@@ -9,7 +9,7 @@ import heapq
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -172,21 +172,25 @@ class RunStatistics:
         return Column(self._tensor[series], last, worst, iteration, family)
 
     def _grow(self) -> None:
-        series = [self._table[number] for number in range(len(self._sign), len(self._table))]
-        new = [one.family for one in series]
-        if new:
-            tensors = [self._numbers.setdefault((one.layer, one.tensor), len(self._numbers)) for one in series]
-            families = [self._families.setdefault(family, len(self._families)) for family in new]
-            self.tensors = list(self._numbers)
-            self._tensor, self._family = np.append(self._tensor, tensors), np.append(self._family, families)
-            self._last, self._worst, self._badness = (
-                np.append(old, np.full(len(new), np.nan)) for old in (self._last, self._worst, self._badness)
-            )
-            self._iteration = np.append(self._iteration, np.full(len(new), -1))
-            self._sign = np.append(self._sign, [sign_of(family.worse) for family in new])
-            self._directed = np.append(self._directed, [family.has_direction for family in new])
-            self._has = np.append(self._has, np.zeros(len(new), bool))
-            self._delayed = np.append(self._delayed, [family.is_of_delayed_scaling for family in new])
+        """Make room for new series; each column for itself, so one that could not grow does so in the next step."""
+        if len(self._delayed) == len(self._table):
+            return
+        numbers, families = self._numbers, self._families
+        self._tensor = self._grown(self._tensor, lambda one: numbers.setdefault((one.layer, one.tensor), len(numbers)))
+        self.tensors = list(numbers)
+        self._family = self._grown(self._family, lambda one: families.setdefault(one.family, len(families)))
+        self._last = self._grown(self._last, lambda _: math.nan)
+        self._worst = self._grown(self._worst, lambda _: math.nan)
+        self._badness = self._grown(self._badness, lambda _: math.nan)
+        self._iteration = self._grown(self._iteration, lambda _: -1)
+        self._sign = self._grown(self._sign, lambda one: sign_of(one.family.worse))
+        self._directed = self._grown(self._directed, lambda one: one.family.has_direction)
+        self._has = self._grown(self._has, lambda _: False)
+        self._delayed = self._grown(self._delayed, lambda one: one.family.is_of_delayed_scaling)
+
+    def _grown(self, column: npt.NDArray[Any], of: Callable[[Series], float]) -> npt.NDArray[Any]:
+        new = [of(self._table[number]) for number in range(len(column), len(self._table))]
+        return np.append(column, np.array(new, column.dtype))
 
 
 class Lost(NamedTuple):

@@ -161,9 +161,10 @@ class SeriesTable:
         key = (layer, tensor, statistic, gemm)
         number = self._numbers.get(key)
         if number is None:
-            number = self._numbers[key] = len(self._series)
             family = family_of(tensor, statistic, gemm)
+            number = len(self._series)
             self._series.append(Series(layer, self._families.setdefault(family, family)))
+            self._numbers[key] = number  # at last: where memory has run out before, no other series gets this number
         return number
 
 

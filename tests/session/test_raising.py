@@ -75,6 +75,7 @@ INSIDE = {
 
 READERS = {
     "BatchError",
+    "CommandError",
     "ComparisonError",
     "DifferentShapesError",
     "IterationError",
