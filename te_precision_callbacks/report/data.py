@@ -221,7 +221,7 @@ class _FamilyOnPage:
             "unit": "" if row is None else row.unit,
             "formula": "" if row is None else row.formula,
             "worse": None if family.worse is None else family.worse.value,
-            "delayed": overview.has_first_steps,
+            "delayed": bool(overview.blank.any()),
             "ranks": overview.of.ranks,
             "rows": packed.put(overview.layers.astype(np.int32)),
             "first": packed.put(overview.columns.first.astype(np.int64)),
@@ -261,12 +261,16 @@ def _put_curves(run: RecordedRun, made: Sequence[_FamilyOnPage], packed: Packed)
     for piece in pieces(counts, 500_000):
         wanted = order[piece]
         table = run.values([series for *_, series, _ in wanted])
-        numbers, iterations, values = (table[name].to_numpy() for name in ("series", "iteration", "value"))
+        numbers, iterations, values, flags = (
+            table[name].to_numpy() for name in ("series", "iteration", "value", "flags")
+        )
         misses = 0
         for one, row, rank, series, _ in wanted:
             begin, end = np.searchsorted(numbers, [series, series + 1])
             own = narrowed(values[begin:end])
-            references = packed.try_put(steps_between(iterations[begin:end]), own)
+            arrays = [steps_between(iterations[begin:end]), own]
+            left = iterations[begin:end][one.overview.family.leaves_out(flags[begin:end])]
+            references = packed.try_put(*arrays, *([left] if left.size else []))
             if references is None:
                 misses += 1
                 continue

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timezone
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pyarrow.compute as pc
 
 from te_precision_callbacks.records.coverage import Reason
 from te_precision_callbacks.report.subjects import layer_name
-from te_precision_callbacks.store.recorded import RecordedRun
+from te_precision_callbacks.store.recorded import RecordedRun, Segment
 from te_precision_callbacks.store.tables import at_the_end
 from te_precision_callbacks.terminal import plain
 
@@ -95,7 +96,26 @@ def gemms(run: RecordedRun) -> dict[str, list[dict[str, Any]]]:
         found[layer_name(row["scope"], row["layer"])].append(
             {**{name: row[name] for name in (*names, *numbers)}, "operands": told, "why": _why(row)}
         )
-    return found
+    return {layer: _joined(rows) for layer, rows in found.items()}
+
+
+_NO_SPAN = {"since": None, "until": None}
+
+
+def _joined(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of a layer's products: what goes on unchanged in the next process start is one row."""
+    found: list[dict[str, Any]] = []
+    last: dict[tuple[str, bool], dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: row["since"] or 0):
+        before = last.get((row["gemm"], row["backward"]))
+        is_next = before is not None and before["until"] is not None and before["until"] + 1 >= (row["since"] or 0)
+        if before is not None and is_next and {**before, **_NO_SPAN} == {**row, **_NO_SPAN}:
+            before["until"] = row["until"]
+        else:
+            last[row["gemm"], row["backward"]] = row
+            found.append(row)
+    places = {row["gemm"]: place for place, row in reversed(list(enumerate(rows)))}
+    return sorted(found, key=lambda row: places[row["gemm"]])
 
 
 def _why(row: Mapping[str, Any]) -> str:
@@ -138,23 +158,49 @@ def events(run: RecordedRun) -> tuple[list[dict[str, Any]], int]:
 
 
 def duration(run: RecordedRun) -> dict[str, Any]:
-    """How long the run took: the first and the last time, seconds, the median of a step, and the session's share."""
+    """How long the run took: the steps that have records, the first and the last time, the seconds of all starts, the
+    median of a step, and the session's share.
+
+    Records may be of every tenth step: the seconds between two of them are those of ten steps.
+    """
     steps = run.steps
     if not len(steps):
         return {}
-    times = [time for time in (pc.min(steps["wall_time"]).as_py(), pc.max(steps["wall_time"]).as_py()) if time]
-    seconds = steps["step_seconds"].drop_null().to_numpy()
-    observing = steps["observe_seconds"].drop_null().to_numpy()
+    table = {name: steps[name].to_pylist() for name in ("segment", "iteration", "wall_time")}
+    rows = [row for row in zip(*table.values(), strict=True) if row[2] is not None]
     found: dict[str, Any] = {"steps": len(pc.unique(steps["iteration"]))}
     found["first"], found["last"] = pc.min(steps["iteration"]).as_py(), pc.max(steps["iteration"]).as_py()
-    if len(times) == 2:
-        found["from"], found["to"] = (time.isoformat(timespec="seconds") for time in times)
-        found["seconds"] = (times[1] - times[0]).total_seconds()
-    if seconds.size:
-        found["median_step_seconds"] = float(np.median(seconds))
+    if len(rows) > 1:
+        times = [time for *_, time in rows]
+        found["from"], found["to"] = (time.isoformat(timespec="seconds") for time in (min(times), max(times)))
+        found["seconds"] = sum(_seconds(one, rows) for one in run.segments)
+    each = [
+        (time - earlier).total_seconds() / (iteration - before)
+        for (segment, before, earlier), (other, iteration, time) in pairwise(rows)
+        if segment == other and iteration > before
+    ]
+    if each:
+        found["median_step_seconds"] = float(np.median(each))
+    observing = steps["observe_seconds"].drop_null().to_numpy()
     if observing.size:
         found["median_observe_seconds"] = float(np.median(observing))
     return found
+
+
+def _seconds(segment: Segment, rows: Sequence[tuple[int, int, datetime]]) -> float:
+    """How long a process ran: from its start to its end, or else between its records."""
+    times = [time for number, _, time in rows if number == segment.number]
+    told = [_time(text) for text in (segment.started_at, segment.ended_at)]
+    begin, end = told[0] or min(times, default=None), told[1] or max(times, default=None)
+    return max(0.0, (end - begin).total_seconds()) if begin is not None and end is not None else 0.0
+
+
+def _time(text: str) -> datetime | None:
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return found if found.tzinfo else found.replace(tzinfo=timezone.utc)
 
 
 def segments(run: RecordedRun) -> list[dict[str, Any]]:

@@ -21,7 +21,6 @@ from te_precision_callbacks.records.worst import worst_first
 from te_precision_callbacks.report.subjects import FamilySeries, Ints
 from te_precision_callbacks.statistics.series import Family, badness, sign_of
 from te_precision_callbacks.store.recorded import RecordedRun
-from te_precision_callbacks.store.tables import STEP0
 
 Floats = npt.NDArray[np.float64]
 
@@ -101,14 +100,14 @@ class Overview:
     Attributes:
         of: the statistic and its series.
         layers: [rows], the layers that have it, in the order of execution.
-        columns: those in which it has any number.
+        columns: those in which it has any number, one that counts or not.
         cells: rank -> [rows, columns]: the worst number of the column; nan also where there is none.
         present: rank -> [rows, columns], bool: whether there is a number.
         series: rank -> [rows], the number of the series; -1 where there is none.
         worst, worst_at: rank -> [rows]: the worst number of each layer, and its iteration; iteration -1 for none.
         last, last_at: likewise for the last number.
         exact: iteration -> rank -> [rows], the numbers of that iteration; nan where there is none.
-        has_first_steps: whether there is any number of delayed scaling's first step.
+        blank: [columns], bool: whether it has numbers of delayed scaling's first step.
     """
 
     of: FamilySeries
@@ -122,7 +121,7 @@ class Overview:
     last: dict[int, Floats] = field(default_factory=dict)
     last_at: dict[int, Ints] = field(default_factory=dict)
     exact: dict[int, dict[int, Floats]] = field(default_factory=dict)
-    has_first_steps: bool = False
+    blank: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
 
     @property
     def family(self) -> Family:
@@ -215,6 +214,7 @@ class _Maker:
         if self._made is None:
             made = self._made = Overview(self._of, self._of.rows, self._columns)
             shape = (len(made.layers), len(self._columns))
+            made.blank = np.zeros(len(self._columns), bool)
             for rank in self._of.ranks:
                 made.cells[rank], made.present[rank] = np.full(shape, np.nan), np.zeros(shape, bool)
                 made.series[rank], made.worst_at[rank], made.last_at[rank] = (
@@ -228,8 +228,8 @@ class _Maker:
         made = self._begun()
         row, rank = self._row_of[series]
         family = self._of.family
-        counts = ((flags & STEP0) == 0) | (not family.is_of_delayed_scaling)
-        made.has_first_steps |= not counts.all()
+        counts = ~family.leaves_out(flags)
+        made.blank[self._columns.column_of(iterations[~counts])] = True
         if counts.any():
             self._add_counting(made, (row, rank), iterations[counts], values[counts])
         made.series[rank][row] = series
@@ -258,11 +258,11 @@ class _Maker:
     def made(self) -> Overview:
         """The overview, without empty columns; with the worst of all ranks where there are several."""
         made = self._begun()
-        any_number = np.zeros(len(self._columns), bool)
+        any_number = made.blank.copy()  # else a neighbour's cell would reach over it
         for present in made.present.values():
             any_number |= present.any(0)
         chosen = np.flatnonzero(any_number)
-        made.columns = self._columns.take(chosen)
+        made.columns, made.blank = self._columns.take(chosen), made.blank[chosen]
         for rank in made.cells:
             made.cells[rank], made.present[rank] = made.cells[rank][:, chosen], made.present[rank][:, chosen]
         if len(made.cells) > 1:

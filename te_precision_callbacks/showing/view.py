@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from te_precision_callbacks.comparing.facts import precision_shares
 from te_precision_callbacks.errors import PrecisionDebugError
@@ -58,7 +59,7 @@ class WorstSeries:
         worst, worst_iteration: the worst one; the largest in size of a statistic without a worse direction.
         low_is_worse: whether small numbers are.
         lost: what another statistic shows to be lost, if that is why the series is here.
-        curve: all of them.
+        curve: all of them, without those of delayed scaling's first step.
     """
 
     scope: str
@@ -293,6 +294,7 @@ def _worst(run: RecordedRun, groups: dict[str, _Group], name: str, most: int) ->
     for place, lost in chosen.items():
         number, family, worst, worst_iteration = group[place]
         rows = table.slice(*_span(numbers, number))
+        rows = rows.filter(pa.array(~family.leaves_out(rows["flags"].fill_null(0).to_numpy())))
         curve = Curve(rows["iteration"].to_numpy(), rows["value"].to_numpy())
         if worst is None or worst_iteration is None or not len(curve.values):
             continue

@@ -26,6 +26,9 @@ from te_precision_callbacks.statistics.names import OWN_RECIPE, Request, Unknown
 from te_precision_callbacks.statistics.table import Bins, Worse
 from te_precision_callbacks.vocabulary import TENSORS
 
+FIRST_STEP = 4
+"""The flag of a number of a layer's first step of delayed scaling, with the scale 1."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -57,6 +60,14 @@ class Family:
     def has_direction(self) -> bool:
         """Whether its values get worse in a direction."""
         return self.worse not in (None, Worse.NEITHER)
+
+    def leaves_out(self, flags: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+        """Which numbers are of delayed scaling's first step, which says nothing of others: of those of its statistics.
+
+        Args:
+            flags: of each number, as in records.
+        """
+        return np.asarray((flags & FIRST_STEP) != 0) & self.is_of_delayed_scaling
 
     @property
     def bins(self) -> Bins:

@@ -7,7 +7,7 @@
 A session writes a run by itself. :class:`RunWriter` writes one without a session; its module shows how.
 """
 
-from te_precision_callbacks.store.errors import NotARunError, RunError, SeveralRunsError
+from te_precision_callbacks.store.errors import NotARunError, RunError, SeveralRunsError, UnknownSubjectError
 from te_precision_callbacks.store.reading import list_runs, open_run
 from te_precision_callbacks.store.recorded import Grid, RecordedRun, Segment, Thinned
 from te_precision_callbacks.store.writing import RunWriter
@@ -21,6 +21,7 @@ __all__ = [
     "Segment",
     "SeveralRunsError",
     "Thinned",
+    "UnknownSubjectError",
     "list_runs",
     "open_run",
 ]

@@ -15,6 +15,10 @@ class NotARunError(RunError):
     """There is no recorded run at a path."""
 
 
+class UnknownSubjectError(RunError):
+    """A run has nothing of a layer, tensor, statistic, GEMM, scope or rank that is asked for."""
+
+
 class SeveralRunsError(RunError):
     """A folder holds several runs, and none of them was chosen.
 

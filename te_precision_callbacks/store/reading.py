@@ -453,7 +453,8 @@ class _Reader:
         gemms = 0
         for place, segment in enumerate(segments):
             folder = self.folders[segment.number]
-            following = segments[place + 1].first_iteration if place + 1 < len(segments) else None
+            # A later start may have been resumed from an earlier iteration than the next one.
+            following = min((later.first_iteration for later in segments[place + 1 :]), default=None)
             for where in (folder, *ranks_of(folder).values()):
                 tables = {name: self._fact(where, name, following) for name in FACTS}
                 _renumber(tables, layers, gemms)
@@ -465,7 +466,7 @@ class _Reader:
         return {name: pa.concat_tables(tables).combine_chunks() for name, tables in found.items()}
 
     def _fact(self, folder: Path, name: str, following: int | None) -> pa.Table:
-        """A table of facts, with its spans ended where the next segment begins."""
+        """A table of facts, with its spans ended where a later segment begins."""
         path, schema = folder / f"{name}{SEALED}", FACTS[name]
         table = self._load(path, schema.names, schema) if path.exists() else None
         if table is None:

@@ -19,6 +19,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from te_precision_callbacks.errors import OptionError
+from te_precision_callbacks.store.errors import UnknownSubjectError, it_has
+
+_SELECTED = ("layer", "tensor", "statistic", "gemm", "scope", "rank")
+
 Source = Literal["te-precision-callbacks", "nvidia-dlfw-inspect"]
 Status = Literal["running", "ended", "failed", "killed", "unknown"]
 
@@ -193,10 +198,19 @@ class RecordedRun:
 
     def select(self, **wanted: str | int | None) -> list[int]:
         """The numbers of the series whose columns have these values: ``layer``, ``tensor``, ``statistic``, ``gemm``,
-        ``scope``, ``rank``; ``rank=None`` selects what is reduced over ranks."""
+        ``scope``, ``rank``; ``rank=None`` selects what is reduced over ranks.
+
+        Raises:
+            OptionError: there is no such column.
+            UnknownSubjectError: no series has the value of a column. Values that no series has together give ``[]``.
+        """
         mask = None
         for column, value in wanted.items():
+            if column not in _SELECTED:
+                raise OptionError(f"select() takes no {column}=. It takes {', '.join(_SELECTED)}.")
             found = self.series[column]
+            if value is not None:
+                self._check_known(column, value)
             is_it = pc.is_null(found) if value is None else pc.fill_null(pc.equal(found, pa.scalar(value)), False)
             mask = is_it if mask is None else pc.and_(mask, is_it)
         table = self.series if mask is None else self.series.filter(mask)
@@ -216,6 +230,30 @@ class RecordedRun:
         for row in found.values():
             row["ranks"].sort()
         return list(found.values())
+
+    def _why_no_grid(self, statistic: str, tensor: str, rank: int | None) -> str:
+        of_all = self.series.take(pa.array(self.select(statistic=statistic, tensor=tensor), pa.int64()))
+        if not len(of_all):
+            of_statistic = self.series.take(pa.array(self.select(statistic=statistic), pa.int64()))
+            tensors = sorted({each or "no tensor" for each in of_statistic["tensor"].to_pylist()})
+            return f"the run has no {statistic!r} of {tensor!r}. It has it of {', '.join(tensors)}."
+        ranks = sorted({each for each in of_all["rank"].to_pylist() if each is not None})
+        if rank is None:
+            return (
+                f"{statistic!r} of {tensor!r} is not reduced over ranks. Ranks with numbers of their own:"
+                f" {', '.join(map(str, ranks))}. Choose one with rank=."
+            )
+        return f"rank {rank} has no {statistic!r} of {tensor!r} of its own. Leave rank= out, or choose another rank."
+
+    def _check_known(self, column: str, value: str | int) -> None:
+        """Raise an error if a run with numbers has none of a layer, a statistic, ..."""
+        known = sorted({each for each in pc.unique(self.series[column]).to_pylist() if each not in (None, "")})
+        if len(self.series) and value != "" and value not in known:
+            names = [str(each) for each in known]
+            nothing = " All its numbers are reduced over ranks." if column == "rank" else f" It names no {column}."
+            raise UnknownSubjectError(
+                f"{self.path}: the run has no {column} {value!r}.{it_has(str(value), names) or nothing}"
+            )
 
     @cached_property
     def ordered_layers(self) -> list[str]:
@@ -237,8 +275,13 @@ class RecordedRun:
             statistic: as in ``series``.
             tensor: likewise.
             rank: the rank whose own numbers are meant; None for what is reduced over ranks.
+
+        Raises:
+            UnknownSubjectError: the run has no such numbers.
         """
         numbers = self.select(statistic=statistic, tensor=tensor, rank=rank)
+        if not numbers and len(self.series):
+            raise UnknownSubjectError(f"{self.path}: {self._why_no_grid(statistic, tensor, rank)}")
         layer_of = dict(zip(numbers, self.series["layer"].take(pa.array(numbers, pa.int64())).to_pylist(), strict=True))
         found = set(layer_of.values())
         layers = [layer for layer in self.ordered_layers if layer in found]

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from te_precision_callbacks.statistics.series import FIRST_STEP
+
 SCHEMA_VERSION = 1
 """The version of the files. A reader refuses files of a later version, and reads those of earlier ones."""
 
@@ -39,7 +41,7 @@ VALUES = pa.schema(
 )
 """A number of a step. Within a sealed part rows are sorted by series and iteration."""
 
-LOCAL, STRETCHED, STEP0, EXTREME = 1, 2, 4, 8
+LOCAL, STRETCHED, STEP0, EXTREME = 1, 2, FIRST_STEP, 8
 """Flags of a value: it belongs to one rank although statistics are reduced; its schedule was stretched; its layer ran
 the first step of delayed scaling, with the scale 1; its step was thinned out, and it is there as an extreme of its
 series."""
@@ -63,7 +65,7 @@ STEPS = pa.schema(
         ("iteration", _ITERATION),
         ("logging_step", pa.int64()),
         ("wall_time", pa.timestamp("us", tz="UTC")),
-        ("step_seconds", pa.float64()),  # since the end of the step before; null in the first one
+        ("step_seconds", pa.float64()),  # since the records before; null in the first ones
         ("observe_seconds", pa.float64()),  # spent by the session in session.step
         ("local", pa.bool_()),
         ("ranks", pa.int32()),

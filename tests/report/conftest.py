@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 
+import pandas  # noqa: F401  # pyarrow imports it at the first write, which the thread that writes may do for 10 s only
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 from tests.accelerate.conftest import offline_trackers  # noqa: F401
@@ -101,7 +102,7 @@ def look(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Look]:
     """A page of the browser; that nothing was complained of, and nothing requested but the file, is seen at the end."""
     context = browser.new_context(viewport={"width": 1360, "height": 900}, accept_downloads=True)
     found = Look(context.new_page())
-    found.page.set_default_timeout(15_000)
+    found.page.set_default_timeout(60_000)
     found.page.on("console", lambda said: found.complaints.append(said.text) if said.type != "log" else None)
     found.page.on("pageerror", lambda error: found.complaints.append(str(error)))
     found.page.on("dialog", lambda dialog: found.complaints.append(f"dialog: {dialog.message}"))

@@ -9,7 +9,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
 
+from te_precision_callbacks import InspectSession
 from te_precision_callbacks.report import ReportError, write_report
 from te_precision_callbacks.report.data import PageData, findings
 from te_precision_callbacks.report.histograms import histograms
@@ -19,8 +23,9 @@ from te_precision_callbacks.report.ranges import FORMATS, Window
 from te_precision_callbacks.report.subjects import REDUCED, Subjects, layer_name
 from te_precision_callbacks.statistics.series import badness, sign_of
 from te_precision_callbacks.statistics.table import Worse
-from te_precision_callbacks.store import RecordedRun
+from te_precision_callbacks.store import RecordedRun, open_run
 from te_precision_callbacks.store.tables import STEP0
+from tests.conftest import feature
 from tests.report.runs import drifting, empty
 
 RUN = drifting(blocks=2, steps=37, histograms=False)
@@ -103,6 +108,28 @@ def test_the_first_step_of_delayed_scaling_is_no_finding() -> None:
     (overview,) = overviews(run, [Subjects(run).family("underflows%", "activation")], Columns.of(run, 5))
     assert overview.present[REDUCED][0, 0]
     assert overview.cells[REDUCED][0, 0] < 100.0
+
+
+def test_the_best_possible_value_has_a_cell(tmp_path: Path) -> None:
+    """In any recipe: an infinite SQNR is no first step of delayed scaling."""
+    torch.manual_seed(0)
+    model = te.Linear(32, 32)
+    torch.nn.init.constant_(model.weight, 448.0)
+    config = {"s": feature("LogFp8TensorStats", ["all"], tensors=["weight"], stats=["sqnr_db"], freq=1)}
+    with InspectSession(config, model=model, log_dir=tmp_path) as session:
+        for _ in range(2):
+            with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+                model(torch.randn(16, 32)).sum().backward()
+            session.step()
+    run = open_run(tmp_path)
+    assert run.grid("sqnr_db", "weight").values.tolist() == [[math.inf, math.inf]]
+    (overview,) = overviews(run, Subjects(run).families, Columns.of(run, 10))
+    assert overview.present[REDUCED].all()
+    assert overview.cells[REDUCED].tolist() == [[math.inf, math.inf]]
+    assert overview.worst_at[REDUCED].tolist() == [0]
+    told = PageData.of(run, 10**7).told
+    assert told["families"][0]["delayed"] is False, "the page says nothing of delayed scaling"
+    assert told["findings"] == [{"family": 0, "items": [], "counted": True}]
 
 
 @pytest.mark.parametrize(

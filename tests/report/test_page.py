@@ -168,7 +168,7 @@ def test_the_windows_of_formats_are_at_the_recorded_scale(look: Look, report: Pa
 
 
 def test_the_share_outside_is_that_of_the_counts(look: Look, report: Path) -> None:
-    """With the same counts, and limits that lie between bins, computed here."""
+    """With the same counts, of which a limit cuts one bin; nothing that was recorded says more."""
     found = look.page
     look.open(report, f"page=layer&layer={BAD}&step=39")
     row = found.locator("table").nth(1).locator("tbody tr").first.inner_text().split("\t")
@@ -177,9 +177,14 @@ def test_the_share_outside_is_that_of_the_counts(look: Look, report: Path) -> No
     vector = RUN.vectors([series]).to_pylist()[-1]
     scales = RUN.grid("scale_inv_max", "activation")
     top = np.log2(448 * scales.values[scales.layers.index(BAD), -1])
-    counted = zip(vector["bin"], vector["count"], strict=True)
-    above = sum(count * float(np.clip(number - 127 + 1 - top, 0, 1)) for number, count in counted)
-    assert float(row[4].split()[0]) == pytest.approx(100 * above / sum(vector["count"]), rel=1e-2, abs=1e-3)
+    total = sum(vector["count"])
+    at_most = sum(count for number, count in zip(vector["bin"], vector["count"], strict=True) if number - 127 + 1 > top)
+    below, above = row[3].split(), row[4].split()
+    recorded = RUN.grid("underflows%", "activation")
+    assert float(below[0]) == pytest.approx(recorded.values[recorded.layers.index(BAD), -1], rel=1e-2)
+    assert below[1:] == ["%", "recorded"]
+    assert above[:2] == ["0", "to"]
+    assert float(above[2]) == pytest.approx(100 * at_most / total, rel=1e-2)
 
 
 def test_dark_and_light_and_what_is_remembered(look: Look, report: Path) -> None:

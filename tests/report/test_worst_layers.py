@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 
 from te_precision_callbacks import InspectSession
+from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.records.choice import SeriesChoice
 from te_precision_callbacks.records.worst import judged
 from te_precision_callbacks.report import write_report
@@ -18,7 +20,7 @@ from te_precision_callbacks.report.data import PageData
 from te_precision_callbacks.report.numbers import numbers
 from te_precision_callbacks.showing.view import look
 from te_precision_callbacks.statistics.series import family_of
-from te_precision_callbacks.store import RecordedRun, open_run
+from te_precision_callbacks.store import RecordedRun, UnknownSubjectError, open_run
 from te_precision_callbacks.store.tables import STEP0
 from te_precision_callbacks.summary import StatisticsTables
 from tests.conftest import Keeper, feature
@@ -154,3 +156,33 @@ def test_the_page_says_why_a_layer_is_listed(trained: Trained, look: Look, tmp_p
     (row, *_) = card.locator("tbody tr").all()
     assert row.locator("small").inner_text().startswith("underflows% ")
     assert row.locator("a").first.inner_text() in trained.lossy
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"),
+    [
+        ({"layer": "nope"}, r"the run has no layer 'nope'\. It has '0', '1', '10' and 13 more\."),
+        ({"statistic": "sqnr"}, r"the run has no statistic 'sqnr'\. It has 'sqnr_db', 'underflows%'\."),
+        ({"tensor": "grad"}, r"no tensor 'grad'\. It has 'activation', 'gradient', 'weight'\."),
+        ({"rank": 3}, r"no rank 3\. All its numbers are reduced over ranks\."),
+        ({"gemm": "fprop"}, r"no gemm 'fprop'\. It names no gemm\."),
+    ],
+)
+def test_what_a_run_does_not_have_is_an_error(trained: Trained, wanted: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnknownSubjectError, match=says):
+        trained.run.select(**wanted)
+    with pytest.raises(OptionError, match="takes no lyer="):
+        trained.run.select(lyer="0")
+
+
+@pytest.mark.parametrize(
+    ("statistic", "tensor", "says"),
+    [
+        ("maxx", "weight", "no statistic 'maxx'. It has 'sqnr_db', 'underflows%'."),
+        ("sqnr_db", "weights", "no tensor 'weights'. It has 'activation', 'gradient', 'weight'."),
+    ],
+)
+def test_a_grid_of_nothing_is_an_error(trained: Trained, statistic: str, tensor: str, says: str) -> None:
+    with pytest.raises(UnknownSubjectError, match=re.escape(says)):
+        trained.run.grid(statistic, tensor)
+    assert trained.run.grid("sqnr_db", "weight").values.shape == (LAYERS, STEPS)

@@ -77,6 +77,22 @@ def test_a_statistic_is_chosen_with_or_without_its_recipe(tmp_path: Path) -> Non
         look(run, ["mse"])
 
 
+def test_a_statistic_of_ones_own_is_shown_when_it_is_asked_for(tmp_path: Path) -> None:
+    run = record(tmp_path, {**values(), ("fc", "activation", "kurt"): np.array([1.0, -7.0, 3.0] + [0.0] * (STEPS - 3))})
+    assert "kurt" not in look(run).worst
+    assert "kurt" in look(run).more_statistics
+    (shown,) = look(run, ["kurt"]).worst["kurt"]
+    assert (shown.layer, shown.worst, shown.worst_iteration) == ("fc", -7.0, 1)
+    assert "kurt" in show(tmp_path, "--statistic", "kurt").output
+
+
+def test_a_run_of_ones_own_statistics_alone_tells_what_it_has(tmp_path: Path) -> None:
+    run = record(tmp_path, {("fc", "activation", "kurt"): np.ones(STEPS)})
+    with pytest.raises(NothingToShowError, match=r"no statistic 'kurtosis'\. It has 'kurt'\."):
+        look(run, ["kurtosis"])
+    assert len(look(run, ["kurt"]).worst["kurt"]) == 1
+
+
 def test_the_first_step_of_delayed_scaling_is_not_the_worst(tmp_path: Path) -> None:
     with RunWriter.begin(tmp_path) as run:
         series = run.series("fc", "gradient", "underflows%")

@@ -38,8 +38,8 @@ function layerHead(report, index) {
 
 const ABOUT_MAGNITUDES = "How many elements have which magnitude, added up over the steps of a column. Lines are the windows of formats at the "
   + "current scale: solid where scales were recorded, dotted where the largest number is assumed to become the format's largest. Shares outside "
-  + "are read off the histogram, so they are good to a part of a power of two. With a scale for each block, an element is lost against its own "
-  + "block: the window of all blocks bounds that from below.";
+  + "are the recorded underflows% and overflows% where the run has them. An estimate is of the elements that are not 0, and reaches from the "
+  + "least to the most that the histogram allows, whose bins span a power of two. With a scale for each block, the limits are those of all blocks.";
 
 // The cards of exponents: a heat map of their histogram over time, with the windows of formats.
 function exponentCard(report, index, histogram, key) {
@@ -56,34 +56,43 @@ function exponentCard(report, index, histogram, key) {
     return { begins, ends, rows: Array.from(begins, (_, column) => counts.subarray(column * width, (column + 1) * width)), width };
   };
   const made = card(isExponents ? `Exponents of ${histogram.tensor}` : `${histogram.statistic} of ${histogram.tensor}`, {
-    extra: [badge(true, "exact"), csvButton(`${histogram.statistic} ${histogram.tensor}`, ["first step", "last step", "from 2^", "count"], async () => {
+    extra: [badge(true, "counts are exact"), csvButton(`${histogram.statistic} ${histogram.tensor}`, ["first step", "last step", "from 2^", "count"], async () => {
       const { begins, ends, rows } = await read();
       return rows.flatMap((row, column) => Array.from(row).flatMap((count, bin) => count
         ? [[begins[column], ends[column], histogram.lowest + (packed.lowest + bin) / histogram.steps, count]] : []));
     })],
   }, node, isExponents && el("div", { class: "controls" }, el("label", { class: "grow" }, el("span", {}, "Shares outside at ", at), slider)), shares);
 
-  const amaxAt = async (column) => {
-    const { amax, max, min } = magnitudeFamilies(report, histogram.tensor);
-    const read = async (family) => family?.rowOf.has(index) ? (await family.at(family.rowOf.get(index), family.rankFor(state.now.rank), columns.ends[column]))?.value : undefined;
-    const known = await read(amax);
-    if (known !== undefined) return { value: known, from: "amax" };
-    const [high, low] = [await read(max), await read(min)];
-    if (high !== undefined && low !== undefined) return { value: Math.max(Math.abs(high), Math.abs(low)), from: "min and max" };
+  // The largest magnitude in a column: {low, high, from}; the histogram alone knows it to a power of two.
+  const amaxIn = async (column) => {
+    const families = magnitudeFamilies(report, histogram.tensor);
+    const read = async (family) => family?.rowOf.has(index)
+      ? family.span(family.rowOf.get(index), family.rankFor(state.now.rank), columns.begins[column], columns.ends[column]) : null;
+    const [amax, max, min] = [await read(families.amax), await read(families.max), await read(families.min)];
+    if (amax) return { low: amax.low, high: amax.high, from: amax.exact ? "amax" : "overview" };
+    if (max && min) {
+      const [low, high] = ["low", "high"].map((side) => Math.max(Math.abs(max[side]), Math.abs(min[side])));
+      return { low: Math.min(low, high), high: Math.max(low, high), from: max.exact && min.exact ? "amax" : "overview" };
+    }
     const last = columns.rows[column].findLastIndex((count) => count > 0);
-    return last < 0 ? { value: 0, from: "" } : { value: 2 ** (histogram.lowest + (packed.lowest + last + 1) / histogram.steps), from: "the largest exponent" };
+    if (last < 0) return { low: 0, high: 0, from: "" };
+    const bin = histogram.lowest + (packed.lowest + last) / histogram.steps;
+    return { low: 2 ** bin, high: 2 ** (bin + 1 / histogram.steps), from: "the largest exponent" };
   };
+
+  const share = ({ low, high, from }) => [low === high || shown(low, 3) === shown(high, 3) ? `${shown(low, 3)} % ` : `${shown(low, 3)} to ${shown(high, 3)} % `, el("small", { class: "quiet" }, from)];
 
   async function showShares(column) {
     at.textContent = columns.begins[column] === columns.ends[column] ? `step ${shown(columns.begins[column])}` : `steps ${shown(columns.begins[column])} to ${shown(columns.ends[column])}`;
-    const rows = [], amax = await amaxAt(column);
+    const rows = [], amax = await amaxIn(column);
     for (const name of WINDOWS) {
-      const limits = await windowOf(report, name, index, histogram.tensor, columns.ends[column], amax.value, state.now.rank);
-      if (!limits) continue;
-      const { below, above } = outsideShare(columns.rows[column], histogram.lowest, histogram.steps, packed.lowest, limits);
+      const limits = await windowOf(report, name, index, histogram.tensor, columns.ends[column], amax.high, state.now.rank);
+      const outside = await sharesOutside(report, name, index, histogram.tensor, columns.begins[column], columns.ends[column],
+        { counts: columns.rows[column], lowest: histogram.lowest, steps: histogram.steps, offset: packed.lowest, amax, rank: state.now.rank });
+      if (!limits || !outside) continue;
       rows.push([el("span", { title: limits.recorded ? "The scale factors of this format were recorded." : `As if ${amax.from} became the format's largest number.` },
         `${name} `, el("small", { class: "quiet" }, limits.recorded ? "recorded" : "assumed")),
-        power(limits.bottom), power(limits.top), `${shown(below, 3)} %`, `${shown(above, 3)} %`]);
+        power(limits.bottom), power(limits.top), share(outside.below), share(outside.above)]);
     }
     shares.replaceChildren(table(["format, scale", "#smallest", "#largest", "#becomes 0", "#above"], rows));
   }
@@ -116,7 +125,7 @@ function exponentCard(report, index, histogram, key) {
         const lines = { top: [], bottom: [] }, steps = [];
         let recorded = false;
         for (let column = 0; column < begins.length; column++) {
-          const limits = await windowOf(report, name, index, histogram.tensor, ends[column], (await amaxAt(column)).value, state.now.rank);
+          const limits = await windowOf(report, name, index, histogram.tensor, ends[column], (await amaxIn(column)).high, state.now.rank);
           steps.push(begins[column]);
           lines.top.push(limits?.top ?? null);
           lines.bottom.push(limits?.bottom ?? null);
@@ -163,7 +172,7 @@ function curvesCard(report, index, title, families, { about = "", name = (family
       (await ready).flatMap(({ family, curve }) => Array.from(curve.values, (value, at) => [family.tensor, family.statistic, curve.steps[at], value, curve.exact])))],
   }, node);
   async function render() {
-    const all = await ready, exact = all.every(({ curve }) => curve.exact);
+    const all = (await ready).map((one) => ({ ...one, curve: withGaps(one.curve) })), exact = all.every(({ curve }) => curve.exact);
     holder.replaceChildren(badge(exact, exact ? "exact" : "from the overview"));
     const curves = all.map(({ curve }) => curve), unit = families[0].unit;
     const marked = state.now.step !== "";

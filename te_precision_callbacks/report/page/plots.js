@@ -108,7 +108,7 @@ function line(name, curve, colour, { dash = "solid", unit = "", extra = {} } = {
 function notFinite(name, curve, colour, axes = {}) {
   const steps = [], words = [];
   curve.values.forEach((value, at) => {
-    if (Number.isFinite(value)) return;
+    if (value === undefined || Number.isFinite(value)) return;
     steps.push(curve.steps[at]);
     words.push(shown(value));
   });

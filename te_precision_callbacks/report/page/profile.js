@@ -26,10 +26,10 @@ async function profilePage(report) {
     el("label", { class: "grow" }, shownStep, slider));
   const page = card(`Range of ${tensor} through the model`, {
     about: sources.histogram
-      ? "A bar reaches from the 1st percentile of the magnitudes to the largest, a tick marks the median; a thin line goes down to the smallest. Layers run from top to bottom."
+      ? "A bar reaches from the 1st percentile of the magnitudes to the largest, a tick marks the median; a thin line goes down to the smallest. Where cur_amax, or min and max, are not recorded, the largest is known to a power of two: the bar ends where it may begin, and a thin line goes on to where it may end. Layers run from top to bottom."
       : "A bar reaches from the smallest magnitude that is not 0, where dynamic_range is recorded, to the largest; a tick marks the standard deviation. Layers run from top to bottom.",
     extra: [badgeHolder, csvButton(`profile ${tensor}`, ["layer", "step", "smallest", "p1", "p50", "p99", "largest", "format smallest", "format largest", "exact"],
-      () => rows.map((row) => [row.name, row.step, ...[row.least, row.low, row.middle, row.p99, row.high, row.limits?.bottom, row.limits?.top].map((power) => power === undefined || power === null ? null : 2 ** power), row.exact]))],
+      () => rows.map((row) => [row.name, row.step, ...[row.least, row.low, row.middle, row.p99, row.most ?? row.high, row.limits?.bottom, row.limits?.top].map((power) => power === undefined || power === null ? null : 2 ** power), row.exact]))],
   }, node);
 
   async function read() {
@@ -39,14 +39,14 @@ async function profilePage(report) {
       const row = await magnitudes(report, sources, index, step, chosen);
       if (!row) continue;
       const limits = format() ? await windowOf(report, format(), index, tensor, step, row.amax, chosen) : null;
-      const outside = limits && (row.high > limits.top + 0.01 || row.low < limits.zero - 0.01);
+      const outside = limits && await isOutside(report, format(), index, tensor, step, row, chosen);
       found.push({ ...row, index, name: report.layers[index].name, limits, outside });
     }
     return found;
   }
 
   function span() {
-    const all = rows.flatMap((row) => [row.least, row.high, row.limits?.bottom, row.limits?.top]).filter((each) => Number.isFinite(each));
+    const all = rows.flatMap((row) => [row.least, row.most ?? row.high, row.limits?.bottom, row.limits?.top]).filter((each) => Number.isFinite(each));
     const low = Math.min(...all), high = Math.max(...all), air = 0.03 * (high - low) + 0.2;
     return [low - air, high + air];
   }
@@ -97,7 +97,7 @@ async function profilePage(report) {
           x: shownRows.flatMap((row) => [row.limits?.[side] ?? null, row.limits?.[side] ?? null]),
           y: shownRows.flatMap((row) => [row.at - 0.5, row.at + row.size - 0.5]),
         });
-      for (const [name, colour] of [["inside", blue], ["p1 or largest outside", orange]])
+      for (const [name, colour] of [["inside", blue], ["p1 or largest known to be outside", orange]])
         traces.push({ type: "scatter", mode: "markers", x: [null], y: [null], name, marker: { symbol: "square", size: 10, color: colour } });
     }
     await draw(node, traces, {
@@ -134,6 +134,18 @@ async function profilePage(report) {
   return [[el("h1", {}, "Depth profile"), controls, page], render];
 }
 
+// Whether the largest magnitude or the 1st percentile is known to be outside of a format: by what was recorded, else where
+// all of their bins are.
+async function isOutside(report, name, index, tensor, step, row, rank) {
+  const limits = await limitsIn(report, name, index, tensor, step, step, { low: 2 ** row.high, high: 2 ** (row.most ?? row.high) }, rank);
+  if (!limits) return false;
+  const families = recordedFamilies(report, index, tensor, name);
+  const recorded = async (family) => family && limits.recorded ? family.span(family.rowOf.get(index), family.rankFor(rank), step, step) : null;
+  const above = await recorded(families.above), below = await recorded(families.below);
+  const isAbove = above ? above.high > 0 : limits.recorded && row.high > limits.top[1] + ROUNDING;
+  return isAbove || (below ? below.high >= 1 : (row.lowEnd ?? row.low) <= limits.zero[0]);
+}
+
 // Neighbours for which no pixel is left, in one row: the middle one of their ranges and limits, and the extremes of all.
 function pooledRanges(rows, size) {
   const found = [];
@@ -142,7 +154,7 @@ function pooledRanges(rows, size) {
     const middle = (values) => values.filter((each) => each !== undefined && each !== null).sort((a, b) => a - b)[values.length >> 1];
     found.push({
       at, size: own.length, name: own[0].name, outside: own.some((row) => row.outside),
-      least: Math.min(...own.map((row) => row.least)), most: Math.max(...own.map((row) => row.high)),
+      least: Math.min(...own.map((row) => row.least)), most: Math.max(...own.map((row) => row.most ?? row.high)),
       low: middle(own.map((row) => row.low)), high: middle(own.map((row) => row.high)), middle: middle(own.map((row) => row.middle)),
       limits: limits.length ? {
         top: middle(limits.map((each) => each.top)), bottom: middle(limits.map((each) => each.bottom)), recorded: limits.every((each) => each.recorded),
@@ -185,8 +197,9 @@ async function magnitudes(report, sources, index, step, chosenRank) {
     while (row >= 0 && column > 0 && bin(0) < 0) column--;
     if (row >= 0 && bin(0) >= 0) {
       const edge = (which, end = 0) => sources.histogram.lowest + (bin(which) + end) / sources.histogram.steps;
-      const high = largest > 0 && Number.isFinite(largest) ? Math.log2(largest) : edge(4, 1);
-      return { least: edge(0), low: edge(1), middle: edge(2, 0.5), p99: edge(3, 1), high, amax: 2 ** high, exact: false, step: begins[column] };
+      const isKnown = largest > 0 && Number.isFinite(largest);
+      const high = isKnown ? Math.log2(largest) : edge(4), most = isKnown ? high : edge(4, 1);
+      return { least: edge(0), low: edge(1), lowEnd: edge(1, 1), middle: edge(2, 0.5), p99: edge(3, 1), high, most, amax: 2 ** most, exact: false, step: begins[column] };
     }
   }
   if (!(largest > 0) || !Number.isFinite(largest)) return null;

@@ -13,17 +13,20 @@ function formatOf(family, layer, tensor) {
   return own.includes("E5M2") && !own.includes("E4M3") ? "E5M2" : "E4M3";
 }
 
-// The recorded scale factors of a tensor of a layer by format: {E4M3: {low, high}}, families.
-function scaleFamilies(report, layerIndex, tensor) {
-  const found = {}, layer = report.layers[layerIndex];
+// The recorded statistics of a format in a tensor of a layer: {high, low, below, above}, families of one recipe, that of
+// the layer itself where it has any.
+function recordedFamilies(report, layerIndex, tensor, name) {
+  const found = new Map(), layer = report.layers[layerIndex];
+  const kinds = { scale_inv_max: "high", scale_inv_min: "low", "underflows%": "below", "overflows%": "above" };
   for (const family of report.families) {
-    if (family.tensor !== tensor || family.columnwise || !family.rowOf?.has(layerIndex)) continue;
-    if (family.base !== "scale_inv_max" && family.base !== "scale_inv_min") continue;
-    const format = formatOf(family, layer, tensor);
-    found[format] ??= {};
-    found[format][family.base === "scale_inv_max" ? "high" : "low"] ??= family;
+    const kind = kinds[family.base];
+    if (!kind || family.tensor !== tensor || family.columnwise || !family.rowOf?.has(layerIndex) || formatOf(family, layer, tensor) !== name) continue;
+    const recipe = family.recipe ?? "";
+    if (!found.has(recipe)) found.set(recipe, {});
+    found.get(recipe)[kind] ??= family;
   }
-  return found;
+  const own = found.get("");
+  return own?.high ? own : [...found.values()].find((each) => each.high) ?? own ?? [...found.values()][0] ?? {};
 }
 
 // The largest and the smallest magnitude that a format holds at scale factors, as powers of two; beyond half of the
@@ -41,9 +44,9 @@ function assumedFactors(name, formats, amax) {
 
 // The window of a format in a layer at a step: {top, bottom, zero, recorded, exact}; null if nothing is known.
 async function windowOf(report, name, layerIndex, tensor, step, amax, chosenRank) {
-  const families = scaleFamilies(report, layerIndex, tensor)[name];
+  const families = recordedFamilies(report, layerIndex, tensor, name);
   const format = report.formats[name];
-  if (families?.high) {
+  if (families.high) {
     const read = async (family) => family.at(family.rowOf.get(layerIndex), family.rankFor(chosenRank), step);
     const high = await read(families.high), low = families.low ? await read(families.low) : high;
     if (high?.value > 0 && low?.value > 0)
@@ -54,18 +57,57 @@ async function windowOf(report, name, layerIndex, tensor, step, amax, chosenRank
   return { ...windowAt(format, low, high), recorded: false, exact: true };
 }
 
-// The share of counts beyond a window, in percent: {below, above}. Bins span powers of two; one that a limit cuts counts
-// by its part on the logarithmic axis.
-function outsideShare(counts, lowest, steps, offset, { top, zero }) {
-  let below = 0, above = 0, total = 0;
-  counts.forEach((count, at) => {
-    const begin = lowest + (offset + at) / steps, end = begin + 1 / steps;
-    total += count;
-    below += count * Math.min(1, Math.max(0, (zero - begin) / (end - begin)));
-    above += count * Math.min(1, Math.max(0, (end - top) / (end - begin)));
+// Where a format's limits were from one step to another, as powers of two, each from the least to the most: {top, zero,
+// recorded}; null if nothing is known. Where the scale is assumed, it follows the largest magnitude, and nothing is above.
+async function limitsIn(report, name, layerIndex, tensor, begin, end, amax, chosenRank) {
+  const families = recordedFamilies(report, layerIndex, tensor, name), format = report.formats[name];
+  const spread = (low, high, recorded) => ({
+    top: [Math.log2(format.max * low), Math.log2(format.max * high)], zero: [Math.log2(format.least * low) - 1, Math.log2(format.least * high) - 1], recorded,
   });
-  return total ? { below: (100 * below) / total, above: (100 * above) / total } : { below: 0, above: 0 };
+  if (families.high) {
+    const read = (family) => family.span(family.rowOf.get(layerIndex), family.rankFor(chosenRank), begin, end);
+    const high = await read(families.high), low = families.low ? await read(families.low) : null;
+    if (high?.low > 0 && high.high < Infinity && (!low || low.low > 0))
+      return spread(low ? low.low : hasOneScale(families.high, report.layers[layerIndex], tensor) ? high.low : 0, high.high, true);
+  }
+  if (!(amax?.low > 0) || !Number.isFinite(amax.high)) return null;
+  return spread(assumedFactors(name, report.formats, amax.low).low, assumedFactors(name, report.formats, amax.high).high, false);
 }
+
+// Whether a recipe has one scale for the whole tensor: the recipe in a statistic's name, else that of the operands.
+function hasOneScale(family, layer, tensor) {
+  if (family.recipe) return ["fp8_delayed_scaling", "fp8_current_scaling"].includes(family.recipe);
+  const own = layer.gemms.map((gemm) => gemm.operands[tensor] ?? "").filter(Boolean);
+  return own.length > 0 && own.every((format) => /^FP8 E/.test(format));
+}
+
+// What is beyond a format from one step to another, in percent: {below, above}, each {low, high, from}: what was recorded,
+// or what the counts allow. Bins span powers of two, so of a bin that a limit cuts anything from none to all is beyond it.
+// With a scale for each block, limits are those of all blocks.
+async function sharesOutside(report, name, layerIndex, tensor, begin, end, { counts, lowest, steps, offset, amax, rank }) {
+  const families = recordedFamilies(report, layerIndex, tensor, name);
+  const limits = await limitsIn(report, name, layerIndex, tensor, begin, end, amax, rank);
+  const below = { low: 0, high: 0, from: "estimate" }, above = { low: 0, high: 0, from: limits?.recorded ? "estimate" : "assumed" };
+  const total = counts.reduce((sum, count) => sum + count, 0);
+  counts.forEach((count, at) => {
+    if (!limits || !count) return;
+    const from = offset + at ? lowest + (offset + at) / steps : -Infinity, to = lowest + (offset + at + 1) / steps, share = (100 * count) / total;
+    if (to <= limits.zero[0]) below.low += share;
+    if (from <= limits.zero[1]) below.high += share;
+    if (limits.recorded && from > limits.top[1] + ROUNDING) above.low += share;
+    if (limits.recorded && to > limits.top[0]) above.high += share;
+  });
+  if (limits?.recorded && amax.from === "amax" && Math.log2(amax.high) <= limits.top[0] + ROUNDING) Object.assign(above, { low: 0, high: 0, from: "by amax" });
+  for (const [side, found] of [["below", below], ["above", above]]) {
+    const family = families[side];
+    const span = family && await family.span(family.rowOf.get(layerIndex), family.rankFor(rank), begin, end);
+    if (span && (limits?.recorded || !family.recipe)) Object.assign(found, span, { from: span.exact ? "recorded" : "overview" });
+  }
+  return limits || families.below || families.above ? { below, above } : null;
+}
+
+// What a scale's rounding may move a limit by, as a power of two.
+const ROUNDING = 2e-6;
 
 // The families of statistics of a tensor that say how large its numbers are.
 function magnitudeFamilies(report, tensor) {

@@ -146,8 +146,8 @@ class Family {
     if (rank === ALL_RANKS) return this.worstCurve(row);
     const packed = this.curves[`${row}:${rank}`];
     if (!packed) return null;
-    const [between, values] = await Promise.all(packed.map((each) => this.report.arrays.get(each)));
-    return { steps: stepsFrom(between), values, exact: true };
+    const [between, values, left] = await Promise.all(packed.map((each) => this.report.arrays.get(each)));
+    return { steps: stepsFrom(between), values, exact: true, left: new Set(left ? Array.from(left, Number) : []) };
   }
 
   async worstCurve(row) {
@@ -157,13 +157,16 @@ class Family {
       if (at[row] >= 0) there.push(await this.curve(row, rank));
     }
     if (!there.every(Boolean)) return null;
-    const worst = new Map();
-    for (const { steps, values } of there)
-      steps.forEach((step, at) => {
-        if (!worst.has(step) || badness(values[at], this.worse) > badness(worst.get(step), this.worse)) worst.set(step, values[at]);
+    const worst = new Map(), left = new Map();
+    for (const curve of there)
+      curve.steps.forEach((step, at) => {
+        const { values } = curve;
+        if (curve.left.has(step)) left.set(step, values[at]);
+        else if (!worst.has(step) || badness(values[at], this.worse) > badness(worst.get(step), this.worse)) worst.set(step, values[at]);
       });
-    const steps = [...worst.keys()].sort((a, b) => a - b);
-    return { steps, values: steps.map((step) => worst.get(step)), exact: true };
+    for (const step of worst.keys()) left.delete(step);
+    const steps = [...worst.keys(), ...left.keys()].sort((a, b) => a - b);
+    return { steps, values: steps.map((step) => worst.get(step) ?? left.get(step)), exact: true, left: new Set(left.keys()) };
   }
 
   // The curve of a row, from the overview where the page has no exact one.
@@ -178,7 +181,7 @@ class Family {
       steps.push(this.ends[column]);
       values.push(this.scaleOf.number(byte));
     }
-    return { steps, values, exact: false };
+    return { steps, values, exact: false, left: new Set() };
   }
 
   // The number of a cell of the overview: {value, exact, step}; of several steps the worst, null if there is none.
@@ -198,7 +201,7 @@ class Family {
     }
     let found = null;
     for (let at = lowerBound(curve.steps, begin); at < curve.steps.length && curve.steps[at] <= end; at++)
-      if (!found || badness(curve.values[at], this.worse) > badness(found.value, this.worse))
+      if (!curve.left.has(curve.steps[at]) && (!found || badness(curve.values[at], this.worse) > badness(found.value, this.worse)))
         found = { value: curve.values[at], exact: true, step: curve.steps[at] };
     return found;
   }
@@ -220,6 +223,18 @@ class Family {
     return null;
   }
 
+  // The least and the most of the numbers from one step to another, or the last one before them: {low, high, exact}, or null.
+  async span(row, rank, begin, end) {
+    const curve = await this.curve(row, rank);
+    if (curve) {
+      const from = lowerBound(curve.steps, begin), to = lowerBound(curve.steps, end + 1);
+      const values = from < to ? curve.values.slice(from, to) : curve.values.slice(Math.max(0, from - 1), from);
+      return values.length ? { low: values.reduce((a, b) => Math.min(a, b)), high: values.reduce((a, b) => Math.max(a, b)), exact: true } : null;
+    }
+    const found = await this.at(row, rank, end);
+    return found && { low: found.value, high: found.value, exact: found.exact && begin === end };
+  }
+
   // All rows at a step: {value, exact} or null for each row.
   async column(rank, step) {
     const kept = await this.report.arrays.get(this.steps[step]?.[rank]);
@@ -237,6 +252,10 @@ function withFamilies(report) {
   report.families = report.families.map((family, index) => new Family(family, index, report));
   return report;
 }
+
+// A curve in which delayed scaling's first steps are gaps: they have no scale yet, and would hide all else.
+const withGaps = (curve) => curve.left?.size
+  ? { ...curve, values: Array.from(curve.values, (value, at) => curve.left.has(curve.steps[at]) ? undefined : value) } : curve;
 
 // The first place in ascending numbers that is not below a number.
 function lowerBound(numbers, wanted) {

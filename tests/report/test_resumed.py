@@ -1,0 +1,102 @@
+"""A run with records of every fourth step that was resumed before its last step: times, products, the first steps."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+
+from te_precision_callbacks import InspectSession
+from te_precision_callbacks.report import facts, write_report
+from te_precision_callbacks.showing.view import look as look_at
+from te_precision_callbacks.store import RecordedRun, open_run
+from te_precision_callbacks.store.tables import STEP0
+from tests.conftest import feature
+from tests.report.conftest import Look
+
+FREQ = 4
+CONFIG = {
+    "lost": feature(
+        "LogFp8TensorStats", ["all"], tensors=["gradient", "weight"], stats=["underflows%", "sqnr_db"], freq=FREQ
+    )
+}
+
+
+class Trained(NamedTuple):
+    """Ten steps; eight more from the state of step 8; and again eight from that of step 4. No start has scales."""
+
+    run: RecordedRun
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("resumed")
+    states: dict[int, dict[str, Any]] = {}
+    for begin, steps in ((0, 10), (8, 8), (4, 8)):
+        torch.manual_seed(0)
+        model = torch.nn.ModuleList(te.Linear(32, 32) for _ in range(3))
+        with InspectSession(CONFIG, model=model, log_dir=folder) as session:
+            if begin:
+                session.load_state_dict(states[begin])
+            for _ in range(steps):
+                with te.autocast(enabled=True, recipe=DelayedScaling()):
+                    outs = [layer(torch.randn(16, 32, requires_grad=True)) for layer in model]
+                sum((out * torch.randn_like(out) * 7e-6).sum() for out in outs).backward()
+                session.step()
+                states.setdefault(session.iteration, session.state_dict())
+    return Trained(open_run(folder), folder)
+
+
+def test_the_run_is_one_with_three_segments(resumed: Trained) -> None:
+    assert resumed.run.steps["iteration"].to_pylist() == [0, 4, 8, 12]
+    assert resumed.run.steps["segment"].to_pylist() == [0, 2, 2, 1]
+    values = resumed.run.values()
+    assert set(values.filter(values["flags"].to_numpy() & STEP0 != 0)["iteration"].to_pylist()) == {0, 4}
+
+
+def test_a_step_takes_what_a_step_takes(resumed: Trained) -> None:
+    """Not what lies between two steps with records."""
+    took = facts.duration(resumed.run)
+    times = resumed.run.steps["wall_time"].to_pylist()
+    assert took["median_step_seconds"] == pytest.approx((times[2] - times[1]).total_seconds() / FREQ)
+    ran = [[datetime.fromisoformat(text) for text in (one.started_at, one.ended_at)] for one in resumed.run.segments]
+    assert took["seconds"] == pytest.approx(sum((end - begin).total_seconds() for begin, end in ran))
+
+
+def test_products_are_those_of_their_steps(resumed: Trained) -> None:
+    for products in facts.gemms(resumed.run).values():
+        spans = [(row["gemm"], row["since"], row["until"]) for row in products]
+        assert sorted(spans) == [(gemm, 0, None) for gemm in ("dgrad", "fprop", "wgrad")]
+
+
+BLANK = "plot.data[0].z.map((row) => row.map((cell) => cell === null))"
+
+
+@pytest.mark.slow  # a browser
+def test_the_first_steps_are_blank_in_the_heat_map_and_gaps_in_curves(resumed: Trained, look: Look) -> None:
+    look.open(
+        write_report(resumed.run, resumed.folder / "report.html"), "page=heatmap&statistic=underflows%&tensor=gradient"
+    )
+    look.everything_drawn()
+    assert look.plot("plot.data[0].x") == [-0.5, 2, 6, 10, 12.5], "a column for each step with records"
+    assert look.plot(BLANK) == [[True, True, False, False]] * 3
+    look.turn("page=layer&layer=0")
+    card = look.page.locator(".card", has_text="underflows%").last
+    card.scroll_into_view_if_needed()
+    card.locator(".plot[data-drawn=yes]").wait_for()
+    drawn = card.locator(".plot").evaluate("plot => plot.data.map(({name, x, y}) => [name, [...x], [...y]])")
+    gradient = next(each for each in drawn if each[0] == "gradient")
+    assert gradient[1] == [0, 4, 8, 12]
+    assert [value is None for value in gradient[2]] == [True, True, False, False]
+
+
+def test_show_draws_no_first_step(resumed: Trained) -> None:
+    for shown in look_at(resumed.run, ["underflows%"]).worst["underflows%"]:
+        assert shown.curve.iterations.tolist() == [8, 12]
+        assert shown.worst_iteration in (8, 12)
