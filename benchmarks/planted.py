@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
@@ -268,8 +269,8 @@ def judge(seed: int, drift: Drift, comparison: Comparison) -> Outcome:
     )
 
 
-def measure(draws: int, folder: Path) -> tuple[list[Outcome], list[str]]:
-    """The outcomes of all draws, and what is found in healthy trainings."""
+def measure(draws: int, folder: Path) -> tuple[list[Outcome], list[str], str]:
+    """The outcomes of all draws, what is found in healthy trainings, and in how many pairs of them without a floor."""
     healthy, noise = train(0, folder / "healthy"), train(1, folder / "noise")
     outcomes = []
     for seed in range(2, 2 + draws):
@@ -278,11 +279,14 @@ def measure(draws: int, folder: Path) -> tuple[list[Outcome], list[str]]:
         outcomes.append(judge(seed, drift, compare(healthy, run, noise=[noise])))
         print(f"{seed - 1} of {draws}: {outcomes[-1].first}", file=sys.stderr, flush=True)
     wrong = []
-    for seed in range(1000, 1000 + draws):
-        first = compare(healthy, train(seed, folder / f"healthy-{seed}"), noise=[noise]).first
+    others = [train(seed, folder / f"healthy-{seed}") for seed in range(1000, 1000 + draws)]
+    for seed, run in enumerate(others, 1000):
+        first = compare(healthy, run, noise=[noise]).first
         if first is not None:
             wrong.append(f"seed {seed}, step {first.iteration}: {first.name}, {first.strongest.statistic}")
-    return outcomes, wrong
+    pairs = list(combinations([healthy, noise, *others], 2))
+    found = sum(bool(compare(one, other).parted) for one, other in pairs)
+    return outcomes, wrong, f"{found} of {len(pairs)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -292,9 +296,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the outcomes as JSON")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        outcomes, wrong = measure(options.draws, Path(folder))
+        outcomes, wrong, without_floor = measure(options.draws, Path(folder))
     if options.json:
-        told = {"drifts": [dataclasses.asdict(each) for each in outcomes], "findings_in_healthy": wrong}
+        told = {
+            "drifts": [dataclasses.asdict(each) for each in outcomes],
+            "findings_in_healthy": wrong,
+            "without_floor": without_floor,
+        }
         print(json.dumps(told, indent=1))
     else:
         table = Table("seed", "planted", "in", "first", "inherited", "found")
@@ -304,6 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Console(width=160).print(table)
         found = sum(each.found for each in outcomes)
         print(f"{found} of {len(outcomes)} found; findings in healthy trainings: {'; '.join(wrong) or 'none'}")
+        print(f"pairs of healthy trainings with a finding without a noise floor: {without_floor}")
     return 0 if 20 * sum(each.found for each in outcomes) >= 19 * len(outcomes) and not wrong else 1
 
 

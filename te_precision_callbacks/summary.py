@@ -49,13 +49,24 @@ MOST_LAYERS = 200
 
 _FILE_WIDTH = 120
 
+_NOTEBOOK_WIDTH = 120
+
 _NAME_WIDTH = 29
 """The width of a layer's name, so that the table of precision fits into 80 columns."""
 
 _HEADER_WIDTH = 20
 
 
-def summary(session: InspectSession | SessionOutcome) -> RenderableType:
+class Summary(Group):
+    """What :func:`summary` gives: for a terminal, by rich, and for a notebook."""
+
+    def _repr_html_(self) -> str:
+        console = Console(record=True, width=_NOTEBOOK_WIDTH, file=io.StringIO(), force_jupyter=False)
+        console.print(self)
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+def summary(session: InspectSession | SessionOutcome) -> Summary:
     """How much runs in low precision, in one line; tables of each GEMM's precision, of what is not in low precision,
     and of each watched tensor's last and worst statistics; and the log folder.
 
@@ -67,7 +78,7 @@ def summary(session: InspectSession | SessionOutcome) -> RenderableType:
 
 def _summary(
     session: InspectSession | SessionOutcome, precision: Sequence[GemmPrecision], coverage: Coverage
-) -> RenderableType:
+) -> Summary:
     tables = (
         precision_table(session, precision),
         coverage_table(coverage),
@@ -78,7 +89,7 @@ def _summary(
     logs = [f"Logs: {session.log_dir / EVENTS_FOLDER}"]
     if (session.log_dir / STATISTICS_FOLDER).is_dir():  # statistics_log="off"
         logs.append(f"      {session.log_dir / STATISTICS_FOLDER}")
-    return Group(
+    return Summary(
         *([Text(f"{coverage}.\n")] if coverage else ()),
         *(table for table in tables if table.row_count),
         *([statistics] if statistics else ()),

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from te_precision_callbacks import notebooks
 from te_precision_callbacks.config import Section
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.folding import folded
@@ -49,6 +50,9 @@ class Finding:
     kind: FindingKind
     text: str
     layers: tuple[str, ...] = ()
+
+    def _repr_html_(self) -> str:
+        return notebooks.paragraph(f"{self.kind}: {self.text}")
 
 
 def of_recipe(

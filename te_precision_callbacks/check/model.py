@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from te_precision_callbacks import notebooks
 from te_precision_callbacks.check.dry_run import dry_run
 from te_precision_callbacks.check.findings import Finding, by_key, listed, of_recipe, of_shapes, without_kernel
 from te_precision_callbacks.check.recipes import AUTO, NONE, recipe_named
@@ -84,6 +85,11 @@ class CheckedModel:
     not_counted: tuple[str, ...]
     not_reached: tuple[str, ...] = ()
     has_batch: bool = False
+
+    def _repr_html_(self) -> str:
+        findings = notebooks.bullets(f"{finding.kind}: {finding.text}" for finding in self.findings)
+        notes = notebooks.bullets(f"Note: {note}" for note in self.notes)
+        return f"{findings or notebooks.paragraph('No findings.')}{notes}{self.coverage._repr_html_()}"
 
 
 def check_model(

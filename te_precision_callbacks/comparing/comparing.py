@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from te_precision_callbacks.comparing.aligning import align
 from te_precision_callbacks.comparing.departures import Search
 from te_precision_callbacks.comparing.errors import ComparisonError
 from te_precision_callbacks.comparing.facts import facts_that_differ, precision_shares
@@ -57,6 +58,10 @@ def compare(
     """
     if lasting < 1:
         raise ComparisonError(f"lasting={lasting}: a difference lasts 1 step or more.")
+    renamed: list[str] = []
+    if b is not None:
+        (b, note), *more = (align(a, run) for run in (b, *noise))
+        noise, renamed = [run for run, _ in more], [text for text in (note, *(text for _, text in more)) if text]
     one, other, others = _sides(a, b, noise, ranks, steps, lasting)
     theirs = set(other.subjects)
     paired = [subject for subject in one.subjects if subject in theirs]
@@ -84,7 +89,7 @@ def compare(
         tuple(partings(found, order)),
         _first_unequal(search),
         compare_losses(one, other, others, shares) if steps is None else None,
-        _notes(a, b, noise),
+        (*renamed, *_notes(a, b, noise)),
     )
 
 

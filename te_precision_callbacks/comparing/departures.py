@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from te_precision_callbacks.comparing.scales import LEVEL, Scale, power_of, scale_of
+from te_precision_callbacks.comparing.scales import LEVEL, Scale, scale_of
 from te_precision_callbacks.comparing.sides import Floats, Ints, Numbers, Side, family
 from te_precision_callbacks.comparing.sizes import OF_GRADIENTS, Sizes
 from te_precision_callbacks.comparing.spread import (
@@ -35,6 +35,7 @@ class Found(NamedTuple):
 
     Attributes:
         subject: the series.
+        since: the first iteration at which it may have begun: the one after the number before it.
         iteration, until: its first and its last iteration.
         steps: how many steps of the series it lasts.
         to_the_end: whether it lasts to the end.
@@ -45,6 +46,7 @@ class Found(NamedTuple):
     """
 
     subject: Subject
+    since: int
     iteration: int
     until: int
     steps: int
@@ -237,6 +239,7 @@ class Search:
             ours, theirs, difference = (float(column[number]) for column in medians)
             yield Found(
                 subjects[series[begin]],
+                int(iterations[begin - 1]) + 1 if begin and series[begin - 1] == series[begin] else 0,
                 int(iterations[begin]),
                 int(iterations[end]),
                 end - begin + 1,
@@ -263,7 +266,6 @@ class _Scales:
         self.least = np.array([scale.least for scale in scales])
         self.bound = np.array([scale.bound for scale in scales])[self.family]
         levels = np.array([scale is LEVEL for scale in scales])[self.family]
-        self._powers = np.array([power_of(tensor, statistic) for tensor, _, statistic in families])[self.family]
         self._magnitudes = np.where(levels, _ordinary(sides, len(subjects)), _smallest(sides, len(subjects)))
 
     def places(self, series: Ints, values: Floats) -> Floats:
@@ -276,7 +278,7 @@ class _Scales:
 
     def apart_by_factors(self, factors: Floats) -> Floats:
         """[series]: how far a factor moves each on its scale."""
-        units = np.array([scale.of_a_factor for scale in self._kinds.values()])[self._kind] * self._powers
+        units = np.array([scale.of_a_factor for scale in self._kinds.values()])[self._kind]
         return np.asarray(units * np.abs(np.log2(factors)))
 
     def _each(self, apply: Callable[[Scale, Floats, Floats], Floats], series: Ints, numbers: Floats) -> Floats:

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.comparing.departures import Found
-from te_precision_callbacks.comparing.model import Departure, Origin, Parting
+from te_precision_callbacks.comparing.model import Departure, Parting
 from te_precision_callbacks.comparing.order import Order
 from te_precision_callbacks.comparing.scales import MAGNITUDE, scale_of
+from te_precision_callbacks.store.index import Subject
 
 _SHARE = 0.75
 """A tensor that has departed by this share of another one's difference accounts for it."""
@@ -33,6 +34,9 @@ _MADE_OF: Mapping[str, tuple[str, ...]] = {
 }
 """A tensor -> the tensors that it is made of."""
 
+_MOST_LINKS = 10
+"""The sources behind one another that are seen later than what inherits them."""
+
 _ALONG = ("activation", "gradient")
 """Those that come from other layers, of which those count that ran before in the forward, or in the backward."""
 
@@ -43,31 +47,51 @@ def partings(found: Iterable[Found], order: Order) -> list[Parting]:
     """The tensors that depart, with where their differences come from, in the order in which they part."""
     tensors: dict[_Key, list[Found]] = {}
     for each in found:
-        subject = each.subject
-        # Each number of the trainer, and of a user's own feature, stands for itself.
-        tensor = subject.tensor or f"\0{subject.statistic}"
-        tensors.setdefault((subject.scope, subject.layer, tensor, subject.rank), []).append(each)
+        tensors.setdefault(_key(each.subject), []).append(each)
     for group in tensors.values():
         group.sort(key=lambda each: -abs(each.difference) / each.bound)
     sources = _Sources(tensors, order)
-    made = [_parting(group, sources) for group in tensors.values()]
-    turns = [order.place(group[0].subject) for group in tensors.values()]
-    ordered = sorted(zip(made, turns, strict=True), key=lambda both: (both[0].iteration, both[1]))
-    return [parting for parting, _ in ordered]
+    source_of = {key: sources.of(group) for key, group in tensors.items()}
+    began = _began(tensors, source_of)
+    made = {key: _parting(group, source_of[key]) for key, group in tensors.items()}
+    return [made[key] for key in sorted(made, key=lambda key: (began[key], order.place(tensors[key][0].subject)))]
 
 
-def _parting(group: Sequence[Found], sources: _Sources) -> Parting:
+def _began(tensors: Mapping[_Key, Sequence[Found]], source_of: Mapping[_Key, Found | None]) -> dict[_Key, int]:
+    """The iteration of each tensor's first difference; that of a source is not after what inherits it.
+
+    A weight with numbers in every fifth step may be seen to depart after the activations that it has made.
+    """
+    began = {key: min(each.iteration for each in group) for key, group in tensors.items()}
+    for _ in range(_MOST_LINKS):
+        before = dict(began)
+        for key, source in source_of.items():
+            if source is not None:
+                of = _key(source.subject)
+                began[of] = min(began[of], max(source.since, began[key]))
+        if began == before:
+            break
+    return began
+
+
+def _key(subject: Subject) -> _Key:
+    # Each number of the trainer, and of a user's own feature, stands for itself.
+    return subject.scope, subject.layer, subject.tensor or f"\0{subject.statistic}", subject.rank
+
+
+def _parting(group: Sequence[Found], source: Found | None) -> Parting:
     subject = group[0].subject
-    origin, source = sources.of(group)
+    first = min(group, key=lambda each: each.iteration)
     return Parting(
         subject.scope,
         subject.layer,
         subject.tensor,
         subject.rank,
-        min(each.iteration for each in group),
+        first.iteration,
+        first.since,
         tuple(map(_departure, group)),
-        origin,
-        source,
+        "made here" if source is None else "inherited",
+        "" if source is None else f"{source.subject.layer} {source.subject.tensor}",
     )
 
 
@@ -99,7 +123,7 @@ class _Line(NamedTuple):
     Attributes:
         turns: [n]: the place of each one's layer among the layers that have any.
         found: what they are.
-        first, last: [n]: their iterations.
+        first, last: [n]: the first iteration at which each may have begun, and its last one.
         differences: [n].
     """
 
@@ -133,21 +157,22 @@ class _Sources:
                 self._lines[line, rank, statistic] = _Line(
                     np.array([turns[each.subject[:2]] for each in those]),
                     those,
-                    np.array([each.iteration for each in those]),
+                    np.array([each.since for each in those]),
                     np.array([each.until for each in those]),
                     np.array([each.difference for each in those]),
                 )
 
-    def of(self, group: Sequence[Found]) -> tuple[Origin, str]:
-        """Where a tensor's difference comes from: by the strongest of its statistics that departs in a source too."""
+    def of(self, group: Sequence[Found]) -> Found | None:
+        """What a tensor has its difference from, None if that is made there: by the strongest of its statistics that
+        departs in a source too."""
         for each in group:
             sources = self._along(each) if each.subject.tensor in _ALONG else self._in_layer(each)
             for source in sources:
                 if source.difference * each.difference > 0 and abs(source.difference) >= _SHARE * abs(each.difference):
-                    return "inherited", f"{source.subject.layer} {source.subject.tensor}"
+                    return source
             if sources:
                 break
-        return "made here", ""
+        return None
 
     def _along(self, found: Found) -> list[Found]:
         """The same statistic's differences in the layers that ran before, the nearest first."""
@@ -173,5 +198,5 @@ class _Sources:
             if each.subject.statistic == subject.statistic
         )
         if subject.tensor == "weight":  # the optimizer has run between them
-            return [each for each in sources if each.iteration < found.iteration]
-        return [each for each in sources if each.iteration <= found.iteration <= each.until]
+            return [each for each in sources if each.iteration < found.since]
+        return [each for each in sources if each.since <= found.iteration <= each.until]

@@ -83,6 +83,7 @@ def _same(values: Values, magnitudes: Values) -> Values:
 
 
 MAGNITUDE = Scale("magnitude", "powers of two", 0.01, 1.0, 1.0, _powers, _from_powers)
+SQUARE = Scale("square", "powers of two", 0.01, 2.0, 2.0, _powers, _from_powers)
 LEVEL = Scale(
     "level",
     "of its size",
@@ -94,7 +95,7 @@ LEVEL = Scale(
 )
 SHARE = Scale("share", "points", 0.02, 5.0, 0.0, _same, _same)
 DECIBELS = Scale("decibels", "dB", 0.1, 3.0, 0.0, _same, _same)
-POWERS = Scale("powers", "powers of two", 0.05, 4.0, 0.0, _same, _same)
+POWERS = Scale("powers", "powers of two", 0.05, 12.0, 0.0, _same, _same)
 COUNT = Scale(
     "count",
     "powers of two",
@@ -105,11 +106,9 @@ COUNT = Scale(
     lambda places, sizes: 2.0 ** np.fmax(places, 0.0) - 1,
 )
 
-_SQUARED = "square of the tensor's"
-
 _BY_UNIT = {
     "of the tensor": MAGNITUDE,
-    _SQUARED: MAGNITUDE,
+    "square of the tensor's": SQUARE,
     "%": SHARE,
     "dB": DECIBELS,
     "powers of two": POWERS,
@@ -130,9 +129,3 @@ def scale_of(tensor: str, statistic: str) -> Scale:
     if request.statistic.worse is Worse.AWAY_FROM_ZERO:
         return LEVEL
     return _BY_UNIT.get(request.statistic.unit, LEVEL)
-
-
-def power_of(tensor: str, statistic: str) -> float:
-    """The power of its tensor's magnitude with which a statistic grows: 2 for squares, else 1."""
-    request = logged_request(statistic) if tensor else None
-    return 2.0 if request is not None and request.statistic.unit == _SQUARED else 1.0

@@ -39,8 +39,8 @@ def what_was_compared(comparison: Comparison) -> Iterator[str]:
         )
     if floor is None:
         yield (
-            "There is no noise floor: what counts is a factor of 2, 5 points of a percentage, or 3 dB. Whether that is"
-            " ordinary is not known. Give --noise a run like A with another seed."
+            "There is no noise floor: what counts is a factor of 2 (4 of a squared error), 5 points of a percentage, or"
+            " 3 dB. Whether that is ordinary is not known. Give --noise a run like A with another seed."
         )
     else:
         yield f"Noise floor: how much A differs from {' and '.join(floor.sides)}."
@@ -70,6 +70,9 @@ def where_first(comparison: Comparison) -> Iterator[str]:
         f"First at step {first.iteration}: {first.name}, {origin(first)}. {departure.statistic} is"
         f" {number(departure.b)} instead of {number(departure.a)}: {difference(departure)}{_beyond(departure)}."
     )
+    if any(parting.iteration < first.iteration for parting in comparison.parted):
+        between = f"between steps {first.since - 1} and {first.iteration}"
+        yield f"It has no numbers {between}: it may have begun in any of them."
     if unequal.iteration < first.iteration:
         yield f"The first number that is not the same at all is {what}, at step {unequal.iteration}."
 

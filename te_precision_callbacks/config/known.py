@@ -36,14 +36,21 @@ def known_features(own: Iterable[str] = ()) -> Mapping[str, tuple[str, ...]]:
     return {namespace: tuple(features) for namespace, features in found.items()}
 
 
+def is_for_upstreams_tests(namespace: str, name: str) -> bool:
+    """Whether a feature is in a private file of upstream, as TestDummyFeature is: a config may name it, no list shows
+    it."""
+    return (namespace, name) in _shipped_upstream(private=True)
+
+
 @functools.cache
-def _shipped_upstream() -> tuple[tuple[str, str], ...]:
-    """Namespace and name of each feature in upstream's folders, which are read and not imported."""
+def _shipped_upstream(*, private: bool = False) -> tuple[tuple[str, str], ...]:
+    """Namespace and name of each feature in upstream's folders, or in their private files alone; these are read and not
+    imported."""
     found: list[tuple[str, str]] = []
     for package, folder in _FOLDERS:
         spec = importlib.util.find_spec(package)
         for place in (spec and spec.submodule_search_locations) or ():
-            for file in sorted(Path(place, folder).glob("*.py")):
+            for file in sorted(Path(place, folder).glob("_*.py" if private else "*.py")):
                 found += _REGISTERED.findall(file.read_text(encoding="utf-8"))
     return tuple(found)
 

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.fields import names, words
-from te_precision_callbacks.config.known import known_features
+from te_precision_callbacks.config.known import is_for_upstreams_tests, known_features
 from te_precision_callbacks.config.levels import FeatureSchema, levels
 from te_precision_callbacks.config.planning import BASE
 from te_precision_callbacks.config.problems import suggestion
@@ -104,8 +104,13 @@ class Feature:
 
 
 def features() -> tuple[Feature, ...]:
-    """All features that a config may name, but a user's own; those of this project first."""
-    return tuple(_feature(name, namespace) for namespace, registered in known_features().items() for name in registered)
+    """All features that a config may name, but a user's own and those of upstream's tests; this project's first."""
+    return tuple(
+        _feature(name, namespace)
+        for namespace, registered in known_features().items()
+        for name in registered
+        if not is_for_upstreams_tests(namespace, name)
+    )
 
 
 def find(name: str) -> tuple[Feature, ...]:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from te_precision_callbacks import notebooks
 from te_precision_callbacks.folding import folded
 from te_precision_callbacks.records.state import StateRow
 from te_precision_callbacks.vocabulary import GEMMS
@@ -235,6 +236,22 @@ class Coverage(tuple[Product, ...]):
             of_name = [product for product in high if product.precision == name]
             told.append(f"{_percent(by_precision[name] / whole)} % in {name.upper()}: {', '.join(_causes(of_name))}")
         return "; ".join([*told, *left])
+
+    def _repr_html_(self) -> str:
+        whole = self.macs()
+        rows = [
+            (
+                p.layer,
+                p.gemm,
+                p.precision.upper(),
+                f"{p.macs:,}",
+                f"{100 * p.macs / whole:.1f} %" if whole else "",
+                p.why,
+            )
+            for p in self
+        ]
+        columns = ("layer", "product", "precision", "multiply-adds", "share", "why not low")
+        return notebooks.paragraph(str(self)) + notebooks.table(columns, rows)
 
     def _apart(self, word: str) -> str:
         apart = [f"{gemm} {_percent(self.share(word, gemm=gemm))}" for gemm in GEMMS if self.macs(gemm=gemm)]

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from te_precision_callbacks import notebooks
 from te_precision_callbacks.records.spans import AnyIteration
 from te_precision_callbacks.vocabulary import GemmName
 
@@ -74,3 +75,12 @@ class Precision(AnyIteration[GemmPrecision]):
     Of an iteration these are all GEMMs that were known by then. A GEMM that did not run in the iteration has the reason
     in ``not_run``. A layer that no forward reached in the iteration keeps its previous precision.
     """
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (each.layer, each.gemm, in_short(each.operands) if each.operands else each.not_run, each.recipe)
+            for each in self
+        ]
+        return notebooks.table(("layer", "GEMM", "precision", "recipe"), rows) or notebooks.paragraph(
+            "No GEMM has run."
+        )

@@ -13,7 +13,7 @@ import pytest
 from te_precision_callbacks.comparing import Comparison, ComparisonError, compare
 from te_precision_callbacks.comparing.scales import scale_of
 from te_precision_callbacks.comparing.spread import bounds
-from te_precision_callbacks.comparing.wording import difference
+from te_precision_callbacks.comparing.wording import difference, where_first
 from te_precision_callbacks.store import RecordedRun, RunWriter, open_run
 from tests.comparing.recorded import Subject, Values, append, layers, record
 
@@ -224,6 +224,45 @@ def test_steps_pair_by_their_number(tmp_path: Path) -> None:
     assert result.pairing.values == 6 * len(tenth)
     assert result.first is not None
     assert (result.first.name, result.first.iteration) == (f"{LAYERS[3]} weight", 30)
+
+
+@pytest.mark.parametrize("since", [30, 32, 34])
+def test_a_weight_with_fewer_numbers_comes_before_the_activations_that_it_made(runs: Runs, since: int) -> None:
+    """Schedules of freq 1 and freq 5 in one config: the weight is seen to depart up to four steps later."""
+
+    def seldom(values: dict[Subject, Floats]) -> dict[Subject, Floats]:
+        steps = np.arange(STEPS)
+        return {key: np.where((key[1] != "weight") | (steps % 5 == 0), curve, np.nan) for key, curve in values.items()}
+
+    fc2, behind, before = LAYERS[2], LAYERS[3:], LAYERS[:2]
+    factors = {(fc2, "weight"): 16.0}
+    factors |= {(layer, "activation"): 16.0 for layer in behind} | {(layer, "gradient"): 16.0 for layer in before}
+    a, noise = (runs.record(f"seldom {seed}", seldom(numbers(seed))) for seed in (0, 1))
+    b = runs.record("seldom b", seldom(changed(numbers(2), factors, since)))
+    for result in (compare(a, b), compare(a, b, noise=[noise])):
+        found = origins(result)
+        assert next(iter(found)) == f"{fc2} weight"
+        assert [name for name, (origin, _) in found.items() if origin == "made here"] == [f"{fc2} weight"]
+        assert result.first is not None
+        assert result.first.iteration == -(-since // 5) * 5
+        assert result.first.since <= since
+        said = " ".join(where_first(result))
+        assert ("It has no numbers between steps 30 and 35" in said) == (since > 30)
+
+
+def test_gradients_that_depart_before_are_what_makes_a_weight_with_fewer_numbers_depart(runs: Runs) -> None:
+    values = changed(changed(numbers(2), {(LAYERS[2], "gradient"): 16.0}, 22), {(LAYERS[2], "weight"): 16.0}, 32)
+    found = []
+    for name, curves in (("a", numbers(0)), ("noise", numbers(1)), ("b", values)):
+        steps = {
+            key: np.where((key[1] != "weight") | (np.arange(STEPS) % 5 == 0), c, np.nan) for key, c in curves.items()
+        }
+        found.append(runs.record(f"few {name}", steps))
+    a, noise, b = found
+    assert origins(compare(a, b, noise=[noise])) == {
+        f"{LAYERS[2]} gradient": ("made here", ""),
+        f"{LAYERS[2]} weight": ("inherited", f"{LAYERS[2]} gradient"),
+    }
 
 
 def test_statistics_of_other_recipes_do_not_pair(runs: Runs) -> None:
@@ -473,6 +512,30 @@ def test_runs_that_share_no_layer(runs: Runs) -> None:
     other = {(f"blocks.{n}", "weight", "cur_amax"): np.ones(5) for n in range(3)}
     with pytest.raises(ComparisonError, match=r"share no layer; one has 'layers\.0\.fc', the other 'blocks\.0'"):
         compare(runs.a, record(runs.folder / "other", other))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("", "net."), ("net.", ""), ("model.net.", "module."), ("", "_forward_module.net.")]
+)
+def test_layers_pair_by_the_end_of_their_names(runs: Runs, ours: str, theirs: str) -> None:
+    """Lightning's names begin at its module, those of other front doors at the model."""
+
+    def named(name: str, prefix: str, values: Values, precision: str) -> RecordedRun:
+        rows = [{**row, "layer": prefix + row["layer"], "precision": precision} for row in products(128)]
+        found = {(prefix + layer, tensor, statistic): curve for (layer, tensor, statistic), curve in values.items()}
+        return record(runs.folder / name, found, order=[prefix + layer for layer in LAYERS], gemms=rows)
+
+    a = named("named", ours, numbers(0), "bf16")
+    noise = named("again", theirs, numbers(1), "bf16")
+    b = named("otherwise", theirs, changed(numbers(2), {(LAYERS[2], "weight"): 16.0}), "fp8")
+    result = compare(a, b, noise=[noise])
+    assert [parting.name for parting in result.parted] == [f"{ours}{LAYERS[2]} weight"]
+    assert result.ordered
+    assert result.pairing.layers == len(LAYERS)
+    assert any(fact.name.startswith("fprop of ") and fact.b == "FP8" for fact in result.facts)
+    assert len(result.notes) == 2
+    assert f"named {theirs!r}... where those of {a.path} are named {ours!r}..." in result.notes[0]
+    assert "6 of them" in result.notes[0]
 
 
 def test_runs_that_share_no_statistic(runs: Runs) -> None:
