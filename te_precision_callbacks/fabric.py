@@ -27,7 +27,7 @@ from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.errors import MissingExtraError
 from te_precision_callbacks.naming import Model
 from te_precision_callbacks.notices import Notices
-from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, check_step_on, spelled_out
+from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, spelled_out
 from te_precision_callbacks.records import MetricSelection
 from te_precision_callbacks.session import InspectSession, SessionError
 
@@ -82,9 +82,8 @@ class PrecisionDebugFabricCallback:
         step_on: StepOn = "optimizer_step",
         **keywords: Unpack[SessionKeywords],
     ) -> None:
-        check_step_on(step_on)
+        self._step_on = read_step_on(step_on)
         self._options = SessionOptions.from_keywords(config, **keywords)
-        self._step_on = step_on
         self._session: InspectSession | None = None
         self._models: list[torch.nn.Module] = []
         self._optimizer: Any = None

@@ -21,7 +21,7 @@ from typing_extensions import Unpack
 
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.errors import MissingExtraError
-from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, check_step_on, spelled_out
+from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, spelled_out
 from te_precision_callbacks.records import MetricSelection
 from te_precision_callbacks.records.loggers import (
     REPORT_NAME,
@@ -97,9 +97,8 @@ class PrecisionDebugCallback(Callback):
         step_on: StepOn = "optimizer_step",
         **keywords: Unpack[SessionKeywords],
     ) -> None:
-        check_step_on(step_on)
+        self._step_on = read_step_on(step_on)
         self._options = SessionOptions.from_keywords(config, **keywords)
-        self._step_on = step_on
         self._session: InspectSession | None = None
         self._outcome: SessionOutcome | None = None
         self._mailbox = Mailbox()

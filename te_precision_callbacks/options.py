@@ -309,14 +309,15 @@ def _in_yaml(hint: Any) -> Any:
     return Sink | Any if hint is Sink else hint
 
 
-def check_step_on(step_on: object) -> None:
-    """Check the keyword ``step_on`` of a front door.
+def read_step_on(step_on: object) -> StepOn:
+    """The keyword ``step_on`` of a front door, checked.
 
     Raises:
         OptionError: ``step_on`` is not a :data:`StepOn`.
     """
     if step_on not in get_args(StepOn):
         raise OptionError(f"step_on= must be one of {', '.join(map(repr, get_args(StepOn)))}, not {step_on!r}.")
+    return cast(StepOn, step_on)
 
 
 def _sequence(key: str, value: Any) -> tuple[Any, ...]:

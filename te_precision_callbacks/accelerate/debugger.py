@@ -22,7 +22,7 @@ from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.naming import Model
 from te_precision_callbacks.notices import Notices
-from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, check_step_on
+from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on
 from te_precision_callbacks.records import MetricSelection, StepRecords
 from te_precision_callbacks.session import InspectSession, SessionError
 
@@ -92,12 +92,11 @@ class PrecisionDebugger:
                 f"accelerator= must be an accelerate.Accelerator, not a {type(accelerator).__name__}. The order is"
                 " PrecisionDebugger(accelerator, model, config)."
             )
-        check_step_on(step_on)
+        self._step_on = read_step_on(step_on)
         for _, root in roots_of(model):
             _require_prepared(accelerator, root)
         self._accelerator = accelerator
         self._model = model
-        self._step_on = step_on
         self._options = SessionOptions.from_keywords(config, **keywords)
         self._session = InspectSession.from_options(self._options)
         self._next_iteration: int | None = None

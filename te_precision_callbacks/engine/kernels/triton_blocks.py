@@ -42,16 +42,20 @@ from te_precision_callbacks.engine.kernels.columns import (
 from te_precision_callbacks.engine.kernels.triton_parts import (
     BYTES_PER_LOAD,
     FORMATS,
-    PLAIN,
+    MEASURING,
+    MERGING,
     THREADS,
+    add_at,
     comparison,
     decode,
     exponent_counts,
     from_above,
     is_finite,
     jit,
+    loadable,
     merged_rows,
     program_count,
+    raise_at,
     store_comparison,
     store_extremes,
     store_moments,
@@ -69,9 +73,6 @@ _EXTREMES = len((*MAXIMA, *SCALE_MAXIMA, *LOSS_MAXIMA, *RANGE_MAXIMA))
 _TILE_ROWS, _TILE_COLUMNS = 16, 128
 _COLUMN_VECTOR = 4
 _PER_THREAD = _TILE_ROWS * _TILE_COLUMNS // THREADS
-
-_COLUMNS_TOGETHER, _ROWS_TOGETHER = 32, 64
-"""Of the results of programs that are merged at a time."""
 
 _BINS_TOGETHER = 1024
 
@@ -126,8 +127,7 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     ]
     partials = torch.empty((programs, _COLUMNS + _EXTREMES), dtype=torch.float64, device=values.device)
     counts = torch.zeros(sum(bins), dtype=torch.float64, device=values.device) if any(bins) else None
-    name, integers, not_finite = FORMATS[values.dtype]
-    matrix = matrix if integers is None else matrix.view(integers)
+    matrix, decoding = loadable(matrix)
     vector = BYTES_PER_LOAD // matrix.element_size()
     if width == 1:  # each column of a thread has results of its own
         vector = min(vector, _COLUMN_VECTOR)
@@ -149,10 +149,8 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
             tiles,
             across,
             **_formats(found, compares=compares, turned=turned),
-            FORMAT=name,
-            NOT_FINITE=not_finite,
-            SMALLEST_PLAIN=PLAIN[0],
-            LARGEST_PLAIN=PLAIN[1],
+            **decoding,
+            **MEASURING,
             MOMENTS=max(places.moments, places.maxima) >= 0,
             LOSSES=max(own.losses, own.loss_maxima) >= 0,
             LIMITS=own.limits >= 0,
@@ -164,7 +162,6 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
             STEPS=tile_rows // _TILE_ROWS,
             TURNED=turned,
             ROWS=_PER_THREAD // vector,
-            THREADS=THREADS,
             VECTOR=vector,
             LANE_ROWS=_TILE_ROWS * vector // _PER_THREAD,
             # Of a row of the tile, threads that have the same block.
@@ -174,7 +171,6 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
             WIDTH=width,
             COLUMNS=_COLUMNS,
             EXTREMES=_EXTREMES,
-            num_warps=THREADS // 32,
             # Fused, the product of a code and the scale would not be rounded before it is subtracted.
             enable_fp_fusion=False,
         )
@@ -191,11 +187,8 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
             RANGE_BINS=bins[2],
             COLUMNS=_COLUMNS,
             EXTREMES=_EXTREMES,
-            WIDTH=_COLUMNS_TOGETHER,
-            ROWS=_ROWS_TOGETHER,
             BINS=_BINS_TOGETHER,
-            num_warps=THREADS // 32,
-            enable_fp_fusion=True,
+            **MERGING,
         )
 
 
@@ -567,8 +560,7 @@ def _add_to(
     """Add the columns from ``BEGIN`` on to those at a place, unless it is -1."""
     base = tl.where(column >= 0, place, 0)
     kept = sums + base + column - BEGIN
-    is_kept = (column >= BEGIN) & (column < BEGIN + NUMBER) & (base >= 0)
-    tl.store(kept, tl.load(kept, mask=is_kept, other=0.0) + found, mask=is_kept)
+    add_at(kept, found, (column >= BEGIN) & (column < BEGIN + NUMBER) & (base >= 0))
 
 
 @jit
@@ -578,8 +570,7 @@ def _raise_to(
     """As :func:`_add_to`, the larger of both."""
     base = tl.where(column >= 0, place, 0)
     kept = maxima + base + column - BEGIN
-    is_kept = (column >= BEGIN) & (column < BEGIN + NUMBER) & (base >= 0)
-    tl.store(kept, tl.maximum(tl.load(kept, mask=is_kept, other=0.0), found), mask=is_kept)
+    raise_at(kept, found, (column >= BEGIN) & (column < BEGIN + NUMBER) & (base >= 0))
 
 
 @jit

@@ -29,15 +29,20 @@ from te_precision_callbacks.engine.kernels.columns import Pending, Places, layou
 from te_precision_callbacks.engine.kernels.triton_parts import (
     BYTES_PER_LOAD,
     CODE_FORMATS,
+    COLUMNS_TOGETHER,
     FORMATS,
-    PLAIN,
+    MEASURING,
+    MERGING,
     THREADS,
+    add_at,
     comparison,
     decode,
     exponent_counts,
     jit,
+    loadable,
     merged_rows,
     program_count,
+    raise_at,
     store_comparison,
     store_extremes,
     store_moments,
@@ -53,10 +58,6 @@ _ELEMENTS_PER_THREAD = {False: 32, True: 16}
 
 _MOST_TOGETHER = 4
 """The tensors of one launch; a GEMM has three."""
-
-# Of the results of programs that are merged at a time.
-_COLUMNS_TOGETHER = 32
-_ROWS_TOGETHER = 64
 
 # Numbers that differ from tensor to tensor, of which Triton is not to make kernels of their own.
 _BEGINS = ["begin1", "begin2", "begin3"]
@@ -149,8 +150,8 @@ def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.
         return eager.add(together, sums, maxima)
     histogram = places.exponents >= 0
     at, columns, extremes = layout(codes=codes is not None, histogram=histogram)
-    name, integers, not_finite = FORMATS[values.dtype]
-    elements = [one.values.detach() if integers is None else one.values.detach().view(integers) for one in together]
+    loaded = [loadable(one.values.detach()) for one in together]
+    elements, decoding = [element for element, _ in loaded], loaded[0][1]
     all_codes = [one.codes for one in together]
     dimensions = _collapse(elements[0], codes)
     if len(dimensions) > _MAX_DIMENSIONS:
@@ -180,27 +181,23 @@ def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.
             *[size for size, _, _ in inner],
             *[stride for _, stride, _ in [*inner, outer]],
             *[stride for _, _, stride in [*inner, outer]],
-            FORMAT=name,
-            NOT_FINITE=not_finite,
             CODES="" if codes is None else code_name,
             LARGEST=largest,
-            SMALLEST_PLAIN=PLAIN[0],
-            LARGEST_PLAIN=PLAIN[1],
             HISTOGRAM=histogram,
             ALONE=alone,
             WHOLE_RUNS=len(dimensions) > 1 and inner[0][0] % run == 0,
             SMALL=values.numel() < 2**31,
             ROWS=rows,
             PER_THREAD=rows * vector,
-            THREADS=THREADS,
             VECTOR=vector,
             COLUMNS=columns,
             EXTREMES=extremes,
-            num_warps=THREADS // 32,
+            **decoding,
+            **MEASURING,
             # Fused, the product of a code and the scale would not be rounded before it is subtracted.
             enable_fp_fusion=codes is None,
         )
-        _merge[(len(together), -(-(columns + extremes) // _COLUMNS_TOGETHER))](
+        _merge[(len(together), -(-(columns + extremes) // COLUMNS_TOGETHER))](
             partials,
             sums,
             maxima,
@@ -212,10 +209,7 @@ def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.
             SCALE_MAXIMA=at.scale_maxima,
             COLUMNS=columns,
             EXTREMES=extremes,
-            WIDTH=_COLUMNS_TOGETHER,
-            ROWS=_ROWS_TOGETHER,
-            num_warps=THREADS // 32,
-            enable_fp_fusion=True,
+            **MERGING,
         )
     return None
 
@@ -498,9 +492,7 @@ def _merge(
         exponents = _chosen(which, exponents0, exponents1, exponents2, exponents3)
         base = tl.where(column >= EXPONENTS, exponents, base)
         within = tl.where(column >= EXPONENTS, column - EXPONENTS, within)
-    kept = sums + base + within
-    is_kept = is_sum & (base >= 0)
-    tl.store(kept, tl.load(kept, mask=is_kept, other=0.0) + total, mask=is_kept)
+    add_at(sums + base + within, total, is_sum & (base >= 0))
 
     extreme = column - COLUMNS
     base = tl.where(column >= 0, _chosen(which, maxima0, maxima1, maxima2, maxima3), 0)
@@ -509,9 +501,7 @@ def _merge(
         scale_maxima = _chosen(which, scale_maxima0, scale_maxima1, scale_maxima2, scale_maxima3)
         base = tl.where(extreme >= SCALE_MAXIMA, scale_maxima, base)
         within = tl.where(extreme >= SCALE_MAXIMA, extreme - SCALE_MAXIMA, extreme)
-    kept = maxima + base + within
-    is_kept = is_maximum & (base >= 0)
-    tl.store(kept, tl.maximum(tl.load(kept, mask=is_kept, other=0.0), largest), mask=is_kept)
+    raise_at(maxima + base + within, largest, is_maximum & (base >= 0))
 
 
 @jit

@@ -22,7 +22,7 @@ scales by a power of two for each thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +50,23 @@ BYTES_PER_LOAD = 16
 _PROGRAMS_PER_PROCESSOR = 4
 PROGRAMS_OF_INTERPRETER = 4
 
+COLUMNS_TOGETHER = 32
+"""Of the results of programs, those that a program of the merge has."""
+
+MEASURING: Mapping[str, Any] = {
+    "SMALLEST_PLAIN": PLAIN[0],
+    "LARGEST_PLAIN": PLAIN[1],
+    "THREADS": THREADS,
+    "num_warps": THREADS // 32,
+}
+MERGING: Mapping[str, Any] = {
+    "WIDTH": COLUMNS_TOGETHER,
+    "ROWS": 64,
+    "num_warps": THREADS // 32,
+    "enable_fp_fusion": True,
+}
+"""What all launches of either kind have alike."""
+
 # triton has no types: this keeps the module typed.
 jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
@@ -60,6 +77,12 @@ def program_count(device: torch.device) -> int:
         return PROGRAMS_OF_INTERPRETER
     processors: int = torch.cuda.get_device_properties(device).multi_processor_count
     return processors * _PROGRAMS_PER_PROCESSOR
+
+
+def loadable(values: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, Any]]:
+    """The tensor as the kernels load it, and how they decode it."""
+    name, integers, not_finite = FORMATS[values.dtype]
+    return values if integers is None else values.view(integers), {"FORMAT": name, "NOT_FINITE": not_finite}
 
 
 @jit
@@ -178,6 +201,16 @@ def merged_rows(
         total += tl.sum(tl.load(at, mask=is_row & is_sum[None, :], other=0.0), 0)
         largest = tl.maximum(largest, tl.max(tl.load(at, mask=is_row & is_maximum[None, :], other=float("-inf")), 0))
     return total, largest
+
+
+@jit
+def add_at(kept: tl.tensor, found: tl.tensor, is_kept: tl.tensor) -> None:
+    tl.store(kept, tl.load(kept, mask=is_kept, other=0.0) + found, mask=is_kept)
+
+
+@jit
+def raise_at(kept: tl.tensor, found: tl.tensor, is_kept: tl.tensor) -> None:
+    tl.store(kept, tl.maximum(tl.load(kept, mask=is_kept, other=0.0), found), mask=is_kept)
 
 
 @jit
