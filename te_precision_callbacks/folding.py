@@ -4,6 +4,11 @@ folded(["layers.0.fc", "layers.1.fc", "layers.4.fc", "head"])     # ["layers.{0-
 folded(f"h.{i}.experts.gemm_{e}" for i in range(32) for e in range(8))   # ["h.{0-31}.experts.gemm_{0-7}"]
 
 A text stands for exactly its names, unless it has more than a few ranges of numbers.
+
+short = ShortNames(["model.encoder.layers.0.attention.qkv", "model.encoder.layers.1.attention.qkv"])
+short.of("model.encoder.layers.0.attention.qkv", 24)              # "…layers.0.attention.qkv"
+
+A short name leaves out what all names share, and keeps what tells it apart from the others.
 """
 
 from __future__ import annotations
@@ -11,12 +16,19 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 _NUMBER = re.compile(r"(?<!\d)(?<!fc)(?:0|[1-9]\d*)(?!\d)")
 """A number in a name; those of fc1 and fc2 say which layer it is, and a leading zero would be lost."""
 
 _MOST_RANGES = 4
+
+_SEGMENT = re.compile(r"[^./]+[./]?|[./]")
+"""A part of a path, with the dot or slash behind it."""
+
+_LEFT_OUT = "…"
+
+_LEAST_STEM, _MOST_SIBLINGS = 3, 200
 
 _Numbers = tuple[int, ...]
 
@@ -84,3 +96,99 @@ def _ranges(numbers: Sequence[int]) -> str:
     told, left = parts[:_MOST_RANGES], parts[_MOST_RANGES:]
     more = sum(part[-1] - part[0] + 1 for part in left)
     return f"{{{','.join('-'.join(map(str, part)) for part in told)}{f' and {more} more' if more else ''}}}"
+
+
+class ShortNames:
+    """Short texts for the names of a model's layers, or of a trainer's numbers.
+
+    A part of a name is left out first where no other name goes on differently at that place, then a part is cut to what
+    its neighbours do not have. Names that differ in their numbers alone are shortened at the same places.
+
+    Args:
+        names: all names that are to be told apart, also those that are not shown.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._following: dict[str, set[str]] = {}
+        self._alike: dict[str, list[str]] = {}
+        self._known: set[str] = set()
+        for name in dict.fromkeys(names):
+            self._known.add(name)
+            self._alike.setdefault(form_of(name), []).append(name)
+            before = ""
+            for segment in (*_SEGMENT.findall(name), ""):
+                self._following.setdefault(before, set()).add(segment)
+                before += segment
+        self._texts: dict[tuple[str, int], dict[str, str]] = {}
+
+    def of(self, name: str, most: int) -> str:
+        """A name in at most so many characters; a name that fits is itself."""
+        if len(name) <= most:
+            return name
+        if name not in self._known:
+            return _without_middle(name, most)
+        key = (form_of(name), most)
+        if key not in self._texts:
+            alike = self._alike[key[0]]
+            self._texts[key] = dict(zip(alike, self._fitted(alike, most), strict=True))
+        return self._texts[key][name]
+
+    def _fitted(self, names: Sequence[str], most: int) -> list[str]:
+        """Names of one form, with as little left out as fits all of them."""
+        rows = [_SEGMENT.findall(name) for name in names]
+        befores = [["".join(row[:place]) for place in range(len(row))] for row in rows]
+        for places in self._order(rows, befores):
+            if max(map(_width, rows)) <= most:
+                break
+            for row, before, place in ((*both, place) for both in zip(rows, befores, strict=True) for place in places):
+                siblings = self._following[before[place]]
+                row[place] = _LEFT_OUT if len(siblings) == 1 else _stem(row[place], siblings)
+        return [_without_middle(_joined(row), most) for row in rows]
+
+    def _order(self, rows: Sequence[Sequence[str]], befores: Sequence[Sequence[str]]) -> Iterator[list[int]]:
+        """The places of a name that are shortened together, those first that say the least."""
+        places = range(len(rows[0]))
+        shared = [all(len(self._following[before[place]]) == 1 for before in befores) for place in places]
+        numbered = [bool(_NUMBER.fullmatch(segment.rstrip("./"))) for segment in rows[0]]
+
+        def weight(place: int) -> tuple[bool, bool, bool]:
+            # "layers" in front of a number, and the last part, are what a reader looks for.
+            last = place + 1 == len(places)
+            return not shared[place], last, not last and numbered[place + 1]
+
+        ordered = sorted((place for place in places if shared[place] or not numbered[place]), key=weight)
+        begin = [place for at, place in enumerate(ordered) if place == at and not any(weight(place))]
+        yield begin  # at once, so that names of several forms begin alike
+        yield from ([place] for place in ordered[len(begin) :])
+
+
+def _stem(segment: str, siblings: Iterable[str]) -> str:
+    """A part of a name, cut to a begin or an end that none of its siblings has."""
+    text = segment.rstrip("./")
+    others = {sibling.rstrip("./") for sibling in siblings} - {text}
+    if len(others) > _MOST_SIBLINGS:
+        return segment
+    for size in range(_LEAST_STEM, len(text) - 1):
+        if not any(other.startswith(text[:size]) for other in others):
+            return text[:size] + _LEFT_OUT
+        if not any(other.endswith(text[-size:]) for other in others):
+            return f"{_LEFT_OUT}{text[-size:]}{segment[len(text) :]}"
+    return segment
+
+
+def _joined(segments: Iterable[str]) -> str:
+    return re.sub(f"{_LEFT_OUT}+", _LEFT_OUT, "".join(segments))
+
+
+def _width(segments: Iterable[str]) -> int:
+    return len(_joined(segments))
+
+
+def _without_middle(text: str, most: int) -> str:
+    """A text in at most so many characters: its begin and, above all, its end."""
+    if len(text) <= most:
+        return text
+    if most < 5:
+        return text[len(text) - max(most, 0) :]
+    head = (most - 1) // 3
+    return f"{text[:head]}{_LEFT_OUT}{text[len(text) - (most - 1 - head) :]}"

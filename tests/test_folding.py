@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from te_precision_callbacks.folding import folded
+from te_precision_callbacks.folding import ShortNames, folded
 from tests.properties import examples
 
 
@@ -58,3 +58,55 @@ def test_a_text_stands_for_exactly_its_names(names: set[str]) -> None:
     found = [name for text in texts for name in unfolded(text)]
     assert sorted(found) == sorted(names)
     assert len(texts) <= len(names)
+
+
+ESM2 = [f"model.esm.encoder.layers.{n}.self_attention.layernorm_qkv" for n in (0, 9, 17, 32)]
+LLAMA = [
+    *(f"base_model.model.model.layers.{n}.{part}.base_layer"
+      for n in range(32)
+      for part in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.down_proj")),
+    "base_model.model.lm_head",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("names", "most", "texts"),
+    [
+        (["head", "layers.0.fc"], 11, ["head", "layers.0.fc"]),
+        (ESM2, 42, ["…layers.0.self_attention.layernorm_qkv", "…layers.9.self_attention.layernorm_qkv"]),
+        (ESM2, 30, ["…layers.0.…layernorm_qkv", "…layers.9.…layernorm_qkv"]),
+        (ESM2, 5, ["…0.…", "…9.…", "…17.…"]),
+        (LLAMA, 44, ["…model.layers.0.self_attn.q_proj.base_layer", "…model.layers.0.self_attn.k_proj.base_layer"]),
+        (LLAMA, 55, ["…model.layers.0.self_attn.q_proj.base_layer"]),
+        (LLAMA, 30, ["…model.…0.self_attn.q_proj.…", "…model.…0.self_attn.k_proj.…"]),
+        (LLAMA, 22, ["…mod…0.sel…q_proj.…", "…mod…0.sel…k_proj.…"]),
+        (["a.layernorm_qkv.weight_of_it", "a.layernorm_mlp.weight_of_it"], 14, ["…qkv.…", "…mlp.…"]),
+    ],
+)
+def test_a_short_name_keeps_what_differs(names: list[str], most: int, texts: list[str]) -> None:
+    short = ShortNames(names)
+    found = [short.of(name, most) for name in names]
+    assert found[: len(texts)] == texts
+    assert len(set(found)) == len(names)
+    assert max(map(len, found)) <= most
+
+
+def test_a_name_that_nobody_has_told_loses_its_middle() -> None:
+    short = ShortNames([])
+    assert short.of("layers.0.attention.query", 12) == "lay…on.query"
+    assert short.of("layers", 3) == "ers"
+
+
+@given(
+    st.sets(st.lists(st.sampled_from(["layers", "0", "1", "12", "self_attention", "self_attn", "fc"]), max_size=5)
+            .map(".".join), min_size=1, max_size=12),
+    st.integers(0, 60),
+)  # fmt: skip
+@examples(300)
+def test_short_names_fit_and_stay_apart(names: set[str], most: int) -> None:
+    short = ShortNames(names)
+    found = {name: short.of(name, most) for name in names}
+    assert all(len(text) <= most for text in found.values())
+    assert all(text == name for name, text in found.items() if len(name) <= most)
+    if most >= 45:  # which leaves 9 characters for each of five parts
+        assert len(set(found.values())) == len(names)

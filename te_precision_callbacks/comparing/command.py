@@ -75,6 +75,10 @@ def compare_command(
     opened, told = zip(*(chosen_run(path, name) for path, name in zip(paths, wanted, strict=True)), strict=True)
     for line in dict.fromkeys(filter(None, told)):
         terminal.show_text(line, err=as_json)
+    if report is not None:
+        from te_precision_callbacks.report.page import PAGES, output_path
+
+        output_path(report, PAGES)
     numbers = None if report is None else ComparedNumbers()
     result = compare(
         opened[0],

@@ -30,7 +30,7 @@ from te_precision_callbacks.comparing.wording import (
 )
 from te_precision_callbacks.report.overview import Columns
 from te_precision_callbacks.report.packing import LEVELS, Packed, Scale, narrowed, steps_between
-from te_precision_callbacks.report.page import FOR_FACTS, MOST_BYTES, Frame, write_bytes
+from te_precision_callbacks.report.page import FOR_FACTS, MOST_BYTES, PAGES, Frame, output_path, write_bytes
 from te_precision_callbacks.report.subjects import REDUCED, layer_name
 from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.terminal import visible
@@ -50,20 +50,21 @@ def write_comparison(
     Args:
         result: what was found.
         numbers: what the same call of :func:`te_precision_callbacks.comparing.compare` has kept.
-        path: the file; its folder is made where it is missing.
+        path: the file, in a folder that exists; its name ends in ``.html``, or has no ending.
         most: the most bytes of the page.
 
     Returns:
         The file.
 
     Raises:
-        ReportError: the file cannot be written.
+        ReportError: the file cannot be written, or its name is not that of a page.
         MissingExtraError: plotly is not installed.
     """
+    found = output_path(path, PAGES)
     frame = Frame(_SCRIPTS)
     packed = Packed(most - frame.size - FOR_FACTS)
     told = _told(result, numbers, packed)
-    return write_bytes(path, frame.filled(f"{result.a} and {result.b}", told, packed.texts).encode())
+    return write_bytes(found, frame.filled(f"{result.a} and {result.b}", told, packed.texts).encode())
 
 
 def _told(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def _told(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[
         "parted": [_parting(parting, layer_of) for parting in shown],
         "parted_total": len(result.parted),
         "loss": loss,
-        "layers": [{"name": visible(each.name), "block": visible(each.block)} for each in numbers.subjects.layers],
+        "layers": [each.told for each in numbers.subjects.layers],
         "families": families,
         "findings": list(_first_family(result, families)),
         "curves": kept,

@@ -185,8 +185,9 @@ def _subjects(table: pa.Table) -> Iterator[tuple[int, Subject]]:
 
 
 def _scalars(run: RecordedRun) -> dict[Subject, tuple[Ints, Floats]]:
-    names = np.array(run.scalars["name"].to_pylist(), dtype=object)
-    iterations, values = run.scalars["iteration"].to_numpy(), run.scalars["value"].to_numpy()
+    table = run.metrics
+    names = np.array(table["name"].to_pylist(), dtype=object)
+    iterations, values = table["iteration"].to_numpy(), table["value"].to_numpy()
     found = {}
     for name in dict.fromkeys(names.tolist()):
         chosen = np.flatnonzero(names == name)

@@ -4,7 +4,7 @@ Usage::
 
     te-precision report logs
     te-precision report logs -o report.html
-    te-precision report logs --format png --plot heatmap --statistic underflows% --tensor activation -o heatmap.png
+    te-precision report logs --plot heatmap --statistic underflows% --tensor activation -o heatmap.png
     te-precision report logs --json
 
 The exit code is 0; 2 for what is no run, for a run without numbers, and for a layer, statistic or step that it lacks.
@@ -43,12 +43,18 @@ def report_command(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="The file; report.html, or report.png, if it is not given."
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="The file, which ends in .html, .png or .json; report.html, or report.png, if it is not given.",
         ),
     ] = None,
     *,
     run: Run = None,
-    kind: Annotated[Format, typer.Option("--format", help="A page, a picture, or numbers.")] = Format.HTML,
+    kind: Annotated[
+        Format | None,
+        typer.Option("--format", help="A page, a picture, or numbers; if it is not given, by the name of the file."),
+    ] = None,
     plot: Annotated[Plot, typer.Option(help="For png: which picture.")] = Plot.HEATMAP,
     layer: Annotated[str | None, typer.Option(metavar="NAME", help="For png and json: the layer.")] = None,
     statistic: Annotated[str | None, typer.Option(metavar="NAME", help="For png and json: the statistic.")] = None,
@@ -60,11 +66,14 @@ def report_command(
 
     A page has at most 10 MB. It says which of its numbers are exact.
     """
-    kind = Format.JSON if as_json else kind
+    kind = Format.JSON if as_json else kind or _format_of(output)
     _refuse_what_is_not_for(kind, plot, layer=layer, statistic=statistic, tensor=tensor, step=step)
     if as_json and output is not None:
         raise typer.BadParameter("it prints; write numbers into a file with --format json", param_hint="--json")
-    from te_precision_callbacks.report.page import MOST_BYTES, write_bytes, write_report
+    from te_precision_callbacks.report.page import MOST_BYTES, PAGES, output_path, write_bytes, write_report
+
+    if output is not None:
+        output_path(output, PAGES if kind is Format.HTML else (kind.value,))
     from te_precision_callbacks.store.choosing import chosen_run
 
     recorded, told = chosen_run(path, run)
@@ -89,6 +98,17 @@ def report_command(
     terminal.show_text(f"{written}: {size / 1e6:.1f} MB")
     if kind is Format.HTML and size > MOST_BYTES:
         terminal.show_text(f"It is larger than {MOST_BYTES / 1e6:.0f} MB: the facts of the run alone need that much.")
+
+
+def _format_of(output: Path | None) -> Format:
+    """What a file is by its name."""
+    ending = "" if output is None else output.suffix[1:].lower()
+    if ending in ("", "htm"):
+        return Format.HTML
+    if ending not in {each.value for each in Format}:
+        known = ", ".join(f".{each.value}" for each in Format)
+        raise typer.BadParameter(f"no report ends in .{ending}: {known}", param_hint="--output")
+    return Format(ending)
 
 
 def _refuse_what_is_not_for(kind: Format, plot: Plot, **given: Any) -> None:

@@ -26,7 +26,7 @@ from te_precision_callbacks.report import facts
 from te_precision_callbacks.report.histograms import PERCENTS, histograms
 from te_precision_callbacks.report.overview import Columns, Overview, overviews, pieces
 from te_precision_callbacks.report.packing import LEVELS, Packed, Scale, narrowed, steps_between
-from te_precision_callbacks.report.subjects import REDUCED, FamilySeries, ReportError, Subjects
+from te_precision_callbacks.report.subjects import REDUCED, FamilySeries, ReportError, Subjects, folder_name
 from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.store.recorded import RecordedRun
@@ -399,7 +399,9 @@ def _run(run: RecordedRun) -> dict[str, Any]:
         "id": visible(run.run_id),
         "source": run.source,
         "segments": facts.segments(run),
+        "name": visible(folder_name(run)),
         "duration": facts.duration(run),
+        "trainer": facts.trainer_steps(run),
         "coverage": facts.coverage(run),
         "states": facts.states(run),
         "plan": facts.plan(run),
@@ -412,8 +414,7 @@ def _layers(run: RecordedRun, subjects: Subjects) -> list[dict[str, Any]]:
     products = facts.gemms(run)
     return [
         {
-            "name": visible(layer.name),
-            "block": visible(layer.block),
+            **layer.told,
             "facts": known.get(layer.name, {}),
             "gemms": products.get(layer.name, []),
         }

@@ -41,11 +41,12 @@ class Curve:
 
 
 def scalars(run: RecordedRun) -> list[Curve]:
-    """The trainer's own numbers: the loss first."""
+    """The trainer's own numbers: the loss first, those of how fast the machine is last."""
     found = []
     table = run.scalars
     names = [name for name in pc.unique(table["name"]).to_pylist() if name] if len(table) else []
-    for name in sorted(names, key=lambda name: (name != "loss", "loss" not in name, name)):
+    of_training = set(pc.unique(run.metrics["name"]).to_pylist())
+    for name in sorted(names, key=lambda name: (name not in of_training, name != "loss", "loss" not in name, name)):
         own = table.filter(pc.equal(table["name"].cast(pa.string()), name)).sort_by("iteration")
         iterations, values = own["iteration"].to_numpy(), own["value"].to_numpy()
         shown = _thinned(values, _MOST_POINTS)
@@ -201,6 +202,15 @@ def _time(text: str) -> datetime | None:
     except ValueError:
         return None
     return found if found.tzinfo else found.replace(tzinfo=timezone.utc)
+
+
+def trainer_steps(run: RecordedRun) -> dict[str, int | None]:
+    """How the trainer counts the recorded iterations: its first and last step, and how far it is ahead of the
+    iteration, None where that is not the same everywhere."""
+    iterations, own = run.steps["iteration"], run.steps["logging_step"]
+    ahead = pc.unique(pc.subtract(own, iterations)).to_pylist()
+    bounds = pc.min_max(own).as_py()
+    return {"first": bounds["min"], "last": bounds["max"], "ahead": ahead[0] if len(ahead) == 1 else None}
 
 
 def segments(run: RecordedRun) -> list[dict[str, Any]]:

@@ -20,6 +20,9 @@ from te_precision_callbacks.report.subjects import ReportError
 from te_precision_callbacks.store.recorded import RecordedRun
 from te_precision_callbacks.terminal import plain, visible
 
+PAGES = ("html", "htm")
+"""How the name of a page ends."""
+
 MOST_BYTES = 10_000_000
 """The most bytes of a page."""
 
@@ -90,8 +93,7 @@ def page(run: RecordedRun, *, most: int = MOST_BYTES) -> str:
     """
     frame = Frame(_OF_A_RUN)
     data = PageData.of(run, most - frame.size - FOR_FACTS)
-    named = data.told["run"]
-    return frame.filled(named["id"] or Path(named["path"]).name, data.told, data.arrays)
+    return frame.filled(data.told["run"]["name"], data.told, data.arrays)
 
 
 def write_report(run: RecordedRun, path: str | os.PathLike[str], *, most: int = MOST_BYTES) -> Path:
@@ -99,17 +101,38 @@ def write_report(run: RecordedRun, path: str | os.PathLike[str], *, most: int = 
 
     Args:
         run: the run, from :func:`te_precision_callbacks.store.open_run`.
-        path: the file; its folder is made where it is missing.
+        path: the file, in a folder that exists; its name ends in ``.html``, or has no ending.
         most: the most bytes of the page.
 
     Returns:
         The file.
 
     Raises:
-        ReportError: the run has no numbers, or the file cannot be written.
+        ReportError: the run has no numbers, or the file cannot be written, or its name is not that of a page.
         MissingExtraError: plotly is not installed.
     """
-    return write_bytes(path, page(run, most=most).encode())
+    found = output_path(path, PAGES)
+    return write_bytes(found, page(run, most=most).encode())
+
+
+def output_path(path: str | os.PathLike[str], endings: Sequence[str]) -> Path:
+    """The path of a file that is to be written, before the work for it begins.
+
+    Args:
+        path: the path.
+        endings: how its name may end, such as ``html``; a name without an ending is right too.
+
+    Raises:
+        ReportError: its name ends otherwise, or its folder does not exist.
+    """
+    found = Path(path)
+    ending = found.suffix[1:]
+    if ending and ending.lower() not in endings:
+        named = found.with_suffix(f".{endings[0]}")
+        raise ReportError(f"{visible(str(found))}: this is no .{visible(ending)} file. Name it {visible(str(named))}.")
+    if not found.parent.is_dir():
+        raise ReportError(f"{visible(str(found))} cannot be written: there is no folder {visible(str(found.parent))}.")
+    return found
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
@@ -121,7 +144,6 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
     found = Path(path)
     part = found.with_name(f"{found.name}.part")
     try:
-        found.parent.mkdir(parents=True, exist_ok=True)
         part.write_bytes(data)
         part.replace(found)
     except OSError as error:

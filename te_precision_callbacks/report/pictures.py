@@ -35,7 +35,7 @@ _DPI = 150
 _MOST_COLUMNS, _MOST_ROWS, _MOST_LABELS = 400, 500, 45
 _NOT_FINITE = "#e6007e"
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
-_MOST_PANELS = 6
+_MOST_PANELS = 24
 _MOST_RANGES = 250
 _EXPONENTS = "exponent_histogram"
 
@@ -73,7 +73,7 @@ def heatmap(
     (overview,) = overviews(run, [family], Columns.of(run, _MOST_COLUMNS))
     rank = ALL_RANKS if ALL_RANKS in overview.cells else family.ranks[0]
     cells, present = overview.cells[rank], overview.present[rank]
-    names = [subjects.layers[layer].name for layer in overview.layers]
+    names = [subjects.layers[layer].short for layer in overview.layers]
     size = math.ceil(len(names) / _MOST_ROWS)
     values, there = _pooled(cells, present, size, overview)
     figure = _figure(11, min(9.0, max(2.6, 1.2 + 0.2 * len(names))))
@@ -144,19 +144,12 @@ def _edges(columns: Columns) -> Floats:
 def _label_rows(axes: Axes, names: Sequence[str]) -> None:
     every = math.ceil(len(names) / _MOST_LABELS)
     places = list(range(0, len(names), every))
-    axes.set_yticks(
-        places, [_short(names[place]) for place in places], fontsize=7, family="monospace", parse_math=False
-    )
+    axes.set_yticks(places, [names[place] for place in places], fontsize=7, family="monospace", parse_math=False)
     axes.set_ylim(len(names) - 0.5, -0.5)
 
 
-def _short(name: str, most: int = 44) -> str:
-    name = visible(name)
-    return name if len(name) <= most else f"{name[: most // 3]}…{name[-(most - most // 3 - 1) :]}"
-
-
 def _title(text: str, run: RecordedRun) -> Any:
-    return _plain_text(f"{text}  ({_short(run.run_id or str(run.path), 60)})")
+    return _plain_text(f"{text}  ({run.run_id or run.path})")
 
 
 def _plain_text(text: str) -> str:
@@ -183,7 +176,8 @@ def layer(
     if statistic is not None or tensor is not None:
         subjects.family(statistic, tensor)
     own = [one for one in subjects.families if index in one.layer and statistic in (None, one.family.statistic)]
-    shown = list(dict.fromkeys(one.family.statistic for one in own))[:_MOST_PANELS]
+    every = list(dict.fromkeys(one.family.statistic for one in own))
+    shown, left_out = every[:_MOST_PANELS], every[_MOST_PANELS:]
     drawn = _exponents(run, subjects, index, tensor)
     if not shown and drawn is None:
         raise ReportError(f"The run has no statistics of the layer {subjects.layers[index].name!r}.")
@@ -206,8 +200,16 @@ def layer(
         axes.set_title(_plain_text(base), loc="left", fontsize=9)
         axes.grid(alpha=0.25)
         axes.legend(fontsize=7, frameon=False, ncols=3)
-    figure.suptitle(_title(_short(subjects.layers[index].name, 80), run), fontsize=10, x=0.01, ha="left")
+    if left_out:
+        figure.supxlabel(_left_out(left_out), fontsize=8, x=0.01, ha="left")
+    named = subjects.layers[index]
+    figure.suptitle(_title(named.name if len(named.name) <= 100 else named.short, run), fontsize=10, x=0.01, ha="left")
     return figure
+
+
+def _left_out(statistics: Sequence[str]) -> str:
+    named = ", ".join(statistics[:5]) + (f" and {len(statistics) - 5} more" if len(statistics) > 5 else "")
+    return _plain_text(f"Not drawn here: {named}. --statistic NAME draws one.")
 
 
 def _span(axes: Axes) -> tuple[float, float]:
@@ -330,7 +332,7 @@ def profile(run: RecordedRun, *, tensor: str | None = None, step: int | None = N
             f"The run has no magnitudes of {what}: a depth profile needs exponent_histogram, cur_amax, or min and max."
         )
     tensor = rows[0][0]
-    names = [subjects.layers[index].name for _, index, *_ in rows]
+    names = [subjects.layers[index].short for _, index, *_ in rows]
     low, middle, high = (np.array([row[place] for row in rows]) for place in (2, 3, 4))
     size = math.ceil(len(rows) / _MOST_RANGES)
     least, most = (_of_neighbours(of, values, size) for of, values in ((np.min, low), (np.max, high)))
@@ -339,14 +341,12 @@ def profile(run: RecordedRun, *, tensor: str | None = None, step: int | None = N
     places = (edges[:-1] + edges[1:]) / 2
     figure = _figure(10, min(9.0, max(2.8, 1.4 + 0.2 * len(rows))))
     axes = figure.subplots()
-    axes.barh(
-        places,
-        high - low,
-        left=low,
-        height=(0.75 if size == 1 else 1) * np.diff(edges),
-        color=_COLOURS[0],
-        label="range",
-    )
+    is_point = not (high > low).any()
+    if is_point:
+        axes.plot(high, places, "o", color=_COLOURS[0], markersize=4, label="largest")
+    else:
+        height = (0.75 if size == 1 else 1) * np.diff(edges)
+        axes.barh(places, high - low, left=low, height=height, color=_COLOURS[0], label="range")
     if size > 1:
         for begin, end in ((least, low), (high, most)):
             axes.hlines(places, begin, end, color="#8894a0", linewidth=0.8)
@@ -356,15 +356,27 @@ def profile(run: RecordedRun, *, tensor: str | None = None, step: int | None = N
         axes.stairs(
             limits, edges, orientation="horizontal", baseline=None, color="#333d47", linestyle=style, label=name
         )
-    axes.plot(middle, places, "|", color="black", markersize=5, label="median or standard deviation")
+    if not np.isnan(middle).all():
+        axes.plot(middle, places, "|", color="black", markersize=5, label="median or standard deviation")
     _label_rows(axes, names)
+    _around(axes, np.concatenate([low, least, most, middle, *map(np.array, zip(*windows, strict=True))]))
     axes.xaxis.set_major_formatter(lambda value, _: f"$2^{{{value:g}}}$")
     axes.set_xlabel("magnitude")
     axes.grid(alpha=0.25, axis="x")
     figure.legend(fontsize=7, frameon=False, loc="outside lower center", ncols=4)
     when = int(columns.last[-1]) if step is None else step
-    axes.set_title(_title(f"range of {tensor} at step {when}; lines: E4M3", run), loc="left", fontsize=10)
+    title = _title(f"range of {tensor} at step {when}; lines: E4M3", run)
+    lacking = "\nOnly the largest magnitude was recorded: add dynamic_range or exponent_histogram to the statistics."
+    axes.set_title(title + (lacking if is_point else ""), loc="left", fontsize=10)
     return figure
+
+
+def _around(axes: Axes, values: Floats) -> None:
+    """Leave air on both sides: matplotlib ends an axis of bars at their edges."""
+    finite = values[np.isfinite(values)]
+    air = 0.03 * (finite.max() - finite.min()) + 0.2
+    axes.set_xlim(finite.min() - air, finite.max() + air)
+    axes.locator_params(axis="x", integer=True)
 
 
 def _of_neighbours(of: Callable[[Floats], Any], values: Floats, size: int) -> Floats:

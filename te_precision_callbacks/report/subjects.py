@@ -7,22 +7,30 @@ subjects.families[2].series             # the numbers of its series, with the la
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.folding import ShortNames
 from te_precision_callbacks.statistics.series import Family, family_of
 from te_precision_callbacks.store.errors import it_has
+from te_precision_callbacks.store.files import FOLDER
 from te_precision_callbacks.store.recorded import RecordedRun
+from te_precision_callbacks.terminal import visible
 
 Ints = npt.NDArray[np.int64]
 
 REDUCED = -1
 """Stands for the rank of a number that is reduced over ranks."""
+
+SHORT = 42
+"""The most characters of a layer's short name."""
 
 _BLOCK = re.compile(r"^(.*?(?:^|\.)\d+)(?=\.)")
 """The path of a layer up to its first number, if something follows."""
@@ -39,10 +47,19 @@ class Layer:
     Attributes:
         name: with the scope in front, where it does not stand there already.
         block: the repeated part of the model that it belongs to, such as ``layers.3``; empty if it belongs to none.
+        short: the name beside a plot: what tells it apart from the run's other layers, without control characters.
+        block_short: likewise that of the block.
     """
 
     name: str
     block: str
+    short: str
+    block_short: str
+
+    @property
+    def told(self) -> dict[str, str]:
+        """Its names for a page, as text without control characters."""
+        return {**vars(self), "name": visible(self.name), "block": visible(self.block)}
 
 
 @dataclass(frozen=True)
@@ -167,6 +184,13 @@ def layer_name(scope: str | None, layer: str | None) -> str:
     return f"{scope}.{layer}"
 
 
+def folder_name(run: RecordedRun) -> str:
+    """What a run is called: the name of its log folder."""
+    path = Path(os.path.abspath(run.path))  # without dots; links stay as they are
+    above = next((each.parent for each in path.parents if each.name == FOLDER), path)
+    return (above.parent if above.name == FOLDER else above).name or run.run_id
+
+
 def _layers(run: RecordedRun, of_series: list[str]) -> list[Layer]:
     places: dict[str, float] = {}
     table = run.layers
@@ -176,7 +200,13 @@ def _layers(run: RecordedRun, of_series: list[str]) -> list[Layer]:
     for name in dict.fromkeys(of_series):
         if name:
             places.setdefault(name, np.inf)
-    return [Layer(name, _block(name)) for name in sorted(places, key=lambda name: places[name])]
+    shown = {name: visible(name) for name in places}
+    blocks = {name: visible(_block(name)) for name in places}
+    short, short_blocks = ShortNames(shown.values()), ShortNames(blocks.values())
+    return [
+        Layer(name, _block(name), short.of(shown[name], SHORT), short_blocks.of(blocks[name], SHORT))
+        for name in sorted(places, key=lambda name: places[name])
+    ]
 
 
 def _block(name: str) -> str:

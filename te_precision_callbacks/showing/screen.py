@@ -8,7 +8,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from te_precision_callbacks.folding import folded
+from te_precision_callbacks.folding import ShortNames, folded
 from te_precision_callbacks.showing.sparklines import sparkline
 from te_precision_callbacks.showing.view import Event, RunView, ScalarCurve, WorstSeries
 from te_precision_callbacks.terminal import visible
@@ -37,11 +37,11 @@ class Screen:
         yield Text(_facts(view), overflow="fold")
         if view.coverage:
             yield from _coverage(view.coverage, width)
-        yield from (_scalar(scalar, width) for scalar in view.scalars)
+        yield from (_scalar(scalar, width, view.metric_names) for scalar in view.scalars)
         for statistic, worst in view.worst.items():
             if worst:
                 yield Text()
-                yield _statistic(statistic, worst, width)
+                yield _statistic(statistic, worst, width, view.names)
         if view.more_statistics:
             names = ", ".join(folded(view.more_statistics, most=8))
             yield Text("\n" + visible(f"Not shown: {names}. --statistic shows one."), style="dim", overflow="fold")
@@ -52,6 +52,26 @@ class Screen:
             yield from map(_event, view.events)
         for note in view.notes:
             yield Text(visible(f"Note: {note}"), style="yellow", overflow="fold")
+
+
+def line_of(view: RunView) -> str:
+    """What a run has come to, in one line for a file or pipe."""
+    told = ["no numbers yet" if view.last is None else f"step {view.last}"]
+    told += [f"{scalar.name} {scalar.curve.values[-1]:.4g}" for scalar in view.scalars[:1]]
+    for statistic, worst in view.worst.items():
+        if worst:
+            where = "".join(_name(worst[0]))
+            told.append(f"worst {statistic} {_worst_number(worst[0])} in {where}")
+            break
+    return visible("  ".join(told))
+
+
+def event_in_words(event: Event) -> str:
+    """An event as a line."""
+    at = "" if event.iteration is None else f"step {event.iteration}"
+    named = () if event.ranks == (0,) else event.ranks  # rank 0 speaks for the run
+    told = [at, *folded((f"rank {rank}" for rank in named), most=2), event.kind, event.layer, event.text]
+    return visible("  ".join(part for part in told if part))
 
 
 def _head(view: RunView) -> str:
@@ -82,16 +102,16 @@ def _coverage(coverage: dict[str, float], width: int) -> Iterator[Text]:
     yield names
 
 
-def _scalar(scalar: ScalarCurve, width: int) -> Text:
+def _scalar(scalar: ScalarCurve, width: int, names: ShortNames) -> Text:
     curve = scalar.curve
     numbers = f"{curve.values[0]:.4g} -> {curve.values[-1]:.4g}"
-    name = shortened(visible(scalar.name), max(_LEAST_NAME, width // 4))
+    name = names.of(visible(scalar.name), max(_LEAST_NAME, width // 4))
     room = min(width - len(name) - len(numbers) - 4, _MOST_CURVE)
     drawn = sparkline(curve.iterations, curve.values, room) if room >= _LEAST_CURVE else ""
     return Text(f"{name}  {numbers}  {drawn}", no_wrap=True, overflow="crop")
 
 
-def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int) -> Table:
+def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int, names: ShortNames) -> Table:
     """The worst tensors by a statistic: names, numbers, and curves where there is room."""
     numbers = [(f"{series.last:.3g}", _worst_number(series)) for series in worst]
     taken = sum(max(map(len, column)) for column in zip(_HEADERS, *numbers, strict=True)) + len(_HEADERS) + 1
@@ -108,7 +128,7 @@ def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int) -> Ta
         layer, rest = _name(series)
         drawn = sparkline(series.curve.iterations, series.curve.values, room, low_is_worse=series.low_is_worse)
         table.add_row(
-            Text(shortened(layer, named - len(rest)) + rest),
+            Text(names.of(layer, named - len(rest)) + rest),
             last,
             worst_one,
             Text(drawn if room >= _LEAST_CURVE else ""),
@@ -129,17 +149,4 @@ def _name(series: WorstSeries) -> tuple[str, str]:
 
 
 def _event(event: Event) -> Text:
-    at = "" if event.iteration is None else f"step {event.iteration}"
-    named = () if event.ranks == (0,) else event.ranks  # rank 0 speaks for the run
-    told = [at, *folded((f"rank {rank}" for rank in named), most=2), event.kind, event.layer, event.text]
-    return Text(visible("  ".join(part for part in told if part)), _SEVERITY.get(event.severity, ""), overflow="fold")
-
-
-def shortened(text: str, width: int) -> str:
-    """A text that is no wider, without its middle: what tells layers apart is at the ends of their names."""
-    if len(text) <= width:
-        return text
-    if width < 5:
-        return text[len(text) - max(width, 0) :]
-    head = (width - 1) // 3
-    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+    return Text(event_in_words(event), _SEVERITY.get(event.severity, ""), overflow="fold")

@@ -12,12 +12,14 @@ import pyarrow as pa
 
 from te_precision_callbacks.comparing.facts import precision_shares
 from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.folding import ShortNames
 from te_precision_callbacks.records.worst import Lost, worst_first
 from te_precision_callbacks.statistics.names import Request, logged_request
 from te_precision_callbacks.statistics.series import Family, family_of
 from te_precision_callbacks.statistics.table import Of, Worse
 from te_precision_callbacks.store import RecordedRun
 from te_precision_callbacks.store.errors import it_has
+from te_precision_callbacks.terminal import visible
 
 MOST_LAYERS = 3
 """The layers that are shown of each statistic."""
@@ -114,6 +116,8 @@ class RunView:
         more_statistics: the statistics that are not shown.
         events: the last ones, the newest last.
         notes: what is missing or damaged.
+        names: shortens the names of layers.
+        metric_names: shortens those of the trainer's numbers.
     """
 
     path: str
@@ -132,6 +136,8 @@ class RunView:
     more_statistics: tuple[str, ...]
     events: tuple[Event, ...]
     notes: tuple[str, ...]
+    names: ShortNames
+    metric_names: ShortNames
 
     @property
     def is_empty(self) -> bool:
@@ -172,7 +178,13 @@ def look(run: RecordedRun, statistics: Sequence[str] = (), most: int = MOST_LAYE
         more_statistics=tuple(name for name in groups if name not in chosen),
         events=tuple(_events(run)),
         notes=(*run.notes, *_first_steps_alone(groups, chosen)),
+        names=_names(run.layers["layer"], run.series["layer"]),
+        metric_names=_names(run.scalars["name"]),
     )
+
+
+def _names(*columns: pa.ChunkedArray) -> ShortNames:
+    return ShortNames(visible(name) for column in columns for name in column.unique().to_pylist() if name)
 
 
 def _first_steps_alone(groups: Mapping[str, _Group], chosen: Iterable[str]) -> Iterable[str]:
@@ -321,8 +333,9 @@ def _span(numbers: npt.NDArray[np.int32], number: int) -> tuple[int, int]:
 
 
 def _scalars(run: RecordedRun) -> Iterable[ScalarCurve]:
-    names = np.array(run.scalars["name"].to_pylist(), dtype=object)
-    iterations, values = run.scalars["iteration"].to_numpy(), run.scalars["value"].to_numpy()
+    table = run.metrics
+    names = np.array(table["name"].to_pylist(), dtype=object)
+    iterations, values = table["iteration"].to_numpy(), table["value"].to_numpy()
     for name in sorted(set(names.tolist()), key=lambda name: ("loss" not in name, name)):
         chosen = names == name
         yield ScalarCurve(name, Curve(iterations[chosen], values[chosen]))

@@ -8,6 +8,7 @@ grid = run.grid("underflows%", "activation")                              # laye
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -89,6 +90,12 @@ def joined_stretches(stretches: Iterable[Thinned], steps: npt.NDArray[np.int64])
         found.append(each)
     return found
 
+
+_OF_SPEED = re.compile(
+    r"(?:^|[/_])(?:runtime|(?:samples|steps|tokens)_per_second(?:_per_gpu)?|total_flos|epoch|num_input_tokens_seen"
+    r"|(?:model_preparation|jit_compilation)_time)$"
+)
+"""What the Hugging Face Trainer logs beside its metrics, with any prefix."""
 
 _KINDS = {"values": "statistics", "vectors": "histograms"}
 
@@ -195,6 +202,12 @@ class RecordedRun:
     def vectors(self, series: Iterable[int] | None = None) -> pa.Table:
         """The histograms of some series, or of all: ``segment, iteration, series, bin, count``, sorted likewise."""
         return self.read_vectors(None if series is None else sorted(set(series)))
+
+    @cached_property
+    def metrics(self) -> pa.Table:
+        """The rows of ``scalars`` that say how the training goes, without those of how fast the machine is."""
+        wanted = [name for name in pc.unique(self.scalars["name"]).to_pylist() if name and not _OF_SPEED.search(name)]
+        return self.scalars.filter(pc.is_in(self.scalars["name"].cast(pa.string()), pa.array(wanted, pa.string())))
 
     def select(self, **wanted: str | int | None) -> list[int]:
         """The numbers of the series whose columns have these values: ``layer``, ``tensor``, ``statistic``, ``gemm``,

@@ -95,7 +95,7 @@ def test_a_page_of_ranks_and_of_steps(folder: Path) -> None:
     with RunWriter.begin(folder / "ranks", world=2) as run:
         append(run, values(), rank=0)
         append(run, values(4.0), rank=1)
-    page = folder / "new" / "compare.html"
+    page = folder / "compare.html"
     for arguments in ([folder / "ranks", "--ranks", 0, 1], [folder / "b", "--steps", 0, 12, "--lasting", 3]):
         result = compare(*arguments, "-o", page)
         assert f"{page}: " in " ".join(result.output.split())
@@ -103,7 +103,10 @@ def test_a_page_of_ranks_and_of_steps(folder: Path) -> None:
         page.unlink()
     assert json.loads(compare(folder / "a", folder / "b", "--report", page, "--json").output)["findings"] is True
     assert page.exists()
-    assert "cannot be written" in refusal(folder / "a", folder / "b", "--report", folder)
+    (folder / "folder.html").mkdir()
+    assert "cannot be written" in refusal(folder / "a", folder / "b", "--report", folder / "folder.html")
+    assert "there is no folder" in refusal(folder / "a", folder / "b", "--report", folder / "new" / "compare.html")
+    assert "Name it" in refusal(folder / "a", folder / "b", "--report", folder / "compare.png")
 
 
 def test_ranks_and_steps(folder: Path) -> None:

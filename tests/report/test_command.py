@@ -57,11 +57,26 @@ def test_a_page(report: Any, log_dir: Path, tmp_path: Path) -> None:
     ],
 )
 def test_a_picture(report: Any, log_dir: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    code, out, _ = report(str(log_dir), "--format", "png", "-o", "deep/one.png", *arguments)
-    assert (code, out.partition(":")[0]) == (0, "deep/one.png")
-    data = (tmp_path / "deep" / "one.png").read_bytes()
+    code, out, _ = report(str(log_dir), "--format", "png", "-o", "one.png", *arguments)
+    assert (code, out.partition(":")[0]) == (0, "one.png")
+    data = (tmp_path / "one.png").read_bytes()
     assert data.startswith(b"\x89PNG")
     assert len(data) > 15_000
+
+
+def test_the_name_of_the_file_says_what_is_written(report: Any, log_dir: Path, tmp_path: Path) -> None:
+    for name, begin in (
+        ("a.PNG", b"\x89PNG"),
+        ("a.json", b"{"),
+        ("a.htm", b"<!doctype html>"),
+        ("a", b"<!doctype html>"),
+    ):
+        assert report(str(log_dir), "-o", name)[0] == 0
+        assert (tmp_path / name).read_bytes().startswith(begin)
+    from te_precision_callbacks.report import ReportError, write_report
+
+    with pytest.raises(ReportError, match=r"no \.png file. Name it .*page\.html"):
+        write_report(open_run(log_dir), tmp_path / "page.png")
 
 
 def test_numbers(report: Any, log_dir: Path, tmp_path: Path) -> None:
@@ -107,14 +122,21 @@ def test_numbers(report: Any, log_dir: Path, tmp_path: Path) -> None:
         (("--format", "png", "--plot", "profile", "--tensor", "output"), "no magnitudes of the tensor 'output'"),
         (("--layer", "decoder.layers.1.mlp.fc1"), "--format html takes no --layer"),
         (("--json", "-o", "x.json"), "--format json"),
-        (("-o", "/proc/no/report.html"), "cannot be written"),
+        (("-o", "/proc/no/report.html"), "cannot be written: there is no folder /proc/no"),
+        (("-o", "new/report.html"), "cannot be written: there is no folder new"),
+        (("-o", "report.pdf"), "no report ends in .pdf: .html, .png, .json"),
+        (("--format", "html", "-o", "report.png"), "this is no .png file. Name it report.html"),
+        (("--format", "png", "-o", "report.html"), "this is no .html file. Name it report.png"),
     ],
 )
-def test_what_there_is_not(report: Any, log_dir: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_what_there_is_not(
+    report: Any, log_dir: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
     code, _, error = report(str(log_dir), *arguments)
     assert code == 2
     assert message in " ".join(error.replace("│", " ").split())
     assert "Traceback" not in error
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_no_run(report: Any, tmp_path: Path) -> None:

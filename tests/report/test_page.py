@@ -13,7 +13,8 @@ import pytest
 from playwright.sync_api import Locator
 
 from te_precision_callbacks.report import write_report
-from te_precision_callbacks.store import RecordedRun
+from te_precision_callbacks.store import RecordedRun, RunWriter, open_run
+from tests.comparing.recorded import record
 from tests.report.conftest import Look
 from tests.report.runs import PARTS, drifting
 
@@ -247,6 +248,88 @@ def test_the_depth_profile(look: Look, report: Path) -> None:
     look.page.mouse.click(*look.at(float(base[4]) + 1, 4))
     look.page.wait_for_selector("h1.layer-name")
     assert look.page.locator("h1").inner_text() == RUN.ordered_layers[4]
+
+
+ESM2 = [f"model.esm.encoder.layers.{n}.self_attention.{part}" for n in range(3) for part in ("layernorm_qkv", "proj")]
+TORCH = {"allow_bf16_reduced_precision_reduction": True, "cudnn": {"allow_tf32": False}}
+
+
+def few_steps(folder: Path, steps: int) -> Path:
+    """The report of a run as a default config records it, with long names, in a folder with a name of its own."""
+    draw = np.random.default_rng(0)
+    numbers = {(layer, tensor, statistic): least + least * draw.uniform(0, 0.3, steps)
+               for layer in ESM2 for tensor in ("activation", "weight")
+               for statistic, least in (("cur_amax", 3.1), ("underflows%", 0.2))}  # fmt: skip
+    products = [{"layer": ESM2[0], "gemm": "fprop", "precision": "fp8", "macs": 10, "backward": False}]
+    run = record(folder / "esm2 again", numbers, scalars={"loss": np.linspace(2.9, 2.1, steps)}, gemms=products,
+                 torch_settings=TORCH, launch="||||")  # fmt: skip
+    return write_report(run, folder / "report.html")
+
+
+TICKS = "[...plot.querySelectorAll('.{}tick text')].map((each) => each.textContent)"
+
+
+def test_one_recorded_step_has_one_tick(look: Look, tmp_path: Path) -> None:
+    report = few_steps(tmp_path, 1)
+    for page in ("heatmap", "layer", "summary&scalar=loss"):
+        look.open(report, f"page={page}")
+        look.everything_drawn()
+        plots = look.page.locator(".plot")
+        ticks = plots.nth(plots.count() - 1).locator(".xtick text").all_text_contents()
+        assert ticks == ["0"], page
+
+
+def test_a_run_of_the_default_config(look: Look, tmp_path: Path) -> None:
+    report = few_steps(tmp_path, 30)
+    look.open(report)
+    look.everything_drawn()
+    assert look.page.locator("h1").inner_text() == look.page.locator(".run").inner_text() == "esm2 again"
+    assert look.page.title() == "Summary - esm2 again"
+    assert look.plot(TICKS.format("x"))[-1] == "100 %"
+    look.turn("page=layer")
+    look.everything_drawn()
+    assert len(look.plot(TICKS.format("y"))) >= 2, "3.1 to 4.1 has no power of ten, and no 5"
+    look.turn("page=heatmap")
+    look.everything_drawn()
+    short = [f"…layers.{n}.self_attention.{part}" for n in range(3) for part in ("layernorm_qkv", "proj")]
+    assert sorted(look.plot(TICKS.format("y"))) == sorted(short)
+    look.turn("page=profile")
+    look.everything_drawn()
+    assert "add dynamic_range to the statistics of the config" in look.page.locator(".card").inner_text()
+    assert len(look.plot("plot.querySelectorAll('.scatterlayer .point')")) >= len(ESM2)
+    look.turn("page=config")
+    said = look.page.locator("main").inner_text()
+    assert "allow_bf16_reduced_precision_reduction: true" in said
+    assert "||||" not in said
+
+
+def test_a_plot_is_covered_by_nothing_and_saved_as_a_picture(look: Look, report: Path) -> None:
+    look.open(report, "page=heatmap")
+    look.everything_drawn()
+    box = look.page.locator(".plot").bounding_box()
+    assert box is not None
+    look.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    look.page.wait_for_selector(".tip:not([hidden])")
+    assert look.page.locator(".modebar").count() == 0
+    with look.page.expect_download() as waiting:
+        look.page.get_by_role("button", name="PNG").click()
+    assert waiting.value.suggested_filename == "underflows%_of_activation.png"
+    assert Path(waiting.value.path()).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_trainers_step_is_beside_the_iteration(look: Look, tmp_path: Path) -> None:
+    with RunWriter.begin(tmp_path) as run:
+        number = run.series("fc1", "weight", "cur_amax")
+        for step in range(10):
+            run.add_step(step, logging_step=step + 1)
+            run.add_values(step, np.array([number], np.int32), np.array([2.0 + step]))
+    look.open(write_report(open_run(tmp_path), tmp_path / "report.html"))
+    said = " ".join(look.page.locator("main").inner_text().split())
+    assert "0 to 9, the trainer's 1 to 10" in said
+    assert "at step 9 (the trainer's 10)." in said
+    look.turn("page=heatmap")
+    look.everything_drawn()
+    assert look.plot("plot.layout.xaxis.title.text") == "step (the trainer's is 1 more)"
 
 
 NASTY = (

@@ -19,7 +19,10 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.showing.screen import Screen, shortened
+from te_precision_callbacks.comparing.sides import side_of_run
+from te_precision_callbacks.report.facts import scalars
+from te_precision_callbacks.showing import command
+from te_precision_callbacks.showing.screen import Screen
 from te_precision_callbacks.showing.sparklines import sparkline
 from te_precision_callbacks.showing.view import NothingToShowError, look
 from te_precision_callbacks.store import RunWriter, open_run
@@ -118,6 +121,19 @@ def test_it_fits_the_terminal(tmp_path: Path, width: int) -> None:
     assert "2.fc activation" in text, "the end of a long name tells layers apart"
 
 
+def test_a_name_leaves_out_what_all_layers_share(tmp_path: Path) -> None:
+    """The rows of BioNeMo's log of ESM2, which read model.esm.enc…self_attention.layernorm_qkv in all of them."""
+    names = [
+        f"model.esm.encoder.layers.{n}.self_attention.{part}" for n in range(3) for part in ("layernorm_qkv", "proj")
+    ]
+    record(tmp_path, {(name, "activation", "underflows%"): np.arange(9.0) + n for n, name in enumerate(names)},
+           scalars={"loss": np.arange(9.0)})  # fmt: skip
+    rows = [line.split()[0] for line in drawn(tmp_path, 100, most=6).splitlines() if " activation " in line]
+    ends = [f"layers.{n}.self_attention.{part}" for n in (2, 1, 0) for part in ("proj", "layernorm_qkv")]
+    assert [row[-len(end) :] for row, end in zip(rows, ends, strict=True)] == ends
+    assert all(row.startswith("…") for row in rows)
+
+
 def test_events_and_notes_are_shown(tmp_path: Path) -> None:
     with RunWriter.begin(tmp_path, writing_ranks=[0, 1], world=2) as run:
         append(run, values())
@@ -198,6 +214,68 @@ def test_following_ends_with_the_run(tmp_path: Path) -> None:
     assert "54 @ 9" in result.output
 
 
+def test_following_waits_for_the_run_and_prints_as_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder comes while the command waits, then steps of the run; each wait is one turn of the training."""
+    logs, printed = tmp_path / "logs", []
+    run: RunWriter | None = None
+
+    def train(seconds: float) -> None:
+        nonlocal run
+        printed.append(capsys.readouterr().out)
+        if run is None:
+            run = RunWriter.begin(logs)
+            return
+        step = len(printed) - 2
+        append(run, {("fc1", "activation", "underflows%"): np.array([float(step)])}, first=step)
+        run.add_event("dump_written", f"number {step}", iteration=step)
+        run.flush()
+        if step == 3:
+            run.close("ended")
+
+    monkeypatch.setattr(command.time, "sleep", train)
+    monkeypatch.setattr(sys, "argv", ["te-precision", "show", str(logs), "--follow"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    assert [lines.splitlines() for lines in printed] == [
+        [],
+        ["no numbers yet"],
+        *(
+            [f"step {n}  dump_written  number {n}", f"step {n}  worst underflows% {n} @ {n} in fc1 activation"]
+            for n in (0, 1, 2)
+        ),
+    ]
+    last = capsys.readouterr().out
+    assert last.startswith("step 3  dump_written  number 3\n")
+    assert "fc1 activation" in last.split("Last events")[0]
+
+
+def test_following_what_can_be_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    record(tmp_path / "run", values())
+    for arguments in ((tmp_path / "file",), (tmp_path / "run", "--run", "other")):
+        assert isinstance(show(*arguments, "--follow").exception, cli.PrecisionDebugError)
+
+
+def test_numbers_of_the_machines_speed_are_left_out(tmp_path: Path) -> None:
+    of_speed = (
+        "eval_runtime",
+        "eval_samples_per_second",
+        "train_steps_per_second",
+        "train_runtime",
+        "total_flos",
+        "epoch",
+    )
+    curve = np.linspace(3, 1, 5)
+    run = record(tmp_path, values(), scalars=dict.fromkeys(("loss", "eval_loss", "eval_f1", *of_speed), curve))
+    assert [scalar.name for scalar in look(run).scalars] == ["eval_loss", "loss", "eval_f1"]
+    assert not {each.statistic for each in side_of_run(run, "a").subjects} & set(of_speed)
+    assert [each.name for each in scalars(run)][:3] == ["loss", "eval_loss", "eval_f1"]
+    assert len(scalars(run)) == 9, "the page has them all"
+
+
 WRITING = """
 import sys, time
 import numpy as np
@@ -246,9 +324,3 @@ def test_a_curve_has_gaps_and_marks() -> None:
     assert sparkline(np.array([3]), np.array([2.0]), 10) == "▁"
     assert sparkline(np.empty(0, np.int64), np.empty(0), 10) == ""
     assert sparkline(np.arange(2), np.array([-1e308, 1e308]), 5) == "▁█"
-
-
-def test_a_long_name_loses_its_middle() -> None:
-    assert shortened("layers.0.attention.query", 12) == "lay…on.query"
-    assert shortened("short", 12) == "short"
-    assert shortened("layers", 3) == "ers"

@@ -10,7 +10,7 @@ async function unpackedCurve(report, arrays) {
 }
 
 const whatNode = ({ layer, tensor, rank }, statistic) => layer < 0 ? statistic
-  : [el("span", { class: "mono" }, shortened(report.layers[layer].name, 60)), ` ${tensor}`, rank === REDUCED ? "" : ` (rank ${rank})`];
+  : [el("span", { class: "mono" }, brief(report.layers[layer])), ` ${tensor}`, rank === REDUCED ? "" : ` (rank ${rank})`];
 
 const curveLink = (parting, departure, ...children) => link({
   page: "layer", layer: parting.layer < 0 ? "" : report.layers[parting.layer].name, tensor: parting.tensor,
@@ -59,7 +59,7 @@ function losses(report) {
       line(`A, running median of ${loss.window}`, { steps, values: smoothA }, colourA),
       line(`B, running median of ${loss.window}`, { steps, values: smoothB }, colourB),
       ...notFinite("A", { steps, values: a }, colourA), ...notFinite("B", { steps, values: b }, colourB),
-    ], { xaxis: { title: { text: "step" } }, yaxis: wantsLog([{ values: a }, { values: b }]) ? logAxis([{ values: a }, { values: b }]) : { title: { text: plotText(loss.name) }, exponentformat: "power" }, yaxis2: MARKS_AXIS, hovermode: "x unified" });
+    ], { xaxis: stepAxis(report, steps), yaxis: wantsLog([{ values: a }, { values: b }]) ? logAxis([{ values: a }, { values: b }]) : { title: { text: plotText(loss.name) }, exponentformat: "power" }, yaxis2: MARKS_AXIS, hovermode: "x unified" });
     const bounds = [...loss.yardsticks.map(({ name, bound, holds }) => [name, bound, holds === null ? "dot" : "dash"]), ...(loss.floor === null ? [] : [["the noise", loss.floor, "longdash"]])];
     const stable = steps.filter((step) => step >= loss.stable_since);
     const limits = bounds.map(([name, bound, dash], at) => ({
@@ -67,7 +67,7 @@ function losses(report) {
       line: { color: OTHER_COLOURS[(at + 2) % OTHER_COLOURS.length], width: 1.4, dash }, hovertemplate: `±${shown(bound)} %<extra>${plotText(name)}</extra>`,
     }));
     await draw(apart, [line("B against A", { steps, values: relative }, colourB, { unit: "%" }), ...limits, ...notFinite("B against A", { steps, values: relative }, colourB)], {
-      xaxis: { title: { text: "step" } }, yaxis: { title: { text: "(B - A) / |A|" }, ticksuffix: " %" }, yaxis2: MARKS_AXIS,
+      xaxis: stepAxis(report, steps), yaxis: { title: { text: "(B - A) / |A|" }, ticksuffix: " %" }, yaxis2: MARKS_AXIS,
       shapes: stable.length > 1 ? [{ type: "rect", x0: stable[0], x1: stable.at(-1), yref: "paper", y0: 0, y1: 1, fillcolor: "rgba(127,127,127,0.12)", line: { width: 0 }, layer: "below" }] : [],
     });
   }
@@ -114,7 +114,7 @@ function curvePlot(report, one) {
       line("A", { steps, values: a }, colourA), line("B", { steps, values: b }, colourB),
       ...notFinite("A", { steps, values: a }, colourA), ...notFinite("B", { steps, values: b }, colourB),
     ], {
-      hovermode: "x unified", xaxis: { title: { text: "step" } }, yaxis2: MARKS_AXIS,
+      hovermode: "x unified", xaxis: stepAxis(report, steps), yaxis2: MARKS_AXIS,
       legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom", traceorder: "normal" },
       yaxis: log ? logAxis(sides) : { exponentformat: "power" },
       shapes: state.now.step === "" ? [] : [{ type: "line", x0: step, x1: step, yref: "paper", y0: 0, y1: 1, line: { color: isDark() ? "#fff" : "#000", width: 1, dash: "dot" } }],
@@ -133,7 +133,7 @@ async function curvesPage(report) {
   const partings = report.parted.filter((parting) => parting.layer === number);
   return [[
     el("h1", { class: "layer-name" }, number < 0 ? "The trainer's numbers" : layer),
-    el("div", { class: "controls" }, choice("Layer", names.map((each) => each < 0 ? ["", "the trainer's numbers"] : [report.layers[each].name, shortened(report.layers[each].name, 60)]), number < 0 ? "" : layer,
+    el("div", { class: "controls" }, choice("Layer", names.map((each) => each < 0 ? ["", "the trainer's numbers"] : [report.layers[each].name, brief(report.layers[each])]), number < 0 ? "" : layer,
       (name) => state.go({ layer: name, step: "", tensor: "", statistic: "" }))),
     partings.length > 0 && card("What departs here", {}, table(["#step", "tensor", "statistic", "#A", "#B", "#difference", report.floor ? "#beyond its ordinary spread" : "#of what counts", "origin"],
       partings.flatMap((parting) => parting.departures.map((each) => [

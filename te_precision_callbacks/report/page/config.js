@@ -1,9 +1,17 @@
 // Config, versions, environment and events.
 
-const mapping = (values) => table(["name", "value"], Object.entries(values).map(([name, value]) =>
-  [el("span", { class: "mono" }, name), typeof value === "string" ? value : JSON.stringify(value)]));
+// A value in words: of a mapping a line for each name.
+function inWords(value) {
+  if (value === null || typeof value !== "object") return String(value);
+  if (Array.isArray(value)) return value.map((each) => each !== null && typeof each === "object" ? JSON.stringify(each) : each).join(", ");
+  return Object.entries(value).map(([name, each]) => el("div", { class: "inner" }, el("span", { class: "mono" }, name), ": ", inWords(each)));
+}
 
-const SHOWN_APART = ["versions", "environment", "config_text"];
+const mapping = (values) => table(["name", "value"], Object.entries(values).map(([name, value]) =>
+  [el("span", { class: "mono" }, name), el("div", { class: "value" }, inWords(value))]));
+
+// "launch" is what the ranks of a launch know one another by.
+const SHOWN_APART = ["versions", "environment", "config_text", "launch"];
 
 function segmentCard(segment, number) {
   const { facts } = segment;
@@ -26,8 +34,9 @@ function segmentCard(segment, number) {
 
 async function configPage(report) {
   const { segments, plan, states, events, events_total: total } = report.run;
+  const layers = new Map(report.layers.map((layer) => [layer.name, layer]));
   const rows = events.map((event) => [
-    shown(event.iteration), event.kind ?? "", event.severity ?? "", event.layer ? link({ page: "layer", layer: event.layer, step: event.iteration }, shortened(event.layer, 50)) : "",
+    shown(event.iteration), event.kind ?? "", event.severity ?? "", event.layer ? link({ page: "layer", layer: event.layer, step: event.iteration }, brief(layers.get(event.layer) ?? { name: event.layer, short: event.layer })) : "",
     event.ranks ?? "", event.text ?? "",
   ]);
   const columns = ["iteration", "kind", "severity", "ranks", "micro", "order", "phase", "layer", "tensor", "gemm", "text", "data", "time"];

@@ -12,7 +12,7 @@ function el(tag, properties = {}, ...children) {
   return node;
 }
 
-// A long name keeps its begin and, above all, its end.
+// A long text keeps its begin and, above all, its end; the names of layers are shortened where the page is made.
 function shortened(name, most = 44) {
   if (name.length <= most) return name;
   const begin = Math.floor((most - 1) / 3);
@@ -52,10 +52,13 @@ const state = {
 // A link inside the page.
 const link = (changes, ...children) => el("a", { href: state.hash(changes) }, ...children);
 
+// The name of a layer in a table: the whole name where it has room.
+const brief = ({ name, short }) => name.length <= 60 ? name : short;
+
 const layerLink = (report, layer, changes = {}) => {
-  const name = report.layers[layer].name;
+  const { name } = report.layers[layer];
   return el("a", { href: state.hash({ page: "layer", layer: name, ...changes }), class: "mono", title: name },
-    shortened(name, 60));
+    brief(report.layers[layer]));
 };
 
 function csv(columns, rows) {
@@ -69,9 +72,11 @@ function csv(columns, rows) {
   return [columns, ...rows].map((row) => row.map(cell).join(",")).join("\r\n") + "\r\n";
 }
 
+const fileName = (name) => name.replace(/[^\w.%-]+/g, "_").slice(0, 120);
+
 function save(name, text) {
   const address = URL.createObjectURL(new Blob([text], { type: "text/csv" }));
-  el("a", { href: address, download: name.replace(/[^\w.%-]+/g, "_").slice(0, 120) }).click();
+  el("a", { href: address, download: fileName(name) }).click();
   setTimeout(() => URL.revokeObjectURL(address), 1000);
 }
 

@@ -1,6 +1,10 @@
 // Layer by step, for a statistic of a tensor: rows in the order of execution, folded by block or by alike names.
 
-const TALLEST = 760, ROW_HEIGHT = 17, LABELS_WIDTH = 300;
+const TALLEST = 760, ROW_HEIGHT = 17, WIDEST_LABELS = 330;
+const LABEL_FONT = { size: 11, family: "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace" };
+
+// The room in front of a plot that its rows' labels need.
+const labelsWidth = (labels) => Math.min(WIDEST_LABELS, Math.max(60, 6.7 * Math.max(0, ...labels.map((label) => label.length)) + 14));
 
 // The selects for statistic, tensor and rank that several pages share.
 function familyControls(report, family, change) {
@@ -35,7 +39,7 @@ function plotRows(report, family, fold, opened, filter) {
   const layers = Array.from(family.layers, (layer) => report.layers[layer]);
   const wanted = filter.toLowerCase();
   const kept = layers.map((layer, row) => ({ layer, row })).filter(({ layer }) => layer.name.toLowerCase().includes(wanted));
-  const single = ({ layer, row }, indent = "") => ({ label: indent + layer.name, members: [row], kind: "layer" });
+  const single = ({ layer, row }, indent = "") => ({ label: indent + layer.short, members: [row], kind: "layer" });
   if (fold === "layers") return kept.map((each) => single(each));
   const key = fold === "blocks" ? ({ layer }) => layer.block : ({ layer }) => alike(layer.name);
   const groups = new Map();
@@ -46,7 +50,8 @@ function plotRows(report, family, fold, opened, filter) {
   }
   return [...groups].flatMap(([name, members]) => {
     if (members.length === 1) return [single(members[0])];
-    const group = { label: `${name} (${members.length})`, key: name, members: members.map(({ row }) => row), kind: "group" };
+    const [{ layer }] = members, short = fold === "blocks" ? layer.block_short : alike(layer.short);
+    const group = { label: `${short} (${members.length})`, key: name, members: members.map(({ row }) => row), kind: "group" };
     return opened.has(name) ? [{ ...group, label: `▾ ${group.label}` }, ...members.map((each) => single(each, "   "))]
       : [{ ...group, label: `▸ ${group.label}` }];
   });
@@ -217,7 +222,7 @@ async function heatmapPage(report) {
     const most = (height() - 52) / 14, every = Math.max(1, Math.ceil((to - from + 1) / most));
     const places = [];
     for (let at = from; at <= to; at += every) places.push(at);
-    return { tickvals: places, ticktext: places.map((at) => plotText(shortened(rows[at].label, 42))) };
+    return { tickvals: places, ticktext: places.map((at) => plotText(rows[at].label)) };
   }
 
   async function render() {
@@ -232,13 +237,13 @@ async function heatmapPage(report) {
     node.style.height = `${height()}px`;
     const step = Number(state.now.step), marked = !ranksShown && state.now.step !== "" && columns > 0;
     await draw(node, traces(), {
-      height: height(), margin: { l: LABELS_WIDTH, r: 70, t: 6, b: 46 },
+      height: height(), margin: { l: labelsWidth(rows.map(({ label }) => label)), r: 70, t: 6, b: 46 },
       xaxis: ranksShown
         ? { title: { text: "rank" }, tickvals: family.ranks.map((_, at) => at), ticktext: family.ranks.map((each) => each === REDUCED ? "all" : String(each)) }
-        : { title: { text: "step" }, tickformat: "~d" },
+        : stepAxis(report, Array.from(family.ends)),
       yaxis: {
         range: [visible[1], visible[0]], tickmode: "array", ...labels(visible), ticks: "", showgrid: false,
-        tickfont: { size: 11, family: "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace" },
+        tickfont: LABEL_FONT,
       },
       shapes: marked ? [{ type: "line", x0: step, x1: step, yref: "paper", y0: 0, y1: 1, line: { color: isDark() ? "#fff" : "#000", width: 1, dash: "dot" } }] : [],
     });
@@ -287,10 +292,10 @@ async function heatmapPage(report) {
       ? { value: exact[column].values[worst.member], exact: true, step: exact[column].at[worst.member] }
       : await family.cell(worst.member, rank, column);
     const begin = ranksShown ? 0 : family.begins[column], end = ranksShown ? 0 : family.ends[column];
-    const when = ranksShown ? `rank ${family.ranks[column] === REDUCED ? "all" : family.ranks[column]}, worst at step ${shown(found.step)}`
-      : begin === end ? `step ${shown(begin)}` : found.exact ? `step ${shown(found.step)}, the worst of ${shown(begin)} to ${shown(end)}` : `worst of steps ${shown(begin)} to ${shown(end)}`;
+    const when = ranksShown ? `rank ${family.ranks[column] === REDUCED ? "all" : family.ranks[column]}, worst at step ${stepText(report, found.step)}`
+      : begin === end ? `step ${stepText(report, begin)}` : found.exact ? `step ${stepText(report, found.step)}, the worst of ${shown(begin)} to ${shown(end)}` : `worst of steps ${shown(begin)} to ${shown(end)}`;
     tip.show(event, el("b", {}, `${found.exact ? "" : "≈ "}${withUnit(found.value, family.unit)}`),
-      el("span", { class: "mono" }, shortened(report.layers[family.layers[worst.member]].name, 90)),
+      el("span", { class: "mono" }, report.layers[family.layers[worst.member]].name),
       el("span", { class: "dim" }, `${when}${row.members.length > 1 ? `; the worst of ${row.members.length} layers` : ""}`));
   }
 

@@ -143,7 +143,7 @@ function exponentCard(report, index, histogram, key) {
       }
     }
     await draw(node, traces, {
-      margin: { l: 64, r: 86, t: 28, b: 44 }, xaxis: { title: { text: "step" } },
+      margin: { l: 64, r: 86, t: 28, b: 44 }, xaxis: stepAxis(report, Array.from(ends)),
       yaxis: { title: { text: isExponents ? "magnitude" : histogram.unit ? "factor" : "" }, range: [low - 1, high + 1], tickprefix: "2<sup>", ticksuffix: "</sup>", tickformat: "~g" },
     });
     listen(node, { hovered });
@@ -182,7 +182,7 @@ function curvesCard(report, index, title, families, { about = "", name = (family
       return [line(name(family), curve, colour, { unit: unit === "%" || unit === "dB" ? unit : "" }), ...notFinite(name(family), curve, colour)];
     }), {
       hovermode: "x unified", margin: { l: 62, r: 12, t: 26, b: 40 }, showlegend: true,
-      xaxis: { title: { text: "step" } }, yaxis2: MARKS_AXIS,
+      xaxis: stepAxis(report, curves.flatMap(({ steps }) => Array.from(steps))), yaxis2: MARKS_AXIS,
       yaxis: isLog ? logAxis(curves) : { exponentformat: "power" },
       shapes: marked ? [{ type: "line", x0: Number(state.now.step), x1: Number(state.now.step), yref: "paper", y0: 0, y1: 1, line: { color: isDark() ? "#aaa" : "#666", width: 1, dash: "dot" } }] : [],
     });

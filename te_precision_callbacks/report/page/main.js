@@ -18,6 +18,6 @@ guarded(() => openPage({
     page: "summary", statistic: "", tensor: "", layer: "", step: "", rank: "", axis: "steps", fold: "", open: "", filter: "", format: "E4M3", scalar: "",
   },
   prepared: withFamilies,
-  named: ({ run }) => [run.id || run.path, run.path],
+  named: ({ run }) => [run.name, run.path],
   foot: exactness,
 }));

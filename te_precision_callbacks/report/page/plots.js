@@ -54,8 +54,7 @@ function themed(layout) {
 }
 
 const PLOT_OPTIONS = {
-  responsive: true, displaylogo: false, displayModeBar: "hover", doubleClick: "reset", showTips: false,
-  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "hoverClosestCartesian", "hoverCompareCartesian", "toggleSpikelines"],
+  responsive: true, displayModeBar: false, doubleClick: "reset", showTips: false,
 };
 
 // The plots that the page has now; they are given back before the next page is drawn.
@@ -65,7 +64,25 @@ async function draw(node, traces, layout) {
   drawn.add(node);
   await Plotly.react(node, traces, themed(layout), PLOT_OPTIONS);
   node.dataset.drawn = "yes";
+  offerPicture(node);
   return node;
+}
+
+// A button at the head of a plot's card that saves what is drawn: plotly's own toolbar would cover a part of it.
+function offerPicture(node) {
+  const head = node.closest(".card")?.querySelector(".head");
+  if (!head || head.querySelector(".picture")) return;
+  const name = head.querySelector("h2, h3").textContent;
+  const save = async () => {
+    const plots = head.parentElement.querySelectorAll(".plot[data-drawn]");
+    const paper_bgcolor = getComputedStyle(document.documentElement).getPropertyValue("--card").trim();
+    for (const [at, plot] of [...plots].entries())
+      await Plotly.downloadImage({ data: plot.data, layout: { ...plot.layout, paper_bgcolor } }, {
+        format: "png", scale: 2, width: plot.clientWidth, height: plot.clientHeight, filename: fileName(plots.length > 1 ? `${name} ${at + 1}` : name),
+      });
+  };
+  const button = el("button", { class: "small picture", type: "button", title: "Save the plot as a picture", onclick: () => guarded(save) }, "PNG");
+  head.insertBefore(button, head.querySelector(":scope > p"));
 }
 
 function forgetPlots() {
@@ -121,13 +138,25 @@ function notFinite(name, curve, colour, axes = {}) {
 // An axis that lies over the whole height, for marks without a value.
 const MARKS_AXIS = { overlaying: "y", range: [0, 1.03], visible: false, fixedrange: true };
 
-// A logarithmic axis, with labels at powers of ten unless it spans less than two of them.
+const MOST_STEPS_WITH_TICKS = 8;
+
+// The axis of steps: only whole numbers have ticks, and of a few steps each of them.
+function stepAxis(report, steps) {
+  const few = new Set(steps), { ahead = 0 } = report.run?.trainer ?? {};
+  const title = { text: ahead ? `step (the trainer's is ${ahead} ${ahead > 0 ? "more" : "less"})` : "step" };
+  return few.size <= MOST_STEPS_WITH_TICKS ? { title, tickmode: "array", tickvals: [...few], tickformat: ",d" }
+    : { title, tickformatstops: [{ dtickrange: [null, 0.999], value: "~g" }, { dtickrange: [1, null], value: ",d" }] };
+}
+
+// A logarithmic axis, with labels at powers of ten unless it spans less than two of them. Within one of them it is linear:
+// there may be no round number of its kind.
 function logAxis(curves) {
   let low = Infinity, high = 0;
   for (const { values } of curves)
     for (const value of values)
       if (value > 0 && Number.isFinite(value)) { low = Math.min(low, value); high = Math.max(high, value); }
   const decades = high > low ? Math.log10(high / low) : 0;
+  if (decades < 1) return { exponentformat: "power" };
   return { type: "log", exponentformat: "power", dtick: decades > 2 ? Math.ceil(decades / 6) : "D2" };
 }
 

@@ -24,10 +24,12 @@ async function profilePage(report) {
     choice("Limits of", formats, format(), (name) => { state.note({ format: name }); render(); }),
     ranks.length > 1 && rankChoice(ranks, (rank) => state.go({ rank })),
     el("label", { class: "grow" }, shownStep, slider));
+  const isPoint = !sources.histogram && !sources.range;
   const page = card(`Range of ${tensor} through the model`, {
     about: sources.histogram
       ? "A bar reaches from the 1st percentile of the magnitudes to the largest, a tick marks the median; a thin line goes down to the smallest. Where cur_amax, or min and max, are not recorded, the largest is known to a power of two: the bar ends where it may begin, and a thin line goes on to where it may end. Layers run from top to bottom."
-      : "A bar reaches from the smallest magnitude that is not 0, where dynamic_range is recorded, to the largest; a tick marks the standard deviation. Layers run from top to bottom.",
+      : isPoint ? `A dot marks the largest magnitude: the run has nothing else of ${tensor}. For bars down to the smallest magnitude, add dynamic_range to the statistics of the config; for percentiles and the median, exponent_histogram.`
+      : "A bar reaches from the smallest magnitude that is not 0 to the largest; a tick marks the standard deviation. Layers run from top to bottom.",
     extra: [badgeHolder, csvButton(`profile ${tensor}`, ["layer", "step", "smallest", "p1", "p50", "p99", "largest", "format smallest", "format largest", "exact"],
       () => rows.map((row) => [row.name, row.step, ...[row.least, row.low, row.middle, row.p99, row.most ?? row.high, row.limits?.bottom, row.limits?.top].map((power) => power === undefined || power === null ? null : 2 ** power), row.exact]))],
   }, node);
@@ -40,7 +42,7 @@ async function profilePage(report) {
       if (!row) continue;
       const limits = format() ? await windowOf(report, format(), index, tensor, step, row.amax, chosen) : null;
       const outside = limits && await isOutside(report, format(), index, tensor, step, row, chosen);
-      found.push({ ...row, index, name: report.layers[index].name, limits, outside });
+      found.push({ ...row, index, name: report.layers[index].name, short: report.layers[index].short, limits, outside });
     }
     return found;
   }
@@ -59,11 +61,11 @@ async function profilePage(report) {
     const every = Math.max(1, Math.ceil((to - from + 1) / ((height() - 76) / 14)));
     const places = [];
     for (let at = from; at <= to; at += every) places.push(at);
-    return { tickvals: places, ticktext: places.map((at) => plotText(shortened(rows[at].name, 42))) };
+    return { tickvals: places, ticktext: places.map((at) => plotText(rows[at].short)) };
   }
 
   async function render() {
-    shownStep.textContent = `Step ${shown(steps[place()])}`;
+    shownStep.textContent = `Step ${stepText(report, steps[place()])}`;
     const now = await read();
     rows = now;
     if (!rows.length) return;
@@ -89,6 +91,9 @@ async function profilePage(report) {
         x: shownRows.map((row) => row.middle ?? null), showlegend: rows.some((row) => row.middle !== undefined),
         marker: { symbol: "line-ns", size: Math.max(3, Math.min(11, thick * 0.7)), line: { width: 2, color: isDark() ? "#fff" : "#111" } } },
     ];
+    if (isPoint)
+      traces.push({ type: "scatter", mode: "markers", name: "largest", hoverinfo: "none", y, x: shownRows.map((row) => row.high), showlegend: false,
+        marker: { symbol: "circle", size: Math.max(3, Math.min(9, thick * 0.6)), color: shownRows.map((row) => row.outside ? orange : blue) } });
     if (format()) {
       const sides = [["top", `${windowTitle(format())}: largest`, "solid"], ["bottom", `${windowTitle(format())}: smallest`, "dash"]];
       for (const [side, name, dash] of sides)
@@ -101,9 +106,9 @@ async function profilePage(report) {
         traces.push({ type: "scatter", mode: "markers", x: [null], y: [null], name, marker: { symbol: "square", size: 10, color: colour } });
     }
     await draw(node, traces, {
-      height: height(), margin: { l: LABELS_WIDTH, r: 16, t: 30, b: 46 }, bargap: 0, hovermode: "closest", hoverdistance: 20,
+      height: height(), margin: { l: labelsWidth(rows.map(({ short }) => short)), r: 16, t: 30, b: 46 }, bargap: 0, hovermode: "closest", hoverdistance: 20,
       xaxis: { title: { text: "magnitude" }, range: span(), tickprefix: "2<sup>", ticksuffix: "</sup>", tickformat: "~g" },
-      yaxis: { range: [visible[1], visible[0]], tickmode: "array", ...labels(visible), ticks: "", showgrid: false, tickfont: { family: "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace" } },
+      yaxis: { range: [visible[1], visible[0]], tickmode: "array", ...labels(visible), ticks: "", showgrid: false, tickfont: LABEL_FONT },
     });
     listen(node, { zoomed, clicked: ({ y }) => rowAt(y) && state.go({ page: "layer", layer: rowAt(y).name, tensor, step: steps[place()] }), hovered });
   }
@@ -122,7 +127,7 @@ async function profilePage(report) {
   function hovered(points, event) {
     const row = rowAt(points[0].y);
     if (!row) return;
-    tip.show(event, el("span", { class: "mono" }, shortened(row.name, 90)), row.size > 1 && `and the next ${row.size - 1} layers`,
+    tip.show(event, el("span", { class: "mono" }, row.name), row.size > 1 && `and the next ${row.size - 1} layers`,
       el("b", {}, power(row.low), " to ", power(row.high)),
       row.middle !== undefined && el("span", {}, sources.histogram ? "median " : "standard deviation ", power(row.middle)),
       row.limits && el("span", { class: "dim" }, `${windowTitle(format())}: `, power(row.limits.bottom), " to ", power(row.limits.top),
@@ -153,7 +158,7 @@ function pooledRanges(rows, size) {
     const own = rows.slice(at, at + size), limits = own.map((row) => row.limits).filter(Boolean);
     const middle = (values) => values.filter((each) => each !== undefined && each !== null).sort((a, b) => a - b)[values.length >> 1];
     found.push({
-      at, size: own.length, name: own[0].name, outside: own.some((row) => row.outside),
+      at, size: own.length, name: own[0].name, short: own[0].short, outside: own.some((row) => row.outside),
       least: Math.min(...own.map((row) => row.least)), most: Math.max(...own.map((row) => row.most ?? row.high)),
       low: middle(own.map((row) => row.low)), high: middle(own.map((row) => row.high)), middle: middle(own.map((row) => row.middle)),
       limits: limits.length ? {

@@ -13,7 +13,7 @@ function tiles(report) {
   const facts = last?.facts ?? {};
   const shownFacts = [
     ["Status", last?.status ?? "unknown", segments.length > 1 ? `${segments.length} process starts` : ""],
-    ["Steps recorded", duration.steps ? shown(duration.steps) : "–", duration.steps ? `${shown(duration.first)} to ${shown(duration.last)}` : ""],
+    ["Steps recorded", duration.steps ? shown(duration.steps) : "–", stepsRecorded(report)],
     ["Took", seconds(duration.seconds), duration.median_step_seconds ? `${seconds(duration.median_step_seconds)} a step` : ""],
     ["Layers", shown(report.layers.length), `${report.families.length} statistics`],
     ["Ranks", shown(last?.world ?? 1), ""],
@@ -21,6 +21,13 @@ function tiles(report) {
   ];
   return el("dl", { class: "tiles" }, shownFacts.map(([name, value, more]) =>
     el("div", {}, el("dt", {}, name), el("dd", {}, value, " ", more && el("small", {}, more)))));
+}
+
+// The first and the last step, also as the trainer counts them.
+function stepsRecorded({ run: { duration: { steps, first, last }, trainer } }) {
+  const own = trainer.first === null || (trainer.first === first && trainer.last === last) ? ""
+    : `, the trainer's ${shown(trainer.first)} to ${shown(trainer.last)}`;
+  return steps ? `${shown(first)} to ${shown(last)}${own}` : "";
 }
 
 const PASSES = [["backward", true], ["forward", false], ["all", null]];
@@ -56,8 +63,8 @@ function coverageCard(report) {
     marker: { color: PRECISIONS[precision] ?? "#888" },
     hovertemplate: `%{x:.2f} % of %{y}<extra>${plotText(precision.toUpperCase())}</extra>`,
   })), {
-    barmode: "stack", bargap: 0.28, margin: { l: 70, r: 16, t: 6, b: 36 },
-    xaxis: { range: [0, 100], ticksuffix: " %", fixedrange: true }, yaxis: { fixedrange: true, ticks: "" },
+    barmode: "stack", bargap: 0.28, margin: { l: 70, r: 28, t: 6, b: 36 },
+    xaxis: { range: [0, 100], dtick: 20, ticksuffix: " %", fixedrange: true }, yaxis: { fixedrange: true, ticks: "" },
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", traceorder: "normal" },
   });
   return [made, render];
@@ -116,7 +123,7 @@ function lossCard(report) {
     const colour = colourOf("activation", 0);
     await draw(node, [line(one.name, own, colour), ...notFinite(one.name, own, colour)], {
       showlegend: false, hovermode: "x unified", margin: { l: 64, r: 16, t: 8, b: 40 },
-      xaxis: { title: { text: "step" } }, yaxis: wantsLog([own]) ? logAxis([own]) : { exponentformat: "power" }, yaxis2: MARKS_AXIS,
+      xaxis: stepAxis(report, own.steps), yaxis: wantsLog([own]) ? logAxis([own]) : { exponentformat: "power" }, yaxis2: MARKS_AXIS,
     });
   }
   return [made, render];
@@ -142,7 +149,7 @@ function findingCard(report, { family: index, items }) {
         return rows.sort((a, b) => badness(b[1], family.worse) - badness(a[1], family.worse));
       })),
     el("p", {}, "Worst in ", layerLink(report, worst.layer, { ...where, step: worst.at, ...rank(worst) }), ": ",
-      el("span", { class: "value" }, value(worst)), ` at step ${shown(worst.at)}`,
+      el("span", { class: "value" }, value(worst)), ` at step ${stepText(report, worst.at)}`,
       worst.rank === REDUCED ? "" : ` on rank ${worst.rank}`, "."),
     items.length > 1 && table(["then", "#worst value", "#step"], items.slice(1).map((item) => [
       layerLink(report, item.layer, { ...where, step: item.at, ...rank(item) }),
@@ -172,7 +179,8 @@ async function summaryPage(report) {
   const [coverage, drawCoverage] = coverageCard(report);
   const [loss, drawLoss] = lossCard(report);
   const page = [
-    el("h1", {}, report.run.id || report.run.path), notes(report), tiles(report),
+    el("div", {}, el("h1", {}, report.name), el("p", { class: "quiet" }, [report.run.id && `Run ${report.run.id}`, report.run.path].filter(Boolean).join(", "))),
+    notes(report), tiles(report),
     el("div", { class: "two" }, coverage, loss), ...findingsPart(report),
   ];
   return [page, async () => Promise.all([drawCoverage(), drawLoss()])];

@@ -17,6 +17,9 @@ function shown(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
+// A step, and what the trainer calls it where that counts otherwise.
+const stepText = ({ run }, step) => shown(step) + (run?.trainer.ahead ? ` (the trainer's ${shown(step + run.trainer.ahead)})` : "");
+
 // A power of two, whose exponent stands raised.
 const power = (exponent) => exponent === undefined || exponent === null ? "–"
   : el("span", {}, "2", el("sup", {}, shown(exponent, 3).replace("-", "−")));
