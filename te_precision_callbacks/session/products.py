@@ -11,7 +11,6 @@ Read from torch 2.13: ``Module._compiled_call_impl``, which a call of a module r
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import sys
@@ -48,6 +47,7 @@ from te_precision_callbacks.session.precision import dtype_name, format_of, quan
 from te_precision_callbacks.session.recomputed import Recomputed
 from te_precision_callbacks.session.seeing import SeeingMode, is_seen_by
 from te_precision_callbacks.session.state import LOSSES, OF_OPERATOR, REDUCING, KeptState
+from te_precision_callbacks.session.surrounding import CallOfOneModule, TrainingStepOfOneModule
 from te_precision_callbacks.vocabulary import OPERANDS, GemmName, class_names
 
 ResultT = TypeVar("ResultT")
@@ -116,6 +116,11 @@ class _Seen:
         if self.family in ("te", "te_ops", "lookup"):
             return None
         return Reason.ATTENTION if self.kind in (UNFUSED_KERNEL, FUSED, OTHER_KERNEL) else Reason.NOT_TE
+
+    @property
+    def origin(self) -> _Seen:
+        """The product of the forward that it belongs to, also where it is one of a backward's backward."""
+        return self if self.of is None else self.of.origin
 
     @property
     def gemm(self) -> ProductName:
@@ -244,12 +249,12 @@ class ModelProducts:
     def _surround_calls(self, root: Any) -> None:
         """Look at a model while it is called; at Lightning's modules while they take a training step."""
         own = root._compiled_call_impl
-        around = _CallOfOneModule(self._around_call(root, root._call_impl if own is None else own, tells_result=True))
+        around = CallOfOneModule(self._around_call(root, root._call_impl if own is None else own, tells_result=True))
         setattr(around, SURROUNDS, own)
         self._replace(root, "_compiled_call_impl", around)
         if "LightningModule" in class_names(root):
             step = self._around_call(root, root.training_step, tells_result=False)
-            self._replace(root, "training_step", _TrainingStepOfOneModule(step, root))
+            self._replace(root, "training_step", TrainingStepOfOneModule(step, root))
 
     def _around_call(self, root: Any, upstream: Callable[..., Any], *, tells_result: bool) -> Callable[..., Any]:
         """Around a call of a model: look at it if it is to be counted."""
@@ -509,7 +514,7 @@ class ModelProducts:
         elif is_computing_again():
             self._note_forward(operator, products, arguments, result, left=left, again=True)
         else:
-            self._note_backward(operator, products, left=left)
+            self._note_backward(operator, products, arguments, result, left=left)
 
     def _note_kept(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
         """Note in which type the result of an operator of a forward is."""
@@ -586,7 +591,7 @@ class ModelProducts:
             role: Role = "lookup" if looks_up else "fprop"
             own = inside is not None and inside[0] == weight.module and isinstance(inside[1], _WITH_WEIGHT)
             family: Family = "lookup" if role == "lookup" else "torch" if own else "functional"
-            return _Seen(layer, family, role, formats, sizes, _kind(inside), weight)
+            return _Seen(layer, family, role, formats, sizes, self._kind(inside, weight), weight)
         if inside is None:
             return None
         role = product.role
@@ -595,9 +600,24 @@ class ModelProducts:
         if not role and _UNFUSED in class_names(inside[1]):  # its softmax may be a kernel of Transformer Engine
             role = "qk" if operator == "aten::baddbmm" else "pv"
         family = "attention" if role in ("qk", "pv") else "functional"
-        return _Seen(inside[0], family, role, formats, sizes, _kind(inside), bounds=product.bounds)
+        return _Seen(inside[0], family, role, formats, sizes, kind_of(inside[1]), bounds=product.bounds)
 
-    def _note_backward(self, operator: str, products: Iterable[MatrixProduct], *, left: str) -> None:
+    def _kind(self, inside: tuple[str, torch.nn.Module] | None, weight: Weight) -> str:
+        """The class of the module that computes a product; that of its weight where no module runs, as in a compiled
+        graph and in the backward of an autograd Function."""
+        of_weight = (module for path, module in self._modules.values() if path == weight.module)
+        module = next(of_weight, None) if inside is None else inside[1]
+        return "torch" if module is None else kind_of(module)
+
+    def _note_backward(
+        self,
+        operator: str,
+        products: Iterable[MatrixProduct],
+        arguments: Sequence[Any],
+        result: Any,
+        *,
+        left: str,
+    ) -> None:
         of_node: list[_Seen] = products_of_node(torch._C._current_autograd_node())
         if not of_node:
             return  # of a product outside of the model
@@ -619,20 +639,31 @@ class ModelProducts:
             )
         for product in products:
             of = self._meant(product, of_node)
+            if self._is_again(product, of):
+                continue
             role: Role = product.role
-            if of.weight is not None and not role:
-                role = self._role_in_backward(product, of)
+            weight = of.origin.weight
+            if weight is not None and not role:
+                role = self._role_in_backward(product, of, weight)
             of.gradients += role != "dgrad"
             formats, sizes = (dtype_name(product.a.dtype), dtype_name(product.b.dtype)), product[2:6]
             seen = _Seen(of.layer, of.family, role, formats, sizes, of.kind, of=of, backward=True, call=of.call)
             seen.bounds = product.bounds
             self._seen.append(seen)
+            if torch.is_grad_enabled():  # with create_graph=True it has a node of its own
+                self._nodes.note(seen, arguments, result)
 
-    def _role_in_backward(self, product: MatrixProduct, of: _Seen) -> Role:
+    def _is_again(self, product: MatrixProduct, of: _Seen) -> bool:
+        """Whether a backward computes a product of the forward again: by the same weight, and the same activation."""
+        if of.weight is None or self._weights.find(product.b) != of.weight:
+            return False
+        return product[2:6] == of.sizes and of in (self._activations.get(product.a) or ())
+
+    def _role_in_backward(self, product: MatrixProduct, of: _Seen, of_forward: Weight) -> Role:
         """Whether a product of the backward multiplies the gradient by the weight, or by the activation."""
         for operand in (product.a, product.b):
             weight = self._weights.find(operand)
-            if weight is not None and weight.module == getattr(of.weight, "module", None):
+            if weight is not None and weight.module == of_forward.module:
                 return "dgrad"
         rows, columns, *_ = of.sizes
         return "dgrad" if product.k == columns and product.k != rows else "wgrad"
@@ -669,41 +700,6 @@ class ModelProducts:
         return None
 
 
-class _CallOfOneModule:
-    """The ``_compiled_call_impl`` of a module; a copy of the module has none."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, call)
-        self._call = call
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._call(*arguments, **keywords)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-
-class _TrainingStepOfOneModule(_CallOfOneModule):
-    """The ``training_step`` of a module; a copy of the module has its class's."""
-
-    def __init__(self, call: Callable[..., Any], module: Any) -> None:
-        super().__init__(call)
-        self._module = module
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return functools.partial(_training_step_of_its_class, copy.deepcopy(self._module, memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (_training_step_of_its_class, self._module)
-
-
-def _training_step_of_its_class(module: Any, *arguments: Any, **keywords: Any) -> Any:
-    return type(module).training_step(module, *arguments, **keywords)
-
-
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != NO_BACKWARD
 
@@ -736,13 +732,6 @@ def _is_attention(module: torch.nn.Module) -> bool:
 def format_made_by(quantizer: Any, otherwise: str) -> str:
     """The format that attention rounds a tensor of its own to; without a quantizer, as in MXFP8, that of an operand."""
     return otherwise if quantizer is None else quantizer_format(quantizer, torch.float32, columnwise=False)
-
-
-def _kind(inside: tuple[str, torch.nn.Module] | None) -> str:
-    """What a product is computed by: the class of the module."""
-    if inside is None:
-        return "torch"
-    return kind_of(inside[1])
 
 
 def kind_of(module: torch.nn.Module) -> str:
