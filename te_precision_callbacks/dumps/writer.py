@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from te_precision_callbacks.threads import started
+
 JobT = TypeVar("JobT")
 
 
@@ -59,14 +61,7 @@ class Writer(Generic[JobT]):
             self._jobs.append((job, nbytes))
             self.pending += nbytes
             if self._thread is None:
-                # A daemon, since the interpreter would wait for any other thread before all else at its end; drain()
-                # writes the remaining jobs then.
-                thread = threading.Thread(target=self._run, name="te-precision dumps", daemon=True)
-                try:
-                    thread.start()
-                    self._thread = thread
-                except RuntimeError:  # the interpreter is ending, and no longer starts threads
-                    pass
+                self._thread = started("dumps", self._run)  # where the interpreter is ending, this thread writes
             alone = self._thread is None
             self._changed.notify_all()
         if alone:

@@ -21,6 +21,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
+from te_precision_callbacks.threads import started
+
 FLUSH_SECONDS = 2.0
 """The seconds from one writing to the next."""
 
@@ -34,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 JobT = TypeVar("JobT")
 JobT_contra = TypeVar("JobT_contra", contravariant=True)
-ResultT = TypeVar("ResultT")
 
 
 class Writing(Protocol[JobT_contra]):
@@ -101,11 +102,7 @@ class WriterThread(Generic[JobT]):
         self._jobs.append((job, count))
         self._given += count
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"te-precision {self._what}", daemon=True)
-            try:
-                self._thread.start()
-            except RuntimeError:  # the interpreter is ending, and no longer starts threads: finish() writes
-                self._thread = None
+            self._thread = started(self._what, self._run)  # None where the interpreter is ending: finish() writes
         return True
 
     def _drop(self, count: int, queued: int) -> None:
@@ -246,28 +243,3 @@ def all_within(seconds: float, written: Iterable[Callable[[], bool]]) -> bool:
         if left:
             time.sleep(_PAUSE)
     return not left
-
-
-def within(seconds: float, call: Callable[[], ResultT]) -> ResultT:
-    """The result of a call that asks a disk, which may not answer.
-
-    Raises:
-        TimeoutError: there was no answer in time; a daemon thread goes on waiting for it.
-    """
-    found: list[ResultT] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(call())
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="te-precision asks a disk", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failed:
-        raise failed[0]
-    if not found:
-        raise TimeoutError(f"the disk has not answered for {seconds:g} seconds")
-    return found[0]

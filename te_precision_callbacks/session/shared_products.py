@@ -8,7 +8,7 @@ and a share counts each layer as often as ranks run it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
@@ -68,11 +68,8 @@ def shared_products(own: Iterable[Product], ranks: Ranks, kind: str) -> list[Sha
     for product in _largest(list(own)):
         entry = _entry(product)
         macs[entry] = macs.get(entry, 0) + product.macs
-    entries, (of_all, counts) = _added({entry: (each, 1) for entry, each in macs.items()}, 2, ranks, kind)
-    return [
-        Shared(replace(entry.product, macs=all_macs), count)
-        for entry, all_macs, count in zip(entries, of_all, counts, strict=True)
-    ]
+    added = _added({entry: (each, 1) for entry, each in macs.items()}, ranks, kind)
+    return [Shared(replace(entry.product, macs=of_all), count) for entry, (of_all, count) in added.items()]
 
 
 def shared_state(own: Iterable[StateRow], ranks: Ranks, kind: str) -> tuple[StateRow, ...]:
@@ -81,23 +78,17 @@ def shared_state(own: Iterable[StateRow], ranks: Ranks, kind: str) -> tuple[Stat
     for row in own:
         tensors, size = sizes.get((row.subject, row.dtype), (0, 0))
         sizes[row.subject, row.dtype] = tensors + row.tensors, size + row.bytes
-    rows, (tensors_of_all, bytes_of_all) = _added(sizes, 2, ranks, kind)
-    return tuple(
-        StateRow(subject, dtype, tensors=tensors, bytes=size)
-        for (subject, dtype), tensors, size in zip(rows, tensors_of_all, bytes_of_all, strict=True)
-    )
+    added = _added(sizes, ranks, kind)
+    return tuple(StateRow(*key, tensors=tensors, bytes=size) for key, (tensors, size) in added.items())
 
 
-def _added(
-    own: Mapping[EntryT, Sequence[int]], width: int, ranks: Ranks, kind: str
-) -> tuple[list[EntryT], list[list[int]]]:
-    """The entries of all ranks, and the sums of their numbers: ``width`` lists, with a number for each entry."""
+def _added(own: Mapping[EntryT, tuple[int, int]], ranks: Ranks, kind: str) -> dict[EntryT, tuple[int, int]]:
+    """The entries of all ranks, each with the sums of its two numbers."""
     entries = ranks.pool(own, kind)
-    nothing = (0,) * width
-    numbers = [float(own.get(entry, nothing)[column]) for column in range(width) for entry in entries]
-    added = ranks.add(numbers, f"sizes of {kind}")  # exact up to 2**53
-    count = len(entries)
-    return entries, [[round(each) for each in added[column * count :][:count]] for column in range(width)]
+    pairs = [own.get(entry, (0, 0)) for entry in entries]
+    added = ranks.add([float(number) for pair in pairs for number in pair], f"sizes of {kind}")  # exact up to 2**53
+    sums = [round(number) for number in added]
+    return {entry: (first, second) for entry, first, second in zip(entries, sums[::2], sums[1::2], strict=True)}
 
 
 def _largest(products: list[Product]) -> list[Product]:

@@ -19,6 +19,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from te_precision_callbacks.session.wakeup import Wakeup
+from te_precision_callbacks.threads import started
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +172,7 @@ class Termination:
     def _hear(self, number: int) -> None:
         if number not in _NOTICED:
             return
-        flushed = _started(lambda: self._flush(LONGEST_FLUSH))
+        flushed = started("signal", lambda: self._flush(LONGEST_FLUSH))
         if number == signal.SIGTERM and (self._is_set or self._is_stopping):
             self.came = True
             self._end_in_time(time.monotonic(), flushed)
@@ -182,10 +183,10 @@ class Termination:
             time.sleep(_PAUSE)
         if not self._is_stopping and self._turn.acquire(blocking=False):
             _wait_for(flushed, came + LONGEST_FLUSH)
-            _wait_for(_started(_say_where), time.monotonic() + _LONGEST_MESSAGE)
+            _wait_for(started("signal", _say_where), time.monotonic() + _LONGEST_MESSAGE)
         else:
             time.sleep(max(0.0, came + LONGEST_STOP - time.monotonic()))
-            _wait_for(_started(_say_unfinished), time.monotonic() + _LONGEST_MESSAGE)
+            _wait_for(started("signal", _say_unfinished), time.monotonic() + _LONGEST_MESSAGE)
         if self._set_action is not None:
             self._set_action(signal.SIGTERM, 0)  # Python's own function is for the main thread alone
         os.kill(os.getpid(), signal.SIGTERM)
@@ -193,15 +194,6 @@ class Termination:
     @property
     def _has_begun(self) -> bool:
         return self._is_stopping or self._turn.locked()
-
-
-def _started(call: Callable[[], Any]) -> threading.Thread | None:
-    thread = threading.Thread(target=call, name="te-precision signal", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # no more threads
-        return None
-    return thread
 
 
 def _wait_for(thread: threading.Thread | None, until: float) -> None:

@@ -24,7 +24,7 @@ import torch
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.records.statistics_log import EVENTS_FOLDER
-from te_precision_callbacks.records.writer_thread import LONGEST_STILL, within
+from te_precision_callbacks.records.writer_thread import LONGEST_STILL
 from te_precision_callbacks.session.errors import (
     FeatureLoadError,
     ObservationError,
@@ -33,6 +33,7 @@ from te_precision_callbacks.session.errors import (
 )
 from te_precision_callbacks.session.event_log import FORMAT, EventLog
 from te_precision_callbacks.session.stray_calls import StrayCalls
+from te_precision_callbacks.threads import within
 
 logger = logging.getLogger(__name__)
 

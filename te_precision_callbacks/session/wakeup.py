@@ -21,6 +21,8 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from te_precision_callbacks.threads import started
+
 _CREDENTIALS = struct.Struct("3i")
 """Linux, unix(7): process, user and group of the sender, which the kernel writes."""
 
@@ -52,10 +54,8 @@ class Wakeup:
         reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         writer.setblocking(False)
-        thread = threading.Thread(target=self._listen, args=(reader,), name="te-precision signals", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # no more threads: signals are handled as without this one
+        thread = started("signals", lambda: self._listen(reader))
+        if thread is None:  # signals are handled as without it
             reader.close()
             writer.close()
             return

@@ -16,11 +16,12 @@ from typing import NamedTuple, TypeVar
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.records.model import Event, EventSink, RunInfo, Scalars, StepRecords
-from te_precision_callbacks.records.writer_thread import LONGEST_STILL, WriterThread, within
+from te_precision_callbacks.records.writer_thread import LONGEST_STILL, WriterThread
 from te_precision_callbacks.store.files import FOLDER, make_segment, new_run_id
 from te_precision_callbacks.store.launches import find_segment
 from te_precision_callbacks.store.limits import DEFAULT_LIMIT
 from te_precision_callbacks.store.recording import Facts, Place, Recording, Step, own_numbers
+from te_precision_callbacks.threads import within
 
 MOST_WAITING = 1 << 24
 """The values that may wait for the thread, some 300 MB; a step beyond them is left out."""
