@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from te_precision_callbacks.folding import folded, form_of
+from te_precision_callbacks.opening import own_file
 from te_precision_callbacks.records.coverage import Coverage, Product
 from te_precision_callbacks.records.precision import GemmPrecision, in_short
 from te_precision_callbacks.records.statistics_log import EVENTS_FOLDER, STATISTICS_FOLDER
@@ -115,7 +116,8 @@ def write_summary(session: InspectSession | SessionOutcome, coverage: Coverage) 
     console.print(_summary(session, precision, coverage))
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     lines = "\n".join(line.rstrip() for line in text.splitlines())
-    with (session.log_dir / SUMMARY_FILE).open("a", encoding="utf-8") as file:
+    path = session.log_dir / SUMMARY_FILE
+    with open(path, "a", encoding="utf-8", errors="backslashreplace", opener=own_file) as file:
         file.write(f"{lines}\n\n")
 
 

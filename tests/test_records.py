@@ -302,6 +302,18 @@ def test_a_log_keeps_to_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "statistics_log='rank0, 4GiB' keeps more" in said
 
 
+def test_a_log_is_no_link_and_no_pipe(tmp_path: Path) -> None:
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / "link").symlink_to(tmp_path / "theirs")
+    os.mkfifo(tmp_path / "pipe")
+    for name, why in (("link", "it is a symbolic link, which is not followed"), ("pipe", "it is no regular file")):
+        log = LogFile(tmp_path / name, 0, "", lambda: None)
+        log.append("ours\n")
+        with pytest.raises(LogFileError, match=why):
+            log.flush()
+    assert (tmp_path / "theirs").read_text() == "theirs"
+
+
 @pytest.mark.parametrize("limit", [1, 90, 400])
 def test_a_limit_below_some_lines(tmp_path: Path, limit: int) -> None:
     log = StatisticsLog(limit=limit)

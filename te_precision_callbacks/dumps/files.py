@@ -37,6 +37,7 @@ from safetensors import SafetensorError, safe_open
 from te_precision_callbacks.dumps.contents import Dump, dump_of, unshared
 from te_precision_callbacks.dumps.errors import DumpError, NotADumpError, PickleRefusedError
 from te_precision_callbacks.dumps.header import HIGH_PRECISION, QUANTIZED, Header, check
+from te_precision_callbacks.opening import own_file
 
 SAFETENSORS, TORCH = "safetensors", "torch"
 """The file formats."""
@@ -408,7 +409,7 @@ def _hidden(paths: Iterator[Path], folder: Path, *, replace: bool, fsync: bool) 
     """Like :func:`_appearing`, but the file has a hidden name, which is never listed, until it is complete."""
     beside = _beside(folder)
     try:
-        with beside.open("w+b") as file:
+        with open(beside, "w+b", opener=own_file) as file:
             yield file
             _sync(file, fsync)
         if replace:

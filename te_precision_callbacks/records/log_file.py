@@ -22,6 +22,7 @@ from datetime import datetime
 from pathlib import Path
 
 from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.opening import own_file
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ def _claimed(path: Path) -> io.FileIO | None:
 
 
 def _opened(path: Path, mode: str) -> io.FileIO:
-    file = io.FileIO(path, mode)
+    file = io.FileIO(path, mode, opener=own_file)
     _OPEN.add(file)
     return file
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 
+from te_precision_callbacks.store.bounds import read_json
 from te_precision_callbacks.store.files import RUN_FILE, PartFile, has_ended, is_incomplete, part_files, segments_of
-from te_precision_callbacks.store.parts import DROPPED, UNREADABLE, SealedPart, stretch_of
-from te_precision_callbacks.store.thinning import EVERY, can_be_thinned, choose, thin
+from te_precision_callbacks.store.parts import DROPPED, EVERY, UNREADABLE, SealedPart, stretch_of
+from te_precision_callbacks.store.thinning import can_be_thinned, choose, thin
 from te_precision_callbacks.store.writing import RunWriter
 
 logger = logging.getLogger(__name__)
@@ -193,8 +193,8 @@ class Aging:
 def _first_iteration(segment: Path) -> float:
     """The first iteration of a segment; infinite where that is not known."""
     try:
-        return int(json.loads((segment / RUN_FILE).read_bytes())["first_iteration"])
-    except (OSError, ValueError, TypeError, KeyError):
+        return int(read_json(segment / RUN_FILE)["first_iteration"])
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return math.inf
 
 

@@ -16,16 +16,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import json
 import os
 import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+from te_precision_callbacks.opening import own_file
+from te_precision_callbacks.store.bounds import read_json
 
 FOLDER = "precision_records"
 """The folder of a log folder that has its runs."""
@@ -33,14 +35,17 @@ FOLDER = "precision_records"
 RUN_FILE, EVENTS_FILE = "run.json", "events.jsonl"
 SEALED, TAIL = ".parquet", ".arrows"
 
-SEGMENT_NAME = re.compile(r"seg-(\d{3,})")
-RANK_NAME = re.compile(r"rank-(\d{5,})")
-PART_NAME = re.compile(r"([a-z]+)-(\d{6,})(?:-(\d{6,}))?\.(parquet|arrows)")
+SEGMENT_NAME = re.compile(r"seg-(\d{3,9})")
+RANK_NAME = re.compile(r"rank-(\d{5,9})")
+PART_NAME = re.compile(r"([a-z]+)-(\d{6,18})(?:-(\d{6,18}))?\.(parquet|arrows)")
 
 SILENT_SECONDS = 60.0
 """The seconds without a sign of life after which a segment's process counts as killed."""
 
 _INCOMPLETE = ".incomplete"
+
+_MOST_GAPS = 8
+"""The stretches of missing numbers that are named."""
 
 
 def new_run_id() -> str:
@@ -129,7 +134,7 @@ def replace_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}{_INCOMPLETE}")
     try:
-        with beside.open("wb") as file:
+        with open(beside, "wb", opener=own_file) as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -145,6 +150,21 @@ def replace_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         os.close(descriptor)
 
 
+def overwrite(path: Path, data: bytes) -> None:
+    """Write over a file that has room for it, where a disk takes no new one.
+
+    Raises:
+        OSError: it cannot be written, or has less room.
+    """
+    with open(path, "r+b", opener=own_file) as file:
+        room = os.fstat(file.fileno()).st_size
+        if len(data) > room:
+            raise OSError(errno.ENOSPC, "it has no room", str(path))
+        file.write(data.ljust(room))
+        file.flush()
+        os.fsync(file.fileno())
+
+
 class AppendedFile(io.RawIOBase):
     """A new file, or the end of one, whose writes are in the file, whole, when they return.
 
@@ -158,7 +178,8 @@ class AppendedFile(io.RawIOBase):
     def __init__(self, path: Path, *, new: bool = False) -> None:
         super().__init__()
         self._path = path
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_EXCL if new else 0), 0o666)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_EXCL if new else 0)
+        self._descriptor = own_file(str(path), flags)
         self.nbytes = os.fstat(self._descriptor).st_size
         """The size of the file."""
 
@@ -208,6 +229,26 @@ def part_files(folder: Path) -> tuple[list[PartFile], list[PartFile]]:
     return parts, replaced
 
 
+def missing_numbers(found: Iterable[int], first: int) -> str:
+    """The whole numbers from the first to the last that are not there, in words; empty if all are.
+
+    Args:
+        found: the numbers that are there.
+        first: the first one that there should be.
+    """
+    return missing_stretches(((number, number) for number in sorted(set(found))), first)
+
+
+def missing_stretches(found: Iterable[tuple[int, int]], first: int) -> str:
+    """The same of stretches of numbers, first and last of each, in order."""
+    gaps, expected = [], first
+    for begin, end in found:
+        if begin > expected:
+            gaps.append(str(expected) if begin == expected + 1 else f"{expected} to {begin - 1}")
+        expected = max(expected, end + 1)
+    return ", ".join(gaps[:_MOST_GAPS]) + (" ..." if len(gaps) > _MOST_GAPS else "")
+
+
 def parts_of(folder: Path, table: str) -> list[PartFile]:
     """The parts of a table in a rank's folder, in order: of each number the sealed part, or else its tail."""
     return [file for file in part_files(folder)[0] if file.table == table]
@@ -241,9 +282,9 @@ def has_ended(run_file: Path, facts: Mapping[str, Any] | None = None) -> bool:
     try:
         silent = time.time() - run_file.stat().st_mtime > SILENT_SECONDS
         if facts is None:
-            facts = json.loads(run_file.read_bytes())
+            facts = read_json(run_file)
         ended = facts.get("status") in ("ended", "failed")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError):
         return True
     return ended or silent or is_gone(facts.get("host"), facts.get("pid"), facts.get("pid_started"))
 

@@ -33,18 +33,19 @@ import pyarrow.csv
 from te_precision_callbacks.records.log_file import older_half
 from te_precision_callbacks.statistics.names import logged_request
 from te_precision_callbacks.statistics.series import parsed_log_name
+from te_precision_callbacks.store.bounds import MOST_ITERATION, open_regular, pieces_of
 from te_precision_callbacks.store.errors import NotARunError
+from te_precision_callbacks.store.events import events_table
+from te_precision_callbacks.store.files import missing_numbers
 from te_precision_callbacks.store.index import NO_VECTORS, SeriesIndex, Subject, in_order
 from te_precision_callbacks.store.recorded import RecordedRun, Segment
-from te_precision_callbacks.store.tables import EVENTS, FACTS, LAYERS, SCALARS, STEPS, VALUES
+from te_precision_callbacks.store.tables import FACTS, LAYERS, SCALARS, STEPS, VALUES
 from te_precision_callbacks.vocabulary import TENSORS
 
 STATISTICS_FOLDER, EVENTS_FOLDER = "nvdlfw_inspect_statistics_logs", "nvdlfw_inspect_logs"
 """As in nvidia-dlfw-inspect 0.2.2, ``logging.py``."""
 
-_NAME = re.compile(r"nvdlfw_inspect_globalrank-(\d+)\.log")
-_PIECE = 1 << 25
-"""The bytes that are read at once."""
+_NAME = re.compile(r"nvdlfw_inspect_globalrank-(\d{1,9})\.log")
 
 _SHOWN = 1 << 26
 """The bytes above which a progress bar is shown."""
@@ -156,7 +157,7 @@ def import_logs(path: Path, logs: _Logs) -> RecordedRun:
             STEPS,
         ),
         scalars=SCALARS.empty_table(),
-        events=pa.Table.from_pylist(events, EVENTS),
+        events=events,
         read_values=functools.partial(_select, table),
         read_vectors=lambda _: NO_VECTORS,
         notes=tuple(notes),
@@ -175,30 +176,28 @@ def _select(table: pa.Table, wanted: list[int] | None) -> pa.Table:
 
 def _note_missing(logs: _Logs, notes: list[str]) -> None:
     ranks = sorted(logs.statistics)
-    gone = sorted(set(range(ranks[-1])) - set(ranks))
-    if gone and len(ranks) > 1:
-        shown = ", ".join(map(str, gone[:8])) + (" ..." if len(gone) > 8 else "")
-        notes.append(f"The logs of {len(gone)} ranks are missing: {shown}.")
+    gone = missing_numbers(ranks, 0) if len(ranks) > 1 else ""
+    if gone:
+        notes.append(f"The logs of {ranks[-1] + 1 - len(ranks)} ranks are missing: {gone}.")
 
 
 # ---------------------------------------------------------------------- files
 
 
-def _read_events(logs: _Logs) -> tuple[dict[str, None], list[dict[str, Any]]]:
+def _read_events(logs: _Logs) -> tuple[dict[str, None], pa.Table]:
     """The names of layers, in the order of the model, and warnings and errors."""
     layers: dict[str, None] = {}
-    events = []
-    for rank, half in [(rank, half) for rank, file in logs.events.items() for half in _halves(file)]:
-        with half.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                line = line.rstrip("\n")
-                assigned = _ASSIGNED.match(line)
-                message = None if assigned else _MESSAGE.match(line)
-                if assigned:
-                    layers.setdefault(assigned[1])
-                elif message:
-                    events.append(
-                        {
+
+    def events() -> Iterator[dict[str, Any]]:
+        for rank, file in logs.events.items():
+            for lines in _lines_of(_halves(file), lambda read: None):
+                for line in lines.decode("utf-8", errors="replace").split("\n"):
+                    assigned = _ASSIGNED.match(line)
+                    message = None if assigned else _MESSAGE.match(line)
+                    if assigned:
+                        layers.setdefault(assigned[1])
+                    elif message:
+                        yield {
                             "segment": 0,
                             "iteration": 0,
                             "rank": rank,
@@ -207,8 +206,8 @@ def _read_events(logs: _Logs) -> tuple[dict[str, None], list[dict[str, Any]]]:
                             "wall_time": _time(message[1]),
                             "text": message[3],
                         }
-                    )
-    return layers, events
+
+    return layers, events_table(events())
 
 
 def _read_statistics(file: Path, notes: list[str], advance: Callable[[int], None]) -> Iterator[_Part]:
@@ -231,13 +230,9 @@ def _read_statistics(file: Path, notes: list[str], advance: Callable[[int], None
 def _lines_of(files: Iterable[Path], advance: Callable[[int], None]) -> Iterator[bytes]:
     """Whole lines, many at once; not half a line at the end, which a process was writing when it was killed."""
     for file in files:
-        rest = b""
-        with file.open("rb") as log:
-            while piece := log.read(_PIECE):
-                advance(len(piece))
-                rest += piece
-                end = rest.rfind(b"\n") + 1
-                lines, rest = rest[:end], rest[end:]
+        with open_regular(file) as log:
+            for lines, nbytes in pieces_of(log):
+                advance(nbytes)
                 yield lines
 
 
@@ -271,7 +266,7 @@ def _parse(lines: bytes, segment: int) -> tuple[_Part | None, int]:
         found, others = None, lines.decode("utf-8", errors="replace").split("\n")
     others = [line for line in others if line.strip() and not _GOES_ON.fullmatch(line.rstrip("\r"))]
     matches = [_LINE.fullmatch(line) for line in others]
-    readable = [match for match in matches if match is not None and _is_number(match[4])]
+    readable = [match for match in matches if match is not None and _is_number(match[4]) and _is_iteration(match[3])]
     parts = [] if found is None else [found]
     if readable:
         parts.append(_from_matches(readable))
@@ -287,9 +282,14 @@ def _from_columns(table: pa.Table) -> _Part:
     heads = table["head"].combine_chunks()
     iterations = pc.utf8_trim(pc.replace_substring(table["iteration"], "iteration=", "", max_replacements=1), " ")
     values = pc.utf8_trim(pc.replace_substring(table["value"], "value=", "", max_replacements=1), " \r")
-    iteration = pc.cast(iterations, pa.int64()).to_numpy()
+    iterations = pc.cast(iterations, pa.int64())
+    iteration = iterations.to_numpy()
     # "2026-11-22 13:01:44,718 - INFO - fc1_activation_max ": statistics are logged at the level INFO.
-    if not pc.all(pc.equal(pc.utf8_slice_codeunits(heads, 23, 33), pa.scalar(" - INFO - "))).as_py():
+    good = pc.and_(pc.greater_equal(iterations, 0), pc.less(iterations, MOST_ITERATION))
+    if (
+        not pc.all(good).as_py()
+        or not pc.all(pc.equal(pc.utf8_slice_codeunits(heads, 23, 33), pa.scalar(" - INFO - "))).as_py()
+    ):
         raise pa.ArrowInvalid("a line is not a statistic")
     names = pc.dictionary_encode(pc.utf8_rtrim(pc.utf8_slice_codeunits(heads, 33), " "))
     first, where = np.unique(iteration, return_index=True)
@@ -342,6 +342,10 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _is_iteration(text: str) -> bool:
+    return len(text) < 20 and int(text) < MOST_ITERATION
 
 
 def _time(text: str | None) -> datetime | None:

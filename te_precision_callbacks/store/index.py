@@ -154,8 +154,10 @@ def in_order(table: pa.Table) -> pa.Table:
     series, iterations = table["series"].to_numpy(), table["iteration"].to_numpy()
     if not len(series):
         return table
-    first = iterations.min()
-    keys = series.astype(np.int64) * (int(iterations.max()) - int(first) + 1) + (iterations - first)
+    first, last = int(iterations.min()), int(iterations.max())
+    if (int(series.max()) + 1) * (last - first + 1) > np.iinfo(np.int64).max:  # where an iteration is damaged
+        return table.take(pa.array(np.lexsort((iterations, series))))
+    keys = series.astype(np.int64) * (last - first + 1) + (iterations - first)
     if np.all(keys[1:] >= keys[:-1]):
         return table
     return table.take(pa.array(np.argsort(keys, kind="stable")))

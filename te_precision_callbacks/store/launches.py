@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from datetime import datetime
 from pathlib import Path
 
+from te_precision_callbacks.store.bounds import read_json
 from te_precision_callbacks.store.files import RUN_FILE, rank_name, segments_of
 
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE")
@@ -41,8 +41,8 @@ def find_segment(runs: Path, rank: int, since: float) -> tuple[str, int] | None:
 
 def _is_of_launch(path: Path, since: float) -> bool:
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = read_json(path)
         begun = datetime.fromisoformat(facts["started_at"]).timestamp()
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return False
     return bool(facts.get("launch") == launch_key() and begun > since - _AHEAD)

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from te_precision_callbacks.store.bounds import MOST_ITERATION, open_regular, pieces_of, read_json
 from te_precision_callbacks.store.errors import NotARunError, RunError, SeveralRunsError
+from te_precision_callbacks.store.events import event_row, events_table
 from te_precision_callbacks.store.files import (
     EVENTS_FILE,
     FOLDER,
@@ -33,6 +34,8 @@ from te_precision_callbacks.store.files import (
     SEGMENT_NAME,
     PartFile,
     has_ended,
+    missing_numbers,
+    missing_stretches,
     part_files,
     parts_of,
     ranks_of,
@@ -48,7 +51,7 @@ from te_precision_callbacks.store.index import (
     Subject,
     in_order,
 )
-from te_precision_callbacks.store.parts import UNREADABLE, read_part, stretch_of
+from te_precision_callbacks.store.parts import UNREADABLE, read_facts, read_part, stretch_of
 from te_precision_callbacks.store.recorded import (
     RecordedRun,
     Segment,
@@ -57,7 +60,8 @@ from te_precision_callbacks.store.recorded import (
     joined_stretches,
     stretches_in_words,
 )
-from te_precision_callbacks.store.tables import EVENTS, FACTS, SCALARS, SCHEMA_VERSION, STEPS, SUBJECT, VALUES, VECTORS
+from te_precision_callbacks.store.soundness import sound
+from te_precision_callbacks.store.tables import FACTS, SCALARS, SCHEMA_VERSION, STEPS, SUBJECT, VALUES, VECTORS
 
 _MOST_ATTEMPTS = 5
 """How often a run is read that is thinned meanwhile."""
@@ -237,9 +241,7 @@ class _Reader:
         path = folder / RUN_FILE
         facts: dict[str, Any] = {}
         try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(facts, dict):
-                raise ValueError("no JSON object")
+            facts = read_json(path)
         except FileNotFoundError:
             self._note(f"{path} is missing: nothing is known of the facts of segment {number}.")
         except (OSError, ValueError) as error:
@@ -253,7 +255,9 @@ class _Reader:
             )
         status = facts.get("status", "unknown")
         if status == "running" and has_ended(path, facts):
-            status = "killed"
+            status = "unknown" if facts.get("not_written") else "killed"
+        if facts.get("not_written"):
+            self._note(f"Segment {number} is not recorded to its end: {facts['not_written']}")
         known: Status = status if status in ("running", "ended", "failed", "killed") else "unknown"
         return Segment(
             number=number,
@@ -271,9 +275,9 @@ class _Reader:
 
     def _note_missing(self, segments: Iterable[Segment], ranks: Mapping[int, Mapping[int, Path]]) -> None:
         numbers = sorted(self.folders)
-        missing = sorted(set(range(numbers[-1])) - set(numbers)) if len(numbers) > 1 else []
+        missing = missing_numbers(numbers, 0) if len(numbers) > 1 else ""
         if missing:
-            self._note(f"Segments are missing: {', '.join(map(str, missing))}.")
+            self._note(f"Segments are missing: {missing}.")
         versions: dict[str, set[str]] = {}
         for segment in segments:
             of_segment = segment.facts.get("versions")
@@ -282,7 +286,7 @@ class _Reader:
             found = ranks[segment.number]
             expected = segment.facts.get("writing_ranks")
             expected = expected if isinstance(expected, list) else [0]
-            gone = [rank for rank in expected if rank not in found]
+            gone = [rank for rank in expected if isinstance(rank, int) and rank not in found]
             if gone:
                 self._note(
                     f"Segment {segment.number} lacks the files of {len(gone)} of {segment.world} ranks:"
@@ -298,29 +302,42 @@ class _Reader:
         """The parts of a small table."""
         found = []
         for file in self._numbered_parts(folder, name):
-            table = self._load(file.path, schema.names, schema)
+            read = functools.partial(read_part, file.path, schema.names, schema)
+            table = self._load(file.path, name, read)
             if table is not None:
                 found.append(table)
         return found
 
     def _numbered_parts(self, folder: Path, name: str) -> list[PartFile]:
         files = parts_of(folder, name)
-        numbers = {number for file in files for number in range(file.first, file.last + 1)}
-        gone = sorted(set(range(1, max(numbers, default=0))) - numbers)
+        gone = missing_stretches(((file.first, file.last) for file in files), 1)
         if gone:
-            self._note(f"{folder}: parts of {name} are missing: {', '.join(map(str, gone))}.")
+            self._note(f"{folder}: parts of {name} are missing: {gone}.")
         return files
 
-    def _load(self, path: Path, columns: list[str], schema: pa.Schema) -> pa.Table | None:
-        """A part, or what of it can be read; None, and a note, if nothing can."""
+    def _load(self, path: Path, name: str, read: Callable[[], pa.Table]) -> pa.Table | None:
+        """A part, or what of it can be read; None, and a note, if nothing can.
+
+        Args:
+            path: the part.
+            name: its table.
+            read: reads it.
+        """
         try:
-            return read_part(path, columns, schema)
+            table = read()
+            good = sound(table, name)
         except FileNotFoundError as error:
             if self.patient:
                 raise _Moved from error
             self._note(f"{path} has vanished while it was read.")
         except UNREADABLE as error:
             self._note(f"{path} cannot be read, and its rows are missing: {_first_line(error)}")
+        else:
+            if len(table) and not len(good):
+                self._note(f"{path} cannot be read, and its rows are missing: all of them are damaged")
+            elif len(good) < len(table):
+                self._note(f"{path}: {len(table) - len(good):,} of {len(table):,} rows are damaged and left out.")
+            return good
         return None
 
     def _joined(self, tables: Mapping[int, list[pa.Table]], schema: pa.Schema) -> pa.Table:
@@ -344,12 +361,12 @@ class _Reader:
         """The parts of a large table, whose series are noted in the index."""
         found = []
         numbers: dict[tuple[int, Path], dict[int, int]] = {}
-        columns = [column for column in schema.names if column not in ("segment", "bin", "count")]
+        columns = [column for column in schema.names if column != "segment"]
         for segment, folder in folders:
             of_rank = numbers.setdefault((segment, folder), {})
             for file in self._numbered_parts(folder, name):
-                table = self._load(file.path, columns, schema)
-                if table is None or not self._fits(table, file.path):
+                table = self._load(file.path, name, functools.partial(read_part, file.path, columns, schema))
+                if table is None:
                     continue
                 self._number_series(table, of_rank)
                 found.append(_Rows(file, segment, of_rank))
@@ -366,6 +383,9 @@ class _Reader:
             stretch = stretch_of(file.path)
         except FileNotFoundError as error:
             raise _Moved from error
+        except UNREADABLE as error:
+            self._note(f"{file.path}: {_first_line(error)}")
+            return
         if stretch is not None:
             rank = int(file.path.parent.name.partition("-")[2])
             for first, last in self._that_count(segment, stretch.first, stretch.last):
@@ -383,14 +403,6 @@ class _Reader:
                     if one <= other
                 ]
         return found
-
-    def _fits(self, table: pa.Table, path: Path) -> bool:
-        """Whether what must be there is there."""
-        bad = [name for name in ("iteration", "series") if table[name].null_count]
-        if bad or (len(table) and pc.min(table["series"]).as_py() < 0):
-            self._note(f"{path} cannot be read, and its rows are missing: bad numbers in {', '.join(bad) or 'series'}")
-            return False
-        return True
 
     def _is_of_snapshot(self, segment: int, table: pa.Table) -> npt.NDArray[np.bool_]:
         """Which rows count, and were there when the run was opened."""
@@ -439,6 +451,7 @@ class _Reader:
             raise
         except UNREADABLE as error:
             raise RunError(f"{rows.file.path} cannot be read any more: {_first_line(error)}") from error
+        table = sound(table, rows.file.table)
         table = table.filter(pa.array(self._is_of_snapshot(rows.segment, table)))
         series = _translated(table["series"].to_numpy(), numbers)
         place = columns.index("series")
@@ -457,9 +470,7 @@ class _Reader:
             following = min((later.first_iteration for later in segments[place + 1 :]), default=None)
             for where in (folder, *ranks_of(folder).values()):
                 tables = {name: self._fact(where, name, following) for name in FACTS}
-                _renumber(tables, layers, gemms)
-                top = pc.max(tables["gemms"]["gemm_id"]).as_py()
-                gemms = gemms if top is None else top + 1
+                gemms += _renumber(tables, layers, gemms)
                 for name, table in tables.items():
                     found[name].append(table)
         found["states"] = [table for table in found["states"] if len(table)][-1:] or found["states"][:1]
@@ -468,7 +479,7 @@ class _Reader:
     def _fact(self, folder: Path, name: str, following: int | None) -> pa.Table:
         """A table of facts, with its spans ended where a later segment begins."""
         path, schema = folder / f"{name}{SEALED}", FACTS[name]
-        table = self._load(path, schema.names, schema) if path.exists() else None
+        table = self._load(path, name, functools.partial(read_facts, path, schema)) if path.exists() else None
         if table is None:
             return schema.empty_table()
         if following is None or "until" not in schema.names:
@@ -478,43 +489,25 @@ class _Reader:
         return table.filter(pc.less_equal(pc.fill_null(table["since"], 0), table["until"]))
 
     def _events(self, folders: Iterable[tuple[int, Path]]) -> pa.Table:
-        rows: list[dict[str, Any]] = []
-        for _, folder in folders:
-            path = folder / EVENTS_FILE
-            if path.exists():
-                rows += self._event_rows(path)
-        rows.sort(key=lambda row: (row["iteration"], row["wall_time"] or _EPOCH))
-        return pa.Table.from_pylist(rows, EVENTS)
+        paths = (folder / EVENTS_FILE for _, folder in folders)
+        return events_table(itertools.chain.from_iterable(self._event_rows(path) for path in paths if path.exists()))
 
     def _event_rows(self, path: Path) -> Iterator[dict[str, Any]]:
-        lines = path.read_bytes().split(b"\n")
-        bad = 0
-        for line in lines[:-1]:  # behind the last line's end is nothing, or half a line
-            try:
-                yield _event(json.loads(line))
-            except (ValueError, TypeError, KeyError, AttributeError):
-                bad += 1
+        count = bad = 0
+        try:
+            with open_regular(path) as file:
+                for lines, _ in pieces_of(file):
+                    for line in lines.split(b"\n")[:-1]:
+                        count += 1
+                        row = event_row(line)
+                        if row is None:
+                            bad += 1
+                        else:
+                            yield row
+        except OSError as error:
+            self._note(f"{path} cannot be read: {error}")
         if bad:
-            self._note(f"{path}: {bad} of {len(lines) - 1} lines cannot be read.")
-
-
-_EPOCH = datetime.fromtimestamp(0, timezone.utc)
-
-
-def _event(read: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of EVENTS of a line of events.jsonl."""
-    row: dict[str, Any] = {}
-    for column in EVENTS:
-        value = read.get(column.name)
-        if value is None:
-            row[column.name] = None
-        elif column.name == "wall_time":
-            row[column.name] = datetime.fromisoformat(value)
-        else:
-            row[column.name] = int(value) if pa.types.is_integer(column.type) else str(value)
-    if row["iteration"] is None or row["kind"] is None:
-        raise ValueError("an event has an iteration and a kind")
-    return row
+            self._note(f"{path}: {bad} of {count} lines cannot be read.")
 
 
 def _as_they_are_now(parts: Iterable[_Rows]) -> list[_Rows]:
@@ -532,15 +525,18 @@ def _as_they_are_now(parts: Iterable[_Rows]) -> list[_Rows]:
 
 
 def _whole(value: object, otherwise: int) -> int:
-    return value if isinstance(value, int) else otherwise
+    return value if isinstance(value, int) and 0 <= value < MOST_ITERATION else otherwise
 
 
 def _translated(series: npt.NDArray[np.int32], numbers: Mapping[int, int]) -> npt.NDArray[np.int32]:
     """Series of a file as series of the run; -1 for those that are not in ``numbers``."""
-    largest = max(max(numbers, default=0), int(series.max(initial=0)))
-    of = np.full(largest + 1, -1, np.int32)
-    of[list(numbers)] = list(numbers.values())
-    return of[series]
+    own = np.array([*numbers, np.iinfo(np.int64).max], np.int64)
+    of_run = np.array([*numbers.values(), -1], np.int32)
+    order = np.argsort(own)
+    own, of_run = own[order], of_run[order]
+    places = np.searchsorted(own, series)
+    found: npt.NDArray[np.int32] = np.where(own[places] == series, of_run[places], np.int32(-1))
+    return found
 
 
 def _first_of_each(table: pa.Table, column: str) -> pa.Table:
@@ -549,20 +545,26 @@ def _first_of_each(table: pa.Table, column: str) -> pa.Table:
     return table.filter(pa.array(np.r_[True, values[1:] != values[:-1]][: len(values)]))
 
 
-def _renumber(tables: dict[str, pa.Table], layers: dict[tuple[str, str], int], gemms: int) -> None:
+def _renumber(tables: dict[str, pa.Table], layers: dict[tuple[str, str], int], gemms: int) -> int:
     """Let the layers and products of a folder have numbers that are theirs alone in the run: the same layer in several
-    segments has one number, and a product one for each segment."""
+    segments has one number, and a product one for each segment.
+
+    Returns:
+        How many products there are.
+    """
     for name in ("layers", "gemms"):
         table = tables[name]
         subjects = zip(table["scope"].to_pylist(), table["layer"].to_pylist(), strict=True)
         numbers = [layers.setdefault((scope or "", layer), len(layers)) for scope, layer in subjects]
         place = table.column_names.index("layer_id")
         tables[name] = table.set_column(place, table.schema.field(place), pa.array(numbers, pa.int32()))
+    own = np.unique(np.concatenate([tables[name]["gemm_id"].to_numpy() for name in ("gemms", "operands")]))
     for name in ("gemms", "operands"):
         table = tables[name]
         place = table.column_names.index("gemm_id")
-        moved = pc.add(table["gemm_id"], pa.scalar(gemms, pa.int32()))
-        tables[name] = table.set_column(place, table.schema.field(place), moved)
+        moved = np.searchsorted(own, table["gemm_id"].to_numpy()) + gemms
+        tables[name] = table.set_column(place, table.schema.field(place), pa.array(moved, pa.int32()))
+    return len(own)
 
 
 def _first_line(error: BaseException) -> str:

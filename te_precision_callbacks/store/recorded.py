@@ -295,13 +295,14 @@ class RecordedRun:
         numbers = self.select(statistic=statistic, tensor=tensor, rank=rank)
         if not numbers and len(self.series):
             raise UnknownSubjectError(f"{self.path}: {self._why_no_grid(statistic, tensor, rank)}")
-        layer_of = dict(zip(numbers, self.series["layer"].take(pa.array(numbers, pa.int64())).to_pylist(), strict=True))
+        names = self.series["layer"].take(pa.array(numbers, pa.int64())).to_pylist()
+        layer_of = {number: layer for number, layer in zip(numbers, names, strict=True) if layer}
         found = set(layer_of.values())
         layers = [layer for layer in self.ordered_layers if layer in found]
-        table = self.values(numbers)
+        table = self.values(layer_of)
         iterations, column = np.unique(table["iteration"].to_numpy(), return_inverse=True)
         place = {layer: row for row, layer in enumerate(layers)}
-        row_of = np.zeros(max(numbers, default=-1) + 1, np.int64)
+        row_of = np.zeros(max(layer_of, default=-1) + 1, np.int64)
         for number, layer in layer_of.items():
             row_of[number] = place[layer]
         rows = row_of[table["series"].to_numpy()]

@@ -217,6 +217,10 @@ class Recording:
         self._aging.stop()
         self._writer.leave()
 
+    def lose(self, error: BaseException) -> None:
+        """Say in the files, if that can be written, that what comes is not recorded any more."""
+        self._writer.put_lost(error)
+
     def _say(self, kind: str, text: str, warns: bool) -> None:
         if warns:
             logger.warning("%s Training goes on. The records are in %s.", text, self._folder)

@@ -8,8 +8,9 @@ disk is slower than the training. A process that is killed loses what was handed
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -176,6 +177,10 @@ class RecordSink(EventSink):
 
     def take(self, job: _Job) -> bool:
         """Write a job, once the segment is known to this rank."""
+        with self._losing():
+            return self._take(job)
+
+    def _take(self, job: _Job) -> bool:
         if self._recording is None and self._concerns(job):
             if not self._find():
                 return False  # until rank 0 has begun
@@ -192,8 +197,19 @@ class RecordSink(EventSink):
 
     def flush(self) -> None:
         """Bring what was taken to the files."""
-        if self._recording is not None:
-            self._recording.flush()
+        with self._losing():
+            if self._recording is not None:
+                self._recording.flush()
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Lets the files say so if something could not be written."""
+        try:
+            yield
+        except BaseException as error:
+            if self._recording is not None:
+                self._recording.lose(error)
+            raise
 
     def leave(self) -> None:
         """Close the files of a recording that could not go on."""

@@ -26,9 +26,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from te_precision_callbacks.store.bounds import MOST_THINNED
 from te_precision_callbacks.store.files import SEALED, PartFile, part_stem
 from te_precision_callbacks.store.parts import (
     DROPPED,
+    EVERY,
     SealedPart,
     Stretch,
     read_part,
@@ -36,10 +38,8 @@ from te_precision_callbacks.store.parts import (
     with_stretch,
     write_sealed,
 )
+from te_precision_callbacks.store.soundness import sound
 from te_precision_callbacks.store.tables import EXTREME, STEP0, VALUES, VECTORS
-
-EVERY = (1, 10, 100, DROPPED)
-"""Level -> every how many-th step its parts have."""
 
 SHARES = (5 / 8, 3 / 16, 3 / 16)
 """Level -> its share of the limit. So much that thinning leaves at least half of it to the recent steps."""
@@ -139,14 +139,16 @@ def thin(group: Sequence[SealedPart], again_from: float = math.inf) -> Generator
         survey.see_span(part.file.path)
         if EVERY[level] != DROPPED:
             columns = [name for name in ("series", "iteration", "value", "flags") if name in schema.names]
-            survey.see(survey.columns(read_part(part.file.path, columns, schema)))
+            survey.see(survey.columns(sound(read_part(part.file.path, columns, schema), first.table)))
         yield
     kept = [schema.empty_table()]
     for part in group if EVERY[level] != DROPPED else ():
-        table = read_part(part.file.path, schema.names, schema)
+        table = sound(read_part(part.file.path, schema.names, schema), first.table)
         kept.append(survey.thinned(table))
         yield
     joined = pa.concat_tables(kept).unify_dictionaries()
+    if joined.nbytes > MOST_THINNED:
+        raise ValueError(f"what would be left of {len(group)} parts takes {joined.nbytes:,} bytes")
     joined = joined.take(pc.sort_indices(joined, sort_keys=[("series", "ascending"), ("iteration", "ascending")]))
     yield
     path = first.path.parent / (part_stem(first.table, first.first, last.last) + SEALED)
@@ -191,9 +193,17 @@ class _Survey:
         self.at = np.zeros((3, 0), np.int64)
         self._first = np.zeros(0, np.int64)
         self._span: list[int] = []
+        self._keys, self._numbers = np.zeros(0, np.int64), np.zeros(0, np.int64)  # series of the files -> from 0
 
     def _series(self, series: npt.NDArray[np.int32], iterations: Ints) -> Ints:
-        return 2 * series.astype(np.int64) + (iterations >= self._again_from)
+        keys = 2 * series.astype(np.int64) + (iterations >= self._again_from)
+        new = np.setdiff1d(keys, self._keys)
+        if len(new):
+            known = np.r_[self._keys, new]
+            order = np.argsort(known)
+            self._keys, self._numbers = known[order], np.r_[self._numbers, len(self._keys) + np.arange(len(new))][order]
+        found: Ints = self._numbers[np.searchsorted(self._keys, keys)]
+        return found
 
     def columns(self, table: pa.Table) -> _Columns:
         """The columns of a part."""

@@ -15,6 +15,7 @@ sealed part when it has grown to :data:`SEAL_BYTES`, or after :data:`SEAL_SECOND
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -32,6 +33,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from te_precision_callbacks.store.bounds import MOST_APPENDED, writable, writable_value
 from te_precision_callbacks.store.files import (
     EVENTS_FILE,
     FOLDER,
@@ -42,6 +44,7 @@ from te_precision_callbacks.store.files import (
     PartFile,
     make_segment,
     new_run_id,
+    overwrite,
     part_stem,
     process_now,
     rank_name,
@@ -67,6 +70,11 @@ SEAL_BYTES = 64 << 20
 SEAL_SECONDS = 900.0
 """The age of a tail at which it becomes a sealed part."""
 
+_ROOM = 1024
+"""The bytes behind the object in run.json: room to say how the run has ended on a disk that is full by then."""
+
+_LONGEST_REASON = 200
+
 _NAMES = tuple(name for name, _ in SUBJECT)
 
 
@@ -82,7 +90,7 @@ class _Names:
         code = self._codes.get(text)
         if code is None and text is not None:
             code = self._codes[text] = len(self._texts)
-            self._texts.append(text)
+            self._texts.append(writable(text))
         return code
 
     def encoded(self, codes: pa.Array) -> pa.DictionaryArray:
@@ -167,11 +175,16 @@ class _Part:
         self.append(pa.record_batch(arrays, schema=self._schema))
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Append a batch to the tail, which has it, whole, when this returns.
+        """Append a batch, in pieces of the size that readers expect; the tail has them, whole, when this returns.
 
         Raises:
             OSError: it cannot be written.
         """
+        rows = max(1, batch.num_rows * MOST_APPENDED // max(batch.nbytes, 1))
+        for begin in range(0, batch.num_rows, rows):
+            self._append(batch.slice(begin, rows))
+
+    def _append(self, batch: pa.RecordBatch) -> None:
         if self._file is None or self._stream is None:
             self._number += 1
             self._file = AppendedFile(self._stem.with_suffix(TAIL), new=True)
@@ -317,9 +330,25 @@ class RunWriter:
                 **process_now(),
             }
         self._facts |= facts | {"status": self.status}
-        text = json.dumps(self._facts, indent=1, allow_nan=False, default=str).encode()
-        replace_whole(self.folder / RUN_FILE, lambda file: file.write(text))
-        self._fact_bytes[RUN_FILE] = len(text)
+        text = self._run_text()
+        replace_whole(self.folder / RUN_FILE, lambda file: file.write(text.ljust(len(text) + _ROOM)))
+        self._fact_bytes[RUN_FILE] = len(text) + _ROOM
+
+    def _run_text(self) -> bytes:
+        return json.dumps(self._facts, indent=1, allow_nan=False, default=str).encode()
+
+    def put_lost(self, error: BaseException) -> None:
+        """Say in run.json that what comes is not recorded any more, where that needs no room on the disk; nothing if
+        even that cannot be written.
+
+        Args:
+            error: why.
+        """
+        if self._facts:
+            self._facts |= {"not_written": str(error)[:_LONGEST_REASON], "status": self.status}
+            self._facts |= {} if self.status == "running" else {"ended_at": _now()}
+            with contextlib.suppress(OSError):
+                overwrite(self.folder / RUN_FILE, self._run_text())
 
     def put_facts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Replace a table of facts.
@@ -331,7 +360,8 @@ class RunWriter:
         Raises:
             OSError: the file cannot be written.
         """
-        table = pa.Table.from_pylist(list(rows), FACTS[name])
+        cleaned = [{key: writable_value(value) for key, value in row.items()} for row in rows]
+        table = pa.Table.from_pylist(cleaned, FACTS[name])
         path = (self.own if self.rank else self.folder) / f"{name}{SEALED}"
         replace_whole(path, lambda file: pq.write_table(table, file, compression="zstd"))
         self._fact_bytes[name] = path.stat().st_size
@@ -539,18 +569,23 @@ class RunWriter:
             part.seal_if_old()
 
     def close(self, status: Status = "ended", **facts: Any) -> None:
-        """Write all rows and seal all parts; rank 0 tells in run.json that the segment has ended.
+        """Write all rows and seal all parts; rank 0 tells in run.json that the segment has ended, also if something
+        cannot be written.
 
         Raises:
             OSError: something cannot be written.
         """
-        self.flush()
-        for part in (self._steps, self._scalars, self._values, self._vectors):
-            part.seal()
-        self.leave()
         self.status = status
-        if self._facts:
-            self.put_run(ended_at=_now(), **facts)
+        try:
+            self.flush()
+            for part in (self._steps, self._scalars, self._values, self._vectors):
+                part.seal()
+            self.leave()
+            if self._facts:
+                self.put_run(ended_at=_now(), **facts)
+        except OSError as error:
+            self.put_lost(error)
+            raise
 
     def leave(self) -> None:
         """Close all files as they are, without a word of the end: readers take what they have."""

@@ -413,8 +413,51 @@ def test_a_full_disk_ends_the_recording_and_leaves_what_was_written(
     assert "cannot be written" in str(failed)
     assert "what was recorded remains readable" in str(failed)
     run = open_run(tmp_path)
-    assert run.notes == ()
+    (note,) = run.notes
+    assert "Segment 0 is not recorded to its end: [Errno 27] File too large" in note
     assert len(run.values()) >= 100
+    (segment,) = run.segments
+    facts = json.loads((run.path / "precision_records" / run.run_id / "seg-000" / "run.json").read_text())
+    assert segment.status == facts["status"] == "running", "training goes on"
+
+
+def test_how_a_run_has_ended_is_said_on_a_full_disk_too(tmp_path: Path) -> None:
+    """A folder where a new file would be: no room for one."""
+    writer = RunWriter.begin(tmp_path)
+    writer.add_step(0)
+    (writer.folder / f".run.json.{os.getpid()}.incomplete").mkdir()
+    with pytest.raises(IsADirectoryError):
+        writer.close("ended")
+    run = open_run(tmp_path)
+    (segment,) = run.segments
+    assert (segment.status, bool(segment.ended_at), len(run.steps)) == ("ended", True, 1)
+    assert len(run.notes) == 1
+    assert "Segment 0 is not recorded to its end: [Errno 21] Is a directory" in run.notes[0]
+
+
+def test_a_run_that_was_not_recorded_to_its_end_was_not_killed(tmp_path: Path) -> None:
+    writer = RunWriter.begin(tmp_path)
+    writer.put_run(pid=2**22 + 1)
+    writer.put_lost(OSError(28, "No space left on device"))
+    writer.leave()
+    assert open_run(tmp_path).segments[0].status == "unknown"
+
+
+def test_a_name_that_cannot_be_written_becomes_an_escape(tmp_path: Path) -> None:
+    with RunWriter.begin(tmp_path, config_text="\udfff") as writer:
+        writer.put_facts("layers", [{"layer_id": 0, "layer": "fc\ud800", "sections": ["\ud801"]}])
+        series = np.array([writer.series(name, "weight", "amax") for name in ("fc\ud800", "fc\ud801")], np.int32)
+        writer.add_step(0)
+        writer.add_values(0, series, np.ones(2))
+        writer.add_scalars(0, {"loss\udc80": 1.0})
+        writer.add_event("dump_written", "\ud800", iteration=0, layer="fc\ud800", data={"\ud800": "\ud800"})
+    run = open_run(tmp_path)
+    assert not run.notes
+    assert run.ordered_layers == ["fc\\ud800", "fc\\ud801"]
+    assert run.layers["sections"].to_pylist() == [["\\ud801"]]
+    assert run.scalars["name"].to_pylist() == ["loss\\udc80"]
+    assert run.events["layer"].to_pylist() == ["fc\\ud800"]
+    assert run.segments[0].facts["config_text"] == "\\udfff"
 
 
 def test_the_limit_is_said_once(
