@@ -217,7 +217,7 @@ def test_runs_that_share_no_layer_cannot_be_compared(
     write_run(tmp_path / "good", range(6))
     with RunWriter.begin(tmp_path / "run") as run:
         run.add_step(0)
-        run.add_values(0, np.array([run.series("h.0", "activation", "amax")], np.int32), np.ones(1))
+        run.add_values(0, np.array([run.series("head", "activation", "amax")], np.int32), np.ones(1))
     code, said = call("compare", tmp_path / "run", monkeypatch, capsys)
     assert code == 2
     assert "share no layer" in said
