@@ -9,15 +9,24 @@ from te_precision_callbacks.naming import Layer, by_given_name
 _MOST_NAMES = 5
 
 
-def without_layers(goes_on: str) -> str:
-    """That the model has no layer of Transformer Engine.
+_BY_ACCELERATE = (
+    " Accelerate makes Linear layers into Transformer Engine's: with mixed_precision: fp8 and fp8_config: {backend: TE}"
+    " in the file of accelerate launch --config_file, or with ACCELERATE_MIXED_PRECISION=fp8 and"
+    " ACCELERATE_FP8_BACKEND=TE in the environment of a script that is started without it."
+)
+
+
+def without_layers(goes_on: str, front_door: str = "") -> str:
+    """That the model has no layer of Transformer Engine, and how to get some.
 
     Args:
         goes_on: what training goes on with.
+        front_door: what has started the session.
     """
+    how = _BY_ACCELERATE if front_door in ("transformers", "accelerate") else ""
     return (
         "The model has no Transformer Engine layer with GEMMs (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear),"
-        f" so there are no statistics. Training goes on {goes_on}."
+        f" so there are no statistics. Training goes on {goes_on}.{how}"
     )
 
 

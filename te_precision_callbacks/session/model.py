@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -65,6 +65,7 @@ class ObservedModel:
         findings: get the facts about each layer.
         failures: get errors.
         notices: the messages that the run has logged once.
+        front_door: gives what has started the session.
 
     Attributes:
         modules: the Transformer Engine modules of this rank.
@@ -85,6 +86,7 @@ class ObservedModel:
         findings: Findings,
         failures: ObservationFailures,
         notices: Notices,
+        front_door: Callable[[], str],
     ) -> None:
         self.modules: tuple[NamedModule, ...] = ()
         self.layer_names: frozenset[str] = frozenset()
@@ -100,6 +102,7 @@ class ObservedModel:
         self._findings = findings
         self._failures = failures
         self._notices = notices
+        self._front_door = front_door
         self._refused = RefusedLayers(strict=options.strict)
         self._by_number = False
         self._operations: Sequence[NamedOperation] = ()
@@ -143,7 +146,7 @@ class ObservedModel:
         for text in idle_in_words(options.config, sections):
             logger.warning("%s", text)
         if not layers_of_all:
-            logger.warning("%s", without_layers(goes_on))
+            logger.warning("%s", without_layers(goes_on, self._front_door()))
         self._observe(layers, plan, sections)
         self._model, self._tree = model, ModuleTree(model)
         if self._registrations is None:

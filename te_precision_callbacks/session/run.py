@@ -134,7 +134,9 @@ class Run:
             report=failures.report,
             detects_overflow=ACTIVATION_OVERFLOW in options.debug,
         )
-        self.model = model = ObservedModel(options, inspector, self.hooks, engine, findings, failures, notices)
+        self.model = model = ObservedModel(
+            options, inspector, self.hooks, engine, findings, failures, notices, lambda: loop.front_door
+        )
         self._forgotten = ForgottenSteps(
             notices, lambda: loop.front_door, model.is_trained_by, lambda: inspector.iteration
         )

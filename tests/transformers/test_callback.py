@@ -6,12 +6,14 @@ import copy
 import json
 import math
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 from transformers.trainer_callback import CallbackHandler
 
 from te_precision_callbacks import ConfigError, PrecisionDebugTrainerCallback
@@ -322,7 +324,9 @@ def test_report_to_none_has_nothing_to_warn_of(tmp_path: Path, caplog: pytest.Lo
     assert not [record for record in caplog.records if record.name.startswith("te_precision")]
 
 
-def test_a_model_without_te_layers_trains_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_without_te_layers_trains_with_a_warning_that_says_how_to_get_some(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Plain(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -331,7 +335,17 @@ def test_a_model_without_te_layers_trains_with_a_warning(tmp_path: Path, caplog:
     made = trainer(arguments(tmp_path), PrecisionDebugTrainerCallback(), model=Plain())
     made.train()
     assert made.state.global_step == 4
-    assert "no Transformer Engine layer" in caplog.text
+    (text,) = (record.getMessage() for record in caplog.records if "no Transformer Engine layer" in record.getMessage())
+    assert "accelerate launch --config_file" in text
+    variables = dict(re.findall(r"(ACCELERATE_\w+)=(\w+)", text))
+    assert len(variables) == 2
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    callback = PrecisionDebugTrainerCallback(log_dir=tmp_path / "fp8")
+    trainer(arguments(tmp_path), callback, model=Plain()).train()
+    assert callback.session is not None
+    assert {product.family for product in callback.session.coverage()} == {"te"}
 
 
 # ---------------------------------------------------------------------- copies
