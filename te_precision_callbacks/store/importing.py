@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -32,14 +33,15 @@ import pyarrow.csv
 
 from te_precision_callbacks.records.log_file import older_half
 from te_precision_callbacks.statistics.names import logged_request
-from te_precision_callbacks.statistics.series import parsed_log_name
+from te_precision_callbacks.statistics.series import family_of, parsed_log_name
+from te_precision_callbacks.statistics.table import Of
 from te_precision_callbacks.store.bounds import MOST_ITERATION, open_regular, pieces_of
 from te_precision_callbacks.store.errors import NotARunError
 from te_precision_callbacks.store.events import events_table
 from te_precision_callbacks.store.files import missing_numbers
 from te_precision_callbacks.store.index import NO_VECTORS, SeriesIndex, Subject, in_order
 from te_precision_callbacks.store.recorded import RecordedRun, Segment
-from te_precision_callbacks.store.tables import FACTS, LAYERS, SCALARS, STEPS, VALUES
+from te_precision_callbacks.store.tables import FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES
 from te_precision_callbacks.vocabulary import TENSORS
 
 STATISTICS_FOLDER, EVENTS_FOLDER = "nvdlfw_inspect_statistics_logs", "nvdlfw_inspect_logs"
@@ -123,7 +125,7 @@ def import_logs(path: Path, logs: _Logs) -> RecordedRun:
         NotARunError: they hold no number.
     """
     notes: list[str] = []
-    layers, events = _read_events(logs)
+    layers, events = _read_events(logs, notes)
     parts: list[tuple[int, _Part]] = []
     sizes = sum(half.stat().st_size for file in logs.statistics.values() for half in _halves(file))
     with _progress(f"Reading {path}", sizes) as advance:
@@ -184,9 +186,10 @@ def _note_missing(logs: _Logs, notes: list[str]) -> None:
 # ---------------------------------------------------------------------- files
 
 
-def _read_events(logs: _Logs) -> tuple[dict[str, None], pa.Table]:
+def _read_events(logs: _Logs, notes: list[str]) -> tuple[dict[str, None], pa.Table]:
     """The names of layers, in the order of the model, and warnings and errors."""
     layers: dict[str, None] = {}
+    assigned_names: dict[int, list[str]] = {}
 
     def events() -> Iterator[dict[str, Any]]:
         for rank, file in logs.events.items():
@@ -196,6 +199,7 @@ def _read_events(logs: _Logs) -> tuple[dict[str, None], pa.Table]:
                     message = None if assigned else _MESSAGE.match(line)
                     if assigned:
                         layers.setdefault(assigned[1])
+                        assigned_names.setdefault(rank, []).append(assigned[1])
                     elif message:
                         yield {
                             "segment": 0,
@@ -207,7 +211,23 @@ def _read_events(logs: _Logs) -> tuple[dict[str, None], pa.Table]:
                             "text": message[3],
                         }
 
-    return layers, events_table(events())
+    table = events_table(events())
+    shared = dict.fromkeys(name for names in assigned_names.values() for name in _shared_names(names))
+    if shared:
+        shown = ", ".join(list(shared)[:5]) + (", ..." if len(shared) > 5 else "")
+        notes.append(
+            f"Several layers have one name in the log of events: {shown}. nvidia-dlfw-inspect logs them under this name"
+            " alone, so a number may be of any of them, or of all. Give each layer a name of its own."
+        )
+    return layers, table
+
+
+def _shared_names(names: list[str]) -> list[str]:
+    """The names that several layers of a model have. A run that goes on in the log names all layers once more."""
+    sizes = (size for size in range(1, len(names) + 1) if len(names) % size == 0)
+    period = next((size for size in sizes if names[:size] * (len(names) // size) == names), 1)
+    counts = Counter(names if period == 1 else names[:period])
+    return [name for name, count in counts.items() if count > 1]
 
 
 def _read_statistics(file: Path, notes: list[str], advance: Callable[[int], None]) -> Iterator[_Part]:
@@ -444,8 +464,51 @@ def _assemble(parts: list[tuple[int, _Part]], layers: Iterable[str]) -> tuple[Se
         found = table["series"].to_numpy()
     table = table.set_column(2, fields[2], pa.array(run_series.ravel()[found]))
     table = in_order(table)
+    table = _with_first_steps(table, index)
     index.note(*(table[name].to_numpy() for name in ("series", "iteration", "value", "flags")))
     return index, table
+
+
+def _with_first_steps(table: pa.Table, index: SeriesIndex) -> pa.Table:
+    """The table with the mark of delayed scaling's first step, which the logs do not have.
+
+    A tensor has such a step where its factor is 1 in the first iteration of a run, and later no power of two; and in
+    iteration 0, where the name of a statistic says that it is of delayed scaling.
+    """
+    series, iterations = table["series"].to_numpy(), table["iteration"].to_numpy()
+    segments, values = table["segment"].to_numpy(), table["value"].to_numpy()
+    first = np.zeros(len(table), bool)
+    subjects = list(index.subjects)
+    families = [family_of(subject.tensor, subject.statistic) for subject in subjects]
+    for segment in np.unique(segments).tolist():
+        begin = int(iterations[segments == segment].min())
+        at_begin = (segments == segment) & (iterations == begin)
+        unscaled: set[tuple[str, str, int | None]] = set()
+        for number, (subject, family) in enumerate(zip(subjects, families, strict=True)):
+            request = family.request
+            if request is None or not family.is_of_delayed_scaling:
+                continue
+            rows = slice(*np.searchsorted(series, (number, number + 1)).tolist())
+            is_named = begin == 0 and request.recipe == "fp8_delayed_scaling"
+            if is_named or (request.statistic.of is Of.SCALES and _begins_unscaled(values[rows], at_begin[rows])):
+                unscaled.add((subject.layer, subject.tensor, subject.rank))
+        marked = [
+            number
+            for number, (subject, family) in enumerate(zip(subjects, families, strict=True))
+            if family.is_of_delayed_scaling and (subject.layer, subject.tensor, subject.rank) in unscaled
+        ]
+        first |= at_begin & np.isin(series, marked)
+    if not first.any():
+        return table
+    place = table.column_names.index("flags")
+    flags = table["flags"].to_numpy() | np.where(first, STEP0, 0).astype(np.uint8)
+    return table.set_column(place, table.schema.field(place), pa.array(flags))
+
+
+def _begins_unscaled(factors: npt.NDArray[np.float64], at_begin: npt.NDArray[np.bool_]) -> bool:
+    """Whether factors begin with 1, and are other numbers later than the powers of two of blocks."""
+    later = factors[~at_begin & np.isfinite(factors)]  # a small one is 0, rounded to four decimals
+    return bool(at_begin.any() and (factors[at_begin] == 1).all() and (np.frexp(later)[0] != 0.5).any())
 
 
 def _last_of_each(table: pa.Table) -> pa.Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +51,11 @@ class SeriesIndex:
     def number(self, subject: Subject) -> int:
         """The number of a series."""
         return self._numbers.setdefault(subject, len(self._numbers))
+
+    @property
+    def subjects(self) -> Iterable[Subject]:
+        """What the series are about, by their numbers."""
+        return self._numbers
 
     def note(
         self,

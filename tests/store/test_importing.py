@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import nvdlfw_inspect.api as debug_api
 import pytest
@@ -12,13 +14,17 @@ import torch
 import transformer_engine.debug.features
 import transformer_engine.pytorch as te
 from rich.console import Console
+from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
 from te_precision_callbacks.records import Row, RunInfo, StatisticsLog, StepRecords
+from te_precision_callbacks.report.data import PageData
 from te_precision_callbacks.session.upstream import Snapshot
+from te_precision_callbacks.showing.view import look
 from te_precision_callbacks.store import NotARunError, importing, open_run
 from te_precision_callbacks.store.importing import parse_names
-from tests.conftest import statistics
+from te_precision_callbacks.store.tables import STEP0
+from tests.conftest import feature, statistics
 
 TAB = " \t\t\t\t "
 
@@ -193,33 +199,99 @@ def test_a_log_without_a_statistic(tmp_path: Path, text: str) -> None:
         open_run(tmp_path)
 
 
-def test_what_plain_nvidia_dlfw_inspect_writes(tmp_path: Path) -> None:
-    """With Transformer Engine's own features, which round to four decimals."""
+def train_plainly(
+    folder: Path, config: dict[str, Any], build: Callable[[], torch.nn.Module], recipe: Recipe | None = None
+) -> torch.Tensor:
+    """Train with plain nvidia-dlfw-inspect and Transformer Engine's own features; the inputs of the three steps."""
     snapshot = Snapshot()
     snapshot.detach_handlers()
+    inputs = torch.randn(3, 16, 32)
     try:
         TEDebugState.debug_enabled = None
         features = str(Path(transformer_engine.debug.features.__file__).parent)
-        debug_api.initialize(
-            statistics(tensors=["activation", "weight"]),
-            feature_dirs=[features],
-            log_dir=str(tmp_path),
-            default_logging_enabled=True,
-        )
-        net = te.Linear(32, 32, name="net.fc1")
-        inputs = torch.randn(3, 16, 32)
+        debug_api.initialize(config, feature_dirs=[features], log_dir=str(folder), default_logging_enabled=True)
+        net = build()
         for batch in inputs:
-            net(batch).sum().backward()
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                out = net(batch)
+            (out.sum() * 1e-6).backward()
             debug_api.step()
     finally:
         debug_api.end_debug()
         debug_api.DEBUG_MANAGER = None
         snapshot.restore()
+    return inputs
+
+
+def test_what_plain_nvidia_dlfw_inspect_writes(tmp_path: Path) -> None:
+    """With Transformer Engine's own features, which round to four decimals."""
+    inputs = train_plainly(
+        tmp_path, statistics(tensors=["activation", "weight"]), lambda: te.Linear(32, 32, name="net.fc1")
+    )
     found = rows(tmp_path)
     keys = [(tensor, name) for tensor in ("activation", "weight") for name in ("l1_norm", "max")]
     assert sorted(found) == [("net.fc1", *key, None) for key in keys]
     expected = {step: batch.max().item() for step, batch in enumerate(inputs)}
     assert found["net.fc1", "activation", "max", None] == pytest.approx(expected, abs=1e-4)
+
+
+class Blocks(torch.nn.Module):
+    """Two blocks without a number, which nvidia-dlfw-inspect gives one name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(te.Linear(32, 32) for _ in range(2))
+        self.head = te.Linear(32, 32)
+        for block in self.blocks:
+            block.layer_number = None
+        debug_api.infer_and_assign_layer_names(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+@pytest.fixture(scope="module")
+def delayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of one name under delayed scaling."""
+    folder = tmp_path_factory.mktemp("delayed")
+    torch.manual_seed(0)
+    stats = ["underflows%", "scale_inv_max"]
+    config = {"s": feature("LogFp8TensorStats", ["blocks", "head"], tensors=["gradient"], stats=stats, freq=1)}
+    train_plainly(folder, config, Blocks, DelayedScaling())
+    return folder
+
+
+def test_two_layers_of_one_name_are_told(delayed: Path) -> None:
+    (note,) = open_run(delayed).notes
+    assert note.startswith("Several layers have one name in the log of events: model.blocks.None. ")
+
+
+@pytest.mark.parametrize(
+    ("names", "shared"),
+    [("ab", ""), ("abab", ""), ("aab", "a"), ("aabaab", "a"), ("aa", "a"), ("", "")],
+    ids=["once", "two runs", "shared", "shared, two runs", "alone", "none"],
+)
+def test_a_run_that_goes_on_in_a_log_shares_no_names(names: str, shared: str) -> None:
+    assert importing._shared_names(list(names)) == list(shared)
+
+
+def test_the_first_step_of_delayed_scaling_is_known_by_its_factor(delayed: Path) -> None:
+    run = open_run(delayed)
+    grid = run.grid("underflows%", "gradient")
+    head = grid.values[grid.layers.index("model.head")]
+    assert head[0] > 90
+    assert (head[1:] < 10).all()
+    values = run.values(run.select(layer="model.head"))
+    marked = (values["flags"].to_numpy() & STEP0) != 0
+    assert values["iteration"].to_numpy()[marked].tolist() == [0, 0], "of both statistics"
+    (worst,) = (one for one in look(run, ["underflows%"]).worst["underflows%"] if one.layer == "model.head")
+    assert worst.worst_iteration > 0
+    assert worst.curve.iterations.tolist() == [1, 2]
+    told = PageData.of(run, 10**7).told
+    assert [family["delayed"] for family in told["families"]] == [True, True], "and then the caption says so"
 
 
 def test_a_bar_on_a_terminal_only(
