@@ -1,4 +1,4 @@
-"""A rank of two, as under torchrun, of trainers that ask for a GPU: gpu_script.py FOLDER FSDP|ZeRO-3
+"""A rank of two, as under torchrun, of trainers that ask for a GPU: gpu_script.py FOLDER FSDP|ZeRO
 
 The second argument is in the names of the cases that run. "cuda" means the CPU here, as under ``te-precision run``.
 What the first layer has seen goes to FOLDER/<case>.json, from rank 0.
@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from te_precision_callbacks import (
+    InspectSession,
     PrecisionDebugCallback,
     PrecisionDebugFabricCallback,
     PrecisionDebugger,
@@ -137,6 +138,23 @@ def by_hugging_face(folder: Path, **how: Any) -> Keeper:
     return keeper
 
 
+def by_deepspeed(folder: Path, stage: int) -> Keeper:
+    """With the lines of docs/stacks.md."""
+    import deepspeed
+
+    keeper, net = Keeper(), Net()
+    config = {**ZERO_3, "zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 1}
+    engine, *_ = deepspeed.initialize(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=RATE), config=config)
+    with InspectSession(CONFIG, model=engine, sinks=[keeper], log_dir=folder) as session:
+        for step in range(STEPS):
+            engine.backward(engine(batch_of(2 * step + engine.global_rank)).pow(2).mean())
+            ends = engine.is_gradient_accumulation_boundary()
+            engine.step()
+            if ends:
+                session.step()
+    return keeper
+
+
 def fsdp2() -> FullyShardedDataParallelPlugin:
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -157,6 +175,9 @@ CASES: dict[str, Callable[[Path], Keeper]] = {
     "Trainer, ZeRO-3": lambda folder: by_trainer(folder, of_trainer.DeepSpeedStrategy(config=ZERO_3)),
     "Accelerate, ZeRO-3": lambda folder: by_accelerate(folder, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ZERO_3)),
     "Hugging Face Trainer, ZeRO-3": lambda folder: by_hugging_face(folder, deepspeed=ZERO_3),
+    "DeepSpeed, ZeRO-1": lambda folder: by_deepspeed(folder, 1),
+    "DeepSpeed, ZeRO-2": lambda folder: by_deepspeed(folder, 2),
+    "DeepSpeed, ZeRO-3": lambda folder: by_deepspeed(folder, 3),
 }
 
 
