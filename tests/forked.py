@@ -96,10 +96,10 @@ class Running:
                 [executable(whole=whole), str(script), *arguments], env=environment, stdout=stdout, stderr=stderr
             )
 
-    def end(self) -> Ended:
-        """Wait for its end; it is killed after TIMEOUT seconds."""
+    def end(self, timeout: float = TIMEOUT) -> Ended:
+        """Wait for its end; it is killed after so many seconds."""
         try:
-            code = self._process.wait(TIMEOUT)
+            code = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
@@ -108,10 +108,10 @@ class Running:
         return Ended(code, stdout, stderr)
 
 
-def ranks(script: Path, arguments: Sequence[Sequence[str]]) -> list[Ended]:
-    """Run a script once for each rank, side by side, with the rank's own arguments."""
+def ranks(script: Path, arguments: Sequence[Sequence[str]], timeout: float = TIMEOUT) -> list[Ended]:
+    """Run a script once for each rank, side by side, with the rank's own arguments; each for so many seconds."""
     started = [Running(script, given) for given in arguments]
-    return [running.end() for running in started]
+    return [running.end(timeout) for running in started]
 
 
 def launched(script: Path, arguments: Sequence[str], *, world: int = 2, whole: bool = True) -> list[Ended]:

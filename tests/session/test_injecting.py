@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.forked import ranks
+from tests.forked import TIMEOUT, ranks
 
 pytestmark = pytest.mark.slow
 
@@ -19,6 +19,9 @@ EVERY = int(os.environ.get("INJECT_EVERY", "97"))
 LONGEST = 45.0
 """Seconds: less than the timeout of a message in a step, so no rank has waited for one; on a busy machine too."""
 
+LONGEST_RUN = 4 * 3600.0 if "INJECT_EVERY" in os.environ else TIMEOUT
+"""Seconds."""
+
 Found = list[dict[str, Any]]
 
 
@@ -26,7 +29,7 @@ Found = list[dict[str, Any]]
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     world, folder = request.param, tmp_path_factory.mktemp("ranks")
     script = Path(__file__).with_name("injecting_script.py")
-    ended = ranks(script, [[str(rank), str(world), str(folder), str(EVERY)] for rank in range(world)])
+    ended = ranks(script, [[str(rank), str(world), str(folder), str(EVERY)] for rank in range(world)], LONGEST_RUN)
     assert [rank.returncode for rank in ended] == [0] * world, "\n".join(rank.stderr[-2000:] for rank in ended)
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
     assert not [rank["failed"] for rank in found if "failed" in rank]
