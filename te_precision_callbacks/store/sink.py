@@ -9,6 +9,7 @@ disk is slower than the training. A process that is killed loses what was handed
 from __future__ import annotations
 
 import contextlib
+import importlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -158,6 +159,9 @@ class RecordSink(EventSink):
         """
         self._put(_End(error))
         self._run = None
+        with contextlib.suppress(ImportError):
+            # The first array of pyarrow imports pandas, in the thread: that time is not one of a disk that hangs.
+            importlib.import_module("pandas")
         self._thread.finish()
         self._raise_failure()
 

@@ -391,6 +391,34 @@ def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- the sink
 
 
+def test_a_slow_import_of_pandas_is_no_disk_that_hangs(tmp_path: Path) -> None:
+    """The first array of pyarrow imports pandas, in the thread: from a slow disk that takes longer than its limit."""
+    code = f"""
+import sys
+import time
+from pathlib import Path
+from te_precision_callbacks.records import writer_thread
+from te_precision_callbacks.statistics.series import SeriesTable
+from te_precision_callbacks.store.sink import RecordSink
+from tests.store.making import info, records
+
+class Slow:
+    def find_spec(self, name, path, target=None):
+        if name == "pandas":
+            time.sleep(1)
+
+sys.meta_path.insert(0, Slow())
+writer_thread.LONGEST_STILL = 0.3
+folder = Path({str(tmp_path)!r})
+sink = RecordSink(folder)
+sink.start(info(folder))
+sink.write(records(0, SeriesTable(), [1.0]))
+sink.close(None)"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert open_run(tmp_path).segments[0].status == "ended"
+
+
 def test_a_full_disk_ends_the_recording_and_leaves_what_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
