@@ -19,6 +19,7 @@ With --layers: what a session costs a model of so many te.Linear, with the maxim
   step      microseconds of session.step() where nothing is due: the median, and the smallest, of many.
   stop      seconds of session.stop(), with the summary and the records.
   stop_cpu  seconds of the processor's time of it, in all threads.
+  changed_stop, changed_stop_cpu   the same of another session, in whose last step a layer has changed its precision.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 from measuring import TENSOR_STATISTICS, arguments, as_in_a_long_run, machine, progress, report
 
 from te_precision_callbacks import reference
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.session import InspectSession
 
 COLUMNS = (
     "tensors",
@@ -50,7 +54,15 @@ COLUMNS = (
     "metrics_us",
     "tensorboard_us",
 )
-SESSION_COLUMNS = ("layers", "step_us", "least_step_us", "stop_s", "stop_cpu_s")
+SESSION_COLUMNS = (
+    "layers",
+    "step_us",
+    "least_step_us",
+    "stop_s",
+    "stop_cpu_s",
+    "changed_stop_s",
+    "changed_stop_cpu_s",
+)
 SIDE = 16
 QUIET_STEPS = 400
 
@@ -138,7 +150,7 @@ def case_of(tensors: int, repeats: int, folder: Path) -> dict[str, Any]:
 
 
 def session_case(layers: int) -> dict[str, Any]:
-    """The cost of a step in which nothing is due, and of the end of the session."""
+    """The cost of a step in which nothing is due, and of the end of two sessions."""
     import transformer_engine.pytorch as te
 
     from te_precision_callbacks.session import InspectSession
@@ -146,26 +158,44 @@ def session_case(layers: int) -> dict[str, Any]:
     net = torch.nn.Sequential(*(te.Linear(SIDE, SIDE) for _ in range(layers)))
     log = {"enabled": True, "tensors": ["activation"], "stats": ["max"], "freq": 10**9}
     config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": {"LogTensorStats": log}}}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        InspectSession(config, model=net, log_dir=folder) as session,
-    ):
-        for _ in range(2):
-            with te.autocast(enabled=True):
-                out = net(torch.randn(SIDE, SIDE))
-            out.sum().backward()
+    found: dict[str, Any] = {"layers": layers}
+    for changes in (False, True):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            InspectSession(config, model=net, log_dir=folder) as session,
+        ):
+            _train(net, fp8=True)
             session.step()
-        session.step()  # without forwards, as those that are timed
-        times = []
-        for _ in range(QUIET_STEPS):
-            start = time.perf_counter()
-            session.step()
-            times.append(1e6 * (time.perf_counter() - start))
-        start, processor = time.perf_counter(), time.process_time()
-        session.stop()
-        stop, stop_cpu = time.perf_counter() - start, time.process_time() - processor
-    step = {"step_us": statistics.median(times), "least_step_us": min(times)}
-    return {"layers": layers, **step, "stop_s": stop, "stop_cpu_s": stop_cpu}
+            session.step()  # without forwards, as those that are timed
+            if changes:
+                _train(net[0], fp8=False)
+                session.step()
+                found["changed_stop_s"], found["changed_stop_cpu_s"] = _timed_stop(session)
+            else:
+                times = [_timed_step(session) for _ in range(QUIET_STEPS)]
+                found["step_us"], found["least_step_us"] = statistics.median(times), min(times)
+                found["stop_s"], found["stop_cpu_s"] = _timed_stop(session)
+    return found
+
+
+def _train(net: torch.nn.Module, *, fp8: bool) -> None:
+    import transformer_engine.pytorch as te
+
+    with te.autocast(enabled=fp8):
+        out = net(torch.randn(SIDE, SIDE))
+    out.sum().backward()
+
+
+def _timed_step(session: InspectSession) -> float:
+    start = time.perf_counter()
+    session.step()
+    return 1e6 * (time.perf_counter() - start)
+
+
+def _timed_stop(session: InspectSession) -> tuple[float, float]:
+    start, processor = time.perf_counter(), time.process_time()
+    session.stop()
+    return time.perf_counter() - start, time.process_time() - processor
 
 
 def main(given: list[str] | None = None) -> None:

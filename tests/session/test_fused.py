@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Iterator, Mapping
@@ -136,6 +137,50 @@ def test_training_is_the_same_to_the_last_bit(module: str, recipe: str, tmp_path
     assert len(without) == len(observed)
     assert all(torch.equal(one, other) for one, other in zip(without, observed, strict=True))
     assert [step.iteration for step in records] == list(range(5))
+
+
+def gelu_in_float32(config: Any, checkpoint: str, folder: Path | None, **keywords: Any) -> list[list[torch.Tensor]]:
+    """The output and the gradients of each of three steps with the same weights."""
+    torch.manual_seed(0)
+    net = te.LayerNormMLP(24, 24)
+    session = None if folder is None else InspectSession(config, model=net, log_dir=folder, strict=True, **keywords)
+    forward: Any = {
+        "none": net,
+        "of Transformer Engine": lambda x: te.checkpoint(net, x),
+        "of torch": lambda x: torch_checkpoint(net, x, use_reentrant=True),
+    }[checkpoint]
+    found = []
+    with session or contextlib.nullcontext():
+        for _ in range(3):
+            x = torch.randn(8, 24, requires_grad=True)
+            out = forward(x)
+            net.zero_grad()
+            out.square().sum().backward()
+            found.append([out.detach(), *(tensor.grad for tensor in (x, *net.parameters()) if tensor.grad is not None)])
+            if session is not None:
+                session.step()
+    return found
+
+
+def steps_that_differ(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> list[int]:
+    pairs = enumerate(zip(one, other, strict=True))
+    return [number for number, (a, b) in pairs if not all(map(torch.equal, a, b))]
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "of Transformer Engine", "of torch"])
+def test_a_fused_gelu_in_float32_is_the_same_in_each_step(checkpoint: str, tmp_path: Path) -> None:
+    """In the first, in which the session counts products, in one with nothing due, and in one with statistics."""
+    config = statistics(tensors=["weight"], stats=["max", "std"], freq=2)
+    alone = gelu_in_float32(None, checkpoint, None)
+    observed = gelu_in_float32(config, checkpoint, tmp_path, observe="fused")
+    assert steps_that_differ(alone, observed) == []
+
+
+def test_the_default_config_takes_gelu_from_its_fused_path_in_every_tenth_step(tmp_path: Path) -> None:
+    """It asks for activations; docs/observing.md says so."""
+    alone = gelu_in_float32(None, "none", None)
+    assert steps_that_differ(alone, gelu_in_float32(None, "none", None)) == []
+    assert steps_that_differ(alone, gelu_in_float32(None, "none", tmp_path)) == [0]
 
 
 EXACT = ["Linear", "GroupedLinear"]
