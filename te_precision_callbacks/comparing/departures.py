@@ -68,7 +68,8 @@ class Compared(NamedTuple):
         difference: [n]: on the scale.
         spread: [n]: the ordinary one; nan without a noise floor.
         limit: [n]: the difference that counts.
-        low, high: [n]: the values that are as far from a; a itself where it is not finite.
+        low, high: [n]: between them a value is as far from a as most of the noise is; nan without a noise floor.
+        below, above: [n]: the values that are so far from a that they count; a itself where it is not finite.
         begins: the places of the numbers at which lasting differences begin.
     """
 
@@ -82,6 +83,8 @@ class Compared(NamedTuple):
     limit: Floats
     low: Floats
     high: Floats
+    below: Floats
+    above: Floats
     begins: Ints
 
 
@@ -150,7 +153,7 @@ class Search:
         place = scales.places(series, ours)
         difference = scales.places(series, theirs) - place
 
-        spread, bound = self._spread_and_bound(scales, [sides[0], *sides[2:]], series, iterations, looked_at)
+        spread, bound, ordinary = self._noise_at(scales, [sides[0], *sides[2:]], series, iterations, looked_at)
         known = ~np.isnan(spread)
         limit = np.where(known, bound * spread, scales.bound[series])
         resized, more = self._of_other_rows(subjects, scales)
@@ -166,10 +169,13 @@ class Search:
         begins, lengths = begun.starts[within], begun.lengths[within]
         if self.show is not None:
             finite = np.isfinite(ours)
-            low, high = (np.where(finite, scales.values(series, place + way * limit), ours) for way in (-1, 1))
-            self.show(
-                Compared(subjects, series, iterations, ours, theirs, difference, spread, limit, low, high, begins)
+            low, high, below, above = (
+                np.where(finite | np.isnan(apart), scales.values(series, place + way * apart), ours)
+                for apart in (ordinary, limit)
+                for way in (-1, 1)
             )
+            values = (ours, theirs, difference, spread, limit, low, high, below, above)
+            self.show(Compared(subjects, series, iterations, *values, begins))
         yield from self._described(
             subjects, begins, lengths, series, iterations, (ours, theirs, difference), (spread, limit)
         )
@@ -194,22 +200,25 @@ class Search:
         of_gradients = np.array([subject.tensor in OF_GRADIENTS for subject in subjects])
         return resized, np.where(of_gradients, scales.apart_by_factors(rows), 0.0)
 
-    def _spread_and_bound(
+    def _noise_at(
         self, scales: _Scales, sides: Sequence[Numbers], series: Ints, iterations: Ints, looked_at: int
-    ) -> tuple[Floats, Floats]:
-        """The ordinary spread at each difference, and the multiple of it that counts; nan where no noise is known."""
+    ) -> tuple[Floats, Floats, Floats]:
+        """The ordinary spread at each difference, the multiple of it that counts, and how far apart most of the noise
+        is; nan where no noise is known."""
         number = len(scales.family)
         noise = _noise(scales, sides)
         has = np.bincount(noise.series, minlength=number) > 0
         self.without_noise += int((~has).sum()) if self.noise else 0
         if not has.any():
             nothing = np.full(len(series), np.nan)
-            return nothing, nothing
+            return nothing, nothing, nothing
         spread = measure(noise, scales.family, scales.families, scales.least, self.lasting)
         largest = _largest(noise, spread, scales, self.lasting)
-        bound = np.fmax(bounds(spread.degrees, looked_at), BEYOND_NOISE * largest[scales.family])
-        at = spread.at(scales.family[series], series, iterations)
-        return np.where(has[series], at, np.nan), bound[series]
+        families = scales.family[series]
+        students = bounds(spread.degrees_at(families, series, iterations), looked_at)
+        bound = np.fmax(students, BEYOND_NOISE * largest[families])
+        at, ordinary = (of(families, series, iterations) for of in (spread.at, spread.ordinary))
+        return np.where(has[series], at, np.nan), bound, np.where(has[series], ordinary, np.nan)
 
     def _note_unequal(
         self, subjects: Sequence[Subject], series: Ints, iterations: Ints, ours: Floats, theirs: Floats

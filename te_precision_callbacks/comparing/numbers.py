@@ -48,7 +48,9 @@ class Curve(NamedTuple):
         every: every how many of its steps are there, beside the one at which it departs.
         iterations: [n].
         a, b: [n]: both sides.
-        low, high: [n]: between them a value is ordinary beside ``a``; without a noise floor, too near to it to count.
+        low, high: [n]: between them a value is ordinary: as far from ``a`` as most of the noise is at that step; nan
+            without a noise floor.
+        below, above: [n]: between them a value is too near to ``a`` to count.
     """
 
     subject: Subject
@@ -60,6 +62,8 @@ class Curve(NamedTuple):
     b: Floats
     low: Floats
     high: Floats
+    below: Floats
+    above: Floats
 
 
 @dataclass
@@ -202,8 +206,12 @@ class ComparedNumbers:
             if number in begin_of:
                 at = np.unique(np.append(at, begin_of[number]))
             strength = float(np.max(np.abs(part.difference[begin:end]) / part.limit[begin:end]))
-            columns = (part.iterations[at], part.a[at], part.b[at], part.low[at], part.high[at])
-            self._curves.append(Curve(part.subjects[number], number in begin_of, strength, every, *columns))
+            a, b, low, high, below, above = (
+                column[at] for column in (part.a, part.b, part.low, part.high, part.below, part.above)
+            )
+            departs = number in begin_of
+            found = (part.subjects[number], departs, strength, every, part.iterations[at])
+            self._curves.append(Curve(*found, a, b, low, high, below, above))
             if len(self._curves) >= 2 * _MOST_CURVES:
                 self._curves = self.curves[:_MOST_CURVES]
 

@@ -128,7 +128,7 @@ def _place(scope: str, layer: str, layer_of: dict[str, int]) -> dict[str, Any]:
 
 def _curve(curve: Curve, layer_of: dict[str, int], packed: Packed) -> dict[str, Any] | None:
     """The curve for the page; None if there is no room for it."""
-    columns = (curve.a, curve.b, curve.low, curve.high)
+    columns = (curve.a, curve.b, curve.low, curve.high, curve.below, curve.above)
     arrays = packed.try_put(steps_between(curve.iterations), *(narrowed(column) for column in columns))
     if arrays is None:
         return None

@@ -3,9 +3,10 @@
 The differences of runs of one config are noise. How large it is at a series is estimated from little: one pair of runs
 tells of a difference that stays, such as that of two initializations, a single number. So statistics borrow from their
 like. The spread of a *family*, one statistic of one tensor in all layers, is that of its series together, for each part
-of the run; that of a series is between its own and its family's, weighted by the degrees of freedom behind each
-(empirical Bayes with moderated t, G. K. Smyth, 2004, doi:10.2202/1544-6115.1027). The bound for a difference is
-Student's t for these degrees of freedom, over all series and stretches that are looked at.
+of the run, which are short where it begins: runs of one seed are equal before the first update. That of a series is
+between its own and its family's, weighted by the degrees of freedom behind each (empirical Bayes with moderated t, G.
+K. Smyth, 2004, doi:10.2202/1544-6115.1027). The bound for a difference is Student's t for these degrees of freedom,
+over all series and stretches that are looked at.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ _WILD = 3.0
 _DRAWS = 20_000
 _LEAST_RATIO = 1e-3
 _MOST_PARTS = 16
+
+_OUTSIDE = 0.05
+"""The share of ordinary differences of one series at one step that are beyond what is drawn as ordinary."""
+
+_HARDLY_ANY = 1e-3
+"""A spread of so many times the smallest one that is believed is that of runs that are equal."""
 
 
 def grouped_quantile(groups: Ints, values: Floats, number: int, share: float) -> Floats:
@@ -93,18 +100,36 @@ class Spread:
 
     Attributes:
         edges: [parts - 1]: the iterations at which parts of the run begin.
-        of_family: [families, parts]: nan where no noise is known.
+        of_family: [families, parts]: as it was measured; nan where no noise is known.
+        least: [families]: the smallest spread that is believed.
         ratio: [series]: how much larger that of the series is.
         degrees: [series]: the degrees of freedom behind it.
     """
 
     edges: Ints
     of_family: Floats
+    least: Floats
     ratio: Floats
     degrees: Floats
 
     def at(self, families: Ints, series: Ints, iterations: Ints) -> Floats:
         """The spread of a difference of a family's series at an iteration; nan where no noise is known."""
+        measured = self._measured(families, series, iterations)
+        return np.where(np.isnan(measured), np.nan, np.fmax(measured, self.least[families]))
+
+    def ordinary(self, families: Ints, series: Ints, iterations: Ints) -> Floats:
+        """How far most of the noise is apart there, however little that is: 19 of 20 differences are within it."""
+        return self._measured(families, series, iterations) * _students(self.degrees, _OUTSIDE)[series]
+
+    def degrees_at(self, families: Ints, series: Ints, iterations: Ints) -> Floats:
+        """The degrees of freedom behind :meth:`at`: those of the measured spread, and many where that is so small that
+        the smallest one stands for it, which is known and not estimated (Welch and Satterthwaite)."""
+        measured = np.fmin(self._measured(families, series, iterations), self.least[families])
+        with np.errstate(divide="ignore"):
+            degrees = self.degrees[series] * (self.least[families] / measured) ** 4
+        return np.fmin(degrees, _MOST)
+
+    def _measured(self, families: Ints, series: Ints, iterations: Ints) -> Floats:
         return self.of_family[families, np.searchsorted(self.edges, iterations, "right")] * self.ratio[series]
 
 
@@ -115,12 +140,11 @@ def measure(noise: Noise, family_of: Ints, families: int, least: Floats, lasting
         noise: the differences.
         family_of: [series]: the family of each series.
         families: how many there are.
-        least: [families]: the smallest spread.
+        least: [families]: the smallest spread that is believed.
         lasting: the steps for which a difference must last.
     """
-    steps = np.unique(noise.iterations)
-    parts = int(np.clip(len(steps) // (4 * lasting), 1, _MOST_PARTS))
-    edges = steps[(np.arange(1, parts) * len(steps)) // parts] if parts > 1 else np.empty(0, np.int64)
+    edges = _edges(np.unique(noise.iterations), lasting)
+    parts = len(edges) + 1
     part = np.searchsorted(edges, noise.iterations, "right")
     family = family_of[noise.series]
     number = len(family_of)
@@ -131,7 +155,7 @@ def measure(noise: Noise, family_of: Ints, families: int, least: Floats, lasting
     tame = np.minimum(of_series[known], _WILD * middle[its_family])
     by_part = grouped_spread(its_family, tame, families * parts).reshape(families, parts)
     of_family = _beside(by_part)
-    of_family = np.where(np.isnan(of_family), np.nan, np.fmax(of_family, least[:, None]))
+    of_family = np.where(np.isnan(of_family), np.nan, np.fmax(of_family, _HARDLY_ANY * least[:, None]))
 
     normed = noise.differences / of_family[family, part]
     ratio = grouped_spread(noise.series, normed, number)
@@ -143,7 +167,16 @@ def measure(noise: Noise, family_of: Ints, families: int, least: Floats, lasting
     # One that its family cannot explain stands for itself.
     alone = squares > 1 + 4 * np.sqrt(2 / np.fmax(own, 1.0))
     degrees = 1 / (1 / (prior + own) + 1 / np.fmax(np.bincount(family_of, own, families), 1.0)[family_of])
-    return Spread(edges, of_family, np.sqrt(np.where(alone, np.fmax(squares, moderated), moderated)), degrees)
+    return Spread(edges, of_family, least, np.sqrt(np.where(alone, np.fmax(squares, moderated), moderated)), degrees)
+
+
+def _edges(steps: Ints, lasting: int) -> Ints:
+    """The iterations at which parts of the run begin. The first parts have 1, 1, 2, 4, ... steps, as long as these are
+    shorter than the others: in no other steps does noise change as fast as in the first ones."""
+    parts = int(np.clip(len(steps) // (4 * lasting), 1, _MOST_PARTS))
+    width = len(steps) // parts
+    early = 2 ** np.arange(width.bit_length() - 1)
+    return np.asarray(steps[np.concatenate([early, (np.arange(1, parts) * len(steps)) // parts])])
 
 
 def _beside(by_part: Floats) -> Floats:
@@ -209,7 +242,11 @@ def bounds(degrees: Floats, looked_at: int) -> Floats:
         degrees: [n]: of freedom.
         looked_at: the number of series and stretches.
     """
-    probability = FALSE_FINDINGS / max(looked_at, 1)
+    return _students(degrees, FALSE_FINDINGS / max(looked_at, 1))
+
+
+def _students(degrees: Floats, probability: float) -> Floats:
+    """[n]: what Student's t exceeds in magnitude with a probability, for degrees of freedom."""
     inverse = np.linspace(0, 1 / _FEWEST, 33)
     table = [_beyond(probability, 1 / share if share else _MOST) for share in inverse]
     return np.interp(1 / np.fmax(degrees, _FEWEST), inverse, table)

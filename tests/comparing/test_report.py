@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from te_precision_callbacks.comparing import ComparedNumbers, Comparison, compare, write_comparison
+from te_precision_callbacks.comparing.numbers import Curve
 from te_precision_callbacks.comparing.scales import COUNT, DECIBELS, LEVEL, MAGNITUDE, POWERS, SHARE, Scale
 from te_precision_callbacks.report.subjects import REDUCED
 from tests.comparing.recorded import Values, layers, record
@@ -90,9 +91,10 @@ def test_a_finding_leads_to_both_curves(
     drawn = dict(look.plot("plot.data.map((trace) => [trace.name, Array.from(trace.y)])"))
     assert drawn["A"] == pytest.approx(values(0)[EVIL, "weight", "cur_amax"].tolist())
     assert drawn["B"] == pytest.approx(values(2, 64.0)[EVIL, "weight", "cur_amax"].tolist())
-    high = np.array(drawn["ordinary"])
+    high, counts = np.array(drawn["ordinary"]), np.array(drawn["counts beyond"])
     assert (high > drawn["A"]).all()
-    assert (np.array(drawn["B"]) > high).tolist() == [step >= 30 for step in range(STEPS)]
+    assert (counts > high).all()
+    assert (np.array(drawn["B"]) > counts).tolist() == [step >= 30 for step in range(STEPS)]
 
 
 @pytest.mark.slow
@@ -134,11 +136,48 @@ def test_without_noise_it_is_the_difference_itself(tmp_path: Path) -> None:
     result = compare(record(tmp_path / "a", one), record(tmp_path / "b", other), numbers=numbers)
     found = {(grid.statistic, grid.unit, grid.cells[REDUCED][0, 7]) for grid in numbers.grids}
     assert found == {("cur_amax", "powers of two", 3.0), ("sqnr_db", "dB", -5.0)}
-    high = {curve.subject.statistic: curve.high[0] for curve in numbers.curves}
-    assert high == {"cur_amax": 2.0, "sqnr_db": 33.0}, "a factor of 2, and 3 dB, count"
+    above = {curve.subject.statistic: curve.above[0] for curve in numbers.curves}
+    assert above == {"cur_amax": 2.0, "sqnr_db": 33.0}, "a factor of 2, and 3 dB, count"
+    assert all(np.isnan(curve.high).all() for curve in numbers.curves), "what is ordinary is not known"
     assert len(result.parted) == 1
     small = write_comparison(result, numbers, tmp_path / "small.html", most=1)
     assert "ARRAYS" not in small.read_text(), "without room for arrays the page is there all the same"
+
+
+def growing(seed: int) -> np.ndarray:
+    """The loss of a seed's run in another order of sums: the runs are equal before the first update, and diverge."""
+    draw = np.random.default_rng(seed)
+    apart = 0.05 * draw.normal(size=STEPS) * np.minimum(1, np.arange(STEPS) / 8)
+    return np.asarray((1 + 9 * np.exp(-np.arange(STEPS) / 6)) * np.exp(apart))
+
+
+def loss_curve(folder: Path, *losses: np.ndarray) -> tuple[Comparison, Curve]:
+    """The loss in a comparison of two runs, with the others as the floor."""
+    runs = [record(folder / str(n), values(0), scalars={"loss": each}) for n, each in enumerate(losses)]
+    a, b, *noise = runs
+    numbers = ComparedNumbers()
+    result = compare(a, b, noise=noise, numbers=numbers)
+    (curve,) = [each for each in numbers.curves if each.subject.statistic == "loss"]
+    return result, curve
+
+
+def test_what_is_ordinary_in_the_first_step_is_what_the_noise_is_apart_there(tmp_path: Path) -> None:
+    losses = [growing(seed) for seed in range(4)]
+    result, curve = loss_curve(tmp_path, *losses)
+    assert not result.has_findings
+    wide = (curve.high - curve.low) / 2 / curve.a
+    noise = np.sqrt(np.mean([(each[30:] / losses[0][30:] - 1) ** 2 for each in losses[2:]]))
+    assert wide[0] < 0.05, "before the first update all are equal"
+    assert noise < wide[30:].mean() < 3 * noise
+    assert (np.abs(curve.b - curve.a) <= (curve.above - curve.below) / 2).all()
+
+
+def test_of_equal_runs_nothing_is_apart_and_the_smallest_spread_counts(tmp_path: Path) -> None:
+    loss = growing(0)
+    off = np.where(np.arange(STEPS) < 30, 1.0, 1.5)
+    result, curve = loss_curve(tmp_path, loss, loss * off, loss)
+    np.testing.assert_allclose(curve.high, curve.a, rtol=1e-3)
+    assert [(parting.name, parting.iteration) for parting in result.parted] == [("loss", 30)]
 
 
 def test_a_cell_is_the_largest_difference_of_its_steps_and_curves_are_thinned(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 const SIDES = () => [colourOf("activation", 0), "#d55e00"];
 const MOST_PLOTS = 24;
+const MOST_BEYOND = 4;
 
 async function unpackedCurve(report, arrays) {
   const [between, ...columns] = await Promise.all(arrays.map((each) => report.arrays.get(each)));
@@ -92,31 +93,54 @@ async function comparisonPage(report) {
 const labelOf = ({ layer, tensor, statistic, gemm, rank }) => layer < 0 ? statistic
   : `${statistic} of ${tensor}${gemm ? ` (${gemm})` : ""}${rank === REDUCED ? "" : `, rank ${rank}`}`;
 
-// Both curves of a series, with what is ordinary around A.
+// The axis of a plot that shows curves and what is ordinary; the values that count too, unless that would make the curves
+// flat.
+function curvesAxis(curves, counting, log) {
+  const place = log ? Math.log10 : (value) => value;
+  const ends = (columns) => {
+    let low = Infinity, high = -Infinity;
+    for (const values of columns)
+      for (const value of values)
+        if (Number.isFinite(value) && !(log && value <= 0)) { low = Math.min(low, place(value)); high = Math.max(high, place(value)); }
+    return [low, high];
+  };
+  const own = ends(curves), all = ends([...curves, ...counting]);
+  const [low, high] = own[1] > own[0] && all[1] - all[0] > MOST_BEYOND * (own[1] - own[0]) ? own : all;
+  const margin = 0.05 * (high - low), range = high > low ? { range: [low - margin, high + margin] } : {};
+  return { ...(log ? logAxis([{ values: [10 ** low, 10 ** high] }]) : { exponentformat: "power" }), ...range };
+}
+
+// Both curves of a series, with what is ordinary around A, and from where on a difference counts.
 function curvePlot(report, one) {
   const node = plotNode(230, `Both sides of ${labelOf(one)}`);
   const made = card(labelOf(one), {
     about: one.every > 1 ? `Every ${one.every}th of its steps.` : "",
-    extra: [one.departs && el("span", { class: "badge exact" }, "departs"), csvButton(labelOf(one), ["step", "a", "b", "ordinary from", "ordinary to"], async () => {
+    extra: [one.departs && el("span", { class: "badge exact" }, "departs"), csvButton(labelOf(one), ["step", "a", "b", "ordinary from", "ordinary to", "counts below", "counts above"], async () => {
       const [steps, ...columns] = await unpackedCurve(report, one.arrays);
       return steps.map((step, at) => [step, ...columns.map((column) => column[at])]);
     })],
   }, node);
   async function render() {
-    const [steps, a, b, low, high] = await unpackedCurve(report, one.arrays);
-    const [colourA, colourB] = SIDES(), sides = [{ values: a }, { values: b }];
-    const log = wantsLog(sides), step = Number(state.now.step);
+    const [steps, a, b, low, high, below, above] = await unpackedCurve(report, one.arrays);
+    const [colourA, colourB] = SIDES(), log = wantsLog([{ values: a }, { values: b }]);
+    const step = Number(state.now.step);
     const edge = (values) => Array.from(values, (value) => Number.isFinite(value) && !(log && value <= 0) ? value : null);
     const limit = { type: "scatter", mode: "lines", x: steps, line: { width: 0 }, hoverinfo: "skip", showlegend: false };
+    const band = (name, from, to) => [
+      { ...limit, y: edge(from) },
+      { ...limit, y: edge(to), fill: "tonexty", fillcolor: "rgba(127,127,127,0.22)", name, showlegend: true },
+    ];
+    const border = { ...limit, line: { width: 1, dash: "dot", color: "rgb(127,127,127)" }, legendgroup: "counts" };
+    const known = low.some(Number.isFinite);
     await draw(node, [
-      { ...limit, y: edge(low) },
-      { ...limit, y: edge(high), fill: "tonexty", fillcolor: "rgba(127,127,127,0.22)", name: report.floor ? "ordinary" : "too little to count", showlegend: true },
+      ...(known ? [...band("ordinary", low, high), { ...border, y: edge(below) }, { ...border, y: edge(above), name: "counts beyond", showlegend: true }]
+        : band("too little to count", below, above)),
       line("A", { steps, values: a }, colourA), line("B", { steps, values: b }, colourB),
       ...notFinite("A", { steps, values: a }, colourA), ...notFinite("B", { steps, values: b }, colourB),
     ], {
       hovermode: "x unified", xaxis: stepAxis(report, steps), yaxis2: MARKS_AXIS,
       legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom", traceorder: "normal" },
-      yaxis: log ? logAxis(sides) : { exponentformat: "power" },
+      yaxis: curvesAxis([a, b, low, high], [below, above], log),
       shapes: state.now.step === "" ? [] : [{ type: "line", x0: step, x1: step, yref: "paper", y0: 0, y1: 1, line: { color: isDark() ? "#fff" : "#000", width: 1, dash: "dot" } }],
     });
   }
