@@ -247,18 +247,50 @@ def test_a_disk_that_hangs_stops_neither_the_steps_nor_the_end(
     monkeypatch.setattr(writer_thread, "LONGEST_STILL", 0.2)
     monkeypatch.setattr(statistics_log, "MOST_WAITING", 10_000)
     path = tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log"
-    path.parent.mkdir()
-    os.mkfifo(path)
     log = StatisticsLog()
     log.start(run_info(tmp_path))
-    for iteration in range(100):
+    log.write(records(Row("a", "activation", None, "max", 1.0)))
+    is_written = log.hurry()
+    while not is_written():
+        time.sleep(0.001)
+    os.mkfifo(tmp_path / "pipe")
+    pipe = os.open(tmp_path / "pipe", os.O_RDWR)
+    (file,) = (file for file in log_file._OPEN if str(file.name) == str(path))
+    os.dup2(pipe, file.fileno())
+    os.close(pipe)
+    for iteration in range(1, 100):
         log.write(records(*[Row("a", "activation", None, "max", 1.0)] * 1000, iteration=iteration))
     log.close(None)
     assert "The disk is slower than the training" in caplog.messages[0]
     assert "numbers that wait for the statistics log may be lost" in caplog.messages[-1]
-    with path.open("rb") as reader:  # the disk answers again, and the thread writes what waits, and closes the file
+    # The disk answers again, and the thread writes what waits, and closes the file.
+    with (tmp_path / "pipe").open("rb") as reader:
         waited = caplog.messages[-1].removeprefix("The disk does not answer: ").partition(" ")[0]
         assert reader.read().count(b"\n") == int(waited.replace(",", ""))
+
+
+def test_what_was_taken_is_not_written_before_it_is_flushed() -> None:
+    """Who asks before the process is ended must not be told so while it is between the two."""
+    taken, answered = threading.Event(), threading.Event()
+
+    class Disk:
+        def take(self, job: str) -> bool:
+            return True
+
+        def flush(self) -> None:
+            taken.set()
+            assert answered.wait(60)
+
+        def leave(self) -> None: ...
+
+    thread = WriterThread("disk", Disk(), 10)
+    thread.put("job", 1)
+    is_written = thread.hurry()
+    assert taken.wait(60)
+    assert not is_written()
+    answered.set()
+    thread.finish()
+    assert is_written()
 
 
 def test_the_end_waits_for_a_disk_that_is_slow_but_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,7 @@ class WriterThread(Generic[JobT]):
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._has_lost = False
+        self._is_flushed = True  # what was taken; changed by this thread alone
         self._given = 0  # numbers, counted by the training's thread
         self._taken = self._written = 0  # numbers, counted by this thread
         self._progress = 0
@@ -131,7 +132,7 @@ class WriterThread(Generic[JobT]):
     @property
     def _is_idle(self) -> bool:
         """Whether nothing waits, and nothing that was handed over is lost."""
-        return not self._jobs and not self._has_lost
+        return not self._jobs and self._is_flushed and not self._has_lost  # in this order: a job is taken, then flushed
 
     def finish(self, deadline: float | None = None) -> bool:
         """Wait until everything is written. An interruption may end the waiting, and a second call goes on with it.
@@ -224,12 +225,14 @@ class WriterThread(Generic[JobT]):
     def _write_waiting(self) -> None:
         while self._jobs:
             job, count = self._jobs[0]
+            self._is_flushed = False
             if not self._writing.take(job):
                 break
             self._jobs.popleft()
             self._taken += count
             self.note_progress()
         self._writing.flush()
+        self._is_flushed = True
         self._written = self._taken
         self.note_progress()
 

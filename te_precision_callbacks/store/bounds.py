@@ -18,6 +18,9 @@ MOST_APPENDED = 32 << 20
 MOST_PART = 128 << 20
 """The bytes of the rows of a part in memory: a tail that lacks one byte to be sealed, and once more appended to."""
 
+MOST_TAIL = MOST_PART
+"""The bytes of the file of a tail."""
+
 MOST_THINNED = 256 << 20
 """The same for a thinned part, which has rows of up to ten others."""
 

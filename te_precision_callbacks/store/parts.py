@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from te_precision_callbacks.store.bounds import (
     MOST_FACTS,
     MOST_ITERATION,
     MOST_PART,
+    MOST_TAIL,
     MOST_THINNED,
     open_regular,
     parse_json,
@@ -239,22 +241,35 @@ def _fits(kind: pa.DataType, wanted: pa.DataType) -> bool:
 def _read_tail(path: Path, columns: Sequence[str], schema: pa.Schema) -> pa.Table:
     """The whole batches of a tail, which may end anywhere; none of one that ends in its schema."""
     batches: list[pa.RecordBatch] = []
-    with open_regular(path) as file:
-        begin = file.read(len(_STREAM))
+    data = tail_bytes(path)
+    begin = data[: len(_STREAM)]
     if begin != _STREAM[: len(begin)]:
         raise ValueError("it is no stream of Arrow")
     found = schema
     if len(begin) == len(_STREAM):
-        with pa.memory_map(str(path)) as source:
-            try:
-                with pa.ipc.open_stream(source) as stream:
-                    found, rows = stream.schema, 0
-                    _require_types(found, columns, schema)
-                    for batch in stream:
-                        rows += batch.num_rows
-                        _require_rows(rows, columns, schema, MOST_PART)
-                        batch.validate(full=True)
-                        batches.append(batch)
-            except (pa.ArrowInvalid, OSError):
-                pass  # the process was killed, or the disk was full, in the middle of a batch
+        try:
+            with pa.ipc.open_stream(data) as stream:
+                found, rows = stream.schema, 0
+                _require_types(found, columns, schema)
+                for batch in stream:
+                    rows += batch.num_rows
+                    _require_rows(rows, columns, schema, MOST_PART)
+                    batch.validate(full=True)
+                    batches.append(batch)
+        except (pa.ArrowInvalid, OSError):
+            pass  # the process was killed, or the disk was full, in the middle of a batch
     return pa.Table.from_batches(batches, found)
+
+
+def tail_bytes(path: Path) -> bytes:
+    """What a tail has, in memory: a process that maps a file ends with SIGBUS where another one cuts it meanwhile.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is larger than any.
+    """
+    with open_regular(path) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > MOST_TAIL:
+            raise ValueError(f"it has {nbytes:,} bytes; no tail has more than {MOST_TAIL:,}")
+        return file.read(nbytes)

@@ -186,6 +186,9 @@ class _Reader:
         given: the path that the user gave.
         folders: the segments.
         patient: whether a part that was thinned while it was read raises :class:`_Moved`.
+
+    Attributes:
+        written: the segments that are still written.
     """
 
     folder: Path
@@ -195,10 +198,12 @@ class _Reader:
     notes: list[str] = field(default_factory=list)
     index: SeriesIndex = field(default_factory=SeriesIndex)
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)
+    written: frozenset[int] = frozenset()
     thinned: list[Thinned] = field(default_factory=list)
 
     def run(self) -> RecordedRun:
         segments = tuple(self._segment(number, folder) for number, folder in self.folders.items())
+        self.written = frozenset(segment.number for segment in segments if segment.status == "running")
         ranks = {number: ranks_of(folder) for number, folder in self.folders.items()}
         self._note_missing(segments, ranks)
         folders = [(number, rank) for number, of_segment in ranks.items() for rank in of_segment.values()]
@@ -361,6 +366,7 @@ class _Reader:
         """The parts of a large table, whose series are noted in the index."""
         found = []
         numbers: dict[tuple[int, Path], dict[int, int]] = {}
+        beyond: dict[int, int] = {}
         columns = [column for column in schema.names if column != "segment"]
         for segment, folder in folders:
             of_rank = numbers.setdefault((segment, folder), {})
@@ -372,11 +378,27 @@ class _Reader:
                 found.append(_Rows(file, segment, of_rank))
                 if file.thinned:
                     self._note_stretch(segment, file)
-                table = table.filter(pa.array(self._is_of_snapshot(segment, table)))
+                there = self._is_there(segment, table)
+                beyond[segment] = beyond.get(segment, 0) + len(table) - int(there.sum())
+                table = table.filter(pa.array(there & self._counts(segment, table)))
                 series = _translated(table["series"].to_numpy(), of_rank)
                 own = [table["value"].to_numpy(), table["flags"].fill_null(0).to_numpy()] if "value" in columns else []
                 self.index.note(series, table["iteration"].to_numpy(), *own)
+        self._note_beyond(beyond, {"values": "values", "vectors": "histograms"}[name])
         return found
+
+    def _note_beyond(self, beyond: Mapping[int, int], what: str) -> None:
+        """Note the rows beyond the last step, of segments that nobody writes any more.
+
+        Args:
+            beyond: segment -> how many.
+            what: they are.
+        """
+        for segment, count in beyond.items():
+            if count and segment not in self.written:
+                span = self.spans.get(segment)
+                last = "no recorded step" if span is None else f"iteration {span[1]:,} as its last recorded step"
+                self._note(f"Segment {segment} has {last}: {count:,} {what} beyond are left out.")
 
     def _note_stretch(self, segment: int, file: PartFile) -> None:
         try:
@@ -406,11 +428,14 @@ class _Reader:
 
     def _is_of_snapshot(self, segment: int, table: pa.Table) -> npt.NDArray[np.bool_]:
         """Which rows count, and were there when the run was opened."""
+        return self._is_there(segment, table) & self._counts(segment, table)
+
+    def _is_there(self, segment: int, table: pa.Table) -> npt.NDArray[np.bool_]:
+        """Which rows were there when the run was opened: those up to its last step by then."""
         if segment not in self.spans:
             return np.zeros(len(table), bool)
-        iterations = table["iteration"].to_numpy()
-        there: npt.NDArray[np.bool_] = iterations <= self.spans[segment][1]
-        return there & self._counts(segment, table)
+        there: npt.NDArray[np.bool_] = table["iteration"].to_numpy() <= self.spans[segment][1]
+        return there
 
     def _number_series(self, table: pa.Table, of_rank: dict[int, int]) -> None:
         wanted, rows = np.unique(table["series"].to_numpy(), return_index=True)

@@ -20,15 +20,12 @@ from te_precision_callbacks.store.writing import RunWriter
 
 logger = logging.getLogger(__name__)
 
-_MOST_PENDING = 1 << 20
-"""The values that are collected before they are appended to the tail."""
+_MOST_PENDING = 1 << 26
+"""The bytes of statistics that are collected before they are appended to the tail."""
 
 _PARTS, _LEAST_PART = 32, 1 << 15
 """The limit over the size at which a tail is sealed, and the least such size. Parts that are small compared with the
 limit are thinned a few at a time."""
-
-_BYTES = 64
-"""What a value needs in a tail, at most."""
 
 _THINNING_SECONDS = 1.0
 """How long the thread thins old parts before it writes again what has come in the meantime."""
@@ -183,7 +180,7 @@ class Recording:
         for number, counts in records.histograms.items() if self._writes_reduced or records.local else ():
             (found,) = self._numbers.of(table, np.array([number]), rank if records.local else None)
             writer.add_vector(records.iteration, int(found), counts)
-        if writer.waiting > min(_MOST_PENDING, self._seal_bytes // _BYTES):
+        if writer.waiting > min(_MOST_PENDING, self._seal_bytes):
             writer.flush()
             self._aging.keep(0.0)
 

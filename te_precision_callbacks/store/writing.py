@@ -51,7 +51,7 @@ from te_precision_callbacks.store.files import (
     replace_whole,
     segment_name,
 )
-from te_precision_callbacks.store.parts import SealedPart, write_sealed
+from te_precision_callbacks.store.parts import SealedPart, tail_bytes, write_sealed
 from te_precision_callbacks.store.recorded import Status
 from te_precision_callbacks.store.tables import (
     EVENTS,
@@ -72,6 +72,9 @@ SEAL_SECONDS = 900.0
 
 _ROOM = 1024
 """The bytes behind the object in run.json: room to say how the run has ended on a disk that is full by then."""
+
+_ROW, _BIN = 64, 8
+"""The bytes that a value, or a histogram without its bins, needs in a tail at most, and those of a bin."""
 
 _LONGEST_REASON = 200
 
@@ -209,12 +212,18 @@ class _Part:
         """
         if self._file is None:
             return
+        written = self._file.nbytes
         self.leave()
         tail, sealed = self._stem.with_suffix(TAIL), self._stem.with_suffix(SEALED)
-        with pa.memory_map(str(tail)) as source:
-            table = pa.ipc.open_stream(source).read_all().unify_dictionaries()
-            if self._sort_by:
-                table = table.take(pc.sort_indices(table, sort_keys=self._sort_by))
+        data = tail_bytes(tail)
+        if len(data) != written:
+            raise OSError(f"{tail} was changed while it was written: it has {len(data):,} of {written:,} bytes")
+        try:
+            table = pa.ipc.open_stream(data).read_all().unify_dictionaries()
+        except pa.ArrowInvalid as error:
+            raise OSError(f"{tail} was changed while it was written: {error}") from error
+        if self._sort_by:
+            table = table.take(pc.sort_indices(table, sort_keys=self._sort_by))
         nbytes = write_sealed(table, sealed)
         self._sealed.append(SealedPart(PartFile(self._table, self._number, self._number, False, sealed), nbytes))
         tail.unlink()
@@ -245,6 +254,7 @@ class RunWriter:
         status: that of the segment.
         own: the folder of the rank in the segment.
         sealed: its sealed parts, oldest first.
+        waiting: the bytes that statistics which are in no tail yet need there, at most.
     """
 
     def __init__(
@@ -259,6 +269,7 @@ class RunWriter:
         self.own = self.folder / rank_name(rank)
         self.own.mkdir(exist_ok=True)
         self.sealed: list[SealedPart] = []
+        self.waiting = 0
         into, small = (self.sealed, seal_bytes), (self.sealed, max(seal_bytes, small_bytes))
         self._values = _Part(self.own, "values", VALUES, ("series", "iteration"), *into)
         self._vectors = _Part(self.own, "vectors", VECTORS, ("series", "iteration"), *into)
@@ -453,6 +464,7 @@ class RunWriter:
         """
         flags = np.zeros(len(series), np.uint8) if flags is None else flags
         self._new_values.append((iteration, series, values, flags))
+        self.waiting += _ROW * len(series)
 
     def add_vector(self, iteration: int, series: int, counts: Sequence[float] | npt.NDArray[np.floating[Any]]) -> None:
         """Add a histogram of a step.
@@ -465,6 +477,7 @@ class RunWriter:
         dense = np.asarray(counts)
         bins = np.flatnonzero(dense).astype(np.uint16)
         self._new_vectors.append((iteration, series, bins, dense[bins].astype(np.float32)))
+        self.waiting += _ROW + _BIN * len(bins)
 
     def add_scalars(self, iteration: int, scalars: Mapping[str, float], *, logging_step: int | None = None) -> None:
         """Add numbers that the trainer logs.
@@ -525,11 +538,6 @@ class RunWriter:
     # ------------------------------------------------------------------ to the disk
 
     @property
-    def waiting(self) -> int:
-        """The values that are not in the tail yet."""
-        return sum(len(series) for _, series, _, _ in self._new_values)
-
-    @property
     def nbytes(self) -> int:
         """The bytes of this rank's files."""
         tails = sum(part.waiting_bytes for part in (self._values, self._vectors, self._steps, self._scalars))
@@ -559,6 +567,7 @@ class RunWriter:
         if self._new_vectors:
             self._vectors.append(self._vector_batch())
             self._new_vectors = []
+        self.waiting = 0
         if self._new_events:
             if self._events is None:
                 self._events = AppendedFile(self.own / EVENTS_FILE)

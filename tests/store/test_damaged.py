@@ -175,6 +175,74 @@ def test_a_part_of_more_rows_than_any_is_not_read(tmp_path: Path, monkeypatch: p
         read_part(path.with_suffix(".arrows"), VALUES.names, VALUES)
 
 
+def test_rows_beyond_the_last_step_are_noted_once_nobody_writes(tmp_path: Path) -> None:
+    """While a run is written, values may be there before the reader has seen their step."""
+    writer = RunWriter.begin(tmp_path)
+    series = np.array([writer.series("fc1", "weight", "amax")], np.int32)
+    histogram = writer.series("fc1", "weight", "exponent_histogram")
+    for iteration in range(1200):
+        if iteration < 1100:
+            writer.add_step(iteration)
+        writer.add_values(iteration, series, np.ones(1))
+        writer.add_vector(iteration, histogram, [1.0])
+    writer.flush()
+    run = open_run(tmp_path)
+    assert (run.segments[0].status, run.notes, len(run.values())) == ("running", (), 1100)
+    writer.close()
+    run = open_run(tmp_path)
+    assert (len(run.values()), len(run.vectors())) == (1100, 1100)
+    assert run.notes == tuple(
+        f"Segment 0 has iteration 1,099 as its last recorded step: 100 {what} beyond are left out."
+        for what in ("values", "histograms")
+    )
+    corpus.file_of(tmp_path, "steps").unlink()
+    assert "Segment 0 has no recorded step: 1,200 values beyond are left out." in open_run(tmp_path).notes
+
+
+CUTS = """
+import os
+from pathlib import Path
+import numpy, pyarrow.ipc
+from te_precision_callbacks.store import RunWriter, open_run
+writer = RunWriter.begin("logs")
+series = numpy.array([writer.series(f"layer{n}", "weight", "amax") for n in range(300)], numpy.int32)
+for iteration in range(20):
+    writer.add_step(iteration)
+    writer.add_values(iteration, series, numpy.arange(300.0))
+writer.flush()
+tail, = writer.own.glob("values-*.arrows")
+whole, opened = tail.read_bytes(), pyarrow.ipc.open_stream
+
+def cut(*arguments, **keywords):
+    stream = opened(*arguments, **keywords)
+    if "value" in stream.schema.names and "flags" in stream.schema.names:
+        os.truncate(tail, 0)
+    return stream
+
+pyarrow.ipc.open_stream = cut
+series = len(open_run("logs").series)
+tail.write_bytes(whole)
+writer.close()
+run = open_run("logs")
+answer = [series, len(run.values()), run.segments[0].status]
+"""
+
+
+def test_a_tail_that_is_cut_while_it_is_read_ends_no_process(tmp_path: Path) -> None:
+    """Neither that of a reader, nor the training, which reads its own tails when it seals them."""
+    assert answers(CUTS, cwd=tmp_path, fresh=True) == [300, 6000, "ended"]
+
+
+def test_a_tail_that_was_cut_while_it_was_written_is_no_part(tmp_path: Path) -> None:
+    writer = RunWriter.begin(tmp_path)
+    writer.add_step(0)
+    writer.flush()
+    os.truncate(corpus.file_of(tmp_path, "steps"), 100)
+    with pytest.raises(OSError, match=r"steps-000001.arrows was changed while it was written: it has 100 of [\d,]+"):
+        writer.close()
+    assert any("not recorded to its end" in note for note in open_run(tmp_path).notes)
+
+
 def test_plain_logs_may_be_damaged_too(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("te_precision_callbacks.store.bounds._LONGEST_LINE", 10_000)
     monkeypatch.setattr("te_precision_callbacks.store.bounds._PIECE", 4000)

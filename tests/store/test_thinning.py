@@ -224,6 +224,29 @@ def test_histograms_are_thinned_too(tmp_path: Path) -> None:
     assert "value of each series" not in run.notes[-1]
 
 
+def test_histograms_between_two_flushes_are_parts_too(tmp_path: Path) -> None:
+    """A training whose steps are so quick that many come between two flushes: the latest ones are whole all the same,
+    and nothing exceeds the limit meanwhile."""
+    limit = 400_000
+    recording = begin(tmp_path, limit)
+    table, chance = SeriesTable(), np.random.default_rng(0)
+    series = [table.intern(f"layer{n}", "weight", "exponent_histogram") for n in range(8)]
+    sizes = []
+    for iteration in range(600):
+        counts = {number: chance.integers(1, 1000, 64).astype(float) for number in series}
+        step = StepRecords(iteration, iteration, table, np.zeros(0, np.int32), array("d"), histograms=counts, own=[])
+        recording.take(Step(step, 1.0, 0.1))
+        if iteration % 20 == 0:
+            sizes.append(size(tmp_path))
+    recording.end(None)
+    assert max(*sizes, size(tmp_path)) <= limit
+    assert size(tmp_path) > limit / 2
+    run = open_run(tmp_path)
+    left = run.vectors()["iteration"].to_pylist()
+    assert run.thinned
+    assert set(range(550, 600)) <= set(left)
+
+
 def test_what_is_too_much_even_thinned_is_dropped_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     limit, truth = 130_000, {}
     recording = begin(tmp_path, limit)
