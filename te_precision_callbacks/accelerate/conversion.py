@@ -35,24 +35,30 @@ def warn_of_unconverted(accelerator: Accelerator, model: Model) -> dict[str, str
     """
     if accelerator.fp8_backend != "TE" or accelerator.distributed_type == DistributedType.MEGATRON_LM:
         return {}
-    unconverted = _find(model)
-    if unconverted and accelerator.is_main_process:
-        named = [f"{layer}: {found.why}" for layer, found in unconverted.items()]
-        more = len(named) - _LAYERS_IN_WARNING
-        left = sum(found.elements for found in unconverted.values())
-        logger.warning(
-            "Accelerate left %d layer%s unconverted, which run%s without FP8: %.3g %% of the weights that are"
-            " multiplied. %s%s.",
-            len(named),
-            "s"[: len(named) > 1],
-            "s"[: len(named) == 1],
-            100 * left / max(1, left + _converted_elements(model)),
-            "; ".join(named[:_LAYERS_IN_WARNING]),
-            f"; and {more} more: te_precision_callbacks.accelerate.unconverted_layers(model) has all"
-            if more > 0
-            else "",
-        )
-    return {layer: found.why for layer, found in unconverted.items()}
+    unconverted, text = unconverted_in_words(model)
+    if text and accelerator.is_main_process:
+        logger.warning("%s", text)
+    return unconverted
+
+
+def unconverted_in_words(model: Model) -> tuple[dict[str, str], str]:
+    """The result of :func:`unconverted_layers`, and the same in words with its share; no words for no layers."""
+    found = _find(model)
+    layers = {layer: unconverted.why for layer, unconverted in found.items()}
+    if not found:
+        return layers, ""
+    one = len(found) == 1
+    named = [f"{layer}: {why}" for layer, why in layers.items()]
+    more = len(named) - _LAYERS_IN_WARNING
+    if more > 0:
+        all_of_them = f"and {more} more: te_precision_callbacks.accelerate.unconverted_layers(model) has all"
+        named = [*named[:_LAYERS_IN_WARNING], all_of_them]
+    left = sum(unconverted.elements for unconverted in found.values())
+    share = 100 * left / max(1, left + _converted_elements(model))
+    return layers, (
+        f"Accelerate left {len(found)} layer{'' if one else 's'} unconverted, which run{'s' if one else ''} without"
+        f" FP8: {share:.3g} % of the weights that are multiplied. {'; '.join(named)}."
+    )
 
 
 def unconverted_layers(model: Model) -> dict[str, str]:

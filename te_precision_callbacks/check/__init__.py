@@ -17,11 +17,21 @@ from typing import TYPE_CHECKING
 from te_precision_callbacks.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from te_precision_callbacks.check.conversion import ConversionError
     from te_precision_callbacks.check.factory import BatchError, ModelFactoryError
     from te_precision_callbacks.check.findings import Finding
     from te_precision_callbacks.check.model import ActingFeature, CheckedModel, check_model
     from te_precision_callbacks.check.recipes import RecipeError
 
-__all__ = ["ActingFeature", "BatchError", "CheckedModel", "Finding", "ModelFactoryError", "RecipeError", "check_model"]
+__all__ = [
+    "ActingFeature",
+    "BatchError",
+    "CheckedModel",
+    "ConversionError",
+    "Finding",
+    "ModelFactoryError",
+    "RecipeError",
+    "check_model",
+]
 
 __getattr__, __dir__ = lazy_names(__name__)

@@ -5,6 +5,7 @@ Usage::
     te-precision check config.yaml
     te-precision check config.yaml --model package.module:factory --recipe mxfp8 --tokens 4096
     te-precision check config.yaml --model package.module:factory --batch package.module:another_factory
+    te-precision check config.yaml --model package.module:factory --convert accelerate
 
 The exit code is 0; 1 with findings, such as an error of the config; 2 for wrong use. ``--json`` prints one JSON object.
 """
@@ -19,10 +20,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from te_precision_callbacks import terminal
+from te_precision_callbacks.check.conversion import Conversion, Converted
 from te_precision_callbacks.notices import gathered_warnings
 from te_precision_callbacks.terminal import Json
 
 if TYPE_CHECKING:
+    import torch
+
     from te_precision_callbacks.check.model import CheckedModel
     from te_precision_callbacks.config import Config
 
@@ -41,12 +45,20 @@ def check_command(
             " model is made on the meta device if that works, otherwise on the CPU.",
         ),
     ] = None,
+    convert: Annotated[
+        Conversion | None,
+        typer.Option(
+            help="accelerate: plan the model as Accelerate converts it for FP8, which replaces Linear layers by"
+            " Transformer Engine's.",
+        ),
+    ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
             help="The recipe: fp8_delayed_scaling, fp8_current_scaling, fp8_block_scaling, mxfp8, nvfp4 or none; auto,"
-            " the default, is the one that Transformer Engine takes by itself on the GPU.",
+            " the default, is the one that Transformer Engine takes by itself on the GPU, or with --convert the"
+            " default of Accelerate: fp8_delayed_scaling.",
         ),
     ] = None,
     tokens: Annotated[
@@ -87,7 +99,14 @@ def check_command(
     The environment variable TE_PRECISION_REFERENCE_CAPABILITY (9.0 or 10.0) chooses the GPU that is planned for where
     there is none.
     """
-    given = {"--recipe": recipe, "--tokens": tokens, "--batch": batch, "--require": require, "--observe": observe}
+    given = {
+        "--convert": convert,
+        "--recipe": recipe,
+        "--tokens": tokens,
+        "--batch": batch,
+        "--require": require,
+        "--observe": observe,
+    }
     for name, value in given.items():
         if model is None and value is not None:
             raise typer.BadParameter("it is for a plan; give --model, too", param_hint=name)
@@ -112,13 +131,15 @@ def check_command(
     from te_precision_callbacks.check.printing import show
 
     with gathered_warnings() as more:
-        checked, device = _checked(model, loaded, recipe or _AUTO, tokens, batch, require, observe or _AUTO)
+        checked, device, converted = _checked(
+            model, loaded, recipe or _AUTO, tokens, batch, require, observe or _AUTO, convert
+        )
     checked = replace(checked, notes=(*warnings, *more, *checked.notes))
     if as_json:
-        terminal.show_json({"config": config, "errors": [], **plan_as_json(checked, model, device, batch)})
+        terminal.show_json({"config": config, "errors": [], **plan_as_json(checked, model, device, batch, converted)})
     else:
         terminal.show_text(_without_errors(config, loaded))
-        show(checked, model, device, batch)
+        show(checked, model, device, batch, converted)
     if checked.findings:
         raise typer.Exit(1)
 
@@ -156,21 +177,26 @@ def _checked(
     batch_spec: str | None,
     require: str | None,
     observe: str,
-) -> tuple[CheckedModel, str]:
-    """The plan, and the device that the model was made on."""
+    convert: Conversion | None,
+) -> tuple[CheckedModel, str, Converted | None]:
+    """The plan, the device that the model was made on, and what was converted in it."""
     from te_precision_callbacks import reference
 
     reference.install_where_needed()
     from te_precision_callbacks.session.upstream import warn_unless_supported
 
     warn_unless_supported()
+    from te_precision_callbacks.check.conversion import recipe_of_accelerate
     from te_precision_callbacks.check.dry_run import NotOnMetaError
-    from te_precision_callbacks.check.factory import build_batch, build_model
+    from te_precision_callbacks.check.factory import build_batch
     from te_precision_callbacks.check.model import check_model
     from te_precision_callbacks.check.recipes import recipe_named
     from te_precision_callbacks.config.contract import read_contract
     from te_precision_callbacks.options import read_observe
 
+    notes: tuple[str, ...] = ()
+    if convert is not None:
+        recipe, notes = recipe_of_accelerate(recipe)
     recipe_named(recipe)  # a wrong name is told before a model is made
     path = read_observe(observe)
     contract = read_contract(require)
@@ -178,12 +204,34 @@ def _checked(
     check = functools.partial(
         check_model, config=config, recipe=recipe, tokens=tokens, batch=batch, require=contract, observe=path
     )
-    made, device = build_model(spec)
+
+    def planned(*, on_meta: bool) -> tuple[CheckedModel, str, Converted | None]:
+        made, device, converted = _made(spec, convert, on_meta=on_meta)
+        if converted is None:
+            return check(made), device, None
+        checked = check(made, unconverted=converted.left_out)
+        return replace(checked, notes=(*converted.notes, *notes, *checked.notes)), device, converted
+
     try:
-        return check(made), device
+        return planned(on_meta=True)
     except NotOnMetaError:  # many forwards cannot run there: the CPU tells whether it is the batch's fault
-        made, device = build_model(spec, on_meta=False)
-        return check(made), device
+        return planned(on_meta=False)
+
+
+def _made(spec: str, convert: Conversion | None, *, on_meta: bool) -> tuple[torch.nn.Module, str, Converted | None]:
+    """The model, the device that it was made on, and what was converted in it."""
+    from te_precision_callbacks.check.conversion import ConversionError, convert_by_accelerate
+    from te_precision_callbacks.check.factory import build_model
+
+    made, device = build_model(spec, on_meta=on_meta)
+    if convert is None:
+        return made, device, None
+    try:
+        return made, device, convert_by_accelerate(made)
+    except ConversionError:
+        if device != "meta":
+            raise
+        return _made(spec, convert, on_meta=False)  # which tells whether it is the meta device's fault
 
 
 def _without_errors(path: str, config: Config) -> str:

@@ -8,7 +8,7 @@ for finding in checked.findings:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.levels import ObservingFeature
 from te_precision_callbacks.config.planning import draft
 from te_precision_callbacks.errors import OptionError
-from te_precision_callbacks.naming import Model, named_te_modules
+from te_precision_callbacks.naming import Layer, Model, named_roots, named_te_modules
 from te_precision_callbacks.options import Observe, read_observe
 from te_precision_callbacks.records.coverage import Coverage
 from te_precision_callbacks.session.attaching import alike_in_words, without_layers
@@ -36,6 +36,7 @@ from te_precision_callbacks.session.fused import choose, paths_in_words
 from te_precision_callbacks.session.planned import plan_products
 from te_precision_callbacks.session.precision import recipe_text
 from te_precision_callbacks.session.refusals import RefusedLayers
+from te_precision_callbacks.vocabulary import class_names
 
 
 class ActingFeature(NamedTuple):
@@ -101,6 +102,7 @@ def check_model(
     batch: Any = None,
     require: ContractSource = None,
     observe: Observe = "auto",
+    unconverted: Mapping[str, str] | None = None,
 ) -> CheckedModel:
     """Plan a training step of a model, without running it. Nothing of the model changes.
 
@@ -118,6 +120,8 @@ def check_model(
         require: a contract, as the front doors take it: what the plan does not hold of it is a finding. Of what is kept
             in which type, a plan knows nothing.
         observe: the path that layers take while features look at their tensors, as the front doors take it.
+        unconverted: of a model that Accelerate has converted, the layers that it left out and why, as
+            ``te_precision_callbacks.accelerate.unconverted_layers(model)`` has them.
 
     Raises:
         ConfigError: ``require`` is no contract, or has a pattern that matches no layer.
@@ -132,7 +136,7 @@ def check_model(
     read_observe(observe)
     made = recipe_named(recipe) if isinstance(recipe, str) else recipe
     contract = read_contract(require)
-    checked = _Check(model, config, made, tokens, batch, observe, is_wanted=recipe != NONE).checked()
+    checked = _Check(model, config, made, tokens, batch, observe, unconverted, is_wanted=recipe != NONE).checked()
     if contract is None:
         return checked
     require_layers(contract, {product.layer for product in checked.coverage})
@@ -156,11 +160,13 @@ class _Check:
         tokens: int | None,
         batch: Any,
         observe: Observe,
+        unconverted: Mapping[str, str] | None,
         *,
         is_wanted: bool,
     ) -> None:
         self._model, self._config, self._recipe, self._tokens, self._batch = model, config, recipe, tokens, batch
         self._observe = observe
+        self._unconverted = unconverted
         self._is_wanted = is_wanted and recipe is not None
         self._modules = named_te_modules(model, config.layer_names or "path")
         self._sections = {section.name: section for section in config.enabled_sections}
@@ -181,7 +187,15 @@ class _Check:
         ran = None
         if self._batch is not None:
             ran = dry_run(self._model, self._modules, self._batch, self._recipe)
-        products = plan_products(self._model, self._modules, acting, self._recipe, tokens=self._tokens or 1, ran=ran)
+        products = plan_products(
+            self._model,
+            self._modules,
+            acting,
+            self._recipe,
+            tokens=self._tokens or 1,
+            ran=ran,
+            unconverted=self._unconverted,
+        )
         self._findings += of_recipe(self._recipe, self._modules, acting)
         self._findings += of_shapes(
             self._recipe,
@@ -219,8 +233,9 @@ class _Check:
         self._findings += [Finding("unmatched", text) for text in drafted.missing.texts]
         self._notes += drafted.idle.texts
         self._notes += notes_of(config)
-        without = "" if layers else without_layers("without precision debugging")
-        self._notes += filter(None, (without, alike_in_words(layers), drafted.plan.otherwise_upstream))
+        self._notes += filter(
+            None, (self._without_layers(layers), alike_in_words(layers), drafted.plan.otherwise_upstream)
+        )
         try:
             check_conditions(drafted.plan, self._config.enabled_sections, detects_overflow=True)
         except ConfigError as error:
@@ -235,6 +250,18 @@ class _Check:
             self._findings.append(Finding("refused", text, tuple(names)))
         return plan
 
+    def _without_layers(self, layers: Sequence[Layer]) -> str:
+        """That there is no layer to observe, and for a model of transformers how to plan one; empty if there are."""
+        if layers:
+            return ""
+        text = without_layers("without precision debugging")
+        if self._unconverted is None and _is_of_transformers(self._model):
+            text += (
+                " Accelerate makes Linear layers into Transformer Engine's when it trains in FP8: te-precision check"
+                " --convert accelerate plans the model so."
+            )
+        return text
+
     def _on_own_path(self, plan: Plan) -> frozenset[int]:
         """The ids of the modules that are observed on their own fused path."""
         try:
@@ -245,6 +272,12 @@ class _Check:
         if not_fused:
             self._notes.append(f'observe="{self._observe}": {paths_in_words(len(fused), not_fused)}')
         return fused
+
+
+def _is_of_transformers(model: Model) -> bool:
+    """Whether one of transformers' models is in it, also inside of a wrapper such as PEFT's."""
+    modules = (module for _, root in named_roots(model) or () for module in root.modules())
+    return any("PreTrainedModel" in class_names(module) for module in modules)
 
 
 def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:

@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from te_precision_callbacks import terminal
+from te_precision_callbacks.check.conversion import Converted
 from te_precision_callbacks.check.model import CheckedModel
 from te_precision_callbacks.check.rows import Row, rows
 from te_precision_callbacks.folding import folded
@@ -22,7 +23,9 @@ _MOST_ROWS = 60
 _WITHOUT_WEIGHT = ("qk", "pv", "other")
 
 
-def show(checked: CheckedModel, model: str, device: str, batch: str | None = None) -> None:
+def show(
+    checked: CheckedModel, model: str, device: str, batch: str | None = None, converted: Converted | None = None
+) -> None:
     """Print a plan as a table, with its findings.
 
     Args:
@@ -30,9 +33,11 @@ def show(checked: CheckedModel, model: str, device: str, batch: str | None = Non
         model: the name of the model.
         device: the device that the model was made on.
         batch: the name of its batch; None without one.
+        converted: what Accelerate has converted in it; None if nobody has asked for that.
     """
+    by = "" if converted is None else ", converted by Accelerate"
     terminal.show_text(
-        f"{model}: {checked.layers} layers of Transformer Engine, made on {device}. {_conditions(checked, batch)}"
+        f"{model}{by}: {checked.layers} layers of Transformer Engine, made on {device}. {_conditions(checked, batch)}"
     )
     found = rows(checked)
     table = terminal.table("layer", "fprop", "dgrad", "wgrad", "multiply-adds", "why not low, and what acts")
@@ -97,11 +102,15 @@ def _formats(row: Row, gemm: GemmName) -> str:
     return "; ".join(f"{name}: {text}" for name, text in found.items())
 
 
-def as_json(checked: CheckedModel, model: str, device: str, batch: str | None = None) -> dict[str, Any]:
+def as_json(
+    checked: CheckedModel, model: str, device: str, batch: str | None = None, converted: Converted | None = None
+) -> dict[str, Any]:
     """A plan as an object for JSON. Arguments are those of :func:`show`."""
     coverage = checked.coverage
     return {
         "model": model,
+        "convert": None if converted is None else converted.by.value,
+        "unconverted": {} if converted is None else converted.left_out,
         "device": device,
         "recipe": checked.recipe or "none",
         "tokens": checked.tokens,

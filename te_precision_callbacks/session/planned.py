@@ -92,6 +92,7 @@ def plan_products(
     *,
     tokens: int = 1,
     ran: Ran | None = None,
+    unconverted: Mapping[str, str] | None = None,
 ) -> PlannedProducts:
     """Plan the products of a training step.
 
@@ -102,8 +103,9 @@ def plan_products(
         recipe: one of Transformer Engine's recipes; None for high precision.
         tokens: the tokens of a step on this rank.
         ran: the products of a step, in place of its tokens.
+        unconverted: layers that a trainer's conversion left without Transformer Engine, and why.
     """
-    planner = _Planner(model, modules, acting, recipe, tokens, ran)
+    planner = _Planner(model, modules, acting, recipe, tokens, ran, unconverted or {})
     return planner.planned() if ran is None else planner.planned_of(ran)
 
 
@@ -118,6 +120,7 @@ class _Planner:
         recipe: Any,
         tokens: int,
         ran: Ran | None,
+        unconverted: Mapping[str, str],
     ) -> None:
         self._model = model
         self._named = {id(named.module): named for named in modules}
@@ -125,6 +128,7 @@ class _Planner:
         self._acting = acting
         self._recipe = recipe
         self._tokens = tokens
+        self._unconverted = unconverted
         self._recipes = {} if ran is None else ran.recipes
         self._products: list[Product] = []
         self._precision: list[GemmPrecision] = []
@@ -153,7 +157,7 @@ class _Planner:
             for path, module in others.items()
             if any(p.ndim > 1 and id(p) not in counted for p in module.parameters(recurse=False))
         )
-        products = in_precision(self._products, self._facts, self._precision, {})
+        products = in_precision(self._products, self._facts, self._precision, self._unconverted)
         return PlannedProducts(Coverage(products), tuple(not_counted))
 
     def planned_of(self, ran: Ran) -> PlannedProducts:
@@ -181,7 +185,7 @@ class _Planner:
                 not_reached.append(path)
             counted.update(map(id, module.parameters(recurse=False)))
         seen = [replace(product, runs="planned") if product.runs == "seen" else product for product in ran.products]
-        products = list(in_precision(seen, self._facts, self._precision, {}))
+        products = list(in_precision(seen, self._facts, self._precision, self._unconverted))
         have = {(product.layer, product.gemm) for product in products}
         for layer, family, gemm in ((planned.layer, planned.family, planned.gemm) for planned in self._products):
             if (layer, gemm) not in have:

@@ -20,16 +20,17 @@ PAGE = "docs/check.md"
 CONFIG = """
 kept:
   enabled: True
-  layers: {layer_types: [fc2]}
+  layers: {layer_types: [fc2, down_proj]}
   transformer_engine:
     DisableFP8GEMM: {enabled: True, gemms: [fprop]}
 """
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    models, use = blocks(PAGE, "python")
+    models, of_transformers, use = blocks(PAGE, "python")
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "my_models.py").write_text(models)
+    (tmp_path / "hf_models.py").write_text(of_transformers)
     monkeypatch.chdir(tmp_path)
     outputs = []
     for command in blocks(PAGE, "bash"):
@@ -41,7 +42,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for drawn, output in zip(blocks(PAGE, "text"), outputs[1:], strict=True):
         for line in drawn.splitlines():
             assert line.split() in output, line
-    del sys.modules["my_models"]
+    del sys.modules["my_models"], sys.modules["hf_models"]
 
     names: dict[str, Any] = {}
     exec(compile(models, "my_models", "exec"), names)

@@ -77,6 +77,7 @@ READERS = {
     "BatchError",
     "CommandError",
     "ComparisonError",
+    "ConversionError",
     "DifferentShapesError",
     "IterationError",
     "LaterVersionError",

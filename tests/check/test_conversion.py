@@ -1,0 +1,198 @@
+"""A model of transformers is planned as Accelerate's conversion makes it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import convert_model
+from transformer_engine.common import recipe as recipes
+from typer.testing import CliRunner
+
+from te_precision_callbacks import cli
+from te_precision_callbacks.accelerate import unconverted_layers
+from te_precision_callbacks.check import ConversionError
+from te_precision_callbacks.errors import MissingExtraError
+from te_precision_callbacks.records.coverage import Coverage, Reason
+from te_precision_callbacks.session import InspectSession
+from tests.conftest import feature
+from tests.manual.test_command import ends
+from tests.session.test_coverage import GPT2, gpt2, words
+from tests.session.test_coverage import llama as llama_of
+
+CONFIG = {"watched": feature("LogTensorStats", ["q_proj"], tensors=["activation"], stats=["max"])}
+HEAD = 100
+"""The words of the Llama: no multiple of 16, so that Accelerate leaves its head out."""
+
+WHY = f"64 x {HEAD}: {HEAD} is no multiple of 16"
+
+
+def llama() -> transformers.PreTrainedModel:
+    model = llama_of()
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, HEAD, bias=False)
+    model.config.vocab_size = HEAD
+    return model
+
+
+def batch() -> dict[str, torch.Tensor]:
+    return {"input_ids": words(), "labels": words()}
+
+
+class OnTheCpu(torch.nn.Module):
+    """Whose making asks for a number, with a layer of Transformer Engine beside one of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        assert float(torch.ones(1)) == 1
+        self.first = te.LayerNormLinear(32, 32)
+        self.second = torch.nn.Linear(32, 32)
+
+
+def with_an_adapter() -> torch.nn.Module:
+    """A model of transformers inside of another module."""
+    return torch.nn.Sequential(llama())
+
+
+def without_a_weight() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.LayerNorm(32, elementwise_affine=False), torch.nn.Linear(32, 32))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"  # which is YAML, too
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def check(config: str, model: str, *arguments: str, code: int = 0) -> dict[str, Any]:
+    done = CliRunner().invoke(cli.app, ["check", config, "--model", f"{__name__}:{model}", *arguments, "--json"])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == code, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def gemms_of(found: dict[str, Any]) -> dict[tuple[str, str], Any]:
+    """(layer, GEMM) -> operands and reason, of a plan as JSON."""
+    return {
+        (layer, gemm): (planned["operands"], planned["reason"], planned["reason_ref"])
+        for row in found["plan"]
+        for layer in row["layers"]
+        for gemm, planned in row["gemms"].items()
+    }
+
+
+def ran(folder: Path) -> Coverage:
+    """The step of a session on the model that Accelerate has converted."""
+    Accelerator(cpu=True)
+    model = llama()
+    try:
+        with torch.no_grad():
+            convert_model(model)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    with InspectSession(CONFIG, model=model, log_dir=folder, statistics_log="off", strict=True) as session:
+        session.unconverted = unconverted_layers(model)
+        with te.autocast(enabled=True, recipe=recipes.DelayedScaling()):
+            loss = model(**batch()).loss
+        loss.backward()
+        session.step()
+        return session.coverage()
+
+
+def test_the_plan_is_what_runs_after_the_conversion(config: str, tmp_path: Path) -> None:
+    found = check(config, "llama", "--convert", "accelerate", "--batch", f"{__name__}:batch")
+    assert (found["device"], found["convert"], found["recipe"]) == ("meta", "accelerate", "fp8_delayed_scaling")
+    assert found["unconverted"] == {"lm_head": WHY}
+    coverage = ran(tmp_path / "run")
+    assert found["macs"] == coverage.macs()
+    assert found["share"]["fp8"] == pytest.approx(coverage.share("fp8"))
+    planned = gemms_of(found)
+    for product in coverage:
+        name = f"{product.gemm} backward" if product.backward and product.gemm in ("qk", "pv") else product.gemm
+        reason = "" if product.reason is None else product.reason.value
+        assert planned.pop((product.layer, name)) == (dict(product.operands), reason, product.reason_ref)
+    assert not planned
+    assert {p.reason for p in coverage if p.layer == "lm_head"} == {Reason.NOT_CONVERTED}
+    assert not AcceleratorState._shared_state
+    assert not PartialState._shared_state
+
+
+def test_what_accelerate_leaves_out_has_its_reason_and_a_note(config: str) -> None:
+    found = check(config, "llama", "--convert", "accelerate", "--tokens", "256")
+    planned = gemms_of(found)
+    assert planned["model.layers.1.mlp.up_proj", "fprop"][0] == {"activation": "FP8 E4M3", "weight": "FP8 E4M3"}
+    assert planned["lm_head", "fprop"][1:] == (Reason.NOT_CONVERTED.value, WHY)
+    (note,) = (note for note in found["notes"] if "unconverted" in note)
+    assert "Accelerate left 1 layer unconverted, which runs without FP8" in note
+    assert f"lm_head: {WHY}" in note
+    done = CliRunner().invoke(cli.app, ["check", config, "--model", f"{__name__}:llama", "--convert", "accelerate"])
+    assert f"{__name__}:llama, converted by Accelerate: 14 layers of Transformer Engine" in " ".join(
+        done.stdout.split()
+    )
+    assert f"lm_head: {WHY}" in " ".join(done.stdout.split())
+
+
+def test_the_classes_that_accelerate_does_not_convert(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "gpt2", gpt2)
+    found = check(config, "gpt2", "--convert", "accelerate", code=1)
+    assert found["unconverted"][f"{GPT2}.mlp.c_fc"] == "64 x 128 of Conv1D: Accelerate converts Linear alone"
+    assert any(f"{GPT2}.mlp.c_fc" in name for name in found["not_counted"])
+
+
+@pytest.mark.parametrize("model", ["llama", "with_an_adapter"])
+def test_without_conversion_a_note_names_the_option(config: str, model: str) -> None:
+    found = check(config, model, code=1)
+    (note,) = (note for note in found["notes"] if "no Transformer Engine layer" in note)
+    assert "te-precision check --convert accelerate" in note
+    assert (found["convert"], found["unconverted"]) == (None, {})
+
+
+def test_other_models_have_no_such_note(config: str) -> None:
+    assert not any("--convert" in note for note in check(config, "without_a_weight", code=1)["notes"])
+
+
+def test_a_model_of_transformer_engine_that_meta_cannot_make(config: str) -> None:
+    """Accelerate converts what is left of it."""
+    Path(config).write_text(json.dumps({"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"])}))
+    arguments = ("--convert", "accelerate", "--recipe", "fp8_current_scaling")
+    found = check(config, "OnTheCpu", *arguments)
+    assert found["device"] == "cpu"
+    planned = gemms_of(found)
+    for layer in ("first", "second"):
+        assert planned[layer, "fprop"][0] == {"activation": "FP8 E4M3", "weight": "FP8 E4M3"}
+    assert [note.partition(":")[0] for note in found["notes"]] == [
+        "The model has layers of Transformer Engine before Accelerate converts it",
+        "--recipe fp8_current_scaling",
+    ]
+
+
+def test_a_layer_that_accelerate_fails_on(config: str) -> None:
+    with pytest.raises(
+        ConversionError,
+        match=r"Accelerate's conversion of the model failed: \w+Error: .*NoneType.* accelerator\.prepare\(\)",
+    ):
+        check(config, "without_a_weight", "--convert", "accelerate")
+
+
+def test_wrong_use(config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--convert: it is for a plan; give --model, too" in ends(
+        monkeypatch, capsys, "check", config, "--convert", "accelerate"
+    )
+    assert "celerate' is not one of 'accelerate'" in ends(
+        monkeypatch, capsys, "check", config, "--model", "nothing:build", "--convert", "acelerate"
+    )
+    for name in [name for name in sys.modules if name.startswith("te_precision_callbacks.accelerate")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(MissingExtraError, match=r"te-precision-callbacks\[accelerate\]"):
+        check(config, "llama", "--convert", "accelerate")
