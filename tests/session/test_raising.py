@@ -93,6 +93,7 @@ READERS = {
     "RunError",
     "SeveralRunsError",
     "UnknownFeatureError",
+    "UnknownSubjectError",
 }
 """Of commands and functions that read what a run has left, or look at a config."""
 
