@@ -39,7 +39,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.devices import is_capturing
-from te_precision_callbacks.forwards import ForwardKind, outside_of_dynamo, running_forward
+from te_precision_callbacks.forwards import ForwardKind, outside_of_dynamo
 from te_precision_callbacks.gemm_events import (
     GEMM_OF_LAYOUT,
     OUTSIDE,
@@ -51,8 +51,22 @@ from te_precision_callbacks.gemm_events import (
     Listener,
 )
 from te_precision_callbacks.naming import NamedOperation
-from te_precision_callbacks.numerics.layouts import is_quantized
 from te_precision_callbacks.session.errors import ObservationError
+from te_precision_callbacks.session.handed import (
+    GEMM,
+    GROUPED_GEMM,
+    GROUPED_TENSOR_GEMM,
+    Gemms,
+    Sources,
+    arguments_of_forward,
+    functions_of_modules,
+    gradients,
+    is_grouped_tensor,
+    methods_of_operations,
+    of_experts,
+    of_grouped_tensors,
+    of_one,
+)
 from te_precision_callbacks.session.precision import recipe_in_force, recipe_text
 from te_precision_callbacks.session.seeing import unseen
 from te_precision_callbacks.turns import AT_ONCE, Turns
@@ -61,11 +75,6 @@ from te_precision_callbacks.vocabulary import OPERANDS, OperandName, class_names
 logger = logging.getLogger(__name__)
 
 Classify = Callable[[torch.nn.Module], ForwardKind]
-
-_Sources = Callable[[Sequence[Any]], dict[tuple[int, str], Any]]
-"""The arguments of a Function's forward -> the tensors among them that are quantized in it."""
-
-_Gemms = Callable[[Mapping[str, Any], Any], Iterable[tuple[Any, Any, Any]]]
 
 
 class _Forward:
@@ -274,14 +283,14 @@ class GemmTap:
         module_class = base.TransformerEngineBaseModule
         for name, around in (("prepare_forward", self._around_prepare), ("end_forward", self._around_end)):
             self._replace(module_class, name, around(getattr(module_class, name)))
-        for function, high in (*_functions(), (backends.FusedAttnFunc, None)):
+        for function, high in (*functions_of_modules(), (backends.FusedAttnFunc, None)):
             self._replace(function, "forward", staticmethod(self._around_forward(function.forward, high)))
             self._replace(function, "backward", staticmethod(self._around_backward(function.backward)))
         store = _common.WeightGradStore
         self._replace(store, "put", self._around_put(store.put))
         self._replace(fuser.OperationFuser, "__call__", self._around_fuser(fuser.OperationFuser.__call__))
         arounds = {"fuser_forward": self._around_fuser_forward, "fuser_backward": self._around_fuser_backward}
-        for operation, name, method in _methods_of_operations(tuple(arounds)):
+        for operation, name, method in methods_of_operations(tuple(arounds)):
             self._replace(operation, name, arounds[name](method))
 
     def _find_callers(self, functions: Mapping[Any, Sequence[str]]) -> list[tuple[Any, str]]:
@@ -382,7 +391,7 @@ class GemmTap:
     def _leave_attention(self, module: Any, entered: _Forward) -> None:
         try:
             if self.attention is not None:
-                self.attention.leave_attention(entered.layers[0], entered.kind, _arguments_of_forward(module))
+                self.attention.leave_attention(entered.layers[0], entered.kind, arguments_of_forward(module))
         except Exception as error:
             self._report("looking at the forward of", entered.layers[0], error)
 
@@ -415,7 +424,7 @@ class GemmTap:
         finally:
             current.running = before
 
-    def _around_forward(self, upstream: Callable[..., Any], high: _Sources | None) -> Callable[..., Any]:
+    def _around_forward(self, upstream: Callable[..., Any], high: Sources | None) -> Callable[..., Any]:
         """Around the forward of an autograd Function.
 
         Args:
@@ -451,7 +460,7 @@ class GemmTap:
             entered.begin_backward()
             if entered.high is None:
                 return self._run(entered, upstream, ctx, *arguments)
-            entered.high = self._sources(entered, lambda: _gradients(ctx, arguments[0], entered))
+            entered.high = self._sources(entered, lambda: gradients(ctx, arguments[0], len(entered.layers)))
             try:
                 return self._run(entered, upstream, ctx, *arguments)
             finally:
@@ -546,7 +555,7 @@ class GemmTap:
     # ------------------------------------------------------------------ the GEMMs
 
     def _around_gemm(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        return self._around(self._with_own_wgrad(upstream), _GEMM, _of_one)
+        return self._around(self._with_own_wgrad(upstream), GEMM, of_one)
 
     @staticmethod
     def _with_own_wgrad(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -563,10 +572,10 @@ class GemmTap:
         return general_gemm
 
     def _around_grouped(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        return self._around(upstream, _GROUPED_GEMM, _of_experts, grouped=True)
+        return self._around(upstream, GROUPED_GEMM, of_experts, grouped=True)
 
     def _around_grouped_tensors(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        return self._around(upstream, _GROUPED_TENSOR_GEMM, _of_grouped_tensors, grouped=True)
+        return self._around(upstream, GROUPED_TENSOR_GEMM, of_grouped_tensors, grouped=True)
 
     def _around_attention(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(upstream)
@@ -606,7 +615,7 @@ class GemmTap:
         )
 
     def _around(
-        self, upstream: Callable[..., Any], names: Sequence[str], gemms: _Gemms, *, grouped: bool = False
+        self, upstream: Callable[..., Any], names: Sequence[str], gemms: Gemms, *, grouped: bool = False
     ) -> Callable[..., Any]:
         """A function of GEMMs that tells the listeners of them.
 
@@ -628,7 +637,7 @@ class GemmTap:
                 result = upstream(*operands, **keywords)
             finally:
                 current.inside = False
-            if grouped and is_capturing() and any(map(_is_grouped_tensor, (*operands, *keywords.values()))):
+            if grouped and is_capturing() and any(map(is_grouped_tensor, (*operands, *keywords.values()))):
                 self._say_captured(forward)
                 return result
             arguments = {"layout": "TN", **dict(zip(names, operands, strict=False)), **keywords}
@@ -708,132 +717,11 @@ class ExecutionOrder:
             self.grown = True
 
 
-_GEMM = (
-    "A",
-    "B",
-    "out_dtype",
-    "quantization_params",
-    "gelu",
-    "gelu_in",
-    "alpha",
-    "beta",
-    "accumulate",
-    "layout",
-    "out",
-)
-_GROUPED_GEMM = (
-    "A",
-    "B",
-    "out",
-    "quantization_params",
-    "out_dtype",
-    "layout",
-    "m_splits",
-    "gelu",
-    "grad",
-    "accumulate",
-)
-_GROUPED_TENSOR_GEMM = ("A", "B", "out")
-"""The first parameters of ``general_gemm``, of ``general_grouped_gemm``, and of that for grouped tensors."""
-
-
-def _of_one(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
-    """A, B and result of a GEMM."""
-    return [(taken["A"], taken["B"], result[0])]
-
-
-def _of_experts(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
-    """A, B and result of each expert's GEMM."""
-    outs = taken["out"]
-    if taken.get("single_output"):
-        whole, rows = outs[0], taken["m_splits"]
-        plain = isinstance(whole, torch.Tensor) and type(whole) in (torch.Tensor, torch.nn.Parameter)
-        outs = torch.split(whole, list(rows)) if plain else [None] * len(taken["A"])
-    return zip(taken["A"], taken["B"], outs, strict=True)
-
-
-def _of_grouped_tensors(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
-    """A, B and result of each expert's GEMM, from grouped tensors or lists."""
-    return zip(*(_matrices(taken[name]) for name in _GROUPED_TENSOR_GEMM), strict=True)
-
-
-def _matrices(operand: Any) -> Sequence[Any]:
-    """A copy of the grouped tensor is split, since splitting changes it."""
-    return operand if isinstance(operand, (list, tuple)) else operand.copy().split_into_quantized_tensors()
-
-
-def _is_grouped_tensor(operand: Any) -> bool:
-    """Whether an operand of several GEMMs is one tensor, whose parts are known on the device alone."""
-    return hasattr(operand, "split_into_quantized_tensors")
-
-
 def _is_of_transformer_engine(module: Any) -> bool:
     return str(getattr(module, "__name__", "")).startswith("transformer_engine.")
-
-
-def _functions() -> tuple[tuple[Any, _Sources], ...]:
-    """The autograd Functions of the modules, and where their forwards have the tensors before quantization."""
-    from transformer_engine.pytorch.module import grouped_linear, layernorm_linear, layernorm_mlp, linear
-
-    return (
-        (linear._Linear, lambda given: _plain({(0, "weight"): given[0], (0, "activation"): given[1]})),
-        (layernorm_linear._LayerNormLinear, lambda given: _plain({(0, "weight"): given[3]})),
-        (layernorm_mlp._LayerNormMLP, lambda given: _plain({(0, "weight"): given[3], (1, "weight"): given[6]})),
-        (grouped_linear._GroupedLinear, _sources_of_experts),
-    )
-
-
-def _arguments_of_forward(module: Any) -> dict[str, Any]:
-    """The arguments of the forward that a module is running, by their names."""
-    frame = running_forward(module)
-    return {} if frame is None else dict(frame.f_locals)
-
-
-def _sources_of_experts(given: Sequence[Any]) -> dict[tuple[int, str], Any]:
-    activation, splits, weights = given[0], _rows(given[1]), given[5:]
-    rows = torch.split(activation.reshape(-1, activation.shape[-1]), splits)
-    found = {(expert, "activation"): part for expert, part in enumerate(rows)}
-    return _plain(found | {(expert, "weight"): weights[expert] for expert in range(len(splits))})
-
-
-def _rows(splits: Any) -> list[int]:
-    """The rows of each expert."""
-    return [int(rows) for rows in (splits.tolist() if isinstance(splits, torch.Tensor) else splits)]
-
-
-def _gradients(ctx: Any, gradient: Any, forward: _Forward) -> dict[tuple[int, str], Any]:
-    """The gradient of a module's output, before its quantization."""
-    if not isinstance(gradient, torch.Tensor):
-        return {}
-    matrix = gradient.reshape(-1, gradient.shape[-1])
-    splits = getattr(ctx, "m_splits", None)
-    if splits is None:
-        return _plain({(len(forward.layers) - 1, "gradient"): matrix})
-    return _plain({(expert, "gradient"): part for expert, part in enumerate(torch.split(matrix, _rows(splits)))})
-
-
-def _plain(found: dict[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
-    """Without what is quantized already."""
-    return {
-        key: tensor for key, tensor in found.items() if isinstance(tensor, torch.Tensor) and not is_quantized(tensor)
-    }
 
 
 def _recipe_of(operation: NamedOperation) -> Any:
     """The recipe that the last forward of an operation has left; None for high precision."""
     meta: Any = operation.module.__dict__["_fp8_metas"]
     return None if meta is None or meta["forward"] is None else meta["forward"].get("recipe")
-
-
-def _methods_of_operations(names: Sequence[str]) -> list[tuple[Any, str, Any]]:
-    """The methods of ``te.ops`` that may run a GEMM: class, name and method."""
-    from transformer_engine.pytorch.ops.basic import BasicLinear, GroupedLinear
-    from transformer_engine.pytorch.ops.op import FusedOperation
-
-    def below(parent: Any) -> list[Any]:
-        return [found for child in parent.__subclasses__() for found in (child, *below(child))]
-
-    basic = [BasicLinear, GroupedLinear]
-    derived = [kind for parent in (*basic, FusedOperation) for kind in below(parent)]
-    own = [(kind, name) for kind in derived for name in names if name in vars(kind)]
-    return [(kind, name, getattr(kind, name)) for kind, name in [*itertools.product(basic, names), *own]]
