@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from te_precision_callbacks.errors import OptionError
 
 ACTIVATION_OVERFLOW = "activation_overflow"
-"""Stop where an activation or a gradient becomes inf or nan: :mod:`te_precision_callbacks.debug_utils`."""
+"""Stop where an activation, the loss or a gradient becomes inf or nan: :mod:`te_precision_callbacks.debug_utils`."""
 
 TE_PRECISION = "te_precision"
 """Precision debugging of Transformer Engine's layers, as a session does it."""

@@ -190,6 +190,11 @@ class PrecisionDebugCallback(Callback):
 
     # ------------------------------------------------------------------ step
 
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        """Check the loss for inf and nan. A GradScaler has scaled it by now, and has told the detector."""
+        if self._live.overflow is not None:
+            self._live.overflow.watch_loss(loss)
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

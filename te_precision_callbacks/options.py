@@ -152,8 +152,8 @@ class SessionOptions:
             see :mod:`te_precision_callbacks.scopes`.
         prefix: first part of every metric name.
         log_filter: the metrics that go to the trainer's loggers; see :mod:`te_precision_callbacks.records.metrics`.
-        debug: ``"activation_overflow"`` stops where an activation or a gradient becomes inf or nan; ``"te_precision"``
-            is accepted, and changes nothing. See :mod:`te_precision_callbacks.debug_options`.
+        debug: ``"activation_overflow"`` stops where an activation, the loss or a gradient becomes inf or nan;
+            ``"te_precision"`` is accepted, and changes nothing. See :mod:`te_precision_callbacks.debug_options`.
         observe: the path that layers take while features look at their tensors. ``"fused"``: the layers' own path, on
             which training is the same to the last bit; a feature that needs a tensor which that path never has is
             refused. ``"debug"``: Transformer Engine's debug path, which is unfused, and rounds some tensors otherwise.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from te_precision_callbacks.before_calls import BeforeCalls
 from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.records import MetricSelection, StepRecords
 from te_precision_callbacks.records.loggers import (
@@ -94,6 +94,9 @@ class LoggedNumbers:
         accelerator: the accelerator, whose attribute ``log`` is replaced.
         take: a method that gets what the script logs, and the step; its object is not kept alive.
         of_session: whether it is the session that logs.
+
+    Attributes:
+        remove: listens no longer.
     """
 
     def __init__(
@@ -102,27 +105,14 @@ class LoggedNumbers:
         take: Callable[[Mapping[str, Any], int | None], None],
         of_session: Callable[[], bool],
     ) -> None:
-        self._accelerator = accelerator
-        self._found = accelerator.__dict__.get("log")
-        original, take_or_none = accelerator.log, weakref.WeakMethod(take)
+        self._take = weakref.WeakMethod(take)
+        self._of_session = of_session
+        self.remove = BeforeCalls(accelerator, "log", self._note).remove
 
-        @functools.wraps(original)
-        def log(values: dict[str, Any], step: int | None = None, *rest: Any, **keywords: Any) -> Any:
-            take = take_or_none()
-            if take is not None and isinstance(values, Mapping) and not of_session():
-                take(values, step if isinstance(step, int) else None)
-            return original(values, step, *rest, **keywords)
-
-        self._log = accelerator.log = log
-
-    def remove(self) -> None:
-        """Listen no longer; what somebody else has put there since stays."""
-        if self._accelerator.__dict__.get("log") is not self._log:
-            return
-        if self._found is None:
-            del self._accelerator.log
-        else:
-            self._accelerator.log = self._found
+    def _note(self, values: Any, step: Any = None, *rest: Any, **keywords: Any) -> None:
+        take = self._take()
+        if take is not None and isinstance(values, Mapping) and not self._of_session():
+            take(values, step if isinstance(step, int) else None)
 
 
 def _log_histograms(tracker: Any, histograms: Mapping[str, Histogram], step: int) -> None:

@@ -51,7 +51,6 @@ class Calls:
         self._looking = looking
         self._gradients = options.gradients
         self._parameters = options.parameters
-        self._immediate = options.mode == "immediate"
         # The kinds of forwards are those of a session; here a module's eval mode says nothing about them.
         self._classify = ForwardClassifier(precision_features_in_eval=False)
         self._classify.eval_mode_counts = False
@@ -84,7 +83,7 @@ class Calls:
             made = self._give(current, watched, output, failed=failed)
         except Exception as error:
             journal.fail(error)
-        if made and self._immediate and current.interval is not None:
+        if made and self._looking.is_immediate and current.interval is not None:
             self._looking.look_at_last(current.interval)
         if not current.open:
             journal.thread.current = None
@@ -220,7 +219,7 @@ class Calls:
         journal = self._journal
         journal.training.events.append(gradient)
         journal.due = True
-        if self._immediate:
+        if self._looking.is_immediate:
             self._looking.look_at_last(journal.training)
 
 

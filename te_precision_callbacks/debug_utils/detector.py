@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
 from typing_extensions import Unpack
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class DebugActivationOverflow:
-    """Stops a run where an activation or a gradient becomes inf or nan, and shows what led to it.
+    """Stops a run where an activation, the loss or a gradient becomes inf or nan, and shows what led to it.
 
     The detector works from its construction on. As a context manager it removes its hooks at the end::
 
@@ -129,8 +130,8 @@ class DebugActivationOverflow:
         for pattern in options.allow_neg_inf:
             if not hooks.matches(pattern):
                 logger.warning("allow_neg_inf=: %r matches no module path of the model.", pattern)
-        steps = Steps(hooks, self._journal, self._looking)
-        self._looking.handles.callback(steps.remove)
+        self._steps = Steps(hooks, self._journal, self._looking)
+        self._looking.handles.callback(self._steps.remove)
         self._looking.handles.callback(hooks.remove)
 
     @property
@@ -179,6 +180,27 @@ class DebugActivationOverflow:
         self._journal.batches.give()
         if not self._journal.closed:
             self._looking.next_batch()
+
+    def watch_loss(self, loss: torch.Tensor | Sequence[torch.Tensor]) -> None:
+        """Check a loss that is computed outside of the model, with the other tensors of the batch::
+
+            loss = loss_function(model(batch), labels)
+            debug_overflow.watch_loss(loss)
+            loss.backward()
+
+        Not needed where a GradScaler scales the loss, nor in the front doors of trainers, which do it.
+
+        Args:
+            loss: the loss before it is scaled, or several.
+
+        Raises:
+            ActivationOverflowError: in the mode ``immediate``: the loss is inf or nan.
+        """
+        self._steps.watch_loss(loss)
+
+    def follow(self, owner: Any) -> None:
+        """Check each loss with which ``owner.backward(loss)`` is called from now on, of an Accelerator or a Fabric."""
+        self._steps.follow(owner)
 
     def look(self) -> None:
         """Check the tensors since the last look; if ranks stop together, call this on all of them.

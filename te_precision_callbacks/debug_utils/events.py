@@ -1,4 +1,4 @@
-"""The recorded events, in order: calls of modules, gradients, and labelled tensors.
+"""The recorded events, in order: calls of modules, losses, gradients, and labelled tensors.
 
 An event is made while the model runs, and is expanded into the frames of a report only if there is one.
 """
@@ -29,7 +29,7 @@ class Frame(NamedTuple):
 
     Attributes:
         sign: ``>`` for a tensor that enters a module's forward or backward, ``<`` for one that leaves, else ``=``.
-        place: the module; None for a label.
+        place: the module; None for a loss and for a label.
         role: which tensor of the module.
         measured: the numbers of the tensor.
         scale: the FP8 scale with which the module quantizes the tensor: a slot with the scale, or the number to which
@@ -87,6 +87,18 @@ class Gradient:
     def frames(self) -> Iterator[Frame]:
         for (sign, place, role), scale in zip(self.roles, self.scales, strict=True):
             yield Frame(sign, place, role, self.measured, scale)
+
+
+@dataclass(slots=True, eq=False)
+class Loss:
+    """A loss, before a GradScaler has scaled it."""
+
+    batch: int
+    role: str
+    measured: Measured
+
+    def frames(self) -> Iterator[Frame]:
+        yield Frame("=", None, self.role, self.measured)
 
 
 @dataclass(slots=True, eq=False)

@@ -6,15 +6,17 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from te_precision_callbacks.debug_utils.batches import Batches
 from te_precision_callbacks.debug_utils.errors import text_of
-from te_precision_callbacks.debug_utils.events import Labelled, Place
+from te_precision_callbacks.debug_utils.events import Labelled, Loss, Place
 from te_precision_callbacks.debug_utils.interval import Interval
 from te_precision_callbacks.debug_utils.options import Options
 from te_precision_callbacks.debug_utils.slots import Measured
+from te_precision_callbacks.debug_utils.structure import tensors_in
 from te_precision_callbacks.devices import is_capturing, is_lost, lost_in_words
 from te_precision_callbacks.notices import Notices
 
@@ -100,6 +102,34 @@ class Journal:
             current.interval.events.append(Labelled(current.batch, label, measured))
         except Exception as error:
             self.fail(error)
+
+    def note_loss(self, loss: Any, scaled: Any = None) -> bool:
+        """Add a frame for each tensor of a loss; returns whether there is a new one.
+
+        A tensor that was noted before, such as the loss that a model returns, has its frame. ``due`` stays as it is: a
+        loss that is logged after the step, perhaps on one rank alone, waits for the next look.
+
+        Args:
+            loss: the loss; or several, as a list or tuple.
+            scaled: what a GradScaler has made of it, which is not noted again: it may be inf.
+        """
+        if self.broken or self.is_over() or is_capturing():
+            return False
+        training, made = self.training, False
+        try:
+            for role, tensor in tensors_in(loss, "loss"):
+                if tensor is None or training.record(tensor).measured is not None:
+                    continue
+                measured = training.measure(tensor).measured
+                if measured is not None:
+                    training.events.append(Loss(self.batches.number, role, measured))
+                    made = True
+            for (_, tensor), (_, product) in zip(tensors_in(loss, ""), tensors_in(scaled, ""), strict=False):
+                if tensor is not None and product is not None:
+                    training.record(product).measured = training.record(tensor).measured
+        except Exception as error:
+            self.fail(error)
+        return made
 
     def note_loss_scale(self, scale: torch.Tensor | None) -> None:
         """Note that a GradScaler has scaled a loss."""

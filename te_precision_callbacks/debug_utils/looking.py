@@ -75,6 +75,11 @@ class Looking:
         """Agree with other ranks over messages that somebody else opens and closes."""
         self._messages, self._shares = messages, True
 
+    @property
+    def is_immediate(self) -> bool:
+        """Whether each event is looked at as it is made, by :meth:`look_at_last`."""
+        return self._options.mode == "immediate"
+
     # ------------------------------------------------------------------ when
 
     def look(self, *, may_be_skipped: bool = True) -> None:
@@ -136,7 +141,7 @@ class Looking:
         training = self._journal.training
         if training.slots.used >= MOST_SLOTS and not is_capturing():
             self._make_room()
-        elif self._options.mode == "immediate" and training.slots.used >= _MOST_SLOTS_IMMEDIATE:
+        elif self.is_immediate and training.slots.used >= _MOST_SLOTS_IMMEDIATE:
             training.forget_numbers()
         if self._journal.batches.begins(is_root=is_root, evaluation=evaluation):
             self.next_batch()

@@ -23,13 +23,16 @@ from te_precision_callbacks.forwards import outside_of_dynamo
 
 
 class Listener(Protocol):
-    """A detector, as enabled scalers and ``detect_overflow`` reach it.
+    """A detector, as scalers and ``detect_overflow`` reach it.
 
     Attributes:
         journal: receives their notes.
     """
 
     journal: Journal
+
+    def watch_loss(self, loss: Any, scaled: Any = None) -> None:
+        """Called with a loss, and with what a scaler has made of it."""
 
     def before_scaled_step(self, optimizer: Any) -> None:
         """Called before a scaler unscales an optimizer's gradients, or decides whether the optimizer steps."""
@@ -60,7 +63,9 @@ def _remove(place: weakref.ref[Listener]) -> None:
 
 
 @outside_of_dynamo
-def _tell_of_scale(scaler: Any) -> None:
+def _tell_of_loss(scaler: Any, loss: Any, scaled: Any) -> None:
+    for listener in listeners():
+        listener.watch_loss(loss, scaled)
     if scaler.is_enabled():
         show = getattr(scaler, "_get_scale_async", None)  # get_scale() waits for the device
         scale = None if show is None else show()
@@ -79,7 +84,7 @@ def _scale(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def scale(scaler: Any, *args: Any, **keywords: Any) -> Any:
         scaled = own(scaler, *args, **keywords)
-        _tell_of_scale(scaler)
+        _tell_of_loss(scaler, args[0] if args else keywords.get("outputs"), scaled)
         return scaled
 
     return scale

@@ -173,6 +173,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
                 session.unconverted = warn_of_unconverted(loop.accelerator, model)
                 if session.overflow is not None:
                     session.overflow.loss_scaled = scales_loss(loop.accelerator)
+                    session.overflow.follow(loop.accelerator)
             history = HistorySummary(self._options.prefix)
             self._training = Training(session, reporting, history, loop, model)
         except BaseException as error:

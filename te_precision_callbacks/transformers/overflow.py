@@ -45,7 +45,9 @@ class ActivationOverflowCallback(DebugCallback):
         handler = find_handler()
         loop = find_loop(handler, state) if handler is not None else None
         accelerator = None if loop is None else loop.accelerator
-        self._watch.loss_scaled = accelerator is not None and scales_loss(accelerator)
+        if accelerator is not None:
+            self._watch.loss_scaled = scales_loss(accelerator)
+            self._watch.follow(accelerator)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any

@@ -73,7 +73,7 @@ def test_a_session_without_statistics_says_what_is_watched(tmp_path: Path, caplo
         caplog.clear()
         with PrecisionDebugger(accelerator, model, log_dir=tmp_path, debug=debug, allow_unmatched=True):
             (said,) = [text for text in caplog.messages if "there are no statistics" in text]
-        assert said.endswith("Training goes on with activation overflow detection alone.") == bool(debug)
+        assert ("Training goes on with activation overflow detection alone." in said) == bool(debug)
 
 
 def test_an_optimizer_of_an_earlier_model_has_not_stepped_this_one(
