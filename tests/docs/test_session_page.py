@@ -18,7 +18,7 @@ from tests.docs.pages import PAGES, blocks
 from tests.lightning.models import logged_lines
 
 PAGE = "docs/session.md"
-SCRIPT, ACCUMULATION, PIECES, RUNNING, EVALUATION, KNOWN = blocks(PAGE, "python")
+SCRIPT, ACCUMULATION, PIECES, RUNNING, SEVERAL, EVALUATION, KNOWN = blocks(PAGE, "python")
 
 
 @pytest.fixture
@@ -44,6 +44,13 @@ def test_the_blocks_run_one_after_another(names: dict[str, Any], capsys: pytest.
     assert (names["session"].running, names["session"].iteration) == (False, 4)
     exec(RUNNING, names)
     assert running_session() is None
+    exec(SEVERAL, names)
+    assert names["session"].iteration == 4
+    layers = [layer.name for layer in names["session"].layers]
+    assert layers == ["generator.0", "generator.2", "critic.0", "critic.2"]
+    found = {(found.layer, found.tensor) for found in names["session"].last_statistics}
+    assert found == {(layer, tensor) for layer in layers for tensor in ("activation", "gradient")}
+    assert {entry.operands["weight"] for entry in names["session"].precision if entry.gemm == "fprop"} == {"FP8 E4M3"}
     exec(EVALUATION, names)
     exec(KNOWN, names)
     shown = capsys.readouterr().out
