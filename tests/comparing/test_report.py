@@ -180,6 +180,22 @@ def test_of_equal_runs_nothing_is_apart_and_the_smallest_spread_counts(tmp_path:
     assert [(parting.name, parting.iteration) for parting in result.parted] == [("loss", 30)]
 
 
+@pytest.mark.slow
+def test_wide_labels_of_an_axis_are_not_cut(look: Look, tmp_path: Path) -> None:  # noqa: F811
+    runs = []
+    for seed in (0, 1):
+        draw = np.random.default_rng(seed)
+        runs.append(record(tmp_path / str(seed), {("fc1", "weight", "mean"): draw.normal(0, 4e-17, STEPS)}))
+    numbers = ComparedNumbers()
+    look.open(
+        write_comparison(compare(*runs, numbers=numbers), numbers, tmp_path / "page.html"), "page=layer&layer=fc1"
+    )
+    look.everything_drawn()
+    lefts = look.plot("[...plot.querySelectorAll('.ytick text')].map((text) => text.getBoundingClientRect().left)")
+    assert lefts
+    assert min(lefts) >= look.plot("plot.getBoundingClientRect().left")
+
+
 def test_a_cell_is_the_largest_difference_of_its_steps_and_curves_are_thinned(tmp_path: Path) -> None:
     steps = 3000
     one, other = np.ones(steps), np.ones(steps)

@@ -35,7 +35,8 @@ function themed(layout) {
   const colour = (name) => ink.getPropertyValue(name).trim();
   const axis = (own = {}) => ({
     gridcolor: colour("--line"), linecolor: colour("--line"), zerolinecolor: colour("--line"), zeroline: false,
-    ticks: "outside", ticklen: 4, tickcolor: colour("--line"), automargin: false,
+    ticks: "outside", ticklen: 4, tickcolor: colour("--line"),
+    automargin: own.exponentformat ? "left" : false, // labels such as -0.5 x 10^-16 are wider than the margin
     ...own,
     title: own.title ? { standoff: 8, font: { size: 12, color: colour("--quiet") }, ...own.title } : undefined,
     tickfont: { size: 11, color: colour("--quiet"), ...own.tickfont },
