@@ -39,3 +39,20 @@ def test_a_reentrant_checkpoint_outside_of_autocast(how: str, tmp_path: Path, ca
         assert reasons == ({Reason.RECOMPUTED} if how == "torch" else {None}), at
     said = [record.getMessage() for record in caplog.records if "Gradient checkpointing" in record.getMessage()]
     assert len(said) == (how == "torch")
+
+
+def test_nested_reentrant_checkpoints(tmp_path: Path) -> None:
+    """The forward runs three times, and is one product; the two that are computed again are no dgrad."""
+    net = te.Linear(WIDTH, WIDTH)
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            result: torch.Tensor = net(x)
+            return result
+
+    again = functools.partial(checkpoint, use_reentrant=True)
+    with InspectSession(None, model=net, log_dir=tmp_path, records="off") as session:
+        again(functools.partial(again, part), torch.randn(WIDTH, WIDTH, requires_grad=True)).sum().backward()
+        session.step()
+    products = {(product.layer, product.gemm): product.macs for product in session.coverage() if product.macs}
+    assert products == {("linear", gemm): WIDTH**3 for gemm in ("fprop", "dgrad", "wgrad")}
