@@ -4,7 +4,7 @@ An operator runs exactly once, whatever happens in what is told; the exceptions 
 pass. Read from torch 2.13: ``TorchDispatchMode.ignore_compile_internals``, by which ``torch.compile`` compiles under
 the mode instead of leaving the code uncompiled for ever; ``supports_higher_order_operators``, without which an operator
 such as ``flex_attention`` raises under the mode; and ``_get_current_dispatch_mode_stack``,
-``_get_current_dispatch_mode`` and ``_pop_mode_temporarily``. The engine of the backward takes the modes of the thread
+``_get_current_dispatch_mode``, ``_pop_mode_temporarily`` and ``torch._C._len_torch_dispatch_stack``. The engine of the backward takes the modes of the thread
 that calls it to its own threads.
 """
 
@@ -98,6 +98,10 @@ def is_seen_by(watcher: Watcher) -> bool:
     """Whether a watcher is told of all operators of this thread, at least of those outside of others."""
     modes = _get_current_dispatch_mode_stack()
     return any(isinstance(mode, SeeingMode) and mode.watcher is watcher and mode._only is None for mode in modes)
+
+
+modes_are_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many modes look at the operators of this thread: asked before each GEMM, so it is no function of Python."""
 
 
 @contextmanager

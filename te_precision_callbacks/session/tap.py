@@ -68,7 +68,7 @@ from te_precision_callbacks.session.handed import (
     of_one,
 )
 from te_precision_callbacks.session.precision import recipe_in_force, recipe_text
-from te_precision_callbacks.session.seeing import unseen
+from te_precision_callbacks.session.seeing import modes_are_active, unseen
 from te_precision_callbacks.turns import AT_ONCE, Turns
 from te_precision_callbacks.vocabulary import OPERANDS, OperandName, class_names
 
@@ -419,6 +419,8 @@ class GemmTap:
         current = self._current
         before, current.running = current.running, forward
         try:
+            if not modes_are_active():
+                return function(*arguments, **keywords)
             with unseen():
                 return function(*arguments, **keywords)
         finally:

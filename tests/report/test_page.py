@@ -260,7 +260,7 @@ def few_steps(folder: Path, steps: int) -> Path:
     numbers = {(layer, tensor, statistic): least + least * draw.uniform(0, 0.3, steps)
                for layer in ESM2 for tensor in ("activation", "weight")
                for statistic, least in (("cur_amax", 3.1), ("underflows%", 0.2))}  # fmt: skip
-    products = [{"layer": ESM2[0], "gemm": "fprop", "precision": "fp8", "macs": 10, "backward": False}]
+    products = [{"gemm_id": 0, "layer": ESM2[0], "gemm": "fprop", "precision": "fp8", "macs": 10, "backward": False}]
     run = record(folder / "esm2 again", numbers, scalars={"loss": np.linspace(2.9, 2.1, steps)}, gemms=products,
                  torch_settings=TORCH, launch="||||")  # fmt: skip
     return write_report(run, folder / "report.html")

@@ -142,7 +142,7 @@ def test_loggers_choose_the_same(trained: Trained, monkeypatch: pytest.MonkeyPat
 def test_the_summary_names_the_same(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a table that is too narrow for the column of what is lost."""
     monkeypatch.setattr("te_precision_callbacks.summary.MOST_ROWS", 4)
-    tables = StatisticsTables(trained.session)
+    tables = StatisticsTables(trained.session._findings.statistics, {})
     rows: dict[str, Any] = {statistic: tables._rows([statistic])[:4] for statistic in ("underflows%", "sqnr_db")}
     for statistic in rows:
         named = {row.layer for row in rows[statistic] if row.tensor == "weight"}

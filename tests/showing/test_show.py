@@ -111,7 +111,8 @@ def test_the_first_step_of_delayed_scaling_is_not_the_worst(tmp_path: Path) -> N
 def test_it_fits_the_terminal(tmp_path: Path, width: int) -> None:
     long = {(f"model.{'deep.' * 30}{n}.fc", "activation", "underflows%"): np.arange(9.0) for n in range(3)}
     facts: dict[str, Any] = {"recipes": ["fp8_current_scaling"], "front_door": "Lightning", "gpu": "H200"}
-    gemms = [{"layer": "fc", "gemm": "fprop", "precision": low, "macs": 10} for low in ("fp8", "bf16", "fp8")]
+    products = {"layer": "fc", "gemm": "fprop", "macs": 10}
+    gemms = [products | {"gemm_id": n, "precision": low} for n, low in enumerate(("fp8", "bf16", "fp8"))]
     record(tmp_path, long, gemms=gemms, scalars={"loss": np.linspace(3, 1, 9)}, **facts)
     lines = drawn(tmp_path, width).splitlines()
     assert max(map(len, lines)) <= width
