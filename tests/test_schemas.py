@@ -174,7 +174,7 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
             "LogFp8TensorStats",
             TENSORS + "stats: [max]",
             8,
-            "'max': there is no .* The statistics are: block_dynamic_range_h",
+            "'max': there is no .* Did you mean 'scale_inv_max' or ",
         ),
         (
             "LogFp8TensorStats",

@@ -143,9 +143,9 @@ def test_the_summary_names_the_same(trained: Trained, monkeypatch: pytest.Monkey
     """Also in a table that is too narrow for the column of what is lost."""
     monkeypatch.setattr("te_precision_callbacks.summary.MOST_ROWS", 4)
     tables = StatisticsTables(trained.session._findings.statistics, {})
-    rows: dict[str, Any] = {statistic: tables._rows([statistic])[:4] for statistic in ("underflows%", "sqnr_db")}
-    for statistic in rows:
-        named = {row.layer for row in rows[statistic] if row.tensor == "weight"}
+    for statistic in ("underflows%", "sqnr_db"):
+        shown = [tables._tensors[number] for number in tables._shown([statistic])]
+        named = {layer for layer, tensor in shown if tensor == "weight"}
         assert set(trained.lossy) <= named, statistic
 
 
