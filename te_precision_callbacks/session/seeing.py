@@ -4,8 +4,8 @@ An operator runs exactly once, whatever happens in what is told; the exceptions 
 pass. Read from torch 2.13: ``TorchDispatchMode.ignore_compile_internals``, by which ``torch.compile`` compiles under
 the mode instead of leaving the code uncompiled for ever; ``supports_higher_order_operators``, without which an operator
 such as ``flex_attention`` raises under the mode; and ``_get_current_dispatch_mode_stack``,
-``_get_current_dispatch_mode``, ``_pop_mode_temporarily`` and ``torch._C._len_torch_dispatch_stack``. The engine of the backward takes the modes of the thread
-that calls it to its own threads.
+``_get_current_dispatch_mode``, ``_pop_mode_temporarily`` and ``torch._C._len_torch_dispatch_stack``. The engine of the
+backward takes the modes of the thread that calls it to its own threads.
 """
 
 from __future__ import annotations
