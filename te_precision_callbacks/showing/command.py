@@ -4,7 +4,7 @@ Usage::
 
     te-precision show logs
     te-precision show logs --follow
-    te-precision show logs --follow | tee show.txt     # a line for each look, and the whole at the end
+    te-precision show logs --follow | tee show.txt     # a line where something is new, and the whole at the end
     te-precision show logs --statistic underflows% --most 10
 
 The exit code is 0; 2 for wrong use, such as a path that is no run, or a run without numbers. ``--json`` prints one JSON
@@ -55,7 +55,7 @@ def show_command(
         typer.Option(
             "--follow",
             help="Draw again while the run is written, and end with it; wait for it where it has not begun. In a file"
-            " or pipe: a line for each look.",
+            " or pipe: a line where something is new.",
         ),
     ] = False,
     every: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="How often, with --follow.")] = 2.0,

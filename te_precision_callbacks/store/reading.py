@@ -84,7 +84,8 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
         path: a log folder, its folder ``precision_records``, the folder of a run or of one of its segments; or what
             plain nvidia-dlfw-inspect has written: its log folder, or a statistics log.
         run: the run that is meant, one of :func:`list_runs`, or the beginning of its name; needed where there are
-            several. ``"latest"`` is the last one. Logs of plain nvidia-dlfw-inspect have no name.
+            several. ``"latest"`` is the one that was started or resumed last. Logs of plain nvidia-dlfw-inspect have no
+            name.
 
     Raises:
         NotARunError: there is no recorded run, or not the one that is meant.
@@ -138,7 +139,7 @@ def _read_run(folder: Path, given: Path, folders: Callable[[], Mapping[int, Path
 
 def _choose(folder: Path, runs: tuple[str, ...], wanted: str | None) -> str:
     if wanted == "latest":
-        return runs[-1]
+        return max(runs, key=lambda name: _last_start(_records_of(folder) / name))
     found = runs if wanted is None else tuple(name for name in runs if name.startswith(wanted))
     if wanted in found:
         return str(wanted)
@@ -151,6 +152,17 @@ def _choose(folder: Path, runs: tuple[str, ...], wanted: str | None) -> str:
         f' line --run {found[-1]}, or give its path, "{_records_of(folder) / found[-1]}".',
         found,
     )
+
+
+def _last_start(run: Path) -> str:
+    """When the last segment of a run has begun, comparable as text: a run that was resumed is later than one whose
+    start came between."""
+    day, clock, milliseconds, *_ = *run.name.split("-"), "", "", ""
+    of_name = f"{day[:4]}-{day[4:6]}-{day[6:]}T{clock[:2]}:{clock[2:4]}:{clock[4:]}.{milliseconds}"
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        found = read_json(next(reversed(segments_of(run).values())) / RUN_FILE).get("started_at")
+        return max(str(found or ""), of_name)
+    return of_name
 
 
 def _what_it_is(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from te_precision_callbacks.store.aging import Aging
 from te_precision_callbacks.store.files import segment_name
 from te_precision_callbacks.store.launches import launch_key
 from te_precision_callbacks.store.tables import LOCAL, STEP0
-from te_precision_callbacks.store.writing import RunWriter
+from te_precision_callbacks.store.writing import RunWriter, time_text
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +74,12 @@ class Recording:
         run: the facts of the run.
         writes_reduced: whether this rank writes what all ranks share.
         limit: the most bytes of the run that this rank writes.
+        begun: when the run has begun, in seconds since the epoch. The first file may come much later.
     """
 
-    def __init__(self, runs: Path, place: Place, run: RunInfo, *, writes_reduced: bool, limit: int) -> None:
+    def __init__(
+        self, runs: Path, place: Place, run: RunInfo, *, writes_reduced: bool, limit: int, begun: float
+    ) -> None:
         self._folder = runs / place.run_id
         self._run = run
         self._writes_reduced = writes_reduced
@@ -85,17 +89,17 @@ class Recording:
         self._last_step: int | None = None
         self._latest = run.start_iteration
         self._seal_bytes = max(limit // _PARTS, _LEAST_PART)
-        self._writer = self._open(place.segment, run.start_iteration)
+        self._writer = self._open(place.segment, run.start_iteration, begun)
         self._aging = Aging(self._folder, self._writer, run.start_iteration, limit, self._say)
 
-    def _open(self, segment: int, first_iteration: int) -> RunWriter:
+    def _open(self, segment: int, first_iteration: int, started: float) -> RunWriter:
         run = self._run
         (self._folder / segment_name(segment)).mkdir(parents=True, exist_ok=True)
         writer = RunWriter(self._folder, segment, run.rank, seal_bytes=self._seal_bytes, small_bytes=self._limit // 8)
         self._numbers = _Numbers(writer, self._scopes)
         if run.rank == 0:
             begun = {"first_iteration": first_iteration, "world": run.world_size, "launch": launch_key()}
-            told = {"versions": dict(run.versions), "config": run.config}
+            told = {"versions": dict(run.versions), "config": run.config, "started_at": time_text(started)}
             writer.put_run(**{**begun, **told, **self._facts.run})
         return writer
 
@@ -158,7 +162,7 @@ class Recording:
     def _go_back(self, iteration: int) -> None:
         """Go on in another segment, since the loop has gone back to an earlier iteration."""
         self._writer.close()
-        self._writer = self._open(self._writer.segment + 1, iteration)
+        self._writer = self._open(self._writer.segment + 1, iteration, time.time())
         self._aging.follow(self._writer, iteration)
         if self._facts.tables:
             self._write_facts()

@@ -248,4 +248,11 @@ class RecordSink(EventSink):
     def _begin_recording(self) -> Recording:
         if self.place is None:
             raise RecordingError("no segment was begun")
-        return Recording(self._runs, self.place, self._info, writes_reduced=self.writes_reduced, limit=self._limit)
+        return Recording(
+            self._runs,
+            self.place,
+            self._info,
+            writes_reduced=self.writes_reduced,
+            limit=self._limit,
+            begun=self._made_at,
+        )

@@ -334,7 +334,7 @@ class RunWriter:
                 "run_id": self.run_id,
                 "segment": self.segment,
                 "parent_segment": self.segment - 1 if self.segment else None,
-                "started_at": _now(),
+                "started_at": time_text(),
                 "ended_at": None,
                 "first_iteration": 0,
                 "world": 1,
@@ -357,7 +357,7 @@ class RunWriter:
         """
         if self._facts:
             self._facts |= {"not_written": str(error)[:_LONGEST_REASON], "status": self.status}
-            self._facts |= {} if self.status == "running" else {"ended_at": _now()}
+            self._facts |= {} if self.status == "running" else {"ended_at": time_text()}
             with contextlib.suppress(OSError):
                 overwrite(self.folder / RUN_FILE, self._run_text())
 
@@ -591,7 +591,7 @@ class RunWriter:
                 part.seal()
             self.leave()
             if self._facts:
-                self.put_run(ended_at=_now(), **facts)
+                self.put_run(ended_at=time_text(), **facts)
         except OSError as error:
             self.put_lost(error)
             raise
@@ -644,8 +644,10 @@ class RunWriter:
         return [*part.subject_columns(self._subjects, series), self._rank_of.take(pa.array(series))]
 
 
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+def time_text(seconds: float | None = None) -> str:
+    """A time in ISO 8601, UTC: now, or so many seconds since the epoch."""
+    seconds = time.time() if seconds is None else seconds
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds")
 
 
 def _microseconds(seconds: float | None) -> int:

@@ -16,7 +16,15 @@ from te_precision_callbacks.store import RunWriter
 LAYERS = ("net.0", "net.1")
 
 
-def write_run(folder: Path, iterations: range, *, run_id: str | None = None, scale: float = 1.0, **facts: Any) -> str:
+def write_run(
+    folder: Path,
+    iterations: range,
+    *,
+    run_id: str | None = None,
+    scale: float = 1.0,
+    statistic: str = "amax",
+    **facts: Any,
+) -> str:
     """A segment with two layers: the value of layer n in iteration i is ``scale * (10 * i + n)``."""
     with RunWriter.begin(folder, run_id=run_id, **{"first_iteration": iterations.start, **facts}) as run:
         run.put_facts(
@@ -24,7 +32,7 @@ def write_run(folder: Path, iterations: range, *, run_id: str | None = None, sca
             [{"layer_id": n, "scope": "", "layer": name, "exec_fwd": 1 - n, "since": iterations.start}
              for n, name in enumerate(LAYERS)],
         )  # fmt: skip
-        series = np.array([run.series(name, "activation", "amax") for name in LAYERS], np.int32)
+        series = np.array([run.series(name, "activation", statistic) for name in LAYERS], np.int32)
         for iteration in iterations:
             run.add_step(iteration)
             run.add_values(iteration, series, scale * (10.0 * iteration + np.arange(2)))

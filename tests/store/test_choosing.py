@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,19 @@ def test_the_latest_is_read_and_the_others_are_named(ids: list[str]) -> None:
     assert json.loads(shown.stdout)["run_id"] == third
     assert told in " ".join(shown.stderr.split())
     assert json.loads(call("report", FOLDER, "--json").stdout)["run"]["run_id"] == third
+
+
+def test_a_run_that_was_resumed_is_later_than_an_attempt_that_came_between(ids: list[str]) -> None:
+    first, *_ = ids
+    assert open_run(FOLDER, run="latest").run_id == ids[-1]
+    runs = Path(FOLDER) / "precision_records"
+    shutil.copytree(runs / first / "seg-000", runs / first / "seg-001")
+    facts = json.loads((runs / first / "seg-001" / "run.json").read_text())
+    later = facts | {"segment": 1, "first_iteration": 3, "started_at": "2999-01-01T00:00:00.000+00:00"}
+    (runs / first / "seg-001" / "run.json").write_text(json.dumps(later))
+    assert open_run(FOLDER, run="latest").run_id == first
+    (runs / first / "seg-001" / "run.json").write_text("damaged")
+    assert open_run(FOLDER, run="latest").run_id == ids[-1]
 
 
 @pytest.mark.parametrize("command", ["show", "report"])

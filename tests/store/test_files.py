@@ -400,6 +400,7 @@ from pathlib import Path
 from te_precision_callbacks.records import writer_thread
 from te_precision_callbacks.statistics.series import SeriesTable
 from te_precision_callbacks.store.sink import RecordSink
+from te_precision_callbacks.store.writing import time_text
 from tests.store.making import info, records
 
 class Slow:
@@ -413,10 +414,13 @@ folder = Path({str(tmp_path)!r})
 sink = RecordSink(folder)
 sink.start(info(folder))
 sink.write(records(0, SeriesTable(), [1.0]))
-sink.close(None)"""
+sink.close(None)
+print(time_text(sink._made_at), end="")"""
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert open_run(tmp_path).segments[0].status == "ended"
+    segment = open_run(tmp_path).segments[0]
+    assert segment.status == "ended"
+    assert segment.started_at == done.stdout, "when the session began, not when the thread could write"
 
 
 def test_a_full_disk_ends_the_recording_and_leaves_what_was_written(

@@ -41,7 +41,7 @@ def test_other_libraries_read_it(code: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_reading_with_this_package() -> None:
-    run_id = write_run(Path("logs"), range(5))
+    run_id = write_run(Path("logs"), range(5), statistic="cur_amax")
     names: dict[str, Any] = {}
     exec(OPEN, names)
     assert list_runs("logs") == (run_id,)

@@ -37,7 +37,7 @@ def begin(folder: Path, limit: int, *, start: int = 0, rank: int = 0, world: int
     number, _ = make_segment(folder / "precision_records" / RUN)
     place = Place(RUN, number)
     runs, run = folder / "precision_records", info(folder, rank=rank, world=world, start=start)
-    return Recording(runs, place, run, writes_reduced=True, limit=limit)
+    return Recording(runs, place, run, writes_reduced=True, limit=limit, begun=0.0)
 
 
 def value(series: int, iteration: int) -> float:
