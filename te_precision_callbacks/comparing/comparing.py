@@ -136,15 +136,16 @@ def _of_steps(run: RecordedRun, steps: tuple[int, int], lasting: int) -> tuple[S
 
 def _check_layers(one: Side, other: Side) -> None:
     """Check that there is something to compare."""
+    notes = one.run.notes_in_words + other.run.notes_in_words
     if not any(subject.layer for subject in one.series if subject in other.series):
         shown = [next((subject.layer for subject in side.series if subject.layer), "none") for side in (one, other)]
         if any(subject.layer in {each.layer for each in other.series} for subject in one.series if subject.layer):
             raise ComparisonError(
                 f"{one.name} and {other.name} have layers in common, but no statistic of one: those of the tensors"
-                " themselves, such as std and cur_amax, pair whatever the recipe."
+                f" themselves, such as std and cur_amax, pair whatever the recipe.{notes}"
             )
         raise ComparisonError(
-            f"{one.name} and {other.name} share no layer; one has {shown[0]!r}, the other {shown[1]!r}."
+            f"{one.name} and {other.name} share no layer; one has {shown[0]!r}, the other {shown[1]!r}.{notes}"
         )
 
 

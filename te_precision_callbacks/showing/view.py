@@ -288,7 +288,7 @@ def _why_nothing(run: RecordedRun, name: str, known: Sequence[str]) -> str:
     histogram = logged_request(name)
     if histogram is not None and histogram.statistic.bins is not None and name in run.series["statistic"].to_pylist():
         return f"{name!r} is a histogram, of which no number is the worst. 'te-precision report' draws it."
-    return f"{run.path} has no statistic {name!r}.{it_has(name, known)}"
+    return f"{run.path} has no statistic {name!r}.{it_has(name, known)}{run.notes_in_words}"
 
 
 def _plain(label: str) -> str:

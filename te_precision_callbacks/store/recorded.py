@@ -266,7 +266,13 @@ class RecordedRun:
             nothing = " All its numbers are reduced over ranks." if column == "rank" else f" It names no {column}."
             raise UnknownSubjectError(
                 f"{self.path}: the run has no {column} {value!r}.{it_has(str(value), names) or nothing}"
+                f"{self.notes_in_words}"
             )
+
+    @property
+    def notes_in_words(self) -> str:
+        """The notes as the end of an error's text: what could not be read may be what is missing."""
+        return f" Notes on {self.path}: {' '.join(self.notes)}" if self.notes else ""
 
     @cached_property
     def ordered_layers(self) -> list[str]:

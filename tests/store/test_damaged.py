@@ -13,6 +13,9 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 
+from te_precision_callbacks.comparing import compare
+from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.showing.view import look
 from te_precision_callbacks.store import NotARunError, RunError, RunWriter, UnknownSubjectError, open_run, parts
 from te_precision_callbacks.store.bounds import MOST_APPENDED, MOST_PART
 from te_precision_callbacks.store.files import part_files
@@ -262,3 +265,15 @@ def test_plain_logs_may_be_damaged_too(whole: Path, tmp_path: Path, monkeypatch:
     os.mkfifo(log)
     with pytest.raises(NotARunError, match="hold no statistic"):
         open_run(tmp_path / "plain")
+
+
+def test_an_error_of_what_a_damaged_run_lacks_names_what_cannot_be_read(tmp_path: Path) -> None:
+    write_run(tmp_path / "good", range(3))
+    run_id = write_run(tmp_path / "bad", range(3))
+    (part,) = (tmp_path / "bad").rglob("values-*")
+    write_run(tmp_path / "bad", range(3, 6), run_id=run_id, statistic="std")
+    part.write_bytes(part.read_bytes()[:40])
+    with pytest.raises(PrecisionDebugError, match=part.name):
+        look(open_run(tmp_path / "bad"), ["amax"])
+    with pytest.raises(PrecisionDebugError, match=part.name):
+        compare(open_run(tmp_path / "bad"), open_run(tmp_path / "good"))
