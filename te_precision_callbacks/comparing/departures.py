@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ class Search:
             self.first_unequal = min(self._firsts.items(), key=lambda found: (found[1], place[found[0]]))
 
     def _part(self, subjects: Sequence[Subject], looked_at: int) -> Iterator[Found]:
-        sides = [self._read(side, subjects) for side in (self.a, self.b, *self.noise)]
+        sides = [_read(side, sizes, subjects) for side, sizes in self._sides]
         scales = _Scales(subjects, sides)
         series, iterations, ours, theirs = _both(sides[0], sides[1])
         self.values += len(series)
@@ -180,14 +181,11 @@ class Search:
             subjects, begins, lengths, series, iterations, (ours, theirs, difference), (spread, limit)
         )
 
-    def _read(self, side: Side, subjects: Sequence[Subject]) -> Numbers:
-        """The values of some subjects, as they would be with as many elements as a has."""
-        numbers = side.read(subjects)
-        sizes = self.sizes if side is self.b else Sizes(self.a.run, side.run)
-        growth = np.array([sizes.growth(subject) for subject in subjects])
-        if np.all(growth == 1):
-            return numbers
-        return numbers._replace(values=numbers.values / growth[numbers.series])
+    @functools.cached_property
+    def _sides(self) -> list[tuple[Side, Sizes]]:
+        """All sides, with their sizes as multiples of those of a."""
+        others = [(side, Sizes(self.a.run, side.run)) for side in self.noise]
+        return [(self.a, Sizes(self.a.run, self.a.run)), (self.b, self.sizes), *others]
 
     def _of_other_rows(self, subjects: Sequence[Subject], scales: _Scales) -> tuple[npt.NDArray[np.bool_], Floats]:
         """[series]: whether b computes another number of rows there, and how much farther a difference must be then.
@@ -259,6 +257,15 @@ class Search:
                 float(spread[begin]),
                 float(limit[begin]),
             )
+
+
+def _read(side: Side, sizes: Sizes, subjects: Sequence[Subject]) -> Numbers:
+    """The values of some subjects, as they would be with the elements that the sizes are multiples of."""
+    numbers = side.read(subjects)
+    growth = np.array([sizes.growth(subject) for subject in subjects])
+    if np.all(growth == 1):
+        return numbers
+    return numbers._replace(values=numbers.values / growth[numbers.series])
 
 
 class _Scales:

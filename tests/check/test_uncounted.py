@@ -12,7 +12,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks import InspectSession, load_config
-from te_precision_callbacks.check import check_model
+from te_precision_callbacks.check import CheckedModel, check_model
 from te_precision_callbacks.records.coverage import Coverage
 from tests.conftest import statistics
 
@@ -84,13 +84,15 @@ def ran(net: Net, folder: Path) -> Coverage:
     return session.coverage()
 
 
+def plan_of(net: Net) -> CheckedModel:
+    batch = torch.randn(SIZE, SIZE, requires_grad=True)
+    return check_model(net, load_config(CONFIG), batch=batch, require=CONTRACT, recipe=Float8CurrentScaling())
+
+
 @pytest.mark.parametrize("name", COUNTED)
 def test_counted(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make, macs = COUNTED[name]
-    planned = check_model(
-        make(), load_config(CONFIG), batch=torch.randn(SIZE, SIZE, requires_grad=True), require=CONTRACT,
-        recipe=Float8CurrentScaling(),
-    )  # fmt: skip
+    planned = plan_of(make())
     for coverage in (ran(make(), tmp_path), planned.coverage):
         assert (coverage.macs(), coverage.macs("fp8")) == (OF_TE + macs, OF_TE)
         assert not coverage.not_counted
@@ -101,10 +103,7 @@ def test_counted(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize("name", NAMED)
 def test_named_and_told_where_a_contract_holds(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     what, make = NAMED[name]
-    planned = check_model(
-        make(), load_config(CONFIG), batch=torch.randn(SIZE, SIZE, requires_grad=True), require=CONTRACT,
-        recipe=Float8CurrentScaling(),
-    )  # fmt: skip
+    planned = plan_of(make())
     for coverage in (ran(make(), tmp_path), planned.coverage):
         assert coverage.share("fp8") == 1
         assert any(what in text for text in coverage.not_counted)

@@ -6,7 +6,6 @@ What the first layer has seen goes to FOLDER/<case>.json, from rank 0.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +36,7 @@ from te_precision_callbacks import (
 from tests.conftest import Keeper, statistics
 from tests.lightning.models import Plain, batch_of, loader
 from tests.lightning.test_fabric import Net
+from tests.stacks.found import write_found
 from tests.transformers.models import Net as NetWithLoss
 from tests.transformers.models import Vectors, arguments
 
@@ -184,13 +184,7 @@ CASES: dict[str, Callable[[Path], Keeper]] = {
 def main(folder: Path, kind: str) -> None:
     for name in [name for name in CASES if kind in name]:
         keeper = CASES[name](folder / name)
-        if torch.distributed.get_rank() == 0:
-            found = {
-                f"{tensor} {key}": keeper.values(key, "net.0", tensor)
-                for tensor in ("activation", "gradient")
-                for key in ("max", "l1_norm")
-            }
-            (folder / f"{name}.json").write_text(json.dumps(found))
+        write_found(keeper, folder / f"{name}.json")
 
 
 if __name__ == "__main__":

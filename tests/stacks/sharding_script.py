@@ -5,7 +5,6 @@ What the first layer has seen goes to FOLDER/<case>.json, from rank 0.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from tests.conftest import Keeper, statistics
 from tests.lightning import models
 from tests.lightning.models import Plain, batch_of, loader
 from tests.lightning.test_fabric import Net
+from tests.stacks.found import write_found
 
 CONFIG = statistics(tensors=["activation", "gradient"])
 STEPS, RATE = 2, 0.1
@@ -94,13 +94,7 @@ CASES: dict[str, Callable[[Path], Keeper]] = {
 def main(folder: Path) -> None:
     for name, case in CASES.items():
         keeper = case(folder / name)
-        if torch.distributed.get_rank() == 0:
-            found = {
-                f"{tensor} {key}": keeper.values(key, "net.0", tensor)
-                for tensor in ("activation", "gradient")
-                for key in ("max", "l1_norm")
-            }
-            (folder / f"{name}.json").write_text(json.dumps(found))
+        write_found(keeper, folder / f"{name}.json")
 
 
 if __name__ == "__main__":
