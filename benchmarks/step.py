@@ -51,7 +51,7 @@ from measuring import (
 )
 
 from te_precision_callbacks import reference
-from te_precision_callbacks.options import Observe
+from te_precision_callbacks.vocabulary import Observe
 
 TENSORS = ["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
 QUANTIZED_TENSORS = TENSORS[:3]

@@ -25,13 +25,13 @@ from te_precision_callbacks.options import SessionKeywords, SessionOptions, Step
 from te_precision_callbacks.records import MetricSelection
 from te_precision_callbacks.records.loggers import (
     REPORT_NAME,
-    Histogram,
     LoggerSink,
     add_report_to_wandb,
     add_to_tensorboard,
     names_for_mlflow,
     wandb_histogram,
 )
+from te_precision_callbacks.records.metrics import Histogram
 from te_precision_callbacks.session import InspectSession, SessionError, SessionOutcome
 from te_precision_callbacks.session.outcome import Mailbox
 

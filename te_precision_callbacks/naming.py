@@ -21,7 +21,7 @@ from te_precision_callbacks.scopes import FoundScope, Scope, found_scope, scope_
 from te_precision_callbacks.turns import Turns
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.config.selection import LayerNames
+    from te_precision_callbacks.vocabulary import LayerNames
 
 Model = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module]
 """A model; or several, such as a list of a model's chunks, or a mapping of a generator and a discriminator."""

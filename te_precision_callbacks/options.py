@@ -17,7 +17,6 @@ from typing_extensions import TypedDict, get_type_hints
 from te_precision_callbacks.config.contract import Contract, ContractSource, OnBroken, read_contract
 from te_precision_callbacks.config.loading import Config, ConfigSource, load_config
 from te_precision_callbacks.config.problems import suggestion
-from te_precision_callbacks.config.selection import LayerNames
 from te_precision_callbacks.config.sizes import size_in_bytes
 from te_precision_callbacks.debug_values import DebugValue, parse_debug
 from te_precision_callbacks.errors import MissingExtraError, OptionError
@@ -26,6 +25,7 @@ from te_precision_callbacks.records.model import Sink
 from te_precision_callbacks.records.statistics_log import DEFAULT_LIMIT as LOG_LIMIT
 from te_precision_callbacks.scopes import Scope, check_scope
 from te_precision_callbacks.store.limits import Records, record_limit
+from te_precision_callbacks.vocabulary import LayerNames, Observe
 
 __all__ = ["SessionKeywords", "SessionOptions", "StatisticsLogRanks", "StepOn"]
 
@@ -76,10 +76,6 @@ def read_statistics_log(statistics_log: object) -> LogChoice:
             f" a rank's log, such as '4GiB' or 'unlimited', or both, such as 'rank0, 4GiB', not {statistics_log!r}."
         )
     return LogChoice(ranks[0] if ranks else "rank0", limits[0] if limits else LOG_LIMIT)
-
-
-Observe = Literal["debug", "fused", "auto"]
-"""The path that layers take while features look at their tensors."""
 
 
 def read_observe(observe: str) -> Observe:

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from rich import box
@@ -30,13 +30,11 @@ from te_precision_callbacks.records.coverage import Coverage, Product
 from te_precision_callbacks.records.precision import GemmPrecision, in_short
 from te_precision_callbacks.records.statistics_log import EVENTS_FOLDER, STATISTICS_FOLDER
 from te_precision_callbacks.records.worst import Column, RunStatistics, worst_first
+from te_precision_callbacks.session.findings import Results
 from te_precision_callbacks.statistics.names import logged_request
 from te_precision_callbacks.statistics.table import Of
 from te_precision_callbacks.terminal import visible
 from te_precision_callbacks.vocabulary import GEMMS
-
-if TYPE_CHECKING:
-    from te_precision_callbacks.session import InspectSession, SessionOutcome
 
 __all__ = ["summary"]
 
@@ -67,7 +65,7 @@ class Summary(Group):
         return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
-def summary(session: InspectSession | SessionOutcome) -> Summary:
+def summary(session: Results) -> Summary:
     """How much runs in low precision, in one line; tables of each GEMM's precision, of what is not in low precision,
     and of each watched tensor's last and worst statistics; and the log folder.
 
@@ -77,9 +75,7 @@ def summary(session: InspectSession | SessionOutcome) -> Summary:
     return _summary(session, session.precision, session.coverage())
 
 
-def _summary(
-    session: InspectSession | SessionOutcome, precision: Sequence[GemmPrecision], coverage: Coverage
-) -> Summary:
+def _summary(session: Results, precision: Sequence[GemmPrecision], coverage: Coverage) -> Summary:
     tables = (
         precision_table(session, precision),
         coverage_table(coverage),
@@ -98,7 +94,7 @@ def _summary(
     )
 
 
-def write_summary(session: InspectSession | SessionOutcome, coverage: Coverage) -> None:
+def write_summary(session: Results, coverage: Coverage) -> None:
     """Append the summary of a session to the file in its log folder; does nothing if no matrix product has run.
 
     Args:
@@ -128,7 +124,7 @@ def _table(title: str, first: str) -> Table:
     return table
 
 
-def precision_table(session: InspectSession | SessionOutcome, precision: Sequence[GemmPrecision]) -> Table:
+def precision_table(session: Results, precision: Sequence[GemmPrecision]) -> Table:
     """The formats of each GEMM's two operands, as in ``session.precision``: a row per layer, a column per GEMM."""
     table = _table("Precision that really ran", "layer")
     for gemm in GEMMS:
@@ -207,7 +203,7 @@ def unconverted_table(unconverted: Mapping[str, str]) -> Table:
     return table
 
 
-def refused_table(session: InspectSession | SessionOutcome) -> Table:
+def refused_table(session: Results) -> Table:
     """The layers that are left as they are, in all or some forwards, and what Transformer Engine refuses: a row per
     layer."""
     table = _table("Not observed", "layer")
@@ -341,7 +337,7 @@ def _cells(column: Column, tensors: Sequence[int]) -> Iterator[tuple[int, str]]:
         yield int(column.tensors[place]), text + more
 
 
-def _given_names(session: InspectSession | SessionOutcome) -> dict[str, str]:
+def _given_names(session: Results) -> dict[str, str]:
     """Layer -> the name that the script has given to the layer."""
     return {layer.name: layer.given for layer in session.layers if layer.given}
 

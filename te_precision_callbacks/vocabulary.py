@@ -47,6 +47,44 @@ ELEMENT_FORMATS = ("e4m3", "e5m2")
 WITH_ELEMENT_FORMAT = ("fp8_current_scaling", "mxfp8", "fp8_block_scaling")
 """The recipes whose elements can be either of :data:`ELEMENT_FORMATS`, and which can be simulated."""
 
+LOW_PRECISION: Mapping[str, frozenset[str]] = {
+    "fp8": frozenset({"fp8", "mxfp8"}),
+    "mxfp8": frozenset({"mxfp8"}),
+    "nvfp4": frozenset({"nvfp4"}),
+    "quantized": frozenset({"fp8", "mxfp8", "nvfp4"}),
+}
+"""The words for low precision -> the precisions that they mean: MXFP8 is FP8 too, with a scale for each block."""
+
+HIGH_PRECISION = ("bf16", "fp16", "fp32", "fp64")
+
+PRECISIONS: Mapping[str, frozenset[str]] = {**LOW_PRECISION, **{name: frozenset({name}) for name in HIGH_PRECISION}}
+"""The words for a precision that a coverage's ``share`` takes -> the values of ``Product.precision``."""
+
+SUBJECTS = (
+    "parameter",
+    "gradient",
+    "main_grad",
+    "reduce",
+    "optimizer_state",
+    "master_weight",
+    "norm",
+    "softmax",
+    "residual",
+    "logits",
+)
+"""What is kept: ``parameter``, ``gradient``: those of the model. ``main_grad``: Megatron's gradients, which accumulate
+over micro-batches. ``reduce``: what ranks sum of the gradients. ``optimizer_state``: tensors of the optimizer as large
+as a parameter. ``master_weight``: those of them, or of its parameters, that hold a weight in another type than the
+model does. ``norm``, ``softmax``: results of torch's norms and of softmax. ``residual``: what goes from block to block.
+``logits``: what the model returns, or what cross entropy takes."""
+
+LayerNames = Literal["path", "upstream"]
+"""The names of layers: ``"path"``, their path in the module tree; ``"upstream"``, the names and numbers of
+nvidia-dlfw-inspect's ``infer_and_assign_layer_names``."""
+
+Observe = Literal["debug", "fused", "auto"]
+"""The path that layers take while features look at their tensors."""
+
 
 class QuantizerClass(NamedTuple):
     """One of Transformer Engine's quantizers.

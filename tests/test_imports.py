@@ -31,10 +31,8 @@ def files() -> Mapping[str, Path]:
 
 
 def imports(node: ast.AST) -> Iterator[str]:
-    """What a module imports wherever it does, in functions too, but for the checker of types."""
+    """What a module imports wherever it does, in functions and for the checker of types too."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-            continue
         if isinstance(child, ast.Import):
             yield from (alias.name for alias in child.names)
         elif isinstance(child, ast.ImportFrom) and child.level == 0:

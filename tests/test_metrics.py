@@ -19,7 +19,8 @@ from te_precision_callbacks.config.loading import DEFAULT_CONFIG
 from te_precision_callbacks.engine.kernels import compiled
 from te_precision_callbacks.records import LoggerSink, MetricSelection, Row, StepRecords, metric_name
 from te_precision_callbacks.records.choice import LATER_PLACES, MOST_SERIES, PATIENCE, PLACES
-from te_precision_callbacks.records.loggers import Histogram, names_for_mlflow
+from te_precision_callbacks.records.loggers import names_for_mlflow
+from te_precision_callbacks.records.metrics import Histogram
 from te_precision_callbacks.records.worst import RunStatistics, worst_of_all
 from te_precision_callbacks.statistics.names import PREFIXES, logged_request, tensor_request
 from te_precision_callbacks.statistics.series import family_of

@@ -15,13 +15,13 @@ from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.records import MetricSelection, StepRecords
 from te_precision_callbacks.records.loggers import (
     REPORT_NAME,
-    Histogram,
     LoggerSink,
     add_report_to_wandb,
     add_to_tensorboard,
     names_for_mlflow,
     wandb_histogram,
 )
+from te_precision_callbacks.records.metrics import Histogram
 
 logger = logging.getLogger(__name__)
 

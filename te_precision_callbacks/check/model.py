@@ -28,7 +28,7 @@ from te_precision_callbacks.config.levels import ObservingFeature
 from te_precision_callbacks.config.planning import draft
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.naming import Layer, Model, named_roots, named_te_modules
-from te_precision_callbacks.options import Observe, read_observe
+from te_precision_callbacks.options import read_observe
 from te_precision_callbacks.records.coverage import Coverage
 from te_precision_callbacks.session.attaching import alike_in_words, without_layers
 from te_precision_callbacks.session.contract import broken_clauses, left_out, require_layers
@@ -36,7 +36,7 @@ from te_precision_callbacks.session.fused import choose, paths_in_words
 from te_precision_callbacks.session.planned import plan_products
 from te_precision_callbacks.session.precision import recipe_text
 from te_precision_callbacks.session.refusals import RefusedLayers
-from te_precision_callbacks.vocabulary import class_names
+from te_precision_callbacks.vocabulary import Observe, class_names
 
 
 class ActingFeature(NamedTuple):

@@ -14,8 +14,7 @@ from te_precision_callbacks.check.conversion import Converted
 from te_precision_callbacks.check.model import CheckedModel
 from te_precision_callbacks.check.rows import Row, rows
 from te_precision_callbacks.folding import folded
-from te_precision_callbacks.records.coverage import PRECISIONS
-from te_precision_callbacks.vocabulary import GEMMS, GemmName
+from te_precision_callbacks.vocabulary import GEMMS, PRECISIONS, GemmName
 
 _INDENT = 2
 _MOST_NAMES = 8

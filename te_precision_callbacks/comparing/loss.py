@@ -9,8 +9,8 @@ import numpy as np
 
 from te_precision_callbacks.comparing.model import LossComparison, Yardstick
 from te_precision_callbacks.comparing.sides import Floats, Ints, Side
-from te_precision_callbacks.records.coverage import HIGH_PRECISION, LOW_PRECISION
 from te_precision_callbacks.store.index import Subject
+from te_precision_callbacks.vocabulary import HIGH_PRECISION, LOW_PRECISION
 
 _FP8_AGAINST_BF16 = ("FP8 against BF16", 0.0025, "DeepSeek-V3, arXiv 2412.19437, 3.3")
 _NVFP4_AGAINST_FP8 = ("NVFP4 against FP8, in the stable phase", 0.01, "NVIDIA, arXiv 2509.25149")

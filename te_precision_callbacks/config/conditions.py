@@ -24,7 +24,6 @@ from enum import Enum
 
 from te_precision_callbacks import debug_values
 from te_precision_callbacks.config.problems import suggestion
-from te_precision_callbacks.records.coverage import PRECISIONS
 from te_precision_callbacks.statistics.names import (
     BLOCKWISE_LABEL,
     PREFIXES,
@@ -34,6 +33,7 @@ from te_precision_callbacks.statistics.names import (
     quantized_pattern,
 )
 from te_precision_callbacks.statistics.table import BLOCKWISE, QUANTIZED_STATISTICS, STATISTICS, TENSOR_STATISTICS
+from te_precision_callbacks.vocabulary import PRECISIONS
 
 NONFINITE = "nonfinite"
 ACTIVATION_OVERFLOW = debug_values.ACTIVATION_OVERFLOW

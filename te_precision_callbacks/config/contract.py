@@ -22,8 +22,7 @@ from typing import Any, Literal, get_args
 from te_precision_callbacks.config.conditions import Share, parse_share
 from te_precision_callbacks.config.problems import ConfigError, Problems, shown, suggestion
 from te_precision_callbacks.config.reading import read_yaml
-from te_precision_callbacks.records.coverage import PRECISIONS
-from te_precision_callbacks.records.state import SUBJECTS
+from te_precision_callbacks.vocabulary import PRECISIONS, SUBJECTS
 
 CONTRACT = "precision_contract"
 """The key of a file that holds a contract."""

@@ -20,7 +20,8 @@ from te_precision_callbacks.config.planning import (
 )
 from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, nearest, shown
 from te_precision_callbacks.config.reading import Places, check_extent, read_yaml
-from te_precision_callbacks.config.selection import LayerNames, LayerSelector, SelectableLayer
+from te_precision_callbacks.config.selection import LayerSelector, SelectableLayer
+from te_precision_callbacks.vocabulary import LayerNames
 
 DEFAULT_CONFIG: dict[str, Any] = {
     "default_statistics": {

@@ -20,11 +20,11 @@ from te_precision_callbacks.config.reading import Places
 from te_precision_callbacks.config.selection import (
     EXACT,
     LayerIndex,
-    LayerNames,
     LayerSelector,
     SelectableLayer,
     by_upstreams_names,
 )
+from te_precision_callbacks.vocabulary import LayerNames
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from te_precision_callbacks.config.interrupting import LIMIT, TookTooLong, at_most
 from te_precision_callbacks.config.problems import ConfigError, Problems, Vocabulary, Where, shown, suggestion
@@ -39,10 +39,6 @@ LONGEST_PATTERN = 100_000
 
 LARGEST_NUMBER = 999_999
 """The largest number of a layer."""
-
-LayerNames = Literal["path", "upstream"]
-"""The names of layers: ``"path"``, their path in the module tree; ``"upstream"``, the names and numbers of
-nvidia-dlfw-inspect's ``infer_and_assign_layer_names``."""
 
 _NUMBER = re.compile(r"(?<!\d)(?<!fc)(?<!gemm_)\d+")
 _UPSTREAM_NUMBER = re.compile(r"(?<!fc)\d+")

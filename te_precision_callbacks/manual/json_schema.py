@@ -33,9 +33,9 @@ from te_precision_callbacks.config.selection import (
     SELECTORS,
     SPAN,
     TYPES,
-    LayerNames,
 )
 from te_precision_callbacks.manual.features import Feature, default_of
+from te_precision_callbacks.vocabulary import LayerNames
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 

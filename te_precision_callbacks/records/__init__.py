@@ -12,14 +12,8 @@ Usage::
 
 from __future__ import annotations
 
-from te_precision_callbacks.records.loggers import (
-    Histogram,
-    LoggerSink,
-    add_to_tensorboard,
-    names_for_mlflow,
-    wandb_histogram,
-)
-from te_precision_callbacks.records.metrics import LogFilter, MetricSelection, metric_name
+from te_precision_callbacks.records.loggers import LoggerSink, add_to_tensorboard, names_for_mlflow, wandb_histogram
+from te_precision_callbacks.records.metrics import Histogram, LogFilter, MetricSelection, metric_name
 from te_precision_callbacks.records.model import Event, EventSink, LayerInfo, Row, RunInfo, Scalars, Sink, StepRecords
 from te_precision_callbacks.records.statistics_log import StatisticsLog
 from te_precision_callbacks.records.worst import Worst

@@ -20,24 +20,11 @@ from typing import Any, Literal
 from te_precision_callbacks import notebooks
 from te_precision_callbacks.folding import folded
 from te_precision_callbacks.records.state import StateRow
-from te_precision_callbacks.vocabulary import GEMMS
+from te_precision_callbacks.vocabulary import GEMMS, LOW_PRECISION, PRECISIONS
 
 ProductName = Literal["fprop", "dgrad", "wgrad", "qk", "pv", "other", "lookup"]
 Family = Literal["te", "te_ops", "torch", "functional", "attention", "lookup"]
 Runs = Literal["seen", "planned", "never", "uncounted"]
-
-LOW_PRECISION: Mapping[str, frozenset[str]] = {
-    "fp8": frozenset({"fp8", "mxfp8"}),
-    "mxfp8": frozenset({"mxfp8"}),
-    "nvfp4": frozenset({"nvfp4"}),
-    "quantized": frozenset({"fp8", "mxfp8", "nvfp4"}),
-}
-"""The words for low precision -> the precisions that they mean: MXFP8 is FP8 too, with a scale for each block."""
-
-HIGH_PRECISION = ("bf16", "fp16", "fp32", "fp64")
-
-PRECISIONS: Mapping[str, frozenset[str]] = {**LOW_PRECISION, **{name: frozenset({name}) for name in HIGH_PRECISION}}
-"""The words for a precision that :meth:`Coverage.share` takes -> the values of ``Product.precision``."""
 
 _ORDER = ("nvfp4", "mxfp8", "fp8", "bf16", "fp16", "fp32", "fp64")
 

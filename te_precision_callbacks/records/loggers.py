@@ -11,17 +11,13 @@ class Board(LoggerSink):                       # in your own loop: sinks=[Board(
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from typing_extensions import Self
-
+from te_precision_callbacks.records.metrics import Histogram, MetricSelection
 from te_precision_callbacks.records.model import Sink, StepRecords
-from te_precision_callbacks.statistics.table import EXPONENTS, Bins
-
-if TYPE_CHECKING:
-    from te_precision_callbacks.records.metrics import MetricSelection
+from te_precision_callbacks.statistics.table import EXPONENTS
 
 ValueT = TypeVar("ValueT")
 
@@ -38,22 +34,6 @@ _NOT_IN_MLFLOW = re.compile(r"[^/\w.\- ]")
 
 _MOST_WANDB_BINS = 512
 """The most bins that wandb.Histogram takes."""
-
-
-class Histogram(tuple[float, ...]):
-    """The counts of a histogram over powers of two, with their bins.
-
-    Attributes:
-        bins: the bin of each count.
-    """
-
-    bins: Bins
-
-    def __new__(cls, counts: Iterable[float], bins: Bins) -> Self:
-        """Combine counts and bins, of the same number."""
-        made = super().__new__(cls, counts)
-        made.bins = bins
-        return made
 
 
 def _filled(counts: Sequence[float], most: int | None = None) -> tuple[list[float], list[float]]:

@@ -23,16 +23,18 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+
+from typing_extensions import Self
 
 from te_precision_callbacks.errors import OptionError
 from te_precision_callbacks.notices import Notices
 from te_precision_callbacks.records.choice import LATER_PLACES, MOST_SERIES, PLACES, SeriesChoice
-from te_precision_callbacks.records.loggers import Histogram
 from te_precision_callbacks.records.model import Row, StepRecords, row_of
 from te_precision_callbacks.records.worst import ByLayer, judged, worst_of_all
 from te_precision_callbacks.statistics.series import Family, Series
+from te_precision_callbacks.statistics.table import Bins
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,22 @@ def overall_name(prefix: str, name: str) -> str:
 def prefix_of(prefix: str, *, local: bool) -> str:
     """The first part of the names of a step's metrics; ``te.local`` for numbers of one rank alone."""
     return ".".join(part for part in (prefix, "local" if local else "") if part)
+
+
+class Histogram(tuple[float, ...]):
+    """The counts of a histogram over powers of two, with their bins.
+
+    Attributes:
+        bins: the bin of each count.
+    """
+
+    bins: Bins
+
+    def __new__(cls, counts: Iterable[float], bins: Bins) -> Self:
+        """Combine counts and bins, of the same number."""
+        made = super().__new__(cls, counts)
+        made.bins = bins
+        return made
 
 
 class MetricSelection:

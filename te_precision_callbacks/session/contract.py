@@ -15,17 +15,11 @@ from te_precision_callbacks.config.problems import ConfigError, suggestion
 from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.folding import folded
 from te_precision_callbacks.ranks import own_rank
-from te_precision_callbacks.records.coverage import (
-    NOTHING,
-    PRECISIONS,
-    Coverage,
-    Product,
-    Reason,
-    left_out_in_words,
-)
+from te_precision_callbacks.records.coverage import NOTHING, Coverage, Product, Reason, left_out_in_words
 from te_precision_callbacks.records.state import StateRow
 from te_precision_callbacks.session.parallel import Ranks
 from te_precision_callbacks.session.shared_products import shared_products, shared_state
+from te_precision_callbacks.vocabulary import PRECISIONS
 
 logger = logging.getLogger(__name__)
 

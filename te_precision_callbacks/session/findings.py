@@ -71,6 +71,11 @@ class Results:
         self._findings = findings
 
     @property
+    def iteration(self) -> int:
+        """The current debug iteration, counted from 0. After the end: the first iteration that was not run."""
+        return self._findings.iteration
+
+    @property
     def log_dir(self) -> Path:
         """The folder of the session's files."""
         return self._findings.log_dir

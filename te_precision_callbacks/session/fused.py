@@ -28,10 +28,9 @@ from te_precision_callbacks.forwards import ForwardKind
 from te_precision_callbacks.gemm_events import GemmEvent
 from te_precision_callbacks.naming import NamedModule
 from te_precision_callbacks.numerics.layouts import is_quantized
-from te_precision_callbacks.options import Observe
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
 from te_precision_callbacks.statistics.table import OF_SCALES
-from te_precision_callbacks.vocabulary import RESULT, TENSORS, class_names
+from te_precision_callbacks.vocabulary import RESULT, TENSORS, Observe, class_names
 
 _ALL = frozenset(TENSORS)
 HIGH_PRECISION_ON_FUSED_PATH: Mapping[str, tuple[frozenset[str], ...]] = {

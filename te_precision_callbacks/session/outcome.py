@@ -15,12 +15,8 @@ import tempfile
 import uuid
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from te_precision_callbacks.session.findings import Results
-
-if TYPE_CHECKING:
-    from te_precision_callbacks.session.session import InspectSession
 
 logger = logging.getLogger(__name__)
 
@@ -29,17 +25,12 @@ class SessionOutcome(Results):
     """The part of an ``InspectSession`` that can be read after its end, with the same names; of rank 0."""
 
     @property
-    def iteration(self) -> int:
-        """The first debug iteration that was not run."""
-        return self._findings.iteration
-
-    @property
     def running(self) -> bool:
         """Whether the session is running: never."""
         return False
 
     @classmethod
-    def of(cls, session: InspectSession) -> SessionOutcome:
+    def of(cls, session: Results) -> SessionOutcome:
         """The outcome of a session so far; it does not change when the session goes on."""
         findings = copy.deepcopy(session._findings)
         findings.iteration = session.iteration

@@ -26,13 +26,13 @@ from te_precision_callbacks.errors import PrecisionDebugError
 from te_precision_callbacks.records import MetricSelection
 from te_precision_callbacks.records.loggers import (
     REPORT_NAME,
-    Histogram,
     LoggerSink,
     add_report_to_wandb,
     add_to_tensorboard,
     names_for_mlflow,
     wandb_histogram,
 )
+from te_precision_callbacks.records.metrics import Histogram
 
 
 class ReportingError(PrecisionDebugError, RuntimeError):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from te_precision_callbacks.config.contract import read_contract
-from te_precision_callbacks.records.coverage import PRECISIONS, Reason
-from te_precision_callbacks.records.state import SUBJECTS
+from te_precision_callbacks.records.coverage import Reason
 from te_precision_callbacks.session import PrecisionContractError
+from te_precision_callbacks.vocabulary import PRECISIONS, SUBJECTS
 from tests.docs.pages import PAGES, blocks
 
 PAGE = "docs/coverage.md"
