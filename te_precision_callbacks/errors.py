@@ -1,12 +1,20 @@
 """The exceptions of this package, from one base class.
 
 Each part derives its exceptions from :class:`PrecisionDebugError`, so ``except PrecisionDebugError`` catches everything
-that this package raises on purpose, and nothing else.
+that this package raises on purpose, and nothing else. The exceptions of several parts are here::
+
+    PrecisionDebugError
+        OptionError                          a keyword, or its value
+        MissingExtraError                    an optional package is missing
+        SessionError                         a session cannot start or step
+            TransformerEngineUnavailableError
+            FeatureLoadError
+        FeatureError                         a feature failed
+        ObservationError                     with strict=True: a failure in observation
+        ResumeAuditError                     with strict=True: a resume has not restored what the checkpoint had
 """
 
 from __future__ import annotations
-
-__all__ = ["FeatureError", "MissingExtraError", "OptionError", "PrecisionDebugError"]
 
 
 class PrecisionDebugError(Exception):
@@ -54,3 +62,50 @@ class MissingExtraError(PrecisionDebugError, ImportError):
             f"{module} needs a package that is not installed. Install it with:"
             f" pip install 'te-precision-callbacks[{extra}]'"
         )
+
+
+class SessionError(PrecisionDebugError, RuntimeError):
+    """A session was used in an order that cannot work, or could not be started."""
+
+
+class TransformerEngineUnavailableError(SessionError, ImportError):
+    """Transformer Engine cannot be imported, so there is nothing to observe.
+
+    Args:
+        error: the exception of the import.
+        subject: the subject of the message: Transformer Engine, and what imports it.
+    """
+
+    def __init__(self, error: BaseException, subject: str = "Transformer Engine") -> None:
+        super().__init__(
+            f"{subject} cannot be imported. On a machine with a GPU install the compiled build: pip install"
+            " --no-build-isolation 'transformer-engine[pytorch]'. Without a GPU install"
+            " 'te-precision-callbacks[reference]', and call te_precision_callbacks.reference.install_where_needed()"
+            " before anything imports Transformer Engine, or start the script with 'te-precision run SCRIPT'. Overflow"
+            " detection alone (te_precision_callbacks.debug_utils) needs no Transformer Engine. What happened:"
+            f" {type(error).__name__}: {error}"
+        )
+
+
+def transformer_engine_error(error: BaseException | None) -> BaseException | None:
+    """The exception inside Transformer Engine that led to ``error``; None if there was none."""
+    while error is not None:
+        traceback = error.__traceback__
+        while traceback is not None:
+            if traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "transformer_engine":
+                return error
+            traceback = traceback.tb_next
+        error = error.__cause__ or error.__context__
+    return None
+
+
+class FeatureLoadError(SessionError):
+    """A feature file or class could not be loaded."""
+
+
+class ResumeAuditError(PrecisionDebugError, RuntimeError):
+    """With ``strict=True``: a resumed run has not begun as its checkpoint ended."""
+
+
+class ObservationError(PrecisionDebugError, RuntimeError):
+    """A failure in observation, raised with ``strict=True``; otherwise it is reported once and training goes on."""

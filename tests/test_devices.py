@@ -18,9 +18,9 @@ from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.dumps.wanted import Wanted
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.errors import ObservationError
 from te_precision_callbacks.reference.extension.versions import CUBLASLT_VARIABLE
 from te_precision_callbacks.session import InspectSession, delivery
-from te_precision_callbacks.session.errors import ObservationError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.statistics.names import tensor_request
 from te_precision_callbacks.statistics.schedule import Schedule

@@ -17,11 +17,11 @@ import torch
 from te_precision_callbacks.devices import current_stream, follow
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.errors import ObservationError
 from te_precision_callbacks.garbage import without_collections
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.records.model import StepRecords
 from te_precision_callbacks.session.delayed_scaling import DelayedScalingLayers
-from te_precision_callbacks.session.errors import ObservationError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.findings import Findings
 from te_precision_callbacks.session.model import ObservedModel

@@ -10,11 +10,10 @@ from te_precision_callbacks.debug_utils.errors import STOPS
 from te_precision_callbacks.devices import is_lost, lost_in_words
 from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.engine.reduction import RanksDifferError
-from te_precision_callbacks.errors import FeatureError, PrecisionDebugError
+from te_precision_callbacks.errors import FeatureError, ObservationError, PrecisionDebugError, ResumeAuditError
 from te_precision_callbacks.ranks.meeting import INTERFACE
 from te_precision_callbacks.ranks.tree import RanksLostError
 from te_precision_callbacks.session.contract import PrecisionContractError
-from te_precision_callbacks.session.errors import ObservationError, ResumeAuditError
 
 logger = logging.getLogger(__name__)
 

@@ -29,12 +29,11 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.engine.quantization import QuantizationError
-from te_precision_callbacks.errors import FeatureError
+from te_precision_callbacks.errors import FeatureError, SessionError
 from te_precision_callbacks.forwards import ForwardClassifier, ForwardKind, outside_of_dynamo, running_forward
 from te_precision_callbacks.gemm_events import Listener
 from te_precision_callbacks.naming import Model, NamedModule, NamedOperation
 from te_precision_callbacks.session.delayed_scaling import DelayedScalingLayers
-from te_precision_callbacks.session.errors import SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.fused import FusedObservation
 from te_precision_callbacks.session.precision import (

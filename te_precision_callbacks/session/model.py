@@ -16,6 +16,7 @@ from te_precision_callbacks.config.idle import idle_in_words
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, resolve_features
 from te_precision_callbacks.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.errors import ObservationError, SessionError
 from te_precision_callbacks.folding import folded
 from te_precision_callbacks.naming import (
     Layer,
@@ -38,7 +39,6 @@ from te_precision_callbacks.records.model import LayerInfo
 from te_precision_callbacks.session.attaching import alike_in_words, without_layers
 from te_precision_callbacks.session.contract import remedy
 from te_precision_callbacks.session.coverage import LayerFacts, kept_by_sections
-from te_precision_callbacks.session.errors import ObservationError, SessionError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.findings import Findings
 from te_precision_callbacks.session.forward import ForwardHooks

@@ -9,10 +9,10 @@ import torch
 
 from te_precision_callbacks.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.dumps.recording import Recorder
+from te_precision_callbacks.errors import SessionError
 from te_precision_callbacks.naming import Model, named_roots
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.ranks.messages import Messages
-from te_precision_callbacks.session.errors import SessionError
 
 if TYPE_CHECKING:
     from te_precision_callbacks.debug_utils import DebugActivationOverflow

@@ -21,13 +21,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from te_precision_callbacks.config.comparing import FlatConfig, config_hash, difference
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.engine.engine import Placement
-from te_precision_callbacks.errors import PrecisionDebugError
+from te_precision_callbacks.errors import ObservationError, PrecisionDebugError, SessionError
 from te_precision_callbacks.forwards import outside_of_dynamo
 from te_precision_callbacks.naming import NamedModule
 from te_precision_callbacks.ranks import in_words, is_distributed
 from te_precision_callbacks.ranks.messages import Messages
 from te_precision_callbacks.ranks.tree import RanksLostError
-from te_precision_callbacks.session.errors import ObservationError, SessionError
 
 logger = logging.getLogger(__name__)
 

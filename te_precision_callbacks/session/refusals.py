@@ -20,9 +20,9 @@ import torch
 from te_precision_callbacks.config.effects import Effect
 from te_precision_callbacks.config.planning import Plan
 from te_precision_callbacks.devices import is_capturing
+from te_precision_callbacks.errors import ObservationError
 from te_precision_callbacks.naming import Model, NamedModule, named_roots
 from te_precision_callbacks.notices import Notices
-from te_precision_callbacks.session.errors import ObservationError
 
 logger = logging.getLogger(__name__)
 

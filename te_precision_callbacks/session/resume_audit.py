@@ -20,6 +20,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from te_precision_callbacks.errors import ResumeAuditError
 from te_precision_callbacks.fingerprints.comparing import compare, for_log
 from te_precision_callbacks.fingerprints.files import read, write
 from te_precision_callbacks.fingerprints.model import Fingerprint, FingerprintError
@@ -28,7 +29,6 @@ from te_precision_callbacks.fingerprints.taking import with_layers, with_recipes
 from te_precision_callbacks.forwards import outside_of_dynamo
 from te_precision_callbacks.naming import Layer, NamedModule
 from te_precision_callbacks.ranks import own_rank, world_size
-from te_precision_callbacks.session.errors import ResumeAuditError
 from te_precision_callbacks.session.failures import ObservationFailures
 from te_precision_callbacks.session.findings import Findings
 from te_precision_callbacks.session.model import ObservedModel

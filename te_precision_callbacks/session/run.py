@@ -17,6 +17,7 @@ from te_precision_callbacks.devices import is_capturing
 from te_precision_callbacks.dumps.files import SAFETENSORS
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.errors import ObservationError, SessionError
 from te_precision_callbacks.forwards import ForwardClassifier
 from te_precision_callbacks.garbage import without_collections
 from te_precision_callbacks.naming import Model
@@ -31,7 +32,6 @@ from te_precision_callbacks.session.chronicle import Chronicle
 from te_precision_callbacks.session.contract import ContractKeeper, PrecisionContractError, require_layers
 from te_precision_callbacks.session.delivery import Delivery, Ending, SessionObservation
 from te_precision_callbacks.session.endings import ProcessEnds, Terminated
-from te_precision_callbacks.session.errors import ObservationError, SessionError
 from te_precision_callbacks.session.failures import ASKED_FOR, ObservationFailures
 from te_precision_callbacks.session.findings import Findings, Results
 from te_precision_callbacks.session.forgotten import ForgottenSteps

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Unpack
 
 from te_precision_callbacks.config.loading import ConfigSource
+from te_precision_callbacks.errors import SessionError
 from te_precision_callbacks.forwards import ForwardClassifier
 from te_precision_callbacks.naming import Model
 from te_precision_callbacks.notices import Notices
@@ -21,7 +22,6 @@ from te_precision_callbacks.ranks import own_rank
 from te_precision_callbacks.records.coverage import Coverage
 from te_precision_callbacks.records.model import Sink, StepRecords
 from te_precision_callbacks.session.endings import ProcessEnds
-from te_precision_callbacks.session.errors import SessionError
 from te_precision_callbacks.session.findings import Findings, Results
 from te_precision_callbacks.session.resume_audit import ResumeAudit
 from te_precision_callbacks.session.resumed_loss import ResumedLoss

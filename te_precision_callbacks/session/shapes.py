@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from te_precision_callbacks.errors import transformer_engine_error
 from te_precision_callbacks.gemm_shapes import Refusal, refusals
 from te_precision_callbacks.naming import NamedModule
-from te_precision_callbacks.session.errors import transformer_engine_error
 from te_precision_callbacks.vocabulary import GEMMS, GemmName, name_of_recipe
 
 logger = logging.getLogger(__name__)

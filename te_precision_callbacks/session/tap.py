@@ -39,6 +39,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.devices import is_capturing
+from te_precision_callbacks.errors import ObservationError
 from te_precision_callbacks.forwards import ForwardKind, outside_of_dynamo
 from te_precision_callbacks.gemm_events import (
     GEMM_OF_LAYOUT,
@@ -51,7 +52,6 @@ from te_precision_callbacks.gemm_events import (
     Listener,
 )
 from te_precision_callbacks.naming import NamedOperation
-from te_precision_callbacks.session.errors import ObservationError
 from te_precision_callbacks.session.handed import (
     GEMM,
     GROUPED_GEMM,

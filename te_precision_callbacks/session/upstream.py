@@ -22,15 +22,15 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
-from te_precision_callbacks.observation import Observation
-from te_precision_callbacks.records.statistics_log import EVENTS_FOLDER
-from te_precision_callbacks.records.writer_thread import LONGEST_STILL
-from te_precision_callbacks.session.errors import (
+from te_precision_callbacks.errors import (
     FeatureLoadError,
     ObservationError,
     SessionError,
     TransformerEngineUnavailableError,
 )
+from te_precision_callbacks.observation import Observation
+from te_precision_callbacks.records.statistics_log import EVENTS_FOLDER
+from te_precision_callbacks.records.writer_thread import LONGEST_STILL
 from te_precision_callbacks.session.event_log import FORMAT, EventLog
 from te_precision_callbacks.session.stray_calls import StrayCalls
 from te_precision_callbacks.threads import within

@@ -12,9 +12,9 @@ import transformer_engine.pytorch as te
 from rich.console import Console
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 
+from te_precision_callbacks.errors import ObservationError
 from te_precision_callbacks.records.precision import GemmPrecision
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.session.errors import ObservationError
 from te_precision_callbacks.summary import summary
 from te_precision_callbacks.vocabulary import Observe
 from tests.conftest import feature, statistics

@@ -16,10 +16,14 @@ import transformer_engine.pytorch as te
 
 import te_precision_callbacks
 from te_precision_callbacks.debug_utils import AbortAfterBatch, ActivationOverflowError, DetectionFailedError
-from te_precision_callbacks.errors import MissingExtraError, PrecisionDebugError
+from te_precision_callbacks.errors import (
+    MissingExtraError,
+    ObservationError,
+    PrecisionDebugError,
+    TransformerEngineUnavailableError,
+)
 from te_precision_callbacks.ranks.tree import Departure, RanksLostError
 from te_precision_callbacks.session import InspectSession, failures
-from te_precision_callbacks.session.errors import ObservationError, TransformerEngineUnavailableError
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.parallel import Ranks
 from te_precision_callbacks.session.run import Run
